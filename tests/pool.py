@@ -1,0 +1,139 @@
+"""Four worker processes for the whole test run: `run(world_size, body, *args)` runs `body(*args)` on each of them.
+
+A body is a function of a test module. It finds itself in a gloo world: `group()` is the process group of the ranks
+that take part, and torch.distributed's default group when all four do. Its return values come back in rank order.
+"""
+
+import faulthandler
+import os
+import signal
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+MAX_WORLD = 4
+HANGS_AFTER = 60.0  # seconds
+_groups = {}  # in a worker: world size -> process group
+_current = None  # in a worker: the world size of the running body
+
+
+def group():
+    """The process group of the running body's ranks."""
+    return _groups[_current]
+
+
+def rank():
+    return dist.get_rank(group())
+
+
+def world_size():
+    return _current
+
+
+def _worker(worker_rank, connection, folder):
+    global _current
+    torch.set_num_threads(1)
+    stacks = (Path(folder) / f"stacks{worker_rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    store = dist.FileStore(str(Path(folder) / "store"), MAX_WORLD)
+    dist.init_process_group(
+        "gloo", store=store, rank=worker_rank, world_size=MAX_WORLD, timeout=timedelta(seconds=HANGS_AFTER - 10)
+    )
+    for size in range(1, MAX_WORLD):
+        _groups[size] = dist.new_group(range(size), timeout=timedelta(seconds=HANGS_AFTER - 10))
+    _groups[MAX_WORLD] = dist.group.WORLD
+    connection.send("ready")
+    while (task := connection.recv()) is not None:
+        _current, body, args = task
+        try:
+            torch.manual_seed(0)
+            connection.send((True, body(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Pool:
+    def __init__(self):
+        self.workers = []
+
+    def start(self):
+        self.folder = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        for worker_rank in range(MAX_WORLD):
+            here, there = context.Pipe()
+            process = context.Process(target=_worker, args=(worker_rank, there, self.folder.name), daemon=True)
+            process.start()
+            there.close()
+            self.workers.append((process, here))
+        for _, connection in self.workers:
+            assert connection.recv() == "ready"
+
+    def stop(self, kill=False):
+        for process, connection in self.workers:
+            if kill:
+                process.kill()
+            else:
+                connection.send(None)
+        for process, _ in self.workers:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.workers = []
+        self.folder.cleanup()
+
+    def run(self, world_size, body, *args):
+        """-> [body(*args) on rank 0, …]; AssertionError with rank and traceback where one raises, dies or hangs."""
+        if not self.workers:
+            self.start()
+        workers = self.workers[:world_size]
+        for _, connection in workers:
+            connection.send((world_size, body, args))
+        results, end = {}, time.monotonic() + HANGS_AFTER
+        while len(results) < world_size:
+            waiting = {connection: r for r, (_, connection) in enumerate(workers) if r not in results}
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                problem = f"ranks {sorted(waiting.values())} hang"
+                self.fail(problem + "\n" + self.stacks(workers), results)
+            for connection in ready:
+                try:
+                    results[waiting[connection]] = connection.recv()
+                except EOFError:
+                    self.fail(f"rank {waiting[connection]} died", results)
+            if not all(ok for ok, _ in results.values()):  # the others may wait for the failed rank: not for long
+                end = min(end, time.monotonic() + 5)
+        if not all(ok for ok, _ in results.values()):
+            self.fail("the body raised", results)
+        return [results[r][1] for r in range(world_size)]
+
+    def fail(self, problem, results):
+        self.stop(kill=True)  # what is left in flight would disturb the next body
+        errors = [f"--- rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
+        raise AssertionError("\n".join([problem, *errors]))
+
+    def stacks(self, workers):
+        for process, _ in workers:
+            os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return "\n".join(
+            f"--- rank {r}:\n" + (Path(self.folder.name) / f"stacks{r}").read_text() for r in range(len(workers))
+        )
+
+
+_pool = Pool()
+run = _pool.run
+
+
+def shut_down():
+    if _pool.workers:
+        _pool.stop()
