@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# ./run_all.sh [-n RANKS] [NAME ...]    set up, run the technique files (all, or those named) under torchrun, one table
+# ./run_all.sh tests [PYTEST ARGUMENTS]  set up, run the test suite
+# The exit status is the number of files that failed, or pytest's.
+set -u
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")" || exit 1
+
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# A Python is suitable when it has what the project runs and is tested with.
+suitable() {
+    "$1" - 2>/dev/null <<'EOF'
+import hypothesis, numpy, pytest, torch
+raise SystemExit(tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6))
+EOF
+}
+
+set_up() {
+    python=$(command -v python3 || command -v python) || fail "no python3 on the PATH; install Python 3.10 or newer"
+    "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 10))' ||
+        fail "$("$python" --version) is too old; Python 3.10 or newer is needed"
+    suitable "$python" && return
+    if ! suitable .venv/bin/python; then
+        echo "setting up: $python has no torch 2.6 or newer with numpy, pytest and hypothesis;" \
+            "installing requirements.txt into .venv (a few minutes)"
+        "$python" -m venv .venv || fail "could not make .venv; on Debian and Ubuntu: apt install python3-venv"
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
+            fail "pip could not install requirements.txt"
+    fi
+    python=$PWD/.venv/bin/python
+}
+
+set_up
+if [ "${1-}" = tests ]; then
+    shift
+    exec "$python" -m pytest "$@"
+fi
+
+ranks=2
+if [ "${1-}" = -n ]; then
+    ranks=${2:?-n needs the number of ranks}
+    shift 2
+fi
+names=("$@")
+if [ ${#names[@]} -eq 0 ]; then
+    for file in *.py; do
+        [ "$file" != bench.py ] && names+=("${file%.py}")
+    done
+fi
+for name in "${names[@]}"; do
+    [ -f "${name%.py}.py" ] || fail "there is no ${name%.py}.py here"
+done
+
+# One thread per rank and core: torchrun would take 1, and say so.
+cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
+logs=$(mktemp -d) || exit 1
+trap 'rm -rf -- "$logs"' EXIT
+failed=0
+for name in "${names[@]}"; do
+    name=${name%.py}
+    printf '\n$ torchrun --standalone --nproc-per-node %s %s.py\n' "$ranks" "$name"
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$name.py" 2>&1 | tee "$logs/$name"
+    status=${PIPESTATUS[0]}
+    echo "$status" >"$logs/$name.status"
+    [ "$status" -eq 0 ] || failed=$((failed + 1))
+done
+
+# What the demos printed, field by field (README.md, "What the lines mean"), as one table.
+"$python" - "$logs" "${names[@]}" <<'EOF'
+import re
+import sys
+from pathlib import Path
+
+logs, *names = sys.argv[1:]
+rows = [("file", "ranks", "largest difference", "held/rank MB", "sent/rank MB", "time ms (1 device)", "verdict")]
+for name in names:
+    name = name.removesuffix(".py")
+    text, status = (Path(logs) / name).read_text(), (Path(logs) / f"{name}.status").read_text().strip()
+
+    def find(pattern, text=text):
+        match = re.search(pattern, text, re.MULTILINE)
+        return " / ".join(match.groups()) if match else "-"
+
+    differences = re.findall(r"max \|Δ\w+\| (\S+?),", find(r"^vs 1 device (.*)"))
+    difference = max(differences, key=float) if differences else find(r"^vs 1 device .*(bitwise) equal").replace("bitwise", "0, bitwise")
+    held = find(r"^held/rank +params (\S+) MB +grads (\S+) MB +optimizer (\S+) MB")
+    time = re.sub(r" / (\S+)", r" (\1)", find(r"^time +(\S+) ms per step +\(1 device: (\S+)\)"))
+    ranks, sent = find(r"· (\d+) ranks? ·"), find(r"^sent/rank +(\S+) MB")
+    rows.append((f"{name}.py", ranks, difference, held, sent, time, "ok" if status == "0" else f"FAILED ({status})"))
+widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+print()
+for row in rows:
+    print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+EOF
+exit "$failed"
