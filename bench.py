@@ -25,7 +25,7 @@ import ddp
 def language_model_step(wrap, rank, ranks, micro_batches=1, after_backward=None):
     """A function that runs one AdamW step of a 14M-parameter language model, 4 sequences of 64 per micro-batch."""
     torch.manual_seed(0)
-    model = wrap(ddp.language_model(C=384, H=6, layers=8, T=64))
+    model = wrap(ddp.language_model(C=384, heads=6, layers=8, T=64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = torch.randint(256, (4 * micro_batches, 65), generator=torch.Generator().manual_seed(rank))
 

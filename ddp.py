@@ -106,7 +106,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         self.module = module
-        self.process_group = dist.group.WORLD if process_group is None else process_group
+        if dist.get_world_size(process_group) < 1:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
+        # Weak: a group that someone holds on to after destroy_process_group() may abort the process at its exit.
+        self._process_group = weakref.ref(dist.group.WORLD if process_group is None else process_group)
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
@@ -116,6 +119,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         verify_same_model(self._named_states(), self.process_group, problem=self._find_problem())
         broadcast([state for _, state in self._named_states()], self.process_group)
         self._start()
+
+    @property
+    def process_group(self):
+        return self._process_group()
 
     def _start(self):
         """What belongs to this process, not to the model: a copied or unpickled replica starts here as well."""
@@ -153,8 +160,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *args, **kwargs):
         if self.device_ids:
-            move = lambda x: x.to(self.device, non_blocking=True) if isinstance(x, torch.Tensor) else x  # noqa: E731
-            args, kwargs = tree_map(move, (args, kwargs))
+            args, kwargs = tree_map(self._move, (args, kwargs))
         if not torch.is_grad_enabled():  # local: one rank may evaluate alone
             return self.module(*args, **kwargs)
         self._before_forward()
@@ -164,6 +170,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                 if tensor.grad_fn is not None:  # backward begins at one of these
                     tensor.register_hook(self._start_backward)
         return output
+
+    def _move(self, item):
+        return item.to(self.device, non_blocking=True) if isinstance(item, torch.Tensor) else item
 
     def _before_forward(self):
         self._check_finished()
@@ -198,7 +207,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         self._fill(bucket, slot)
         # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
-        while self._sent < len(self._buckets) and self._buckets[self._sent].full():
+        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing():
             self._send(self._buckets[self._sent])
 
     def _fill(self, bucket, slot):
@@ -339,7 +348,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return ShadowDDP(self)
 
     join_device = property(lambda self: self.device)
-    join_process_group = property(lambda self: self.process_group)
+    join_process_group = property(lambda self: self._process_group())
 
     def _tell_joined_ranks(self, sync_buffers):
         """Announce what this step will send; -> the rank whose buffers count, since rank 0 may have run out."""
@@ -359,12 +368,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __getstate__(self):
         if self.process_group != dist.group.WORLD:
             raise RuntimeError("only a DistributedDataParallel on the default process group can be copied or pickled")
-        left = ("process_group", "_comm_hook", "_hooks", "_named_parameters", "_trainable", "_layout", "_buckets")
+        left = ("_process_group", "_comm_hook", "_hooks", "_named_parameters", "_trainable", "_layout", "_buckets")
         return {name: value for name, value in self.__dict__.items() if name not in left}
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self.process_group = dist.group.WORLD
+        self._process_group = weakref.ref(dist.group.WORLD)
         self._start()
 
 
@@ -438,10 +447,7 @@ class Bucket:
         self.work = None  # the collective in flight
 
     def missing(self):
-        return [slot for slot in range(len(self._parameters)) if slot not in self.ready]
-
-    def full(self):
-        return len(self.ready) == len(self._parameters)
+        return set(range(len(self._parameters))) - self.ready
 
     def fill(self, slot, scale):
         gradient, view = self._parameters[slot].grad, self._views[slot]

@@ -309,6 +309,24 @@ def test_unusable_arguments_are_an_error_on_every_rank(case, kind, words):
         assert words in text
 
 
+def body_not_a_member():
+    group = dist.new_group([0])
+    if pool.rank() == 0:
+        ddp.DDP(nn.Linear(2, 2), group)
+    else:
+        with pytest.raises(ValueError, match=f"rank {pool.rank()} is not a member"):
+            ddp.DDP(nn.Linear(2, 2), group)
+
+
+def test_a_rank_outside_of_the_group():
+    pool.run(4, body_not_a_member)
+
+
+def test_without_a_world():
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        ddp.DDP(nn.Linear(2, 2))
+
+
 # ---- overlap and order
 
 

@@ -1,0 +1,129 @@
+"""What goes wrong ends with one clear message and a non-zero status, soon, and leaves no process behind."""
+
+import re
+import socket
+import sys
+
+import pytest
+from launch import ROOT, TORCHRUN, launch
+
+SCRIPT = """
+import os, signal, sys
+from datetime import timedelta
+import torch, torch.distributed as dist, torch.nn as nn
+sys.path.insert(0, {root!r})
+from ddp import DDP
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+rank = dist.get_rank()
+torch.manual_seed(0)
+
+class Fault(torch.autograd.Function):
+    armed = False
+    forward = staticmethod(lambda ctx, x: x.clone())
+    @staticmethod
+    def backward(ctx, gradient):
+        if Fault.armed and rank == 1:
+            {fault}
+        return gradient
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.second(Fault.apply(self.first(x)))
+
+model = DDP(Model(), bucket_cap_mb=1e-6)
+for step in range({steps}):
+    Fault.armed = step == 1
+    model(torch.randn(4, 8)).sum().backward()
+dist.barrier()
+print("finished", rank)
+dist.destroy_process_group()
+"""
+
+
+def run_script(tmp_path, fault="pass", steps="3", ranks=2):
+    (tmp_path / "script.py").write_text(SCRIPT.format(root=str(ROOT), fault=fault, steps=steps))
+    return launch([*TORCHRUN, "--nproc-per-node", ranks, "script.py"], tmp_path, timeout=60)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_script_without_a_fault(tmp_path, ranks):
+    done = run_script(tmp_path, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished") == ranks
+
+
+def test_a_rank_that_raises_in_the_middle_of_backward(tmp_path):
+    done = run_script(tmp_path, 'raise ValueError("broken on purpose")')
+    assert done.returncode != 0
+    assert done.stderr.count("ValueError: broken on purpose") == 1
+    assert "finished" not in done.stdout
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    done = run_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert done.returncode != 0
+    assert "Signal 9 (SIGKILL) received by PID" in done.stderr
+    assert "finished" not in done.stdout
+
+
+def test_a_rank_with_one_batch_fewer(tmp_path):
+    done = run_script(tmp_path, steps="3 - rank")
+    assert done.returncode != 0
+    assert re.search(r"[Tt]imed out|[Tt]imeout|Connection closed by peer|Connection reset", done.stderr)
+    assert "finished 0" not in done.stdout
+
+
+def demo(tmp_path, *arguments, ranks=1, name="ddp.py"):
+    command = [*TORCHRUN, "--nproc-per-node", ranks] if ranks > 1 else [sys.executable]
+    done = launch([*command, ROOT / name, *arguments], tmp_path)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    if ranks == 1:
+        assert done.stderr.splitlines() == errors
+    return errors[0]
+
+
+def test_a_batch_smaller_than_the_world(tmp_path):
+    assert "--batch-size 1: must be a multiple of 2" in demo(tmp_path, "--batch-size", "1", ranks=2)
+
+
+def test_data_that_is_not_there(tmp_path):
+    assert "--data nothing.txt: No such file or directory" in demo(tmp_path, "--data", "nothing.txt", ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 bytes; one sequence and its targets take 65"), (64, "64 bytes"), (None, "Is a directory")],
+)
+def test_data_that_is_too_short(tmp_path, size, words):
+    path = tmp_path / "text"
+    path.mkdir() if size is None else path.write_bytes(b"x" * size)
+    assert words in demo(tmp_path, "--data", path)
+
+
+def test_data_of_one_sequence_is_enough(tmp_path):
+    (tmp_path / "text").write_bytes(b"x" * 65)
+    done = launch([sys.executable, ROOT / "ddp.py", "--data", "text", "--steps", "1"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_numbers_that_make_no_sense(tmp_path):
+    assert "--steps 0: at least 1" in demo(tmp_path, "--steps", "0")
+
+
+def test_a_port_in_use(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+        done = launch([*command, ROOT / "ddp.py"], tmp_path, timeout=60)
+    assert done.returncode != 0
+    assert "address already in use" in done.stderr.lower()
+    assert str(port) in done.stderr

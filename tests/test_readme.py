@@ -1,0 +1,129 @@
+"""Every command of the README runs; run_all.sh does what it says."""
+
+import os
+import re
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT, launch
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # torchrun and python of this environment
+
+# How each is run. `.ci/run` runs the two that take long; the others run here as they stand, or with "--steps 2" added.
+RUN_BY_CI = {"./run_all.sh", "./run_all.sh tests"}
+AS_IT_IS = {"python ddp.py --data README.md --steps 3"}
+SHORTER = {"torchrun --nproc-per-node 2 ddp.py", "python ddp.py"}
+ON_A_GPU = {"torchrun --nproc-per-node 2 ddp.py --device cuda"}
+ON_TWO_MACHINES = {
+    "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ddp.py",
+}
+NOT_A_TEST = {"python bench.py ddp"}  # a benchmark prints a ratio, and never runs in the suite
+RUN_ALL = {"./run_all.sh ddp"}
+
+
+def test_every_command_is_run_somewhere():
+    known = RUN_BY_CI | AS_IT_IS | SHORTER | ON_A_GPU | ON_TWO_MACHINES | NOT_A_TEST | RUN_ALL
+    assert set(COMMANDS) == known
+    assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == sorted(RUN_BY_CI)
+
+
+@pytest.mark.parametrize("command", sorted(AS_IT_IS | SHORTER | ON_A_GPU))
+def test_command(command):
+    if command in ON_A_GPU and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    extra = [] if command in AS_IT_IS else ["--steps", "2"]
+    program, *rest = command.split()
+    done = launch([shutil.which(program, path=PATH["PATH"]), *rest, *extra], ROOT, env=PATH)
+    assert done.returncode == 0, done.stderr
+    assert "vs 1 device" in done.stdout
+
+
+@pytest.mark.parametrize("command", sorted(ON_TWO_MACHINES))
+def test_command_on_two_machines(command, tmp_path):
+    """Two launchers on this machine, each with its own rank: as far apart as they can be without a second one."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    program, *rest = command.replace("HOST:29500", f"localhost:{port}").split()
+    line = [shutil.which(program, path=PATH["PATH"]), *rest, "--steps", "2"]
+    both = f"'{line[0]}' {' '.join(line[1:])}"
+    done = launch(["bash", "-c", f"{both} & {both}; first=$?; wait $! && exit $first"], ROOT, env=PATH)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ddp · 2 ranks") == 1
+    assert "bitwise equal" in done.stdout
+
+
+def test_the_benchmarks_command_names_a_row():
+    for command in NOT_A_TEST:
+        program, row = command.split()[1:]
+        done = launch([sys.executable, program, "--help"], ROOT)
+        assert f"rows to run: {row}" in done.stdout
+        assert launch([sys.executable, program, "nothing"], ROOT).stderr.endswith("no row nothing; there are ddp\n")
+
+
+# ---- run_all.sh
+
+GOOD = """
+print("good · 2 ranks · cpu/gloo · 1.0M parameters · 1 steps")
+print("vs 1 device max |Δloss| 1.0e-12, max |Δgradient| 3.0e-11, max |Δparameter| 0.0e+00, equal within 1e-09")
+print("held/rank   params 1.0 MB   grads 2.0 MB   optimizer 3.0 MB      (1 device: 1.0 / 2.0 / 3.0)")
+print("sent/rank   4.0 MB per step      formula Ψ = 4.0 MB")
+print("time        5 ms per step      (1 device: 6)")
+"""
+
+
+def make_project(folder, **files):
+    folder.mkdir()
+    shutil.copy(ROOT / "run_all.sh", folder)
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder / "run_all.sh"
+
+
+def run_script(script, *arguments, cwd="/"):
+    return launch([script, *arguments], cwd, env={**PATH, "VIRTUAL_ENV": str(Path(sys.executable).parent.parent)})
+
+
+def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
+    script = make_project(tmp_path / "a project", good=GOOD, bad="raise SystemExit(3)", bench="", worse="1 / 0")
+    done = run_script(script)
+    assert done.returncode == 2
+    table = done.stdout.split("\n\n")[-1].splitlines()
+    assert [re.split(r"  +", line) for line in table] == [
+        ["file", "ranks", "largest difference", "held/rank MB", "sent/rank MB", "time ms (1 device)", "verdict"],
+        ["bad.py", "-", "-", "-", "-", "-", "FAILED (1)"],
+        ["good.py", "2", "3.0e-11", "1.0 / 2.0 / 3.0", "4.0", "5 (6)", "ok"],
+        ["worse.py", "-", "-", "-", "-", "-", "FAILED (1)"],
+    ]
+    assert not (tmp_path / "a project" / ".venv").exists()  # the active environment had all it takes
+
+
+def test_run_all_by_name(tmp_path):
+    script = make_project(tmp_path / "project", good=GOOD, bad="raise SystemExit(3)")
+    done = run_script(script, "-n", "1", "good")
+    assert done.returncode == 0
+    assert "--nproc-per-node 1 good.py" in done.stdout
+    unknown = run_script(script, "nothing")
+    assert unknown.returncode == 1
+    assert "error: there is no nothing.py here" in unknown.stderr
+
+
+def test_run_all_tests_hands_its_arguments_to_pytest(tmp_path):
+    script = make_project(tmp_path / "project", test_some="def test_one(): pass\ndef test_two(): assert False")
+    done = run_script(script, "tests", "-k", "one", "test_some.py", "-p", "no:cacheprovider")
+    assert done.returncode == 0
+    assert "1 passed, 1 deselected" in done.stdout
+    assert run_script(script, "tests", "test_some.py", "-p", "no:cacheprovider").returncode == 1
+
+
+@pytest.mark.parametrize("command", sorted(RUN_ALL))
+def test_run_all_of_one_technique(command):
+    done = run_script(ROOT / command.split()[0], *command.split()[1:])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ddp\.py +2 +0, bitwise +7\.6 / 7\.6 / 15\.1 +7\.6 +\d+ \(\d+\) +ok$", done.stdout, re.MULTILINE)

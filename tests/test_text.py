@@ -1,0 +1,56 @@
+"""What is meant to be the same text is; lint and format; the README's commands and numbers."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from launch import ROOT, TECHNIQUES
+
+SET_UP = "# Demo, set-up: a small language model, in this world and on one device. The same text in every file."
+END = 'if __name__ == "__main__":'
+
+
+def set_up_of(path):
+    text = path.read_text()
+    assert text.count(SET_UP) == 1, f"{path.name} has no demo set-up"
+    return text[text.index(SET_UP) : text.index(END)]
+
+
+@pytest.mark.parametrize("path", TECHNIQUES, ids=lambda path: path.name)
+def test_the_demos_set_up_is_one_text(path):
+    assert set_up_of(path) == set_up_of(ROOT / "ddp.py")
+
+
+def test_what_has_one_name_is_one_text():
+    """A function or class that several files define is the same in all, and so is each import."""
+    seen = {}
+    for path in TECHNIQUES:
+        text = path.read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main":
+                source = ast.get_source_segment(text, node)
+                first, other = seen.setdefault(node.name, (path.name, source))
+                assert source == other, f"{node.name} differs between {first} and {path.name}"
+
+
+@pytest.mark.parametrize("path", TECHNIQUES, ids=lambda path: path.name)
+def test_a_technique_imports_no_other(path):
+    if path.name == "parallel_3d.py":
+        pytest.skip("its point is that the files compose")
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    assert imported <= set(sys.stdlib_module_names) | {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
+@pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed (requirements.txt has it)")
+def test_ruff(arguments):
+    command = [sys.executable, "-m", "ruff", *arguments, "--no-cache", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
