@@ -7,6 +7,7 @@ import io
 import pickle
 import subprocess
 import sys
+import time
 import weakref
 from collections import namedtuple
 from contextlib import nullcontext
@@ -167,6 +168,9 @@ def body_naive(kind):
     for step in range(3):
         ours.zero_grad()
         (loss_of(ours(make_batch(rank, step, dtype))) + (ours.unused.sum() if rank == 0 else 0)).backward()
+        for parameter in ours.parameters():
+            if parameter.grad is not None:  # one that somebody has put there as a slice of another tensor
+                parameter.grad = torch.stack([parameter.grad, torch.ones_like(parameter)], dim=-1)[..., 0]
         ddp.all_reduce_gradients(ours, pool.group())
         one_device_step(plain, N, [[make_batch(r, step, dtype)] for r in range(N)])
         assert_equal(ours.unused.grad, torch.full((2,), 1 / N, dtype=dtype), exact)
@@ -381,14 +385,17 @@ def body_overlap():
 
     dist.all_reduce = recorded
     try:
-        loss_of(wrapped(make_batch(pool.rank(), 0))).backward()
+        losses = [loss_of(wrapped(make_batch(pool.rank(), step))) for step in (0, 1)]
+        for loss in losses:
+            loss.backward()
     finally:
         dist.all_reduce = original
     return events
 
 
 def test_a_full_bucket_is_sent_while_backward_goes_on():
-    assert pool.run(2, body_overlap) == [["all-reduce", "backward of the first layer", "all-reduce"]] * 2
+    expected = ["all-reduce", "backward of the first layer", "all-reduce"]
+    assert pool.run(2, body_overlap) == [2 * expected] * 2
 
 
 # ---- no_sync and accumulation
@@ -417,8 +424,14 @@ def body_no_sync(as_view):
     assert_same_parameters(model.module, local, exact=True)
     outside = loss_of(model(make_batch(rank, 2)))
     with model.no_sync():
+        inside = loss_of(model(make_batch(rank, 4)))  # between forward and backward of the other
         outside.backward()  # the forward counts: reduced, with what was accumulated
     assert grads_equal_on_all_ranks(model)
+    kept = [p.grad.clone() for p in model.parameters()]
+    inside.backward()
+    assert not grads_equal_on_all_ranks(model)
+    for parameter, gradient in zip(model.parameters(), kept, strict=True):
+        parameter.grad.copy_(gradient)
     plain = make_model("plain")
     one_device_step(plain, 2, [[make_batch(r, m) for m in range(3)] for r in range(2)])
     assert_same_parameters(model.module, plain, exact=True)
@@ -1052,6 +1065,38 @@ def body_hook_order():
     assert [bucket.is_last() for bucket in model._buckets] == [False] * 5 + [True]
 
 
+def body_hook_before_usage():
+    """With unused parameters: the ranks compare what they used after the last callback, wherever that runs."""
+    model = ddp.DDP(make_model("plain"), pool.group(), bucket_cap_mb=1e-6, find_unused_parameters=True)
+    events, original = [], dist.all_reduce
+
+    def hook(group, bucket):
+        future = original(bucket.buffer(), group=group, async_op=True).get_future()
+
+        def slow(future):
+            time.sleep(0.02)
+            events.append("callback")
+            return future.value()
+
+        return future.then(slow)
+
+    def recorded(tensor, **kwargs):
+        events.append("usage")
+        return original(tensor, **kwargs)
+
+    model.register_comm_hook(pool.group(), hook)
+    dist.all_reduce = recorded
+    try:
+        loss_of(model(make_batch(pool.rank(), 0))).backward()
+    finally:
+        dist.all_reduce = original
+    assert events == ["callback"] * 6 + ["usage"]
+
+
+def test_usage_is_compared_after_the_last_callback_of_a_hook():
+    pool.run(2, body_hook_before_usage)
+
+
 def test_hooks_run_one_bucket_after_another():
     pool.run(2, body_hook_order)
 
@@ -1122,10 +1167,23 @@ def body_join_after():
     assert [name for name, _ in seen.calls] == ["allreduce_"]  # nothing of join is left
     one_device_step(plain, 2, [[make_batch(r, 5)] for r in range(2)])
     assert_same_parameters(model.module, plain, exact=True)
-    with model.join(enable=False):
-        model.zero_grad()
-        loss_of(model(make_batch(rank, 5))).backward()
-    assert_same_parameters(model.module, plain, exact=True)
+    with model.join(divide_by_initial_world_size=False):
+        for step in range(1 + rank):
+            loss_of(model(make_batch(rank, step))).backward()
+    for context in (nullcontext(), model.join(enable=False)):
+        with context:
+            model.zero_grad()
+            loss_of(model(make_batch(rank, 5))).backward()
+        assert_same_parameters(model.module, plain, exact=True)
+    normed = ddp.DDP(make_model("batchnorm"), pool.group())
+    with normed.join():  # the last step of rank 1 sends nothing: the next sends no buffers, from either rank
+        loss_of(normed(make_batch(rank, 0))).backward()
+        if rank == 1:
+            with normed.no_sync():
+                loss_of(normed(make_batch(rank, 1))).backward()
+    with Collectives() as seen:
+        loss_of(normed(make_batch(rank, 2))).backward()
+    assert [name for name, _ in seen.calls] == ["allreduce_"]
 
 
 def test_join_leaves_gradients_and_later_steps_alone():
