@@ -93,8 +93,9 @@ class DataParallel(nn.Module):
         chunks = scatter((inputs, kwargs), self.devices, self.dim) if inputs or kwargs else [(inputs, kwargs)]
         if len(chunks) == 1:
             return self.module(*chunks[0][0], **chunks[0][1])
-        replicas = replicate(self.module, self.devices[: len(chunks)])
-        outputs = parallel_apply(replicas, chunks, self.devices)
+        devices = self.devices[: len(chunks)]
+        replicas = replicate(self.module, devices)
+        outputs = parallel_apply(replicas, *zip(*chunks, strict=True), devices)
         return gather(outputs, self.output_device, self.dim)
 
 
@@ -171,37 +172,37 @@ class Broadcast(torch.autograd.Function):
         return None, *sums
 
 
-def parallel_apply(replicas, inputs, devices):
-    """-> [replica(*args, **kwargs) for each replica and its (args, kwargs)], in a thread each."""
+def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
+    """-> the output of each module for its `inputs` (a tuple, or one tensor) and kwargs, each in a thread of its own.
+
+    devices: where each computes (None: where its inputs are). A thread takes over autocast and whether gradients are
+    recorded. The first exception, in the order of the modules, is raised once all threads have ended.
+    """
+    inputs = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
+    kwargs_tup = kwargs_tup or [{}] * len(modules)
+    if devices is None:
+        devices = [next(x.device for x in tree_leaves(args) if isinstance(x, torch.Tensor)) for args in inputs]
+    with_gradients, kind = torch.is_grad_enabled(), torch.device(devices[0]).type
+    autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
     outputs, errors = {}, {}
-    with_gradients = torch.is_grad_enabled()  # this and autocast belong to a thread: carry them over
-    kind = devices[0].type
-    autocast = {
-        "device_type": kind,
-        "enabled": torch.is_autocast_enabled(kind),
-        "dtype": torch.get_autocast_dtype(kind),
-    }
 
     def work(number, device):
-        stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
+        stream = torch.cuda.stream(torch.cuda.current_stream(device)) if kind == "cuda" else nullcontext()
         try:
-            args, kwargs = inputs[number]
-            with torch.set_grad_enabled(with_gradients), torch.autocast(**autocast), stream:
-                outputs[number] = replicas[number](*args, **kwargs)
+            with torch.set_grad_enabled(with_gradients), torch.autocast(kind, **autocast), stream:
+                outputs[number] = modules[number](*inputs[number], **kwargs_tup[number])
         except Exception as error:
             error.args = (f"Caught {type(error).__name__} in replica {number} on device {device}: {error}",)
             errors[number] = error
 
-    threads = [
-        threading.Thread(target=work, args=(number, device)) for number, device in enumerate(devices[: len(replicas)])
-    ]
+    threads = [threading.Thread(target=work, args=numbered) for numbered in enumerate(devices)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[min(errors)]
-    return [outputs[number] for number in range(len(replicas))]
+    return [outputs[number] for number in range(len(modules))]
 
 
 def gather(outputs, device, dim=0):
@@ -283,8 +284,8 @@ def moved_bytes(model, inputs, targets):
         }.values():
             moved.append(tensor.nbytes)
             tensor.register_hook(lambda gradient: moved.append(gradient.nbytes))
-    chunks = scatter(((inputs,), {}), model.devices)
-    language_loss(gather(parallel_apply(replicas, chunks, model.devices), inputs.device), targets).backward()
+    outputs = parallel_apply(replicas, scatter(inputs, model.devices))
+    language_loss(gather(outputs, inputs.device), targets).backward()
     model.zero_grad()
     return sum(moved)
 
@@ -310,10 +311,10 @@ def compare_with_processes(demo, model, rounds=10):
         model.zero_grad()
         demo.model.zero_grad()
         if demo.rank == 0:
-            chunks = timed("scatter", scatter, ((inputs,), {}), devices)
+            chunks = timed("scatter", scatter, inputs, devices)
             replicas = timed("replicate", replicate, model.module, devices)
-            timed("one by one", lambda r=replicas, c=chunks: [m(*args) for m, (args, _) in zip(r, c, strict=True)])
-            outputs = timed("parallel_apply", parallel_apply, replicas, chunks, devices)
+            timed("one by one", lambda r=replicas, c=chunks: [m(chunk) for m, chunk in zip(r, c, strict=True)])
+            outputs = timed("parallel_apply", parallel_apply, replicas, chunks)
             outputs = timed("gather", gather, outputs, demo.device)
             timed("backward", language_loss(outputs, targets).backward)
         dist.barrier()

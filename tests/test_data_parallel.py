@@ -271,6 +271,17 @@ def test_an_exception_in_a_replica_is_raised_again_with_its_device():
     model(torch.zeros(3, 6)).sum().backward()
 
 
+def test_the_functions_take_what_torchs_take():
+    modules = dp.replicate(nn.Linear(6, 2), cpus(2))
+    x = torch.ones(4, 6)
+    for inputs in (dp.scatter(x, cpus(2)), dp.scatter((x,), cpus(2))):
+        outputs = dp.parallel_apply(modules, inputs)
+        assert torch.equal(dp.gather(outputs, "cpu"), torch.cat([modules[0](chunk) for chunk in x.chunk(2)]))
+    seen = dp.replicate(Sees(), cpus(2))
+    dp.parallel_apply(seen, dp.scatter((x,), cpus(2)), [{"scale": 2}, {"scale": 3}], cpus(2))
+    assert sorted(s[2] for s in seen[0].seen) == [2, 3]
+
+
 def test_autocast_reaches_the_threads():
     model = dp.DataParallel(nn.Linear(6, 2), cpus(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
