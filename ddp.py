@@ -171,9 +171,6 @@ class DistributedDataParallel(nn.Module, Joinable):
                     tensor.register_hook(self._start_backward)
         return output
 
-    def _move(self, item):
-        return item.to(self.device, non_blocking=True) if isinstance(item, torch.Tensor) else item
-
     def _before_forward(self):
         self._check_finished()
         if self._layout != self._current_layout():
@@ -281,6 +278,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         if any(getattr(module, "sparse", False) for module in self.module.modules()):
             return ValueError("sparse gradients are not reduced; use nn.Embedding(..., sparse=False)")
         return None
+
+    def _move(self, item):
+        return item.to(self.device, non_blocking=True) if isinstance(item, torch.Tensor) else item
 
     # ---- Unused parameters: their buckets are sent at the end of backward, with zeros, or what no_sync left in .grad.
 

@@ -59,6 +59,10 @@ def test_buckets_hold_every_parameter_once_in_reverse_and_close_at_the_cap(sizes
             assert sum(tensors[i].nbytes for i in bucket) >= cap
 
 
+def test_a_bucket_closes_at_the_cap_not_above_it():
+    assert ddp.assign_buckets([torch.zeros(5, dtype=torch.int16)] * 5, 20) == [[4, 3], [2, 1], [0]]
+
+
 def test_views_lie_side_by_side_with_the_strides_of_the_parameters():
     tensors = [torch.zeros(2, 3), torch.zeros(()), torch.zeros(0, 4), torch.zeros(4, 5).t(), torch.zeros(3, 2)[:, :1]]
     flat = torch.arange(30.0)
@@ -527,6 +531,11 @@ def body_unused(as_view):
         assert layers[2].weight.grad is None
         even = sum(make_batch(r, 0).sum(0) * (1 / N) for r in range(0, N, 2))
         torch.testing.assert_close(layers[0].weight.grad, even.expand(2, 6))
+        if not as_view:  # also where this rank had no gradient of its own
+            buckets = {bucket.buffer().untyped_storage().data_ptr() for bucket in model._buckets}
+            assert not any(
+                p.grad is not None and p.grad.untyped_storage().data_ptr() in buckets for p in model.parameters()
+            )
         everyone = sum(make_batch(r, 0).sum(0) * (1 / N) for r in range(N))
         torch.testing.assert_close(layers[3].weight.grad, everyone.expand(2, 6))
     before = [layer.weight.grad.clone() for layer in (layers[0], layers[1], layers[3])]
