@@ -282,6 +282,31 @@ def test_the_functions_take_what_torchs_take():
     assert sorted(s[2] for s in seen[0].seen) == [2, 3]
 
 
+def test_without_a_batch_to_cut():
+    class Repeats(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.row = nn.Parameter(torch.ones(1, 2))
+
+        def forward(self, times=1):
+            return self.row.expand(times, 2)
+
+    model = dp.DataParallel(Repeats(), cpus(3))
+    assert model().shape == (1, 2)  # nothing to share out: once
+    assert model(2).shape == (6, 2)  # what is not a tensor goes to all, as in torch's
+
+
+def test_replicas_have_the_structure_of_the_module():
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), None])
+    module.again = module[0]
+    module[1].weight.requires_grad_(False)
+    for replica in dp.replicate(module, cpus(2)):
+        assert replica.again is replica[0]
+        assert replica[2] is None
+        assert [replica[0].weight.requires_grad, replica[1].weight.requires_grad] == [True, False]
+        assert not isinstance(replica[0].weight, nn.Parameter)
+
+
 def test_autocast_reaches_the_threads():
     model = dp.DataParallel(nn.Linear(6, 2), cpus(2))
     with torch.autocast("cpu", dtype=torch.bfloat16):
