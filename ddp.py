@@ -236,11 +236,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         unused_by_all = self._unused_by_all() if self.find_unused_parameters else ()
         for bucket in self._buckets[: self._sent]:
             bucket.wait()
-            if not self._unfinished:
-                bucket.hand_out(self.gradient_as_bucket_view, unused_by_all)
-        if not self._unfinished:
-            self._sent = 0
-            self._has_gradient.clear()
+            bucket.hand_out(self.gradient_as_bucket_view, unused_by_all)
+        self._sent = 0
+        self._has_gradient.clear()
 
     @contextmanager
     def no_sync(self):
