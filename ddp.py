@@ -204,7 +204,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         self._fill(bucket, slot)
         # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
-        while self._sent < len(self._buckets) and not self._buckets[self._sent].missing():
+        while self._sent < len(self._buckets) and self._buckets[self._sent].full():
             self._send(self._buckets[self._sent])
 
     def _fill(self, bucket, slot):
@@ -255,12 +255,14 @@ class DistributedDataParallel(nn.Module, Joinable):
     # ---- 3. Refinements. Which parameters and buffers take part:
 
     def _named_states(self):
-        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())  # PyTorch's name for the exceptions
-        states = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-        return [(name, state) for name, state in states if name not in ignored]
+        return self._not_ignored(itertools.chain(self.module.named_parameters(), self.module.named_buffers()))
 
     def _synced_buffers(self):
-        return [state for _, state in self._named_states() if not isinstance(state, nn.Parameter)]
+        return [buffer for _, buffer in self._not_ignored(self.module.named_buffers())]
+
+    def _not_ignored(self, named):
+        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())  # PyTorch's name for the exceptions
+        return [(name, state) for name, state in named if name not in ignored]
 
     def _current_layout(self):
         return [(parameter.requires_grad, parameter.dtype, parameter.device) for _, parameter in self._named_parameters]
@@ -443,6 +445,9 @@ class Bucket:
         self._buffer = self._flat  # a hook may have set another
         self.ready = set()  # slots whose gradient is in the buffer
         self.work = None  # the collective in flight
+
+    def full(self):
+        return len(self.ready) == len(self._parameters)
 
     def missing(self):
         return set(range(len(self._parameters))) - self.ready
