@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ddp
+import zero
 
 
 def language_model_step(wrap, rank, ranks, micro_batches=1, after_backward=None):
@@ -60,7 +62,39 @@ def bench_ddp(rank, ranks):
     }
 
 
-ROWS = {"ddp": bench_ddp}
+def bench_zero(rank, ranks):
+    """Zero1, Zero2, Zero3"""
+    TorchDDP = nn.parallel.DistributedDataParallel
+
+    def row(wrap, make_optimizer):
+        torch.manual_seed(0)
+        model = wrap(ddp.language_model(C=384, heads=6, layers=8, T=64))
+        optimizer = make_optimizer(model)
+        tokens = torch.randint(256, (1, 65), generator=torch.Generator().manual_seed(rank))
+
+        def step():
+            optimizer.zero_grad()
+            ddp.language_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+            optimizer.step()
+
+        return step
+
+    def ours(stage, **arguments):
+        return row(lambda model: model, lambda model: stage(model, torch.optim.AdamW, lr=1e-4, **arguments))
+
+    def sharded(model):
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
+
+    return {
+        "Zero1": ours(zero.Zero1),
+        "torch DDP + ZeroRedundancyOptimizer": row(TorchDDP, sharded),
+        "Zero2": ours(zero.Zero2),
+        "Zero3": ours(zero.Zero3),
+        "torch DDP + AdamW": row(TorchDDP, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4)),
+    }
+
+
+ROWS = {"ddp": bench_ddp, "zero": bench_zero}
 
 
 def worker(rank, ranks, names, rounds, folder):
