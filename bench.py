@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ddp
+import fsdp
 import zero
 
 
@@ -94,7 +97,29 @@ def bench_zero(rank, ranks):
     }
 
 
-ROWS = {"ddp": bench_ddp, "zero": bench_zero}
+def bench_fsdp(rank, ranks):
+    """fully_shard"""
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def row(fully_shard, **kwargs):
+        def wrap(model):
+            for block in model[1:-2]:
+                fully_shard(block, mesh=mesh, **kwargs)
+            return fully_shard(model, mesh=mesh, **kwargs)
+
+        return language_model_step(wrap, rank, ranks)
+
+    return {
+        "fsdp": row(fsdp.fully_shard),
+        "torch fully_shard": row(torch_fully_shard),
+        "fsdp, reshard_after_forward=False": row(fsdp.fully_shard, reshard_after_forward=False),
+        "torch, reshard_after_forward=False": row(torch_fully_shard, reshard_after_forward=False),
+        "torch DistributedDataParallel": language_model_step(nn.parallel.DistributedDataParallel, rank, ranks),
+        "ddp": language_model_step(ddp.DistributedDataParallel, rank, ranks),
+    }
+
+
+ROWS = {"ddp": bench_ddp, "zero": bench_zero, "fsdp": bench_fsdp}
 
 
 def worker(rank, ranks, names, rounds, folder):

@@ -700,7 +700,7 @@ class Zero3(Zero2):
                     f"{name!r} is on the meta device, but {type(module).__name__} has no reset_parameters()"
                 )
         paths, units = unit_paths(self.module, self.bucket_cap_mb * 2**20), defaultdict(list)
-        self._unit_of = {parameter: unit_of(of, paths) for parameter, of in names.items()}
+        self._unit_of = {parameter: unit_around(of, paths) for parameter, of in names.items()}
         for parameter in parameters:
             units[self._unit_of[parameter]].append(parameter)
         return [
@@ -1099,7 +1099,7 @@ def unit_paths(module, cap_bytes):
     return set(paths)
 
 
-def unit_of(names, paths):
+def unit_around(names, paths):
     """The innermost of `paths` around all `names` of a parameter: of one that is tied, a module around all its uses."""
     around = min((name.rpartition(".")[0] for name in names), key=len)
     while around not in paths or not all(f"{name}.".startswith(f"{around}." if around else "") for name in names):

@@ -64,7 +64,9 @@ def test_the_benchmarks_command_names_a_row():
         program, row = command.split()[1:]
         done = launch([sys.executable, program, "--help"], ROOT)
         assert f"rows to run: {row}" in done.stdout
-        assert launch([sys.executable, program, "nothing"], ROOT).stderr.endswith("no row nothing; there are ddp\n")
+        assert launch([sys.executable, program, "nothing"], ROOT).stderr.endswith(
+            "no row nothing; there are ddp, zero, fsdp\n"
+        )
 
 
 # ---- run_all.sh

@@ -159,14 +159,14 @@ def test_units():
         "frozen", "tied", "convolution", "unused",
     }  # fmt: skip
     paths = zero.unit_paths(model, 2**20)
-    assert zero.unit_of(["inputs.weight"], paths) == "inputs"
-    assert zero.unit_of(["scale"], paths) == ""
-    assert zero.unit_of(["blocks.0.0.weight", "tied.weight"], paths) == ""
-    assert zero.unit_of(["blocks.0.0.weight", "blocks.1.0.weight"], paths) == ""  # the list is never called
+    assert zero.unit_around(["inputs.weight"], paths) == "inputs"
+    assert zero.unit_around(["scale"], paths) == ""
+    assert zero.unit_around(["blocks.0.0.weight", "tied.weight"], paths) == ""
+    assert zero.unit_around(["blocks.0.0.weight", "blocks.1.0.weight"], paths) == ""  # the list is never called
     blocks = zero.language_model(C=12, heads=2, layers=2)
     assert zero.unit_paths(blocks, 2**20) == {"", "0", "1", "2", "3", "4"}
     assert {"1", "1.self_attn", "1.linear1"} <= zero.unit_paths(blocks, 1000)  # larger than the cap
-    assert zero.unit_of(["a.b.weight", "ab.weight"], {"", "a", "a.b", "ab"}) == ""
+    assert zero.unit_around(["a.b.weight", "ab.weight"], {"", "a", "a.b", "ab"}) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1281 @@
+"""FSDP: every rank keeps 1/N of each parameter, and gathers the rest of a block only while the block computes.
+
+The model is cut into units: what one call of `fully_shard` covers. The life of a unit in one step, on N = 2 ranks:
+
+               forward                                    backward
+    rank 0   w₀ ┐            ┌ w₀w₁ compute ─ free   w₀ ┐            ┌ w₀w₁ compute ─ free ─ g ┐                ┌ ḡ₀
+                ├ all-gather ┤                          ├ all-gather ┤                         ├ reduce-scatter ┤
+    rank 1   w₁ ┘            └ w₀w₁ compute ─ free   w₁ ┘            └ w₀w₁ compute ─ free ─ g ┘                └ ḡ₁
+
+ḡᵣ are rank r's rows of the mean gradient, which is all that its optimizer needs. Communication hides behind the units
+next to it: the next unit is gathered while this one computes, and reduced while the one after it does.
+
+    forward   gather 0 │ compute 0 │ compute 1 │ compute 2         backward   compute 2 │ compute 1 │ compute 0
+                       └ gather 1 ┘└ gather 2 ┘                             └─ gather 1 ┘└ gather 0 ┘
+                                                                                        └─ reduce 2 ┘└─ reduce 1 ┘
+
+Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit:
+
+                                  parameters   gradients   optimizer   sent per step
+    DDP                               Ψ           2Ψ          2Ψ       2Ψ(N-1)/N
+    FSDP, at rest                    Ψ/N         Ψ/N         2Ψ/N
+          in forward, backward     + 2u         + 3u                   3Ψ(N-1)/N: two all-gathers, one reduce-scatter
+          reshard_after_forward=False: + Ψ      + 3u                   2Ψ(N-1)/N: no all-gather in backward
+
+In fp32 the first three sum to 16Ψ/N bytes at rest. 2u: the unit that computes and the one being gathered. 3u: the
+gradient being made, and the one that travels with what arrives for it.
+
+Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
+Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
+Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2)
+Left out: sharding along other dimensions, several dtypes in a unit, second-order gradients. An optimizer that shards
+          for itself is zero.py
+"""
+
+import argparse
+import copy
+import dataclasses
+import itertools
+import math
+import os
+import statistics
+import sys
+import sysconfig
+import time
+import weakref
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+# torch 2.13 renames both, and warns about the old names
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. The idea: an all-gather whose gradient is a reduce-scatter, and nobody who keeps what was gathered.
+
+
+class AllGather(torch.autograd.Function):
+    """This rank's rows to all ranks' rows. Backward: the mean of the ranks' gradients, this rank's rows of it."""
+
+    @staticmethod
+    def forward(ctx, shard, process_group):
+        ctx.process_group, ctx.N = process_group, dist.get_world_size(process_group)
+        whole = shard.new_empty(ctx.N * shard.shape[0], *shard.shape[1:])
+        all_gather_single(whole, shard.contiguous(), group=process_group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parts = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(parts, gradient.contiguous(), group=ctx.process_group)
+        return sum(parts.chunk(ctx.N)) / ctx.N, None  # in rank order
+
+
+def forward_sharded(module, shards, *inputs, process_group=None):
+    """`module(*inputs)` with the parameters {name: this rank's rows} in `shards`; the rows must divide by the ranks.
+
+    The checkpoint forgets the whole parameters after forward, and gathers (and computes) again in backward.
+    """
+
+    def forward(*inputs):
+        whole = {name: AllGather.apply(shard, process_group) for name, shard in shards.items()}
+        return functional_call(module, whole, inputs)
+
+    return checkpoint(forward, *inputs, use_reentrant=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. The real one: nothing is computed twice, one collective moves a whole unit, and it overlaps with the unit before.
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Shards and optimizer keep their dtype. None: no change.
+
+    param_dtype: gather and compute in it; floating-point inputs of the unit are cast to it (cast_forward_inputs).
+    reduce_dtype: add gradients in it (None: in param_dtype). output_dtype: cast the unit's outputs to it.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclasses.dataclass
+class CPUOffloadPolicy:
+    """Shards and gradients live in host memory, pinned (where there is a GPU) so that copies are asynchronous."""
+
+    pin_memory: bool = True
+
+
+def fully_shard(
+    module,
+    *,
+    mesh=None,
+    process_group=None,
+    reshard_after_forward=True,
+    mp_policy=MixedPrecisionPolicy(),
+    offload_policy=None,
+):
+    """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
+
+    Call it on the blocks first, then on the whole model. From then on `module.parameters()` are this rank's shards,
+    nn.Parameters under their old names: rows r·⌈rows/N⌉ to (r+1)·⌈rows/N⌉ of dimension 0, perhaps none. After
+    backward their .grad are the same rows of the mean gradient, or None where no rank had one. The values are those
+    of the group's rank 0.
+
+    Args:
+        mesh: one dimension shards; two are hybrid sharding: (replicate, shard).
+        process_group: the ranks to shard over, instead of a mesh (None: the default group).
+        reshard_after_forward: False keeps the gathered parameters until backward has used them.
+        mp_policy: MixedPrecisionPolicy, this file's or PyTorch's.
+        offload_policy: CPUOffloadPolicy keeps shards, gradients and so the optimizer's state in host memory.
+
+    Ranks may leave out units that others call, but must call them in one order. A module on the meta device stays
+    there: see `materialize`.
+
+    Raises:
+        ValueError: an argument is unusable; ranks hold different parameters; a parameter is in two units (tied).
+    """
+    if mesh is not None and process_group is not None:
+        raise ValueError("pass mesh or process_group, not both")
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(f"the mesh has {mesh.ndim} dimensions; it must have 1 (shard) or 2 (replicate, shard)")
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
+    if dist.get_world_size(process_group) < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
+    if unit_of(module):
+        raise ValueError(f"this {type(module).__name__} is a unit already")
+    shard_group, replicate_group = process_group or dist.group.WORLD, None
+    if mesh is not None:
+        shard_group = mesh.get_group(mesh.ndim - 1)
+        replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+    module._fsdp_unit = Unit(module, shard_group, replicate_group, reshard_after_forward, mp_policy, offload_policy)
+    return module
+
+
+class State(Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "a 1/N in `flat`; the module's parameters are this rank's shards, views into it"
+    GATHERING = "as SHARDED, and all ranks' shards are on their way into `received`"
+    UNSHARDED = "as SHARDED, and all in `gathered`; the module's parameters are whole, views into it"
+
+
+class Unit:
+    """The parameters that are gathered, freed and reduced together. The methods are its life, in order."""
+
+    def __init__(self, module, shard_group, replicate_group, reshard_after_forward, mp_policy, offload_policy):
+        self.module = module
+        # Weak: a group that someone holds on to after destroy_process_group() may abort the process at its exit.
+        self._groups = [weakref.ref(group) for group in (replicate_group, shard_group) if group]
+        self.reshard_after_forward, self.mp_policy = reshard_after_forward, mp_policy
+        self.offload = offload_policy if hasattr(offload_policy, "pin_memory") else None  # PyTorch has a neutral policy
+        self.N, self.rank = shard_group.size(), shard_group.rank()
+        self.name, self.order, self.state, self.sync = type(module).__name__, None, State.SHARDED, True
+        originals = self.find_parameters()
+        self.device = compute_device(originals, shard_group)
+        self.gloo = f"{self.device.type}:gloo" in dist.get_backend_config(shard_group)
+        self.wire = torch.device("cpu") if self.gloo else self.device  # gloo sends from host memory
+        meta = bool(originals) and originals[0].is_meta
+        shards = [p.cut(original) for p, original in zip(self.parameters, originals, strict=True)]
+        self.allocate(shards, torch.device("meta") if meta else self.home())
+        if not meta:
+            self.set_values(originals)
+        for _, submodule in own_modules(module):
+            for buffer in submodule.buffers(recurse=False):
+                buffer.data = buffer if buffer.is_meta else buffer.to(self.device)
+        self.received, self.works, self.began = None, [], None
+        self.calls = []  # running now
+        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.post_forward, always_call=True)  # also when forward raises
+
+    shard_group = property(lambda self: self._groups[-1]())
+    groups = property(lambda self: [group() for group in self._groups])  # those of replicas first
+
+    def pre_forward(self, module, args, kwargs):
+        self.order = self.order or Order(self)
+        self.calls.append(self.order.enter(self))  # gathers
+        self.calls[-1].began = time.perf_counter()
+        dtype = self.mp_policy.param_dtype
+        if dtype and self.mp_policy.cast_forward_inputs:
+            args, kwargs = cast(args, dtype), cast(kwargs, dtype)
+        return args, kwargs
+
+    def post_forward(self, module, args, output):
+        if not self.calls:
+            return output  # pre_forward raised
+        call = self.calls.pop()
+        self.order.log("forward", self, call.began)
+        if torch.is_grad_enabled():
+            # Hooks of tensors are lost when somebody changes a view of them in place; those of nodes stay.
+            tensors = [t for t in tensors_in(output) if t.requires_grad]
+            for node in {t.grad_fn for t in tensors} | {t._base.grad_fn for t in tensors if t._base is not None}:
+                if node is not None:
+                    node.register_prehook(lambda _: self.pre_backward(call))
+        self.order.leave(self, call)
+        return cast(output, self.mp_policy.output_dtype) if self.mp_policy.output_dtype else output
+
+    def pre_backward(self, call):
+        """Autograd is about to run through this call of the unit, as soon as this returns."""
+        if self.order.enter_backward(self, call):  # gathers
+            self.began = time.perf_counter()
+
+    def post_backward(self):
+        """All gradients of the whole parameters are there. -> generator: see `reduce`"""
+        if self.began:
+            self.order.log("backward", self, self.began)
+            self.began = None
+        if self.state is State.UNSHARDED:
+            self.reshard()
+        gradients = [self.take_gradient(p) for p in self.parameters if p.shard.requires_grad]
+        if not self.sync:
+            for p, gradient in zip(self.trainable(), gradients, strict=True):
+                p.kept = None if gradient is None else gradient.to(self.reduce_dtype())
+            return iter(())
+        return self.reduce(self.trainable(), gradients) if gradients else iter(())
+
+    # ---- The moves between the states.
+
+    @torch.no_grad()
+    def gather(self):
+        """Send this rank's shards to the others, and let theirs come."""
+        assert self.state is State.SHARDED
+        self.adopt_shards()
+        self.state, self.began_gather = State.GATHERING, time.perf_counter()
+        mine = self.flat.to(self.wire, self.gathered.dtype)
+        self.received, self.works = mine.new_empty(self.N, mine.numel()), []
+        if not self.gloo:
+            self.works = [all_gather_single(self.received.view(-1), mine, group=self.shard_group, async_op=True)]
+        else:  # gloo's all-gather takes twice as long as sends and receives
+            for i in range(1, self.N):
+                to, source = (self.rank + i) % self.N, (self.rank - i) % self.N
+                group, tag = self.shard_group, self.number
+                self.works.append(dist.irecv(self.received[source], group=group, group_src=source, tag=tag))
+                self.works.append(dist.isend(mine, group=group, group_dst=to, tag=tag))
+        self.sending = mine  # alive until wait()
+
+    @torch.no_grad()
+    def unshard(self):
+        """Wait for the shards, and put the whole parameters into the module."""
+        if self.state is State.SHARDED:
+            self.gather()
+        assert self.state is State.GATHERING
+        for work in self.works:
+            work.wait()
+        self.order.log("gather", self, self.began_gather)
+        # The same storage each time: what autograd has saved in forward are views into it.
+        self.gathered.untyped_storage().resize_(self.gathered_bytes)
+        pieces = self.received.split_with_sizes([p.chunk for p in self.parameters], dim=1)
+        own = self.sending.split([p.chunk for p in self.parameters])
+        for p, piece, mine in zip(self.parameters, pieces, own, strict=True):
+            p.land(piece, mine)
+        self.works = self.received = self.sending = None
+        self.state = State.UNSHARDED
+        for p in self.parameters:
+            p.whole.requires_grad_(p.shard.requires_grad)
+            p.put(p.whole)
+
+    def reshard(self):
+        """Free the whole parameters; the module has the shards again."""
+        assert self.state is State.UNSHARDED
+        self.gathered.untyped_storage().resize_(0)
+        self.state = State.SHARDED
+        for p in self.parameters:
+            p.put(p.shard)
+
+    @torch.no_grad()
+    def reduce(self, parameters, gradients):
+        """Reduce-scatter. A generator that yields while something is on its way."""
+        began = time.perf_counter()
+        buffer = torch.empty(self.N, sum(p.chunk for p in parameters), dtype=self.reduce_dtype(), device=self.device)
+        offsets = list(itertools.accumulate((p.chunk for p in parameters), initial=0))
+        for i, p in enumerate(parameters):
+            p.spread(gradients[i], buffer[:, offsets[i] : offsets[i + 1]])
+        # -0.0 is what changes no sum, -0.0 included. A parameter that this rank has not used sends nothing else, one
+        # that it has used starts with something else: so a sum that starts with -0.0 says that no rank has used it.
+        used = [offsets[i] for i, p in enumerate(parameters) if gradients[i] is not None and p.chunk]
+        unused = [i for i, p in enumerate(parameters) if gradients[i] is None]
+        buffer[:, used] += 0.0
+        gradients.clear()
+        if self.N == 1:
+            total = buffer[0]
+        elif self.gloo:
+            buffer = buffer.to(self.wire)
+            parts = torch.empty_like(buffer)
+            work = dist.all_to_all_single(parts, buffer, group=self.shard_group, async_op=True)
+            yield
+            work.wait()
+            total = parts[0] + parts[1]
+            for part in parts[2:]:
+                total += part
+            del parts
+        else:
+            total = torch.empty_like(buffer[0])
+            work = reduce_scatter_single(total, buffer.view(-1), group=self.shard_group, async_op=True)
+            yield
+            work.wait()
+        del buffer
+        for group in self.groups[:-1]:
+            work = dist.all_reduce(total, group=group, async_op=True)
+            yield
+            work.wait()
+        nobody = {i for i in unused if not parameters[i].chunk or is_minus_zero(total[offsets[i]].item())}
+        total /= math.prod(group.size() for group in self.groups)  # after the sum: before it, at 3 ranks, rounds twice
+        total = total.to(self.flat.device, self.flat.dtype)
+        for i, p in enumerate(parameters):
+            if i not in nobody:
+                mean = total[offsets[i] : offsets[i] + p.shard.numel()].view(p.shard.shape)
+                p.shard.grad = mean if p.shard.grad is None else p.shard.grad.add_(mean)
+        self.order.log("reduce", self, began)
+
+    # ---- What a unit is made of.
+
+    def find_parameters(self):
+        """Set `parameters`; -> the whole ones. They must be the same on all ranks, and in no other unit."""
+        slots, problem = {}, None
+        for path, module in own_modules(self.module):
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                slots.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module, name))
+        for parameter, [(name, *_), *_] in slots.items():
+            if other := getattr(parameter, "_fsdp_name", None):
+                problem = (
+                    problem or f"{name!r} of {self.name} is tied to {other}, another unit; one unit must have both"
+                )
+        if len(dtypes := {str(parameter.dtype) for parameter in slots}) > 1:
+            problem = f"{self.name} has parameters of {' and '.join(sorted(dtypes))}; make a unit for each dtype"
+        named = [(name, parameter) for parameter, [(name, *_), *_] in slots.items()]
+        for group in self.groups:
+            verify_same_model(named, group, ValueError(problem) if problem else None)
+        self.parameters = [ShardedParameter(p, slots[p], self.N, self.rank, self.name) for p in slots]
+        return list(slots)
+
+    def allocate(self, shards, home):
+        """Keep copies of `shards` side by side in `flat`; make whole parameters, without memory for now."""
+        if not shards:
+            return
+        dtype, align = shards[0].dtype, 64  # bytes: a product of matrices that start elsewhere may round differently
+        pinned = self.offload and self.offload.pin_memory and home.type == "cpu" != self.device.type
+        self.flat = torch.zeros(sum(p.chunk for p in self.parameters), dtype=dtype, device=home, pin_memory=pinned)
+        if self.mp_policy.param_dtype and dtype.is_floating_point:
+            dtype = self.mp_policy.param_dtype
+        sizes = [-(-self.N * p.chunk * dtype.itemsize // align) * align // dtype.itemsize for p in self.parameters]
+        self.gathered = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        self.gathered_bytes = self.gathered.nbytes
+        mine = self.flat.split([p.chunk for p in self.parameters])
+        for p, shard, piece, whole in zip(self.parameters, shards, mine, self.gathered.split(sizes), strict=True):
+            p.allocate(shard, piece, whole)
+        self.gathered.untyped_storage().resize_(0)
+
+    def adopt_shards(self):
+        """Take over what the module holds now: .to(), .to_empty() and load_state_dict(assign=True) replace shards."""
+        shards = [p.get() for p in self.parameters]
+        if any(a is not p.shard or a.data_ptr() != p.address for a, p in zip(shards, self.parameters, strict=True)):
+            if not self.offload:
+                self.device = shards[0].device
+            self.allocate(shards, shards[0].device)
+        if self.on_meta():
+            names = ", ".join(p.name for p in self.parameters)
+            raise RuntimeError(f"{self.name} is still on the meta device; call materialize(model) first ({names})")
+
+    def on_meta(self):
+        return bool(self.parameters) and self.flat.device.type == "meta"
+
+    def home(self):
+        """Where shards live."""
+        return torch.device("cpu") if self.offload else self.device
+
+    def settle(self):
+        """Whatever was going on, SHARDED with the module's present shards."""
+        self.order = self.order or Order(self)
+        if self.state is State.GATHERING:
+            self.unshard()
+        if self.state is State.UNSHARDED:
+            self.reshard()
+
+    def show_whole(self):
+        """UNSHARDED with arbitrary values."""
+        self.leave_meta_buffers()
+        self.gathered.untyped_storage().resize_(self.gathered_bytes)
+        self.state = State.UNSHARDED
+        for p in self.parameters:
+            p.put(p.whole)
+
+    def leave_meta_buffers(self):
+        for _, module in own_modules(self.module):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device=self.device)
+
+    def leave_meta(self, values=None):
+        """Make real shards out of whole `values`, or without values."""
+        self.leave_meta_buffers()
+        if self.on_meta():
+            self.state = State.SHARDED
+            for p in self.parameters:
+                p.requires_grad = p.shard.requires_grad
+            shards = [torch.empty_like(p.shard, device="cpu") for p in self.parameters]
+            self.allocate(shards, self.home())
+            if values:
+                self.set_values(values)
+
+    def set_values(self, values):
+        for p, value in zip(self.parameters, values, strict=True):
+            p.shard.data.copy_(p.cut(self.broadcast(value)))
+
+    def broadcast(self, value):
+        """The value that the first rank of the groups has."""
+        value = value.detach().to(self.wire, copy=True).contiguous()
+        for group in self.groups:
+            dist.broadcast(value.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+        return value
+
+    def everyone(self, mine):
+        """What each rank of the shard group passes; its rank 0's is that of the first rank of the replicas."""
+        for group in self.groups:
+            theirs = [None] * group.size()
+            dist.all_gather_object(theirs, mine, group=group)
+            mine = theirs[0]
+        return theirs
+
+    @torch.no_grad()
+    def all_rows(self, p, rows):
+        """Whole, in host memory, from what each rank has of it."""
+        mine = torch.zeros(p.chunk, dtype=rows.dtype, device=self.wire)
+        mine[: rows.numel()] = rows.reshape(-1)
+        everyone = mine.new_empty(self.N * p.chunk)
+        all_gather_single(everyone, mine, group=self.shard_group)
+        return everyone[: p.shape.numel()].view(p.shape).cpu()
+
+    def trainable(self):
+        return [p for p in self.parameters if p.shard.requires_grad]
+
+    def reduce_dtype(self):
+        return self.mp_policy.reduce_dtype or self.gathered.dtype
+
+    def take_gradient(self, p):
+        """What this rank has accumulated since the last reduction, or None."""
+        gradient, p.whole.grad = p.whole.grad, None
+        if p.kept is not None:  # by no_sync
+            gradient, p.kept = p.kept if gradient is None else p.kept.add_(gradient), None
+        return gradient
+
+
+class ShardedParameter:
+    """One parameter of a unit: its places in the module, `shard` (this rank's rows) and `whole` (all rows)."""
+
+    def __init__(self, parameter, slots, N, rank, unit_name):
+        self.slots, self.name, self.kept = [(module, name) for _, module, name in slots], slots[0][0], None
+        self.label = parameter._fsdp_name = f"{self.name!r} of {unit_name}"  # who else has it is told this
+        self.shape, self.requires_grad = parameter.shape, parameter.requires_grad
+        rows, *self.row_shape = parameter.shape or (1,)  # a scalar is one row
+        self.rows, self.N, self.rank = rows, N, rank
+        self.rows_per_rank = -(-rows // N)
+        self.chunk = self.rows_per_rank * math.prod(self.row_shape)  # elements that a rank sends: its rows and padding
+        self.first = min(rank * self.rows_per_rank, rows)
+        self.last = min(self.first + self.rows_per_rank, rows)
+        # Whole parameters keep the order of their dimensions in memory: products round as they did.
+        strides = torch.empty_like(parameter.detach().view(rows, *self.row_shape), device="meta").stride()
+        self.dims = sorted(range(len(strides)), key=lambda d: -strides[d])
+
+    def allocate(self, shard, piece, whole):
+        with torch.no_grad():
+            view = piece[: shard.numel()].view(shard.shape).data
+            if not view.is_meta:
+                view.copy_(shard)
+        if isinstance(shard, nn.Parameter):  # the optimizer knows it
+            self.shard = shard
+            shard.data = view
+        else:
+            self.shard = nn.Parameter(view, requires_grad=self.requires_grad)
+        self.shard._fsdp_name, self.address = self.label, self.shard.data_ptr()
+        self.put(self.shard)
+        padded = (self.N * self.rows_per_rank, *self.row_shape)
+        whole = whole[: self.N * self.chunk].view([padded[d] for d in self.dims])
+        whole = whole.permute([self.dims.index(d) for d in range(len(padded))])
+        self.landing = whole.unflatten(0, (self.N, self.rows_per_rank)) if self.chunk else None
+        # .data: writing through `landing` later does not count as a change of what autograd has saved
+        self.whole = nn.Parameter(whole[: self.rows].view(self.shape).data, requires_grad=self.requires_grad)
+
+    def get(self):
+        module, name = self.slots[0]
+        return module._parameters[name]
+
+    def put(self, parameter):
+        for module, name in self.slots:
+            module._parameters[name] = parameter
+
+    def cut(self, whole):
+        return whole.detach().view(self.rows, *self.row_shape)[self.first : self.last]
+
+    def land(self, received, mine):
+        """Put together the whole parameter: what each rank has sent, (N, chunk), and what this rank has, (chunk,)."""
+        if self.chunk:
+            rows = received.view(self.landing.shape)
+            self.landing[: self.rank].copy_(rows[: self.rank])
+            self.landing[self.rank].copy_(mine.view(self.landing.shape[1:]))
+            self.landing[self.rank + 1 :].copy_(rows[self.rank + 1 :])
+
+    def spread(self, gradient, section):
+        """Write the rows of `gradient` into `section`, (N, chunk), where rank r gets row r; None writes -0.0."""
+        if gradient is None:
+            section.fill_(-0.0)
+            return
+        if self.chunk:
+            rows = gradient.reshape(self.rows, *self.row_shape)
+            full = self.rows // self.rows_per_rank  # ranks that get a whole chunk
+            head, tail = rows.split([full * self.rows_per_rank, self.rows - full * self.rows_per_rank])
+            head = head.unflatten(0, (full, self.rows_per_rank))
+            section[:full].view(head.shape).copy_(head)
+            if full < self.N:
+                section[full:].zero_()
+                section[full, : tail.numel()].view(tail.shape).copy_(tail)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. One order of collectives, the same on every rank. A rank that leaves a unit out lives its life in passing.
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One forward of a unit: `start` and `end` number the starts and ends of all calls."""
+
+    unit: Unit
+    start: float
+    end: float = math.inf
+    backward: int = 0  # the number of the backward that has reached it
+
+
+class Order:
+    """In which order the units under one outermost unit are gathered and reduced.
+
+    Forward gathers them in the order of rank 0's first forward (before: as registered), backward in that order from
+    its end, and reduces each unit once backward has gone past it. Ranks that disagreed would add the wrong tensors.
+    """
+
+    def __init__(self, outermost):
+        self.outermost, self.units = outermost, units_in(outermost.module)
+        for number, unit in enumerate(self.units):
+            unit.order, unit.number = self, number
+        for name, module in outermost.module.named_modules():
+            if unit := unit_of(module):
+                unit.name = name or type(module).__name__
+        self.set_order(list(tour(outermost.module)))
+        self.recorded = []  # the first forward's starts and ends; None once all ranks know rank 0's
+        self.events = None  # a list: log what happens, (what, unit's name, began, ended)
+        self.clock = itertools.count()
+        self.caller = None  # the unit whose forward is a pass: all calls of units within it belong to it
+        self.script = deque()  # units that this pass has yet to gather
+        self.tape = weakref.WeakSet()  # calls that backward may still go through: of graphs that are alive,
+        self.detached = []  # and of checkpoints that will compute their graph in backward
+        self.passed = set()  # units in the script of a forward since the last backward
+        self.unreduced, self.reductions = [], []  # units; generators, see Unit.reduce
+        self.backward, self.backwards = False, 0
+
+    def set_order(self, events):
+        self.tour = events
+        for position, (unit, starts) in enumerate(events):
+            if starts:
+                unit.start = position
+            else:
+                unit.end = position
+        self.forward_order = [unit for unit, starts in events if starts and unit.parameters]
+        self.backward_order = [unit for unit, starts in reversed(events) if not starts and unit.parameters]
+
+    # ---- Forward.
+
+    def enter(self, unit):
+        """Unshard `unit` for the call that begins; -> the call."""
+        if in_autograd():  # a checkpoint computes again
+            self.start_backward()
+            calls = [call for call in self.tape if call.unit is unit]
+            call = max(calls, key=lambda call: call.start) if calls else self.new_call(unit)
+        else:
+            if self.caller in (None, unit):
+                self.start_forward(unit)
+            call = self.new_call(unit)
+        self.advance_to(unit)
+        return call
+
+    def new_call(self, unit):
+        call = Call(unit, next(self.clock))
+        if self.training:
+            self.tape.add(call)
+            if not torch.is_grad_enabled():
+                self.detached.append(call)
+        if self.recorded is not None and (unit, True) not in self.recorded:
+            self.recorded.append((unit, True))
+        return call
+
+    def start_forward(self, unit):
+        self.reset()
+        self.caller, self.training = unit, torch.is_grad_enabled()
+        self.recorded = None if self.recorded is None else []
+        self.script = deque(u for u in self.forward_order if unit.start <= u.start and u.end <= unit.end)
+        if self.training:
+            self.passed |= set(self.script)
+
+    def leave(self, unit, call):
+        """The call ends, or has raised."""
+        if in_autograd():
+            return
+        call.end = next(self.clock)
+        if self.recorded is not None and (unit, False) not in self.recorded:
+            self.recorded.append((unit, False))
+        if unit.state is State.UNSHARDED and not self.keeps(unit):
+            unit.reshard()
+        if unit is self.caller:
+            self.advance_to(None)
+            if self.recorded is not None and unit is self.outermost:
+                self.agree()
+            if not self.training:  # the optimizer may change the shards before the next forward
+                self.reset()
+            self.caller = None
+
+    def keeps(self, unit):
+        """Does `unit` stay unsharded for backward, on ranks that leave it out as well?"""
+        return self.training and not unit.reshard_after_forward
+
+    def agree(self):
+        """Take over rank 0's order. What it has not called stays where it is registered."""
+        recorded = self.outermost.everyone([(unit.number, starts) for unit, starts in self.recorded])[0]
+        called = {self.units[number] for number, _ in recorded}
+        recorded = iter([(self.units[number], starts) for number, starts in recorded])
+        self.set_order([next(recorded) if event[0] in called else event for event in self.tour])
+        self.recorded = None
+
+    def advance_to(self, unit, reduce=False):
+        """Gather the units whose turn it is before `unit`, in passing, then `unit`, and start the next. None: all."""
+        if unit is None or unit in self.script:
+            while self.script:
+                current = self.script.popleft()
+                if reduce:
+                    self.reduce_after(current)
+                current.unshard()
+                if self.script:
+                    self.script[0].gather()
+                if current is unit:
+                    return
+                if not (self.is_pending(current) if self.backward else self.keeps(current)):
+                    current.reshard()
+        else:
+            if reduce:
+                self.reduce_after(unit)
+            if unit.parameters and unit.state is not State.UNSHARDED:
+                unit.unshard()  # called once more, or out of order: one more gather, on all ranks alike
+
+    # ---- Backward.
+
+    def start_backward(self):
+        if self.backward:
+            return
+        self.backward, self.backwards = True, self.backwards + 1
+        units = [u for u in self.forward_order if u in self.passed or not self.passed]
+        self.script = deque(u for u in self.backward_order if u in set(units) and u.state is State.SHARDED)
+        self.unreduced = units
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+
+    def enter_backward(self, unit, call):
+        """Unshard `unit` for backward through `call`, and reduce what is behind it; -> is this new?"""
+        self.start_backward()
+        if call.backward == self.backwards:
+            return False
+        call.backward = self.backwards
+        # Autograd runs what was computed last first. What began after this call had ended is past.
+        self.tape = weakref.WeakSet(other for other in self.tape if other.start < call.end)
+        self.tape.add(call)
+        self.advance_to(unit, reduce=True)
+        return True
+
+    def is_pending(self, unit):
+        return any(call.unit is unit for call in self.tape)
+
+    def reduce_after(self, unit):
+        """Reduce the units that come after `unit` in the order, last first, unless backward needs them once more."""
+        while self.unreduced and self.unreduced[-1].start > unit.end and not self.is_pending(self.unreduced[-1]):
+            self.reduce(self.unreduced.pop())
+
+    def reduce(self, unit):
+        self.proceed()  # first: it frees what the unit before has sent
+        reduction = unit.post_backward()
+        if next(reduction, "done") != "done":
+            self.reductions.append(reduction)
+
+    def proceed(self):
+        self.reductions = [reduction for reduction in self.reductions if next(reduction, "done") != "done"]
+
+    def finish_backward(self):
+        self.tape.clear()
+        self.advance_to(None, reduce=True)
+        while self.unreduced:
+            self.reduce(self.unreduced.pop())
+        late = [p.label for unit in self.units for p in unit.parameters if p.whole.grad is not None]
+        if late:
+            raise RuntimeError(f"these got a gradient after their unit was reduced: {', '.join(late)}")
+        self.reset()
+
+    def reset(self):
+        """Finish what is on its way, and reshard all units. After an exception in backward its gradients are lost."""
+        while self.reductions:
+            self.proceed()
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                unit.unshard()
+            if unit.state is State.UNSHARDED:
+                unit.reshard()
+        if self.backward:
+            for p in itertools.chain.from_iterable(unit.parameters for unit in self.units):
+                p.whole.grad = None
+            self.backward, self.unreduced, self.detached = False, [], []
+            self.tape.clear()
+            self.passed.clear()
+        self.script.clear()
+
+    def log(self, what, unit, began):
+        if self.events is not None and unit.parameters:
+            self.events.append((what, unit.name, began, time.perf_counter()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Refinements. Accumulation and clipping:
+
+
+@contextmanager
+def no_sync(module):
+    """A backward in here keeps whole gradients on this rank, and sends nothing; the first one outside adds them."""
+    units = units_in(module)
+    before = [unit.sync for unit in units]
+    for unit in units:
+        unit.sync = False
+    try:
+        yield
+    finally:
+        for unit, sync in zip(units, before, strict=True):
+            unit.sync = sync
+
+
+@torch.no_grad()
+def clip_grad_norm_(module, max_norm, norm_type=2.0, error_if_nonfinite=False):
+    """Scale all gradients so that their total norm, over all ranks' shards, is at most `max_norm`; -> that norm.
+
+    All ranks must call it. RuntimeError on all of them when the norm is not finite and `error_if_nonfinite`.
+    """
+    infinite, total = norm_type == math.inf, 0.0
+    units = [unit for unit in units_in(module) if unit.parameters]
+    for group, unit in {unit.shard_group: unit for unit in units}.items():
+        shards = [p.shard for u in units if u.shard_group is group for p in u.parameters]
+        norms = [torch.linalg.vector_norm(s.grad, norm_type) for s in shards if s.grad is not None and s.numel()]
+        mine = torch.stack(norms).to(unit.wire) if norms else torch.zeros(1, dtype=unit.flat.dtype, device=unit.wire)
+        mine = mine.max() if infinite else mine.pow(norm_type).sum()
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        total = max(total, mine) if infinite else total + mine
+    total = total if infinite else total ** (1.0 / norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(f"the total norm of the gradients is {total.item()}; they were not clipped")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for p in itertools.chain.from_iterable(unit.parameters for unit in units):
+        if p.shard.grad is not None:
+            p.shard.grad.mul_(scale.to(p.shard.grad.device))
+    return total
+
+
+# ---- Whole state dicts, and models too large for one device. All ranks must call these.
+
+
+@torch.no_grad()
+def full_state_dict(module, *, rank0_only=False):
+    """What the plain module's state_dict() would be, in host memory. `rank0_only`: {} on the other ranks.
+
+    One unit after the other is gathered, so no device ever holds the whole model.
+    """
+    units, whole = units_in(module), {}
+    keep = not rank0_only or is_rank0(units)
+    for unit in units:
+        unit.settle()
+        if unit.parameters:
+            unit.unshard()
+            for p in unit.parameters if keep else ():
+                whole[p.shard] = p.whole.detach().to("cpu", p.shard.dtype, copy=True)
+            unit.reshard()
+    state_dict = module.state_dict(keep_vars=True) if keep else {}
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            state_dict[name] = whole[value] if value in whole else value.detach().to("cpu", copy=True)
+    return state_dict
+
+
+@torch.no_grad()
+def load_full_state_dict(module, state_dict):
+    """Load whole tensors, as full_state_dict() or the plain module's state_dict() returned them at any world size.
+
+    Either every rank passes them, or rank 0 does and the others pass {}: then they travel one by one. A module on the
+    meta device becomes real. RuntimeError on all ranks where names or shapes do not match.
+    """
+    units = units_in(module)
+    for unit in units:
+        unit.settle()
+        unit.leave_meta()
+    owners = {p.shard: p for unit in units for p in unit.parameters}
+    targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    mine = {n: tuple(value.shape) for n, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    fits = {n: tuple(owners.get(target, target).shape) for n, target in targets.items()}
+    wrong = [f"{n}: {mine.get(n, 'missing')}, not {fits.get(n)}" for n in mine | fits if mine.get(n) != fits.get(n)]
+    everyone = units[0].everyone((bool(state_dict), wrong if state_dict else []))
+    if not everyone[0][0]:
+        everyone[0] = (False, ["rank 0 has none"])
+    if problem := next((problem for _, problem in everyone if problem), None):
+        raise RuntimeError(f"the state dict does not fit {type(module).__name__}: {'; '.join(problem)}")
+    for n, target in targets.items():
+        value = state_dict[n].detach() if state_dict else torch.empty(fits[n], dtype=target.dtype)
+        if not all(has for has, _ in everyone):
+            value = units[0].broadcast(value.to(target.dtype))
+        target.copy_(owners[target].cut(value) if target in owners else value)
+
+
+@torch.no_grad()
+def full_optimizer_state_dict(module, optimizer, *, rank0_only=False):
+    """What state_dict() of the plain optimizer would be, over the plain module's parameters in the same groups."""
+    units = units_in(module)
+    owners = {p.shard: (unit, p) for unit in units for p in unit.parameters}
+    state_dict, whole = optimizer.state_dict(), {}
+    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
+    for position, state in state_dict["state"].items():
+        shard, whole[position] = shards[position], {}
+        for key, value in state.items():
+            if shard in owners and isinstance(value, torch.Tensor) and value.shape == shard.shape:
+                unit, p = owners[shard]
+                whole[position][key] = unit.all_rows(p, value)
+            else:
+                whole[position][key] = copy.deepcopy(value)
+    return {"state": whole, "param_groups": state_dict["param_groups"]} if not rank0_only or is_rank0(units) else {}
+
+
+@torch.no_grad()
+def load_full_optimizer_state_dict(module, optimizer, state_dict):
+    """Load what full_optimizer_state_dict(), or the plain optimizer's state_dict(), returned at any world size.
+
+    Either every rank passes it, or rank 0 does and the others pass {}.
+    """
+    units = units_in(module)
+    owners = {p.shard: p for unit in units for p in unit.parameters}
+    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
+    travel = not all(units[0].everyone(bool(state_dict)))
+    outline = (list(state_dict["state"]), state_dict["param_groups"]) if state_dict else None
+    positions, groups = units[0].everyone(outline)[0]
+    mine = {}
+    for position in positions:
+        state = state_dict["state"][position] if state_dict else None
+        if travel:
+            state = units[0].everyone(state if is_rank0(units) else None)[0]
+        p, mine[position] = owners.get(shards[position]), {}
+        for key, value in state.items():
+            rows = p and isinstance(value, torch.Tensor) and value.shape == p.shape and key != "step"
+            mine[position][key] = p.cut(value).clone() if rows else copy.deepcopy(value)
+    optimizer.load_state_dict({"state": mine, "param_groups": groups})
+
+
+def reset_parameters(module):
+    """The default `init_fn` of `materialize`."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset:
+        reset()
+    elif any(True for _ in module.parameters(recurse=False)):
+        raise ValueError(f"{type(module).__name__} has no reset_parameters(); pass an init_fn to materialize")
+
+
+@torch.no_grad()
+def materialize(module, init_fn=reset_parameters):
+    """Give a module that was built, and sharded, on the meta device its values; before an optimizer sees it.
+
+    `init_fn` is called on every submodule, in the order of `module.apply`, so the values are bitwise those of
+    module.to_empty(device=…).apply(init_fn) under the same seed. A unit is whole only while its own modules are
+    visited, and cut then: of nested units, at most one on each level is whole. The values are those of rank 0.
+    """
+
+    def visit(module, unit):
+        unit = unit_of(module) or unit
+        if unit_of(module) and unit.on_meta():
+            unit.show_whole()
+        for child in module.children():
+            visit(child, unit)
+        init_fn(module)
+        if unit_of(module) and unit.on_meta():
+            unit.leave_meta([p.whole.detach() for p in unit.parameters])
+
+    visit(module, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of the above.
+
+
+def unit_of(module):
+    return module.__dict__.get("_fsdp_unit")
+
+
+def units_in(module):
+    """The units of `module` and its submodules, as registered."""
+    return [unit for unit, starts in tour(module) if starts]
+
+
+def tour(module):
+    """[(unit, True where its module starts, False where it ends), …] around the tree of modules."""
+    unit = unit_of(module)
+    within = itertools.chain.from_iterable(tour(child) for child in module.children())
+    return list(dict.fromkeys([(unit, True), *within, (unit, False)] if unit else within))
+
+
+def own_modules(module, path=""):
+    """(path, module) of `module` and its submodules, without those that are units."""
+    yield path, module
+    for name, child in module.named_children():
+        if not unit_of(child):
+            yield from own_modules(child, f"{path}.{name}".lstrip("."))
+
+
+def is_rank0(units):
+    return not any(group.rank() for group in units[0].groups)
+
+
+def compute_device(parameters, process_group):
+    """Where the parameters are; with NCCL, this process's GPU."""
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if device.type in ("cpu", "meta"):
+        nccl = dist.get_backend(process_group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    return device
+
+
+def in_autograd():
+    """Are we in a backward? Then a forward is a checkpoint that computes again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_minus_zero(x):
+    return x == 0 and math.copysign(1.0, x) < 0
+
+
+def cast(tree, dtype):
+    """`tree` with its floating-point tensors in `dtype`."""
+    change = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
+    return tree_map(change, tree)
+
+
+def verify_same_model(named_states, process_group, problem=None):
+    """On every rank, raise any rank's `problem`, or a ValueError where a state is not like rank 0's.
+
+    Left alone, an all-reduce of two sizes aborts the process, and one of two dtypes adds garbage.
+    """
+    mine = [f"{n!r}: shape {tuple(s.shape)}, {s.dtype}, requires_grad={s.requires_grad}" for n, s in named_states]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, (problem, mine), group=process_group)
+    for rank, (their_problem, theirs) in enumerate(everyone):
+        if their_problem:
+            raise their_problem
+        for first, other in itertools.zip_longest(everyone[0][1], theirs, fillvalue="nothing more"):
+            if first != other:
+                raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
+
+
+def tensors_in(output):
+    """The tensors in nested lists, tuples, dicts and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from tensors_in(item)
+    elif isinstance(output, dict):
+        yield from tensors_in(list(output.values()))
+    elif dataclasses.is_dataclass(output):
+        yield from tensors_in([getattr(output, field.name) for field in dataclasses.fields(output)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo.
+
+
+def main():
+    demo = Demo(bitwise=sys.maxsize)
+    model = copy.deepcopy(demo.model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    units = [unit for unit in units_in(model) if unit.parameters]
+    owners = {p.shard: (unit, p) for unit in units for p in unit.parameters}
+
+    def step(inputs, targets):
+        events.clear()
+        optimizer.zero_grad()
+        loss = language_loss(model(inputs.chunk(demo.ranks)[demo.rank]), targets.chunk(demo.ranks)[demo.rank])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def whole():
+        for tensors in ([shard.grad for shard in owners], owners):
+            yield [u.all_rows(p, t).to(demo.device) for t, (u, p) in zip(tensors, owners.values(), strict=True)]
+
+    unit_of(model).settle()
+    events = units[0].order.events = []
+    demo.train(step, whole)
+    psi, N = held_bytes(demo.model.parameters()), demo.ranks
+    status = demo.report("fsdp", held(model.parameters(), optimizer), "3Ψ(N-1)/N", 3 * psi * (N - 1) / N)
+    demo.show("\nunit      elements   padding     shard")
+    for unit in units:
+        elements, shard = sum(p.shape.numel() for p in unit.parameters), unit.flat.numel()
+        demo.show(f"{unit.name:8}{elements:10,}{N * shard - elements:10,}{shard:10,}")
+    demo.show(draw_timeline(events))
+    demo.leave(status)
+
+
+def draw_timeline(events, width=100):
+    """A line per unit: when it is gathered (until waited for), computes, and is reduced (likewise)."""
+    start, end = min(began for *_, began, _ in events), max(ended for *_, ended in events)
+    column = lambda at: min(int(width * (at - start) / (end - start)), width - 1)  # noqa: E731
+    lines = {name: [" "] * width for _, name, *_ in events}
+    for what, name, began, ended in events:
+        for i in range(column(began), column(ended) + 1):
+            lines[name][i] = {"gather": "·", "forward": "F", "backward": "B", "reduce": "-"}[what]
+    picture = [f"{name:8} {''.join(line)}" for name, line in lines.items()]
+    title = f"unit     the last step, {1e3 * (end - start):.0f} ms: · gather, F forward, B backward, - reduce-scatter"
+    return "\n".join(["", title, *picture])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model, in this world and on one device. The same text in every file.
+
+
+class Embed(nn.Module):
+    """(B, T) integers to (B, T, C): token plus position. B batch, T time, C channels, V vocabulary."""
+
+    def __init__(self, V, T, C):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(V, C), nn.Embedding(T, C)
+
+    def forward(self, tokens_BT):
+        return self.tokens(tokens_BT) + self.positions.weight[: tokens_BT.shape[1]]
+
+
+class Block(nn.TransformerEncoderLayer):
+    """(B, T, C) to (B, T, C): causal self-attention and MLP, each after a norm and around a residual."""
+
+    def __init__(self, C, heads):
+        super().__init__(C, heads, 4 * C, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+
+    def forward(self, x_BTC):
+        mask = nn.Transformer.generate_square_subsequent_mask(x_BTC.shape[1], x_BTC.device, x_BTC.dtype)
+        return super().forward(x_BTC, src_mask=mask, is_causal=True)
+
+
+def language_model(C=192, heads=6, layers=4, T=64, V=256):
+    """A causal transformer over bytes: (B, T) integers to (B, T, V) logits."""
+    blocks = [Block(C, heads) for _ in range(layers)]
+    return nn.Sequential(Embed(V, T, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits_BTV, targets_BT):
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends: to single ranks, and in collectives by their ring algorithms."""
+
+    # operator: (position of its payload, how often each byte goes around the ring)
+    RING = {"allreduce_": (0, 2), "broadcast_": (0, 1), "_allgather_base_": (0, 1)}
+    RING |= {"_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("c10d::")
+        if name in self.RING:
+            position, rounds = self.RING[name]
+            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            self.total += rounds * (N - 1) / N * sum(tensor.nbytes for tensor in tree_leaves(args[position]))
+        elif name == "send":
+            self.total += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(tensors):
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(parameters, optimizer):
+    """Bytes that parameters, gradients and optimizer state hold on this rank."""
+    parameters = list(parameters)
+    state = [tensor for tensor in tree_leaves(list(optimizer.state.values())) if isinstance(tensor, torch.Tensor)]
+    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+
+
+class Demo:
+    """Joins the world, trains a technique and the same model on one device side by side, compares, and prints.
+
+    One device accumulates the batch in `parts` (None: one per rank). Up to `bitwise` ranks on the CPU the two must be
+    bitwise equal in float32; else the demo runs in float64, and they must be within 1e-9.
+    """
+
+    T = 64  # tokens in a sequence
+
+    def __init__(self, bitwise=0, parts=None, add_arguments=lambda parser: None):
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.add_argument("--steps", type=int, default=30)
+        parser.add_argument("--batch-size", type=int, help="sequences per step, over all ranks (default: 8 per rank)")
+        parser.add_argument("--data", metavar="FILE", help="text to train on (default: the standard library's source)")
+        parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+        parser.add_argument("--seed", type=int, default=0)
+        add_arguments(parser)
+        self.args = parser.parse_args()
+        self.join_world()
+        self.parts = parts or self.ranks
+        self.batch_size = 8 * self.ranks if self.args.batch_size is None else self.args.batch_size
+        problem = self.read_text(self.args.data)
+        if self.args.steps < 1:
+            problem = f"--steps {self.args.steps}: at least 1"
+        if self.batch_size < 1 or self.batch_size % self.parts:
+            problem = f"--batch-size {self.batch_size}: must be a multiple of {self.parts}, to share it out evenly"
+        if self.args.device == "cuda" and self.device.type == "cpu":
+            problem = "--device cuda: torch sees no GPU"
+        self.stop_if(problem)
+        self.bitwise = self.ranks <= bitwise and self.device.type == "cpu"
+        self.reset()
+
+    def reset(self):
+        """Make the model on one device anew, the same on every rank."""
+        torch.manual_seed(self.args.seed)
+        self.model = language_model(T=self.T).to(self.device, torch.float32 if self.bitwise else torch.float64)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def join_world(self):
+        """As torchrun says, or as a world of one."""
+        gpus = torch.cuda.device_count() if self.args.device != "cpu" else 0
+        self.device, backend = torch.device("cpu"), "gloo"
+        if gpus:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+            torch.cuda.set_device(self.device)
+            backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: a GPU each
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+
+    def read_text(self, path):
+        files = [Path(path)] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:80]
+        try:
+            text = b"".join(file.read_bytes() for file in files)
+        except OSError as error:
+            return f"--data {path}: {error.strerror}"
+        if len(text) <= self.T:
+            return f"--data {path}: {len(text)} bytes; one sequence and its targets take {self.T + 1}"
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return None
+
+    def stop_if(self, problem):
+        """When any rank has a problem, rank 0 prints it, and all ranks exit with status 2."""
+        problems = [None] * self.ranks
+        dist.all_gather_object(problems, problem)
+        if any(problems):
+            self.show(f"error: {next(filter(None, problems))}", file=sys.stderr)
+            self.leave(2)
+
+    def leave(self, status):
+        dist.barrier()  # who leaves early breaks the others' connections
+        dist.destroy_process_group()
+        sys.exit(status)
+
+    def show(self, text, **kwargs):
+        if self.rank == 0:
+            print(text, flush=True, **kwargs)
+
+    def batch(self, step):
+        """Inputs and targets of all ranks, (B, T) each."""
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + step)
+        starts = torch.randint(len(self.text) - self.T, (self.batch_size, 1), generator=generator)
+        window = self.text[starts + torch.arange(self.T + 1)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def step_on_one_device(self, inputs, targets):
+        """Accumulate the gradients of the parts, in rank order; -> their losses."""
+        self.optimizer.zero_grad()
+        losses = []
+        for part, part_targets in zip(inputs.chunk(self.parts), targets.chunk(self.parts), strict=True):
+            loss = language_loss(self.model(part), part_targets)
+            loss.backward()
+            losses.append(loss.item())
+        for parameter in self.model.parameters():
+            parameter.grad /= self.parts  # after the sum: before it, at 3 parts, rounds differently
+        self.optimizer.step()
+        return losses
+
+    def train(self, step, state):
+        """`step(inputs, targets)` trains on the global batch, -> the loss of this rank's part.
+        `state()` -> gradients, parameters: whole, in the order of the plain model."""
+        self.losses, self.times, self.times_one_device = [], [], []
+        self.largest = dict.fromkeys(("loss", "gradient", "parameter"), 0.0)
+        for number in range(self.args.steps):
+            batch, sent = self.batch(number), SentBytes()
+            start = time.perf_counter()
+            with sent if number == 0 else nullcontext():  # counting takes time
+                loss = step(*batch).item()
+            self.times.append(time.perf_counter() - start)
+            self.sent = sent.total or (self.sent if number else 0.0)
+            start = time.perf_counter()
+            losses = self.step_on_one_device(*batch)
+            self.times_one_device.append(time.perf_counter() - start)
+            self.losses.append(statistics.mean(losses))
+            gradients, parameters = state()
+            self.compare("loss", [loss], [losses[self.rank % self.parts]])
+            self.compare("gradient", gradients, [parameter.grad for parameter in self.model.parameters()])
+            self.compare("parameter", parameters, self.model.parameters())
+            if sys.stderr.isatty():
+                self.show(f"\rstep {number + 1}/{self.args.steps}\r", end="", file=sys.stderr)
+
+    def compare(self, what, ours, plain):
+        for a, b in zip(map(torch.as_tensor, ours), map(torch.as_tensor, plain), strict=True):
+            difference = 0.0 if torch.equal(a, b) else (a - b).abs().max().item()
+            self.largest[what] = max(self.largest[what], math.inf if math.isnan(difference) else difference)
+
+    def report(self, name, held_here, formula, sent):
+        """Print what every demo prints; -> the exit status, 1 when a rank differs from one device."""
+        everyone = [None] * self.ranks
+        dist.all_gather_object(everyone, self.largest)
+        largest = {what: max(rank[what] for rank in everyone) for what in self.largest}
+        tolerance = 0.0 if self.bitwise else 1e-9
+        agree = max(largest.values()) <= tolerance
+        verdict = ", ".join(f"max |Δ{what}| {difference:.1e}" for what, difference in largest.items())
+        verdict += f", {'' if agree else 'NOT '}equal within {tolerance:g}{'' if self.bitwise else ' in float64'}"
+        if not any(largest.values()):
+            verdict = f"loss, gradients and parameters bitwise equal over {self.args.steps} steps"
+        params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
+        plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
+        size = f"{sum(p.numel() for p in self.model.parameters()) / 1e6:.1f}M parameters"
+        ms, ms_one_device = (1e3 * statistics.median(times) for times in (self.times, self.times_one_device))
+        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} · {self.device.type}/{dist.get_backend()}"
+        self.show(f"{name} · {world} · {size} · {self.args.steps} steps")
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
+        self.show(f"vs 1 device {verdict}")
+        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
+        self.show(f"sent/rank   {self.sent / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms:.0f} ms per step      (1 device: {ms_one_device:.0f})")
+        return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    main()
