@@ -580,8 +580,9 @@ class Order:
         self.clock = itertools.count()
         self.caller = None  # the unit whose forward is a pass: all calls of units within it belong to it
         self.script = deque()  # units that this pass has yet to gather
-        self.tape = weakref.WeakSet()  # calls that backward may still go through: of graphs that are alive,
-        self.detached = []  # and of checkpoints that will compute their graph in backward
+        self.calls = weakref.WeakSet()  # those whose graph is alive, and no backward has reached
+        self.detached = []  # those without a graph: a checkpoint may compute it in backward
+        self.tape = weakref.WeakSet()  # calls that this backward may still go through
         self.passed = set()  # units in the script of a forward since the last backward
         self.unreduced, self.reductions = [], []  # units; generators, see Unit.reduce
         self.backward, self.backwards = False, 0
@@ -614,6 +615,7 @@ class Order:
     def new_call(self, unit):
         call = Call(unit, next(self.clock))
         if self.training:
+            self.calls.add(call)
             self.tape.add(call)
             if not torch.is_grad_enabled():
                 self.detached.append(call)
@@ -642,8 +644,6 @@ class Order:
             self.advance_to(None)
             if self.recorded is not None and unit is self.outermost:
                 self.agree()
-            if not self.training:  # the optimizer may change the shards before the next forward
-                self.reset()
             self.caller = None
 
     def keeps(self, unit):
@@ -686,7 +686,7 @@ class Order:
         self.backward, self.backwards = True, self.backwards + 1
         units = [u for u in self.forward_order if u in self.passed or not self.passed]
         self.script = deque(u for u in self.backward_order if u in set(units) and u.state is State.SHARDED)
-        self.unreduced = units
+        self.unreduced, self.tape = units, weakref.WeakSet(self.calls)
         torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     def enter_backward(self, unit, call):
@@ -724,9 +724,9 @@ class Order:
         while self.unreduced:
             self.reduce(self.unreduced.pop())
         late = [p.label for unit in self.units for p in unit.parameters if p.whole.grad is not None]
+        self.reset()
         if late:
             raise RuntimeError(f"these got a gradient after their unit was reduced: {', '.join(late)}")
-        self.reset()
 
     def reset(self):
         """Finish what is on its way, and reshard all units. After an exception in backward its gradients are lost."""
@@ -741,7 +741,7 @@ class Order:
             for p in itertools.chain.from_iterable(unit.parameters for unit in self.units):
                 p.whole.grad = None
             self.backward, self.unreduced, self.detached = False, [], []
-            self.tape.clear()
+            self.calls = weakref.WeakSet(call for call in self.calls if call.backward != self.backwards)
             self.passed.clear()
         self.script.clear()
 

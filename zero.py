@@ -378,6 +378,8 @@ class Zero1(torch.optim.Optimizer):
 
     def _plan(self, groups):
         """-> [(number of the group, parameters)] of the new buckets, in the order in which backward fills them."""
+        if not isinstance(self.offload, type(None) | str | os.PathLike):
+            raise ValueError(f"offload is {self.offload!r}; it must be None, 'cpu' or a directory")
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive")
         if self.module and any(getattr(module, "sparse", False) for module in self.module.modules()):
@@ -437,6 +439,7 @@ class Zero2(Zero1):
     def __init__(self, *args, **kwargs):
         self._sync = True  # False inside no_sync()
         self._bucket_of = {}  # parameter -> bucket
+        self._buckets = []
         self._start()
         super().__init__(*args, **kwargs)
 
@@ -444,6 +447,8 @@ class Zero2(Zero1):
         self._in_backward = False
         self._sent = 0  # buckets 0 to _sent - 1 are reduced or on their way
         self._reducing = None  # the last of them
+        for bucket in self._buckets:
+            bucket.ready.clear()
 
     def _attach(self, bucket):
         super()._attach(bucket)
@@ -496,17 +501,13 @@ class Zero2(Zero1):
         while self._sync and self._sent < len(self._buckets):
             self._reduce_next()
         self._finish_reduce(self._reducing)
-        for bucket in self._buckets:
-            bucket.ready.clear()
         self._start()
 
     def zero_grad(self, set_to_none=True):
-        super().zero_grad(set_to_none)
-        if self._in_backward:  # one that raised
-            for bucket in self._buckets:
-                bucket.ready.clear()
-                bucket.reducing = bucket.filled = None
+        if self._in_backward:  # it raised
+            self._finish_reduce(self._reducing)
             self._start()
+        super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self):
@@ -527,9 +528,10 @@ class State(Enum):
 class Zero3(Zero2):
     """Zero2 whose parameters are sharded too, and whole only while a module that needs them runs.
 
-    Gathered as one are the largest modules that hold no list of modules and at most bucket_cap_mb. While a module runs,
-    the next one is gathered in the order seen before; so all ranks must run the same modules in the same order. Outside
-    of forward and backward a parameter has its shape but reads NaN, and cannot be written: see full_parameters().
+    Gathered as one are the largest modules that hold no list of modules and at most bucket_cap_mb. While one runs, the
+    next is gathered in the order seen before. All ranks must run the same modules in the same order, in backward too,
+    and modules return tensors, or lists, tuples, dicts or dataclasses of them. Outside of forward and backward a
+    parameter has its shape but reads NaN, and cannot be written: see full_parameters().
 
     A model too large for one rank is made on the meta device. Zero3 then makes one module's parameters at a time, by
     the reset_parameters() of each module that has some, and shards them.
@@ -547,20 +549,20 @@ class Zero3(Zero2):
         super().__init__(module, *args, **kwargs)
 
     def _before_forward(self, module, args, kwargs):
-        held = self._hold([bucket for bucket in self._needs.get(module, ()) if not bucket.holders], "forward")
+        needs = self._needs.get(module, ())
+        held = self._hold([bucket for bucket in needs if "forward" not in bucket.holders], "forward")
         self._running.append(held)
         if torch.is_grad_enabled() and any(bucket.partly_frozen() for bucket in held):
             # No gradient tells that backward is done with a frozen parameter; that of the module's input does.
-            waiting = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
-            waiting = [tensor for tensor in waiting if tensor.grad_fn is not None]
-            unfinished = set(range(len(waiting)))
+            inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.grad_fn is not None]
+            unfinished = set(range(len(inputs)))
 
             def finish(number):
                 unfinished.discard(number)
                 if not unfinished:
                     self._release(held, "backward")
 
-            for number, tensor in enumerate(waiting):
+            for number, tensor in enumerate(inputs):
                 tensor.register_hook(lambda _, number=number: finish(number))
 
     def _after_forward(self, output):
@@ -576,7 +578,7 @@ class Zero3(Zero2):
     def _on_read(self, parameter):
         """A running module reads a parameter, which need not be its own: nn.MultiheadAttention, weights shared."""
         bucket = self._bucket_of.get(parameter)
-        if self._running and bucket is not None and not bucket.holders:
+        if self._running and bucket is not None and "forward" not in bucket.holders:
             self._running[-1].extend(self._hold([bucket], "forward"))
 
     def _before_backward(self, buckets):
@@ -863,11 +865,8 @@ class Bucket:
         self.grad_sum = total.to(self.flat.dtype)
         self.copy_to_host()
 
-    def mean(self, N):
-        return self._mean(self.grad_sum, N)
-
-    def _mean(self, grad_sum, N):
-        wide = grad_sum.to(self.master.dtype)
+    def mean(self, N, grad_sum=None):
+        wide = (self.grad_sum if grad_sum is None else grad_sum).to(self.master.dtype)
         return wide if self.low_precision else wide / N
 
     def copy_to_host(self):
@@ -909,7 +908,7 @@ class Bucket:
             self.master.copy_(torch.where(same, self.master, current.to(self.master.dtype)))
         if self.host is not None:
             self.stream.synchronize()
-        gradient = self._mean(self.grad_sum if self.host is None else self.host, N)
+        gradient = self.mean(N, self.host)
         for (slot, begin, end, _), segment in zip(self.pieces, self.segments, strict=True):
             segment.grad = gradient[begin:end] if self.used[slot] else None
         if self.segments:

@@ -320,6 +320,52 @@ def test_units_are_called_as_one_likes(calls, reshard):
     pool.run(3 if "rank" not in calls else 2, body_calls, CALLS[calls], reshard)
 
 
+def body_order_is_learned():
+    """From the second forward on, a model that runs otherwise than registered is gathered as it runs."""
+    model = blocks()
+    for step in range(3):
+        with Collectives() as sent:
+            output = model(make_batch(pool.rank(), step), [3, 1, 0])
+            assert step == 0 or [name for name, _ in sent.calls].count("send") == len(units(model))
+            loss_of(output).backward()
+    assert [unit.name for unit in units(model)[0].order.forward_order] == ["Blocks"] + [
+        f"blocks.{i}" for i in (3, 1, 2, 0)
+    ]
+
+
+def test_the_order_is_that_of_the_first_forward():
+    pool.run(2, body_order_is_learned)
+
+
+def body_reused_in_separate_backwards():
+    """A unit before and after another; two forwards, each with its own backward."""
+    N, rank = pool.world_size(), pool.rank()
+    reentrant = lambda block, x: checkpoint(block, x, use_reentrant=True)  # noqa: E731
+    for how in (None, reentrant):
+        ours, plain = blocks(), blocks(sharded=False)
+        arguments = ([0, 1, 0, 2], *filter(None, [how]))
+        run = lambda m, r, s, a=arguments: loss_of(m(make_batch(r, s).requires_grad_(), *a))  # noqa: E731
+        losses = [run(ours, rank, 0), run(ours, rank, 1)]
+        losses[0].backward()
+        if (
+            how
+        ):  # a checkpoint's first forward leaves nothing that would tell this backward: an error, not a wrong gradient
+            with pytest.raises(RuntimeError, match=r"after their unit was reduced: 'one.weight' of Block"):
+                losses[1].backward()
+            ours.zero_grad()
+            run(ours, rank, 0).backward()
+        else:
+            losses[1].backward()
+        for s in range(len(losses) - bool(how)):
+            one_device(plain, [[(r, s)] for r in range(N)], lambda m, batch, run=run: run(m, *batch))
+        assert_same(ours, plain)
+        assert_at_rest(ours)
+
+
+def test_a_unit_around_another_in_separate_backwards():
+    pool.run(2, body_reused_in_separate_backwards)
+
+
 def body_several_forwards():
     N, rank = pool.world_size(), pool.rank()
     for reshard in (True, False):
@@ -368,12 +414,9 @@ def body_checkpoints(how, reshard):
                 block.forward = lambda x, block=block, inner=inner: checkpoint(inner, block, x, use_reentrant=False)
     elif how == "segments":
         for model in (ours, plain):
-            model.forward = lambda x, model=model: model.head(
-                checkpoint(
-                    lambda x: model.blocks[3](model.blocks[2](x)),
-                    checkpoint(lambda x: model.blocks[1](model.blocks[0](x)), x, use_reentrant=False),
-                    use_reentrant=False,
-                )
+            rest = nn.Sequential(*list(model.blocks)[1:])
+            model.forward = lambda x, model=model, rest=rest: model.head(
+                checkpoint(rest, checkpoint(model.blocks[0], x, use_reentrant=False), use_reentrant=False)
             )
     arguments = (None, hows[how]) if how in hows else ()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
@@ -400,6 +443,25 @@ def body_checkpoints(how, reshard):
 @pytest.mark.parametrize("how", ["around", "around, reentrant", "inside", "segments"])
 def test_activation_checkpoints(how, reshard):
     pool.run(2, body_checkpoints, how, reshard)
+
+
+def body_checkpoints_and_reuse(calls):
+    """A unit before and after another, each in a checkpoint: the second is not reduced before its turn."""
+    N, rank = pool.world_size(), pool.rank()
+    for reentrant in (True, False):
+        ours, plain = blocks(), blocks(sharded=False)
+        how = lambda block, x, reentrant=reentrant: checkpoint(block, x, use_reentrant=reentrant)  # noqa: E731
+        run = lambda m, x, how=how: loss_of(m(x.requires_grad_(), calls, how))  # noqa: E731
+        for step in range(2):
+            run(ours, make_batch(rank, step)).backward()
+            one_device(plain, [[make_batch(r, step)] for r in range(N)], run)
+            assert_same(ours, plain, what=f"{reentrant} {step}")
+            assert_at_rest(ours)
+
+
+@pytest.mark.parametrize("calls", [[0, 1, 0, 2], [0, 1, 2, 1, 0, 3], [1, 0, 1, 1]], ids=str)
+def test_checkpoints_of_units_that_are_called_again(calls):
+    pool.run(2, body_checkpoints_and_reuse, calls)
 
 
 def body_eval_between():
@@ -536,6 +598,8 @@ class Choice(nn.Module):
         self.a, self.b, self.c = (nn.Parameter(torch.randn(5, 6)) for _ in range(3))
 
     def forward(self, x, names):
+        if names == "negative zero":
+            return -0.0 * (self.a + self.b + self.c).sum()
         return sum((x @ getattr(self, name).t()).sum(1) for name in names)
 
 
@@ -554,11 +618,11 @@ def body_unused_parameters():
         assert_same(ours, plain, what=f"step {step}")
         # zero gradients of either sign are gradients: not None
         ours.zero_grad()
-        (ours(make_batch(rank, step), "abc") * -0.0).sum().backward()
+        ours(make_batch(rank, step), "negative zero").backward()
         assert all(p.grad is not None for p in ours.parameters())
         ours.zero_grad()
         if rank == N - 1:
-            (ours(make_batch(rank, step), "abc") * -0.0).sum().backward()
+            ours(make_batch(rank, step), "negative zero").backward()
         else:
             ours(make_batch(rank, step), "a").sum().backward()
         assert all(p.grad is not None for p in ours.parameters())
@@ -919,6 +983,8 @@ def test_the_module_s_own_state_dict_and_to():
 def init(module):
     if isinstance(module, nn.BatchNorm1d):
         module.reset_parameters()
+    if isinstance(module, Block):  # after its children
+        nn.init.normal_(module.two.bias)
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.1)
         nn.init.uniform_(module.bias)
@@ -1073,6 +1139,10 @@ def body_cost(reshard):
     with Collectives() as sent, ddp.SentBytes() as total:
         loss_of(model(make_batch(rank, 0))).backward()
     names = [name for name, _ in sent.calls]
+    for unit in units(model):
+        unit.unshard()
+        assert all(p.whole.data_ptr() % 64 == 0 for p in unit.parameters)  # as torch aligns what it allocates
+        unit.reshard()
     gathers = 2 if reshard else 1
     assert names.count("send") == names.count("recv_") == gathers * K * (N - 1)
     assert names.count("alltoall_base_") == K
