@@ -220,6 +220,8 @@ def body_against_one_device(make_model, stage, names, micro_batches, dtype, argu
                     tensor.add_(rank)
         optimizer, theirs = stage(ours, cls, pool.group(), **arguments, **options), cls(plain.parameters(), **options)
         same(ours.buffers(), plain.buffers())
+        if make_model is odd and stage is not zero.Zero3:
+            assert ours.convolution.weight.is_contiguous(memory_format=torch.channels_last)
         for step in range(steps):
             optimizer.zero_grad()
             theirs.zero_grad()
@@ -1164,6 +1166,31 @@ def body_checkpoint(stage, reentrant):
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_checkpoint(stage, reentrant):
     pool.run(2, body_checkpoint, stage, reentrant)
+
+
+def body_checkpoint_sends():
+    """Recomputing a module that backward has gathered already sends nothing."""
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    optimizer = zero.Zero3(model := Blocks(), torch.optim.SGD, pool.group(), lr=0.1)
+    whole = sum(4 * bucket.flat.numel() for bucket in optimizer._buckets)
+    for _ in range(2):
+        with zero.SentBytes() as sent:
+            model(torch.randn(2, 16)).sum().backward()
+        assert sent.total == 3 * whole / 2, (sent.total, whole)
+
+
+def test_checkpoint_sends():
+    pool.run(2, body_checkpoint_sends)
 
 
 class Adapted(nn.Module):
