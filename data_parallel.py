@@ -462,6 +462,10 @@ class Demo:
 
     def join_world(self):
         """As torchrun says, or as a world of one."""
+        # Imported after init_process_group (torch.optim does so), its default arguments would keep the group for ever:
+        # destroy_process_group() would not end gloo's threads, which now and then abort the process at its exit.
+        import torch.distributed.nn.functional
+
         gpus = torch.cuda.device_count() if self.args.device != "cpu" else 0
         self.device, backend = torch.device("cpu"), "gloo"
         if gpus:

@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from launch import TECHNIQUES, TORCHRUN, launch
@@ -36,6 +37,25 @@ def test_demo(path, launcher, tmp_path):
             assert match.group(1) == match.group(2)
     assert len(lines) >= len(LINES)
     assert [left.name for left in folder.iterdir()] == [path.name]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are seen in /proc")
+@pytest.mark.parametrize("path", TECHNIQUES, ids=lambda path: path.name)
+def test_no_thread_outlives_the_group(path):
+    """gloo's threads that run on while Python ends abort the process now and then."""
+    watch = """
+import atexit, pathlib, sys
+import NAME
+def check():
+    threads = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
+    print("gloo's threads:", [thread for thread in threads if "gloo" in thread])
+atexit.register(check)
+sys.argv = ["NAME.py", "--steps", "1"]
+NAME.main()
+"""
+    done = launch([sys.executable, "-c", watch.replace("NAME", path.stem)], path.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("gloo's threads: []\n")
 
 
 def test_a_difference_is_seen(tmp_path):
