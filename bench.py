@@ -2,6 +2,7 @@
 
     python bench.py                 every row
     python bench.py ddp             one
+    python bench.py --sequences 4   4 sequences of 64 tokens per rank and step instead of 1: more compute per byte sent
 
 A row's variants run in turn, a step each, in the same processes (2 ranks of one thread each on the CPU), so that what
 the machine does meanwhile hits all alike. A step lasts as long as on its slowest rank. Printed are the median step
@@ -9,9 +10,13 @@ time, its quartiles, and the median of the ratios taken round by round; last, fo
 """
 
 import argparse
+import logging
+import os
 import statistics
+import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,12 +32,19 @@ import fsdp
 import zero
 
 
-def language_model_step(wrap, rank, ranks, micro_batches=1, after_backward=None):
-    """A function that runs one AdamW step of a 14M-parameter language model, 4 sequences of 64 per micro-batch."""
+def language_model(parameters="14M"):
     torch.manual_seed(0)
-    model = wrap(ddp.language_model(C=384, heads=6, layers=8, T=64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(256, (4 * micro_batches, 65), generator=torch.Generator().manual_seed(rank))
+    C, heads = {"14M": (384, 6), "27M": (528, 8)}[parameters]
+    return ddp.language_model(C=C, heads=heads, layers=8, T=64)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def training_step(model, optimizer, sequences, seed, micro_batches=1, after_backward=None):
+    """A function that runs one step of `model`, `sequences` of 64 tokens per micro-batch."""
+    tokens = torch.randint(256, (sequences * micro_batches, 65), generator=torch.Generator().manual_seed(seed))
 
     def step():
         optimizer.zero_grad()
@@ -46,88 +58,118 @@ def language_model_step(wrap, rank, ranks, micro_batches=1, after_backward=None)
     return step
 
 
-def bench_ddp(rank, ranks):
+def bench_ddp(rank, ranks, sequences):
     """DistributedDataParallel"""
+    TorchDDP = nn.parallel.DistributedDataParallel
 
-    def row(*args, **kwargs):
-        return language_model_step(*args, rank=rank, ranks=ranks, **kwargs)
+    def row(wrap, **kwargs):
+        model = wrap(language_model())
+        return training_step(model, adamw(model), sequences, seed=rank, **kwargs)
 
     return {
         "ddp": row(ddp.DistributedDataParallel),
-        "torch DistributedDataParallel": row(nn.parallel.DistributedDataParallel),
+        "torch DistributedDataParallel": row(TorchDDP),
         "ddp, gradient_as_bucket_view": row(lambda m: ddp.DistributedDataParallel(m, gradient_as_bucket_view=True)),
-        "torch, gradient_as_bucket_view": row(
-            lambda m: nn.parallel.DistributedDataParallel(m, gradient_as_bucket_view=True)
-        ),
+        "torch, gradient_as_bucket_view": row(lambda m: TorchDDP(m, gradient_as_bucket_view=True)),
         "all_reduce_gradients": row(lambda m: m, after_backward=ddp.all_reduce_gradients),
         "no communication": row(lambda m: m),
         "one device, the same global batch": row(lambda m: m, micro_batches=ranks),
     }
 
 
-def bench_zero(rank, ranks):
-    """Zero1, Zero2, Zero3"""
+def zero_step(stage, sequences, seed):
+    model = language_model()
+    return training_step(model, stage(model, torch.optim.AdamW, lr=1e-4), sequences, seed)
+
+
+def bench_zero(rank, ranks, sequences):
+    """Zero1"""
     TorchDDP = nn.parallel.DistributedDataParallel
-
-    def row(wrap, make_optimizer):
-        torch.manual_seed(0)
-        model = wrap(ddp.language_model(C=384, heads=6, layers=8, T=64))
-        optimizer = make_optimizer(model)
-        tokens = torch.randint(256, (1, 65), generator=torch.Generator().manual_seed(rank))
-
-        def step():
-            optimizer.zero_grad()
-            ddp.language_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
-            optimizer.step()
-
-        return step
-
-    def ours(stage, **arguments):
-        return row(lambda model: model, lambda model: stage(model, torch.optim.AdamW, lr=1e-4, **arguments))
-
-    def sharded(model):
-        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
-
+    replica, sharded = TorchDDP(language_model()), TorchDDP(language_model())
+    optimizer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, lr=1e-4)
     return {
-        "Zero1": ours(zero.Zero1),
-        "torch DDP + ZeroRedundancyOptimizer": row(TorchDDP, sharded),
-        "Zero2": ours(zero.Zero2),
-        "Zero3": ours(zero.Zero3),
-        "torch DDP + AdamW": row(TorchDDP, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4)),
+        "Zero1": zero_step(zero.Zero1, sequences, rank),
+        "torch DDP + ZeroRedundancyOptimizer": training_step(sharded, optimizer, sequences, rank),
+        "Zero2": zero_step(zero.Zero2, sequences, rank),
+        "Zero3": zero_step(zero.Zero3, sequences, rank),
+        "torch DDP + AdamW": training_step(replica, adamw(replica), sequences, rank),
     }
 
 
-def bench_fsdp(rank, ranks):
+def bench_deepspeed(stage, rank, ranks, sequences):
+    """Zero2, Zero3 against DeepSpeed's stages"""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
+    logging.disable()
+    import deepspeed
+
+    model = language_model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=adamw(model),
+        config={
+            "train_micro_batch_size_per_gpu": sequences,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        },
+        dist_init_required=False,
+    )
+    tokens = torch.randint(256, (sequences, 65), generator=torch.Generator().manual_seed(rank))
+
+    def step():
+        engine.backward(ddp.language_loss(engine(tokens[:, :-1]), tokens[:, 1:]))
+        engine.step()
+
+    ours = {2: zero.Zero2, 3: zero.Zero3}[stage]
+    return {ours.__name__: zero_step(ours, sequences, rank), f"DeepSpeed stage {stage}": step}
+
+
+def bench_fsdp(parameters, rank, ranks, sequences):
     """fully_shard"""
     mesh = init_device_mesh("cpu", (ranks,))
 
-    def row(fully_shard, **kwargs):
+    def row(wrap):
+        model = wrap(language_model(parameters))
+        return training_step(model, adamw(model), sequences, rank)
+
+    def units(fully_shard, **kwargs):
         def wrap(model):
             for block in model[1:-2]:
                 fully_shard(block, mesh=mesh, **kwargs)
             return fully_shard(model, mesh=mesh, **kwargs)
 
-        return language_model_step(wrap, rank, ranks)
+        return row(wrap)
 
     return {
-        "fsdp": row(fsdp.fully_shard),
-        "torch fully_shard": row(torch_fully_shard),
-        "fsdp, reshard_after_forward=False": row(fsdp.fully_shard, reshard_after_forward=False),
-        "torch, reshard_after_forward=False": row(torch_fully_shard, reshard_after_forward=False),
-        "torch DistributedDataParallel": language_model_step(nn.parallel.DistributedDataParallel, rank, ranks),
-        "ddp": language_model_step(ddp.DistributedDataParallel, rank, ranks),
+        "fsdp": units(fsdp.fully_shard),
+        "torch fully_shard": units(torch_fully_shard),
+        "fsdp, reshard_after_forward=False": units(fsdp.fully_shard, reshard_after_forward=False),
+        "torch, reshard_after_forward=False": units(torch_fully_shard, reshard_after_forward=False),
+        "torch DistributedDataParallel": row(nn.parallel.DistributedDataParallel),
+        "ddp": row(ddp.DistributedDataParallel),
     }
 
 
-ROWS = {"ddp": bench_ddp, "zero": bench_zero, "fsdp": bench_fsdp}
+ROWS = {
+    "ddp": bench_ddp,
+    "zero": bench_zero,
+    "zero2": partial(bench_deepspeed, 2),
+    "zero3": partial(bench_deepspeed, 3),
+    "fsdp": partial(bench_fsdp, "14M"),
+    "fsdp_27m": partial(bench_fsdp, "27M"),
+}
 
 
-def worker(rank, ranks, names, rounds, folder):
+def worker(rank, ranks, names, rounds, sequences, folder):
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for name in names:
-        variants = ROWS[name](rank, ranks)
+        try:
+            variants = ROWS[name](rank, ranks, sequences)
+        except ModuleNotFoundError as error:
+            if rank == 0:
+                print(f"{name}: not run, for it needs {error.name}: pip install {error.name}")
+            continue
         times = {variant: [] for variant in variants}
         for number in range(-2, rounds):
             order = list(variants.items())
@@ -143,12 +185,13 @@ def worker(rank, ranks, names, rounds, folder):
         if rank == 0:
             show(name, times)
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # at once: library classes hold the group, and its threads may abort the process as Python ends
 
 
 def show(name, times):
     ours = next(iter(times))
-    print(f"{name}: {ROWS[name].__doc__}, median of {len(times[ours])} interleaved steps")
+    print(f"{name}: median of {len(times[ours])} interleaved steps")
     for variant, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)
         ratios = [a / b for a, b in zip(times[ours], values, strict=True)]
@@ -165,11 +208,13 @@ def main():
     parser.add_argument("names", nargs="*", metavar="name", help=f"rows to run: {', '.join(ROWS)} (default: all)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sequences", type=int, default=1, help="of 64 tokens, per rank and step")
     args = parser.parse_args()
     if unknown := set(args.names) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args.ranks, args.names or list(ROWS), args.rounds, folder), nprocs=args.ranks)
+        arguments = (args.ranks, args.names or list(ROWS), args.rounds, args.sequences, folder)
+        mp.spawn(worker, arguments, nprocs=args.ranks)
 
 
 if __name__ == "__main__":

@@ -259,14 +259,10 @@ class Unit:
         self.state, self.began_gather = State.GATHERING, time.perf_counter()
         mine = self.flat.to(self.wire, self.gathered.dtype)
         self.received, self.works = mine.new_empty(self.N, mine.numel()), []
-        if not self.gloo:
+        if self.gloo:  # its all-gather takes twice as long as sends and receives
+            self.works = start_exchange([mine] * self.N, self.received, self.shard_group)
+        else:
             self.works = [all_gather_single(self.received.view(-1), mine, group=self.shard_group, async_op=True)]
-        else:  # gloo's all-gather takes twice as long as sends and receives
-            for i in range(1, self.N):
-                to, source = (self.rank + i) % self.N, (self.rank - i) % self.N
-                group, tag = self.shard_group, self.number
-                self.works.append(dist.irecv(self.received[source], group=group, group_src=source, tag=tag))
-                self.works.append(dist.isend(mine, group=group, group_dst=to, tag=tag))
         self.sending = mine  # alive until wait()
 
     @torch.no_grad()
@@ -315,15 +311,16 @@ class Unit:
         if self.N == 1:
             total = buffer[0]
         elif self.gloo:
-            buffer = buffer.to(self.wire)
-            parts = torch.empty_like(buffer)
-            work = dist.all_to_all_single(parts, buffer, group=self.shard_group, async_op=True)
+            mine = buffer.to(self.wire)  # and the sum is in rank order, which that of its reduce-scatter is not
+            parts = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(mine)]
+            works = start_exchange(mine, parts, self.shard_group)
             yield
-            work.wait()
+            for work in works:
+                work.wait()
             total = parts[0] + parts[1]
             for part in parts[2:]:
                 total += part
-            del parts
+            del parts, mine
         else:
             total = torch.empty_like(buffer[0])
             work = reduce_scatter_single(total, buffer.view(-1), group=self.shard_group, async_op=True)
@@ -973,6 +970,17 @@ def cast(tree, dtype):
     """`tree` with its floating-point tensors in `dtype`."""
     change = lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x  # noqa: E731
     return tree_map(change, tree)
+
+
+def start_exchange(sent, received, process_group):
+    """Send sent[r] to each other rank r, and fill received[r] from it. -> what to wait for."""
+    N, rank, transfers = dist.get_world_size(process_group), dist.get_rank(process_group), []
+    for distance in range(1, N):
+        to, source = (rank + distance) % N, (rank - distance) % N
+        peers = (dist.get_global_rank(process_group, r) for r in (to, source))
+        transfers.append(dist.P2POp(dist.isend, sent[to], next(peers), process_group))
+        transfers.append(dist.P2POp(dist.irecv, received[source], next(peers), process_group))
+    return dist.batch_isend_irecv(transfers) if transfers else []
 
 
 def verify_same_model(named_states, process_group, problem=None):

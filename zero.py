@@ -192,8 +192,9 @@ class Zero1(torch.optim.Optimizer):
 
     def _finish_reduce(self, bucket):
         if bucket is not None and bucket.reducing:
-            work, parts = bucket.reducing
-            work.wait()
+            works, parts = bucket.reducing
+            for work in works:
+                work.wait()
             bucket.add(parts)
             bucket.reducing = bucket.filled = None
 
@@ -859,9 +860,10 @@ class Bucket:
     def add(self, parts):
         """Add the ranks' parts to grad_sum, in rank order: the same sum wherever the parts come from."""
         wide = master_dtype(self.flat.dtype)
-        total = None if self.grad_sum is None else self.grad_sum.to(wide)
-        for part in parts:
-            total = part.to(wide, copy=True) if total is None else total.add_(part)
+        first, *rest = parts if self.grad_sum is None else [self.grad_sum, *parts]
+        total = first.to(wide) if rest else first.to(wide, copy=True)
+        for number, part in enumerate(rest):
+            total = total.add_(part) if number else total + part
         self.grad_sum = total.to(self.flat.dtype)
         self.copy_to_host()
 
@@ -1055,31 +1057,39 @@ def elementwise_state(make_optimizer, options, device=None):
 
 def start_reduce_scatter(flat, process_group):
     """Send part r of `flat` to rank r. -> what to wait for, and the parts that add up to this rank's sum."""
-    N = dist.get_world_size(process_group)
+    N, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     if dist.get_backend(process_group) == "gloo":  # its reduce-scatter is an all-reduce inside, in an order of its own
-        received = torch.empty_like(flat)
-        work = dist.all_to_all_single(received, flat, group=process_group, async_op=True)
-        return work, received.chunk(N)
+        if flat.is_cuda:
+            received = torch.empty_like(flat)
+            return [dist.all_to_all_single(received, flat, group=process_group, async_op=True)], received.chunk(N)
+        received = [part if r == rank else torch.empty_like(part) for r, part in enumerate(flat.chunk(N))]
+        return start_exchange(flat.chunk(N), received, process_group), received
     received = flat.new_empty(flat.numel() // N)
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return reduce_scatter(received, flat, group=process_group, async_op=True), [received]
+    return [reduce_scatter(received, flat, group=process_group, async_op=True)], [received]
 
 
 def start_all_gather(whole, shard, process_group):
     """Fill `whole` with all ranks' shards in rank order. -> what to wait for."""
     N, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     if dist.get_backend(process_group) == "gloo" and not whole.is_cuda:  # half the time of its all-gather
-        parts, transfers = whole.chunk(N), []
+        parts = whole.chunk(N)
         if parts[rank].data_ptr() != shard.data_ptr():
             parts[rank].copy_(shard)
-        for distance in range(1, N):
-            to, source = (rank + distance) % N, (rank - distance) % N
-            peers = (dist.get_global_rank(process_group, r) for r in (to, source))
-            transfers.append(dist.P2POp(dist.isend, shard, next(peers), process_group))
-            transfers.append(dist.P2POp(dist.irecv, parts[source], next(peers), process_group))
-        return dist.batch_isend_irecv(transfers) if transfers else []
+        return start_exchange([shard] * N, parts, process_group)
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return [all_gather(whole, shard, group=process_group, async_op=True)]
+
+
+def start_exchange(sent, received, process_group):
+    """Send sent[r] to each other rank r, and fill received[r] from it. -> what to wait for."""
+    N, rank, transfers = dist.get_world_size(process_group), dist.get_rank(process_group), []
+    for distance in range(1, N):
+        to, source = (rank + distance) % N, (rank - distance) % N
+        peers = (dist.get_global_rank(process_group, r) for r in (to, source))
+        transfers.append(dist.P2POp(dist.isend, sent[to], next(peers), process_group))
+        transfers.append(dist.P2POp(dist.irecv, received[source], next(peers), process_group))
+    return dist.batch_isend_irecv(transfers) if transfers else []
 
 
 def unit_paths(module, cap_bytes):

@@ -65,7 +65,7 @@ def test_the_benchmarks_command_names_a_row():
         done = launch([sys.executable, program, "--help"], ROOT)
         assert f"rows to run: {row}" in done.stdout
         assert launch([sys.executable, program, "nothing"], ROOT).stderr.endswith(
-            "no row nothing; there are ddp, zero, fsdp\n"
+            "no row nothing; there are ddp, zero, zero2, zero3, fsdp, fsdp_27m\n"
         )
 
 
