@@ -959,7 +959,10 @@ class MappedFile:
         self.remove = weakref.finalize(self, Path(path).unlink, missing_ok=True)
         try:
             # Claim the blocks now: where a disk fills up under a mapped page, the kernel kills the process (SIGBUS).
-            os.posix_fallocate(descriptor, 0, size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            else:  # macOS cannot
+                os.ftruncate(descriptor, size)
             self.memory = mmap.mmap(descriptor, size)
         except OSError:
             self.remove()
