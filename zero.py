@@ -229,21 +229,31 @@ class Zero1(torch.optim.Optimizer):
         yield
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
+    def clip_grad_norm_(
+        self, max_norm, norm_type=2.0, error_if_nonfinite=False, *, counted=lambda parameter: True, process_groups=()
+    ):
         """Scale the mean gradients so that the norm of all of them together is at most `max_norm`; -> that norm.
 
         torch.nn.utils.clip_grad_norm_, for gradients that no rank has whole. All ranks get the identical number.
+
+        Where other groups of ranks hold other parts of the model (tensor or pipeline parallelism), `process_groups` are
+        those over which the norm goes on, and `counted(parameter)` is false where another rank there counts it.
         """
         if not float(norm_type) > 0:
             raise ValueError(f"norm_type is {norm_type}; it must be positive (padding has the norm 0) or inf")
         buckets = list(self._reduced())
-        norms = [torch.linalg.vector_norm(bucket.mean(self.N), norm_type).to(self._device()) for bucket in buckets]
-        norms = norms or [torch.zeros((), device=self._device())]
-        mine = torch.linalg.vector_norm(torch.stack(norms), norm_type)[None]
-        everyone = mine.new_empty(self.N)
-        for work in start_all_gather(everyone, mine, self.process_group):
-            work.wait()
-        total = torch.linalg.vector_norm(everyone, norm_type)
+        norms = [torch.zeros((), device=self._device(), dtype=self._buckets[0].master.dtype if self._buckets else None)]
+        for bucket in buckets:
+            mean = bucket.mean(self.N)
+            for slot, begin, end, _ in bucket.pieces:
+                if begin < end and counted(bucket.parameters[slot]):
+                    norms.append(torch.linalg.vector_norm(mean[begin:end], norm_type).to(norms[0]))
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        for group in (self.process_group, *process_groups):
+            everyone = total.new_empty(dist.get_world_size(group))
+            for work in start_all_gather(everyone, total[None], group):
+                work.wait()
+            total = torch.linalg.vector_norm(everyone, norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {total}, so they cannot be clipped")
         for bucket in buckets:
