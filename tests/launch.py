@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TECHNIQUES = sorted(path for path in ROOT.glob("*.py") if path.name != "bench.py")
+ALONE = [path for path in TECHNIQUES if path.name != "parallel_3d.py"]  # whose point is to import the others
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 

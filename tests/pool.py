@@ -52,6 +52,8 @@ def _worker(worker_rank, connection, folder):
     connection.send("ready")
     while (task := connection.recv()) is not None:
         _current, body, args = task
+        for old in set(dist.distributed_c10d._world.pg_map) - set(_groups.values()):
+            dist.destroy_process_group(old)  # of earlier bodies, which are over on all ranks: each has three threads
         try:
             torch.manual_seed(0)
             connection.send((True, body(*args)))

@@ -11,17 +11,27 @@ import pytest
 import torch
 from launch import ROOT, launch
 
+import bench
+
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # torchrun and python of this environment
 
-# How each is run. `.ci/run` runs the two that take long; the others run here as they stand, or with "--steps 2" added.
+# How each is run. `.ci/run` runs the two that take long; the others run here as they stand, or shorter.
 RUN_BY_CI = {"./run_all.sh", "./run_all.sh tests"}
 AS_IT_IS = {"python ddp.py --data README.md --steps 3"}
-SHORTER = {"torchrun --nproc-per-node 2 ddp.py", "python ddp.py"}
+GPT2 = "torchrun --nproc-per-node 2 parallel_3d.py --model gpt2-345m --tp 2 --global-batch-size 4 --micro-batch-size 1"
+SHORTER = {
+    "torchrun --nproc-per-node 2 ddp.py",
+    "python ddp.py",
+    "torchrun --nproc-per-node 4 parallel_3d.py --tp 2 --pp 2",
+    f"{GPT2} --steps 2",
+}
 ON_A_GPU = {"torchrun --nproc-per-node 2 ddp.py --device cuda"}
+C10D = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
 ON_TWO_MACHINES = {
-    "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 ddp.py",
+    f"torchrun --nnodes 2 --nproc-per-node 1 {C10D} ddp.py",
+    f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2",
 }
 NOT_A_TEST = {"python bench.py ddp"}  # a benchmark prints a ratio, and never runs in the suite
 RUN_ALL = {"./run_all.sh ddp"}
@@ -38,6 +48,7 @@ def test_command(command):
     if command in ON_A_GPU and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     extra = [] if command in AS_IT_IS else ["--steps", "2"]
+    extra += ["--sequence-length", "8"] if GPT2 in command else []
     program, *rest = command.split()
     done = launch([shutil.which(program, path=PATH["PATH"]), *rest, *extra], ROOT, env=PATH)
     assert done.returncode == 0, done.stderr
@@ -55,8 +66,9 @@ def test_command_on_two_machines(command, tmp_path):
     both = f"'{line[0]}' {' '.join(line[1:])}"
     done = launch(["bash", "-c", f"{both} & {both}; first=$?; wait $! && exit $first"], ROOT, env=PATH)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ddp · 2 ranks") == 1
-    assert "bitwise equal" in done.stdout
+    name, ranks, equal = ("ddp", 2, "bitwise equal") if "ddp.py" in command else ("parallel_3d", 4, "equal within")
+    assert done.stdout.count(f"{name} · {ranks} ranks") == 1
+    assert equal in done.stdout
 
 
 def test_the_benchmarks_command_names_a_row():
@@ -65,7 +77,7 @@ def test_the_benchmarks_command_names_a_row():
         done = launch([sys.executable, program, "--help"], ROOT)
         assert f"rows to run: {row}" in done.stdout
         assert launch([sys.executable, program, "nothing"], ROOT).stderr.endswith(
-            "no row nothing; there are ddp, zero, zero2, zero3, fsdp, fsdp_27m\n"
+            f"no row nothing; there are {', '.join(bench.ROWS)}\n"
         )
 
 

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import TECHNIQUES, TORCHRUN, launch
+from launch import ALONE, TECHNIQUES, TORCHRUN, launch
 
-ALONE = [path for path in TECHNIQUES if path.name != "parallel_3d.py"]  # whose point is to import the others
 LINES = [
     r"\w+ · {ranks} · cpu/gloo · \d+\.\dM parameters · 3 steps",
     r"loss        \d+\.\d{{3}} → \d+\.\d{{3}}",

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, TECHNIQUES
+from launch import ALONE, ROOT, TECHNIQUES
 
 SET_UP = "# Demo, set-up: a small language model, in this world and on one device. The same text in every file."
 END = 'if __name__ == "__main__":'
@@ -18,9 +18,13 @@ def set_up_of(path):
     return text[text.index(SET_UP) : text.index(END)]
 
 
-@pytest.mark.parametrize("path", TECHNIQUES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
 def test_the_demos_set_up_is_one_text(path):
     assert set_up_of(path) == set_up_of(ROOT / "ddp.py")
+
+
+# What each technique has in its own way.
+OWN = {"main", "clip_grad_norm_", "full_state_dict", "load_full_state_dict"}
 
 
 def test_a_function_of_one_name_is_one_text():
@@ -29,16 +33,14 @@ def test_a_function_of_one_name_is_one_text():
     for path in TECHNIQUES:
         text = path.read_text()
         for node in ast.parse(text).body:
-            if isinstance(node, ast.FunctionDef) and node.name != "main":
+            if isinstance(node, ast.FunctionDef) and node.name not in OWN:
                 source = ast.get_source_segment(text, node)
                 first, other = seen.setdefault(node.name, (path.name, source))
                 assert source == other, f"{node.name} differs between {first} and {path.name}"
 
 
-@pytest.mark.parametrize("path", TECHNIQUES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
 def test_a_technique_imports_no_other(path):
-    if path.name == "parallel_3d.py":
-        pytest.skip("its point is that the files compose")
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
