@@ -9,7 +9,7 @@ the stage, and each pipeline trains on its own part of the batch. 8 ranks with -
     batch, part 1   rank 2 ═══ rank 3                     ───→   rank 6 ═══ rank 7          ┊  dp: gradients, per step
 
 Tensor-parallel ranks are neighbours, since they wait for each other in every layer: they should share a machine. Then
-comes data, then pipeline, which sends least: rank = (pp · DP + dp) · TP + tp.
+comes data, then pipeline, whose stages pass one tensor per micro-batch: rank = (pp · DP + dp) · TP + tp.
 
 Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m micro-batches, s tokens, h hidden size:
 

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from launch import ROOT, TORCHRUN, descendants, launch
 
+import ddp
 import parallel_3d
 import tensor_parallel
+import zero
 from parallel_3d import MODELS, Grid, Trainer, arguments, plain_model, train_on_one_device
 
 FILE = ROOT / "parallel_3d.py"
@@ -176,12 +178,18 @@ def body_costs(tp, pp, flags):
                 # numbers on which ranks agree: sizes and flags, tokens, losses and norms, flags of ZeRO
                 assert 0 <= sent.by_axis[axis] - expected < 2000, (axis, sent.by_axis, expected)
     psi = sum(parameter.numel() for parameter in trainer.parameters)
-    return psi, [value.numel() for _, state in whole_layers(trainer) for value in state.values()]
+    held = zero.held_by(trainer.optimizer) if args.zero1 else ddp.held(trainer.parameters, trainer.optimizer)
+    state = 2 * 8 * psi / (trainer.grid.dp if args.zero1 else 1)
+    assert held[0] == pytest.approx(8 * psi, rel=0.01)
+    assert state <= held[2] < 1.02 * state + 2000  # the paddings of its buckets, and the counts of steps
+    padded = -(-TINY.V // (128 * tp)) * 128 * tp
+    counted = sum(parameter.numel() for parameter in trainer.parameters if trainer.counts(parameter))
+    assert trainer.grid.sum(counted, "tp", "pp") == TINY.parameters() + (padded - TINY.V) * TINY.h
 
 
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel --schedule gpipe --micro-batch-size 1 --zero1"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_sent_bytes(grid, flags):
+def test_sent_and_held_bytes(grid, flags):
     pool.run(4, body_costs, *grid, flags.split())
 
 
