@@ -203,6 +203,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "bucket was sent. Checkpoints that share a parameter do that, unless they are use_reentrant=False"
             )
         self._fill(bucket, slot)
+        if self.gradient_as_bucket_view:
+            bucket.show(slot)  # now: what autograd has made is memory for the gradients that follow
         # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
         while self._sent < len(self._buckets) and self._buckets[self._sent].full():
             self._send(self._buckets[self._sent])
@@ -460,6 +462,9 @@ class Bucket:
             torch.mul(gradient, scale, out=view)
         self.ready.add(slot)
 
+    def show(self, slot):
+        self._parameters[slot].grad = self._views[slot]
+
     def set_aside(self, slot):
         parameter = self._parameters[slot]
         if parameter.grad is self._views[slot]:  # it is to stay as it is if no rank has used the parameter
@@ -473,11 +478,11 @@ class Bucket:
                 self._flat.copy_(result.view_as(self._flat))
 
     def hand_out(self, as_view, unused_by_all):
-        for position, parameter, view in zip(self.positions, self._parameters, self._views, strict=True):
-            if position in unused_by_all:
+        for slot, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            if self.positions[slot] in unused_by_all:
                 continue
             if as_view:
-                parameter.grad = view
+                self.show(slot)
             elif parameter.grad is None:
                 parameter.grad = view.clone()
             else:

@@ -877,8 +877,12 @@ def storage_bytes(tensors):
 
 def body_held(as_view):
     model = ddp.DDP(make_model("plain"), pool.group(), bucket_cap_mb=1e-3, gradient_as_bucket_view=as_view)
+    during = []  # backward, once the wrapper has seen the gradient
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: during.append(p.grad))
     for set_to_none in (True, False, True):
         model.zero_grad(set_to_none=set_to_none)
+        during.clear()
         loss_of(model(make_batch(pool.rank(), 0))).backward()
         gradients = [p.grad for p in model.parameters()]
         buckets = [bucket.buffer() for bucket in model._buckets]
@@ -886,6 +890,7 @@ def body_held(as_view):
         assert len(buckets) > 1
         assert storage_bytes(buckets) == psi
         assert storage_bytes(gradients + buckets) == (psi if as_view else 2 * psi)
+        assert storage_bytes(during + buckets) == (psi if as_view else 2 * psi)
         assert grads_equal_on_all_ranks(model)
 
 
@@ -904,6 +909,9 @@ def body_discard():
             del wrapped
             gc.collect()
             assert reference() is None
+            end = time.monotonic() + 5  # gloo's thread may hold what it has reduced a little longer
+            while flat() is not None and time.monotonic() < end:
+                time.sleep(0.01)
             assert flat() is None
         seen.calls.clear()
         loss_of(model(make_batch(pool.rank(), 0))).backward()
