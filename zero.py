@@ -51,16 +51,18 @@ import sysconfig
 import tempfile
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -104,12 +106,13 @@ class Zero1(torch.optim.Optimizer):
         optimizer_class: any elementwise optimizer; `optimizer_kwargs` are its arguments.
         process_group: the ranks that share the work (None: the default group).
         offload: "cpu" keeps optimizer state and master weights in host memory and updates there; a directory keeps
-            them in files there, mapped into memory.
+            them in files there, which have no names and are mapped into memory.
         bucket_cap_mb: a bucket closes once it holds this many MiB; the largest module that Zero3 gathers at once.
         params: parameter groups, when they are not all of module.parameters() with the same options.
 
-    16-bit parameters get fp32 master weights, which state_dict() has as "master". Parameters may be overwritten
-    between steps (not Zero3's: see full_parameters). They skip a step when no rank has a gradient for them.
+    16-bit parameters get fp32 master weights, in state_dict() as "master". Parameters may be overwritten between steps
+    (not Zero3's: see full_parameters), and skip a step when no rank has a gradient for them. Modules on the meta device
+    are made here, by their reset_parameters().
 
     Raises:
         ValueError: an argument is unusable, the optimizer needs whole parameters, or ranks hold different ones.
@@ -134,9 +137,9 @@ class Zero1(torch.optim.Optimizer):
         self._process_group = weakref.ref(dist.group.WORLD if process_group is None else process_group)
         self.N, self.rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
         self.offload, self.bucket_cap_mb = offload, bucket_cap_mb
-        self._make_optimizer = lambda params: optimizer_class(params, **optimizer_kwargs)
+        self._make_optimizer = partial(optimizer_class, **optimizer_kwargs)
         self._buckets = []  # in the order in which backward fills them
-        self._keys = []  # names of the state that is sharded
+        self._sync = True  # False inside no_sync()
         if params is None:
             params = module.parameters() if self.module else module
         super().__init__(params, self._make_optimizer([torch.zeros(4, 6)]).defaults)
@@ -149,15 +152,13 @@ class Zero1(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Reduce what gradients are not reduced yet, update this rank's part, gather the others'. -> closure()"""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure else None
         gathers = []
         for bucket in self._reduced():
-            self._update(bucket)
+            bucket.step(self.param_groups[bucket.group], self.state)
             gathers += self._publish(bucket)
-            self._forget_reduced(bucket)
+            self._forget(bucket)
         for work in gathers:
             work.wait()
         return loss
@@ -165,59 +166,36 @@ class Zero1(torch.optim.Optimizer):
     def _reduced(self):
         """Yield each bucket that has gradients when they are reduced, with those of the next one on their way."""
         # Which parameters have a gradient may differ between ranks, and what is sent must not: agree first.
-        flags = torch.tensor([flag for bucket in self._buckets for flag in bucket.flags()], dtype=torch.uint8)
-        flags = flags.to(self._device())
+        flags = [flag for bucket in self._buckets for flag in bucket.flags()]
+        flags = torch.tensor(flags, dtype=torch.uint8, device=self._device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        flags, unreduced = iter(flags.tolist()), []
+        flags = iter(flags.tolist())
         for bucket in self._buckets:
-            here = [next(flags) for _ in bucket.parameters]
-            bucket.used = [flag > 0 for flag in here]
-            if Bucket.UNREDUCED in here:
-                unreduced.append(bucket)
-        ahead = iter(unreduced)
-        self._start_reduce(next(ahead, None))
-        for bucket in self._buckets:
-            if bucket in unreduced:
-                self._start_reduce(next(ahead, None))
-                self._finish_reduce(bucket)
-            if any(bucket.used):
+            agreed = [next(flags) for _ in bucket.parameters]
+            bucket.used, bucket.waits = [flag > 0 for flag in agreed], Bucket.WAITS in agreed
+        buckets = [bucket for bucket in self._buckets if any(bucket.used)]
+        for bucket, ahead in itertools.zip_longest([None, *buckets], buckets):
+            if ahead and ahead.waits:
+                self._start_reduce(ahead)
+            if bucket:
+                bucket.finish_reduce()
                 yield bucket
 
     def _start_reduce(self, bucket):
-        """Send each rank its part of this rank's gradients. They stay in .grad, and have all that has been added."""
-        if bucket is not None:
-            bucket.grad_sum = None
-            bucket.fill(self.N)
-            bucket.reducing = start_reduce_scatter(bucket.filled, self.process_group)
-
-    def _finish_reduce(self, bucket):
-        if bucket is not None and bucket.reducing:
-            works, parts = bucket.reducing
-            for work in works:
-                work.wait()
-            bucket.add(parts)
-            bucket.reducing = bucket.filled = None
-
-    def _forget_reduced(self, bucket):
-        bucket.forget()  # .grad still has the gradients
-
-    def _update(self, bucket):
-        self._take_over(bucket)
-        options = self._options(self.param_groups[bucket.group])
-        bucket.optimizer.param_groups[0].update(options)  # a scheduler may have set another lr
-        bucket.step(self.N)
-
-    def _take_over(self, bucket):
-        """Use what the parameters hold now, wherever that is."""
-        bucket.adopt()
+        bucket.grad_sum = None  # gradients stay in .grad, which has all that has been added
+        bucket.start_reduce(self.process_group)
 
     def _publish(self, bucket):
         """Start to send the updated part to all; -> what to wait for."""
         return start_all_gather(bucket.flat, bucket.shard, self.process_group)
 
+    def _forget(self, bucket):
+        bucket.forget()  # .grad still has the gradients
+
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
         for bucket in self._buckets:
+            bucket.finish_reduce()  # of a backward that raised
             if set_to_none or bucket.grad_sum is None:
                 bucket.forget()
             else:
@@ -225,8 +203,14 @@ class Zero1(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self):
-        """Backwards in here only add to .grad, as those of Zero1 always do."""
-        yield
+        """Gradients of a backward in here stay whole in .grad, until step(), or a backward outside, reduces them."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    # ---- Refinements. What others do with gradients that some rank has whole:
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -240,25 +224,22 @@ class Zero1(torch.optim.Optimizer):
         those over which the norm goes on, and `counted(parameter)` is false where another rank there counts it.
         """
         if not float(norm_type) > 0:
-            raise ValueError(f"norm_type is {norm_type}; it must be positive (padding has the norm 0) or inf")
+            raise ValueError(f"norm_type is {norm_type}; it must be positive or inf, to be made up of those of parts")
         buckets = list(self._reduced())
-        norms = [torch.zeros((), device=self._device(), dtype=self._buckets[0].master.dtype if self._buckets else None)]
+        norms = [torch.zeros((), dtype=self._buckets[0].wide, device=self._device())]
         for bucket in buckets:
-            mean = bucket.mean(self.N)
-            for slot, begin, end, _ in bucket.pieces:
-                if begin < end and counted(bucket.parameters[slot]):
-                    norms.append(torch.linalg.vector_norm(mean[begin:end], norm_type).to(norms[0]))
+            for slot, here, segment in bucket.pieces:
+                if segment.numel() and counted(bucket.parameters[slot]):
+                    norm = torch.linalg.vector_norm(bucket.grad_sum[here], norm_type, dtype=bucket.wide)
+                    norms.append((norm / bucket.divisor).to(norms[0]))
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         for group in (self.process_group, *process_groups):
-            everyone = total.new_empty(dist.get_world_size(group))
-            for work in start_all_gather(everyone, total[None], group):
-                work.wait()
-            total = torch.linalg.vector_norm(everyone, norm_type)
+            total = torch.linalg.vector_norm(gathered(total[None], group), norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {total}, so they cannot be clipped")
         for bucket in buckets:
-            bucket.grad_sum.mul_((max_norm / (total + 1e-6)).clamp(max=1.0).to(bucket.grad_sum.device))
-            bucket.copy_to_host()
+            bucket.grad_sum.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+            bucket.grad_changed()
         return total
 
     @torch.no_grad()
@@ -266,11 +247,11 @@ class Zero1(torch.optim.Optimizer):
         """The whole mean gradient of each parameter (None: unused), gathered, to look at. All ranks must call it."""
         gradients = {}
         for bucket in self._reduced():
-            whole = self._gather(bucket.mean(self.N))
-            for p, used, view in zip(bucket.parameters, bucket.used, bucket.views_into(whole), strict=True):
-                gradients[p] = view.to(p.dtype, copy=True) if used else None
-            self._forget_reduced(bucket)
-        return [gradients.get(p) for p in self._parameters()]
+            views = bucket.views_into(gathered(bucket.grad_sum, self.process_group))
+            for parameter, used, view in zip(bucket.parameters, bucket.used, views, strict=True):
+                gradients[parameter] = view / bucket.divisor if used else None
+            self._forget(bucket)
+        return [gradients.get(parameter) for parameter in self._parameters()]
 
     # ---- Whole state in, whole state out: no file tells at how many ranks it was written.
 
@@ -282,64 +263,28 @@ class Zero1(torch.optim.Optimizer):
         finally:
             self.state = local
 
-    @torch.no_grad()
     def _whole_state(self):
-        parameters = self._parameters()
-        numbers = {p: number for number, p in enumerate(parameters)}
-        # A rank has state of the parameters in its part. Exchange what there is: the dtype of what is sharded, and the
-        # values of what is not (step counts).
-        mine = {}
+        state = {}
         for bucket in self._buckets:
-            for (slot, *_), segment in zip(bucket.pieces, bucket.segments, strict=True):
-                mine[numbers[bucket.parameters[slot]]] = {
-                    key: value if not isinstance(value, torch.Tensor) else value.dtype if value.dim() else value.cpu()
-                    for key, value in self._state_of(bucket, segment).items()
-                }
-        everyone = [None] * self.N
-        dist.all_gather_object(everyone, mine, group=self.process_group)
-        known = {number: entry for theirs in everyone for number, entry in theirs.items()}
-        state = {p: known[number] for number, p in enumerate(parameters) if known.get(number)}
-        for bucket in self._buckets:
-            entries = [state.get(p, {}) for p in bucket.parameters]
-            sharded = {key: v for entry in entries for key, v in entry.items() if isinstance(v, torch.dtype)}
-            for key, dtype in sharded.items():
-                part = torch.zeros_like(bucket.shard, dtype=dtype)
-                for (_, begin, end, _), segment in zip(bucket.pieces, bucket.segments, strict=True):
-                    part[begin:end] = self._state_of(bucket, segment).get(key, 0)
-                whole = self._gather(part)
-                for entry, view in zip(entries, bucket.views_into(whole), strict=True):
-                    if key in entry:
-                        entry[key] = view.clone()
-        return state
-
-    def _state_of(self, bucket, segment):
-        state = self.state.get(segment, {})
-        # Without other state it is the parameter itself; and Adam takes a state that is not empty for a complete one.
-        master = {"master": segment} if bucket.low_precision and (state or not self._keys) else {}
-        return {**state, **master}
+            everyone = [None] * self.N
+            dist.all_gather_object(everyone, bucket.state_here(), group=self.process_group)
+            entries = {slot: entry for theirs, _ in everyone for slot, entry in theirs.items()}
+            for key in bucket.keys:
+                whole = torch.cat([parts[key] for _, parts in everyone]).to(bucket.flat.device)
+                for slot, view in enumerate(bucket.views_into(whole)):
+                    if key in entries.get(slot, {}):
+                        entries[slot][key] = view.clone()
+            state.update({bucket.parameters[slot]: entry for slot, entry in entries.items()})
+        return {parameter: state[parameter] for parameter in self._parameters() if parameter in state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Take over what state_dict() or the plain optimizer's returned, whatever the number of ranks was."""
         super().load_state_dict({**state_dict, "state": {}})  # checks and takes over the groups
-        parameters = self._parameters()
-        ids = [number for group in state_dict["param_groups"] for number in group["params"]]
-        whole = {p: state_dict["state"].get(number, {}) for p, number in zip(parameters, ids, strict=True)}
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        entries = {p: state_dict["state"].get(n, {}) for p, n in zip(self._parameters(), numbers, strict=True)}
         for bucket in self._buckets:
-            entries = {}
-            for number, piece in enumerate(bucket.pieces):
-                p = bucket.parameters[piece[0]]
-                entry = dict(whole[p])
-                for key, value in entry.items():
-                    if isinstance(value, torch.Tensor):
-                        sharded = value.shape == p.shape and (value.dim() > 0 or key in (*self._keys, "master"))
-                        entry[key] = bucket.cut(piece, value) if sharded else value.clone()
-                master = entry.pop("master", None)
-                if master is not None:
-                    bucket.segments[number].copy_(master)
-                if entry:
-                    entries[number] = entry
-            bucket.load_state(entries, self._options(self.param_groups[bucket.group]), self.state)
+            bucket.load_state(entries, self.param_groups[bucket.group], self.state)
 
     # ---- Set-up: check on all ranks, lay the parameters into buckets, make an optimizer for this rank's part of each.
 
@@ -356,87 +301,68 @@ class Zero1(torch.optim.Optimizer):
     @torch.no_grad()
     def _shard(self, groups):
         """Lay the parameters of these groups (by number) into buckets, after a check that leaves all as it is."""
-        plan, files, problem = [], [], None
+        buckets, files, problem = [], [], None
         try:
-            for group in groups:
-                keys = elementwise_state(self._make_optimizer, self._options(self.param_groups[group]), self._device())
-                self._keys = list(dict.fromkeys([*self._keys, *keys]))
-            plan = self._plan(groups)
+            buckets = self._plan(groups)
             if self.offload not in (None, "cpu"):
-                elements = [(1 + len(self._keys)) * shard_size(parameters, self.N) for _, parameters in plan]
-                items = [master_dtype(parameters[0].dtype).itemsize for _, parameters in plan]
-                files = make_files(self.offload, [a * b for a, b in zip(elements, items, strict=True)])
+                files = map_files(self.offload, [bucket.state_bytes() for bucket in buckets])
         except (ValueError, OSError) as error:
             problem = error
-        try:
-            verify_same_model(self._named_parameters(), self.process_group, problem)
-        except (ValueError, OSError):
-            for file in files:
-                file.remove()
-            raise
-        buckets = []
-        for group, parameters in reversed(plan):  # in the order of the model: a random init draws in that order
-            self._prepare(parameters)
-            broadcast(parameters, self.process_group)
-            bucket = Bucket(group, parameters, self.N, self.rank)
+        names = {p: name for name, p in self.module.named_parameters()} if self.module else {}
+        named = [(names.get(p, f"parameter {number}"), p) for number, p in enumerate(self._parameters())]
+        verify_same_model(named, self.process_group, problem)
+        for bucket in reversed(buckets):  # in the order of the model: a random init draws in that order
+            if self.module and dist.get_backend(self.process_group) != "fake":  # no data moves there, and none is made
+                make(self.module, set(bucket.parameters), self._device())
+            broadcast(bucket.parameters, self.process_group)
             self._attach(bucket)
-            bucket.make_master(self.offload, files.pop() if files else None, self._keys)
-            options = self._options(self.param_groups[group])
-            bucket.optimizer = self._make_optimizer([{**options, "params": bucket.segments}])
-            bucket.share_state(self.state)
-            buckets.append(bucket)
-        self._buckets += reversed(buckets)
+            bucket.file = files.pop() if files else None
+            bucket.make_optimizer(self._make_optimizer, self.param_groups[bucket.group], self.state)
+        self._buckets += buckets
 
     def _plan(self, groups):
-        """-> [(number of the group, parameters)] of the new buckets, in the order in which backward fills them."""
+        """-> the new buckets, without memory, in the order in which backward fills them."""
         if not isinstance(self.offload, type(None) | str | os.PathLike):
             raise ValueError(f"offload is {self.offload!r}; it must be None, 'cpu' or a directory")
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive")
-        if self.module and any(getattr(module, "sparse", False) for module in self.module.modules()):
-            raise ValueError("sparse gradients are not reduced; use nn.Embedding(..., sparse=False)")
+        for name, module in self.module.named_modules() if self.module else ():
+            if getattr(module, "sparse", False):
+                raise ValueError("sparse gradients are not reduced; use nn.Embedding(..., sparse=False)")
+            if is_unmade(module) and not reset_of(module):
+                kind = type(module).__name__
+                raise ValueError(f"{name!r} is on the meta device, but {kind} has no reset_parameters()")
         if any(p.untyped_storage().nbytes() < p.nbytes for g in groups for p in self.param_groups[g]["params"]):
             raise ValueError("parameters are views of less memory than they need: are they sharded by another Zero3?")
-        plan = [(g, part) for g in groups for part in self._parts(self.param_groups[g]["params"])]
-        position = {p: number for number, p in enumerate(self.module.parameters() if self.module else ())}
-        position = {**{p: number for number, p in enumerate(self._parameters())}, **position}
+        order = [*(self.module.parameters() if self.module else ()), *self._parameters()]
+        position, buckets = {p: number for number, p in reversed([*enumerate(order)])}, []
+        for group in groups:
+            keys = elementwise_state(self._make_optimizer, self.param_groups[group], self._device())
+            for unit, cap_bytes in self._units(self.param_groups[group]["params"]):
+                for positions in assign_buckets(unit, cap_bytes):
+                    parameters = [unit[i] for i in reversed(positions)]
+                    kind = Bucket if self.offload is None else OffloadedBucket
+                    buckets.append(kind(group, parameters, keys, self.N, self.rank))
         # A bucket is full when its first parameter, whose gradient comes last, has one.
-        return sorted(plan, key=lambda entry: -min(position[p] for p in entry[1]))
+        return sorted(buckets, key=lambda bucket: -min(position[p] for p in bucket.parameters))
 
-    def _parts(self, parameters):
-        """Share the parameters of one group out to buckets."""
+    def _units(self, parameters):
+        """-> [(which of these parameters may share buckets, bytes at which a bucket closes)]"""
         cap = self.bucket_cap_mb * 2**20
         if dist.get_backend(self.process_group) == "gloo":
             cap = min(cap, 4 * 2**20)  # larger messages are no faster there, and these stay in the cache
-        parts = assign_buckets(parameters, cap)
-        return [[parameters[i] for i in reversed(positions)] for positions in parts]
-
-    def _prepare(self, parameters):
-        pass
+        return [(parameters, cap)]
 
     def _attach(self, bucket):
-        """Make the parameters views into their bucket."""
-        bucket.adopt()
+        bucket.allocate()
 
     def _parameters(self):
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _named_parameters(self):
-        names = {p: name for name, p in self.module.named_parameters()} if self.module else {}
-        return [(names.get(p, f"parameter {number}"), p) for number, p in enumerate(self._parameters())]
-
-    def _options(self, group):
-        return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
     def _device(self):
-        device = self._parameters()[0].device
-        return torch.device("cpu") if device.type == "meta" else device
-
-    def _gather(self, part):
-        whole = part.new_empty(self.N * part.numel())
-        for work in start_all_gather(whole, part, self.process_group):
-            work.wait()
-        return whole
+        """Where parameters are, or are to be made."""
+        device, nccl = self._parameters()[0].device, dist.get_backend(self.process_group) == "nccl"
+        return device if device.type != "meta" else torch.device("cuda" if nccl else "cpu")
 
 
 class Zero2(Zero1):
@@ -448,86 +374,64 @@ class Zero2(Zero1):
     """
 
     def __init__(self, *args, **kwargs):
-        self._sync = True  # False inside no_sync()
-        self._bucket_of = {}  # parameter -> bucket
-        self._buckets = []
-        self._start()
-        super().__init__(*args, **kwargs)
-
-    def _start(self):
         self._in_backward = False
-        self._sent = 0  # buckets 0 to _sent - 1 are reduced or on their way
-        self._reducing = None  # the last of them
-        for bucket in self._buckets:
-            bucket.ready.clear()
+        self._bucket_of = {}  # parameter -> bucket
+        super().__init__(*args, **kwargs)
 
     def _attach(self, bucket):
         super()._attach(bucket)
-        optimizer = weakref.ref(self)  # a strong reference would keep a discarded optimizer alive, and reducing
         for parameter in bucket.parameters:
             self._bucket_of[parameter] = bucket
             if parameter.is_floating_point():
                 trainable = parameter.requires_grad
                 parameter.requires_grad_(True)  # a frozen parameter takes no hook, but may be unfrozen later
-                parameter.register_post_accumulate_grad_hook(lambda p: optimizer() and optimizer()._on_gradient(p))
+                parameter.register_post_accumulate_grad_hook(weak(self._on_gradient))
                 parameter.requires_grad_(trainable)
 
     @torch.no_grad()
     def _on_gradient(self, parameter):
         """Autograd has added to the .grad of `parameter`."""
         self._start_backward()
-        self._bucket_of[parameter].ready.add(parameter)
-        # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
-        while self._sync and self._sent < len(self._buckets) and self._buckets[self._sent].full():
-            self._reduce_next()
+        self._ready.add(parameter)
+        self._reduce_full()
 
     def _start_backward(self):
         if not self._in_backward:
-            self._in_backward = True
+            self._in_backward, self._ready = True, set()  # parameters that it is done with
+            self._unsent, self._reducing = deque(self._buckets), None
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    def _reduce_next(self):
-        bucket = self._buckets[self._sent]
-        self._sent += 1
-        if any(parameter.requires_grad for parameter in bucket.parameters):
-            self._finish_reduce(self._reducing)  # at most two whole gradients of a bucket exist at a time
-            self._start_reduce(bucket)
-            self._reducing = bucket
+    def _reduce_full(self, all_ready=False):
+        # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
+        while self._sync and self._unsent:
+            trainable = {parameter for parameter in self._unsent[0].parameters if parameter.requires_grad}
+            if not all_ready and not trainable <= self._ready:
+                break
+            bucket = self._unsent.popleft()
+            if trainable:
+                if self._reducing:
+                    self._reducing.finish_reduce()  # at most two whole gradients of a bucket exist at a time
+                self._start_reduce(bucket)
+                self._reducing = bucket
 
     def _start_reduce(self, bucket):
-        if bucket is not None:
-            grad_sum = bucket.grad_sum
-            super()._start_reduce(bucket)
-            bucket.grad_sum = grad_sum  # of the backwards before
-            for parameter in bucket.parameters:
-                parameter.grad = None
-            bucket.reduced.clear()
-
-    def _forget_reduced(self, bucket):
-        pass  # until zero_grad(), as a plain .grad would stay
+        bucket.start_reduce(self.process_group)
+        for parameter in bucket.parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def _finish_backward(self):
-        """Send what waits for parameters without a gradient."""
-        while self._sync and self._sent < len(self._buckets):
-            self._reduce_next()
-        self._finish_reduce(self._reducing)
-        self._start()
+        self._reduce_full(all_ready=True)  # also what waits for parameters without a gradient
+        if self._reducing:
+            self._reducing.finish_reduce()
+        self._in_backward = False
+
+    def _forget(self, bucket):
+        pass  # until zero_grad(), as a plain .grad would stay
 
     def zero_grad(self, set_to_none=True):
-        if self._in_backward:  # it raised
-            self._finish_reduce(self._reducing)
-            self._start()
+        self._in_backward = False  # it may have raised
         super().zero_grad(set_to_none)
-
-    @contextmanager
-    def no_sync(self):
-        """Gradients of a backward in here stay whole in .grad, until a backward outside, or step(), reduces the sum."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
 
 
 class State(Enum):
@@ -542,10 +446,8 @@ class Zero3(Zero2):
     Gathered as one are the largest modules that hold no list of modules and at most bucket_cap_mb. While one runs, the
     next is gathered in the order seen before. All ranks must run the same modules in the same order, in backward too,
     and modules return tensors, or lists, tuples, dicts or dataclasses of them. Outside of forward and backward a
-    parameter has its shape but reads NaN, and cannot be written: see full_parameters().
-
-    A model too large for one rank is made on the meta device. Zero3 then makes one module's parameters at a time, by
-    the reset_parameters() of each module that has some, and shards them.
+    parameter has its shape but reads NaN, and cannot be written: see full_parameters(). A model too large for one rank
+    is made on the meta device.
 
     Source: Rajbhandari et al. 2020, §5.3 and §7.2.2; prefetch and parameters that others read: 2021, §6.2 and §7.1.
     """
@@ -555,101 +457,57 @@ class Zero3(Zero2):
             raise ValueError("Zero3 takes the module, to gather before its parts run; pass groups as params=[...]")
         self._needs = {}  # module -> the buckets that it runs on
         self._running = []  # for each module that is running, from the outside in, the buckets gathered for it
-        self._next = {"forward": {}, "backward": {}}  # bucket -> the buckets that were gathered after it
-        self._last = {}  # "forward" or "backward" -> the bucket gathered last
+        self._next = {}  # ("forward" or "backward", bucket) -> the buckets that were gathered after it
+        self._last = None  # the newest of its keys
         super().__init__(module, *args, **kwargs)
 
     def _before_forward(self, module, args, kwargs):
-        needs = self._needs.get(module, ())
-        held = self._hold([bucket for bucket in needs if "forward" not in bucket.holders], "forward")
+        held = self._enter(self._needs[module], "forward")
         self._running.append(held)
-        if torch.is_grad_enabled() and any(bucket.partly_frozen() for bucket in held):
-            # No gradient tells that backward is done with a frozen parameter; that of the module's input does.
+        if torch.is_grad_enabled() and any(not p.requires_grad for bucket in held for p in bucket.parameters):
+            # No gradient tells that backward is done with a frozen parameter; those of the module's inputs do.
             inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.grad_fn is not None]
-            unfinished = set(range(len(inputs)))
+            register_multi_grad_hook(inputs, lambda _: self._release(held, "backward"))
 
-            def finish(number):
-                unfinished.discard(number)
-                if not unfinished:
-                    self._release(held, "backward")
-
-            for number, tensor in enumerate(inputs):
-                tensor.register_hook(lambda _, number=number: finish(number))
-
-    def _after_forward(self, output):
+    def _after_forward(self, module, args, output):
         held = self._running.pop()
-        if held and torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:  # the module's backward begins at one of these
-                    tensor.register_hook(lambda _: self._before_backward(held))
+        if held and torch.is_grad_enabled():  # the module's backward begins with the gradient of an output
+            outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+            register_multi_grad_hook(outputs, lambda _: self._before_backward(held), mode="any")
         self._release(held, "forward")
         if not self._running and not self._in_backward:
             self._end_pass("forward")
 
-    def _on_read(self, parameter):
-        """A running module reads a parameter, which need not be its own: nn.MultiheadAttention, weights shared."""
-        bucket = self._bucket_of.get(parameter)
-        if self._running and bucket is not None and "forward" not in bucket.holders:
-            self._running[-1].extend(self._hold([bucket], "forward"))
-
     def _before_backward(self, buckets):
         self._start_backward()
-        self._hold([bucket for bucket in buckets if "backward" not in bucket.holders], "backward")
+        self._enter(buckets, "backward")
 
-    @torch.no_grad()
     def _on_gradient(self, parameter):
         super()._on_gradient(parameter)
         bucket = self._bucket_of[parameter]
-        if bucket.full() and not bucket.partly_frozen():
+        if self._ready.issuperset(bucket.parameters):
             self._release([bucket], "backward")
 
-    @torch.no_grad()
     def _finish_backward(self):
         super()._finish_backward()
-        self._release(self._buckets, "backward")
         self._end_pass("backward")
 
-    @torch.no_grad()
+    def _publish(self, bucket):
+        return super()._publish(bucket) if bucket.state is State.WHOLE else []
+
     def _hold(self, buckets, holder):
-        """Make these buckets whole, and start to gather those that were asked for next the last time."""
         for bucket in buckets:
-            self._start_gather(bucket)
+            bucket.start_gather(self.process_group)
         for bucket in buckets:
-            self._finish_gather(bucket)
+            bucket.finish_gather()
             bucket.holders.add(holder)
-        # A forward inside backward recomputes what a checkpoint dropped: what comes next then is not next in forward.
-        if buckets and holder in self._next and not (holder == "forward" and self._in_backward):
-            if holder in self._last:
-                self._next[holder][self._last[holder]] = buckets
-            self._last[holder] = buckets[0]
-            for bucket in self._next[holder].get(buckets[0], ()):
-                self._start_gather(bucket)
-        return buckets
-
-    def _start_gather(self, bucket):
-        if bucket.state is State.SHARDED:
-            bucket.flat.untyped_storage().resize_(bucket.flat.numel() * bucket.flat.itemsize)
-            bucket.gathering = start_all_gather(bucket.flat, bucket.shard, self.process_group)
-            bucket.state = State.GATHERING
-
-    def _finish_gather(self, bucket):
-        if bucket.state is State.GATHERING:
-            for work in bucket.gathering:
-                work.wait()
-            bucket.show()
 
     def _release(self, buckets, holder):
         for bucket in buckets:
             bucket.holders.discard(holder)
-            if not bucket.holders and bucket.state is State.WHOLE:
-                bucket.hide()
-
-    def _end_pass(self, holder):
-        self._last.pop(holder, None)
-        for bucket in self._buckets:
-            if not bucket.holders:  # gathered ahead for a module that did not run this time
-                self._finish_gather(bucket)
-        self._release(self._buckets, holder)
+            if not bucket.holders:
+                bucket.finish_gather()  # it was gathered ahead for a module that did not run this time
+                bucket.free()
 
     @contextmanager
     def full_parameters(self):
@@ -659,330 +517,316 @@ class Zero3(Zero2):
         try:
             yield
         finally:
-            with torch.no_grad():
-                for bucket in self._buckets:
-                    self._take_over(bucket)
+            for bucket in self._buckets:
+                bucket.adopt()
             self._release(self._buckets, holder)
 
-    @torch.no_grad()
     def module_state_dict(self):
         """The module's state dict with whole parameters, on every rank, which must all call this.
 
         To load one: `with optimizer.full_parameters(): module.load_state_dict(state_dict)`.
         """
-        holder, whole = object(), {}
-        for bucket in self._buckets:
-            self._hold([bucket], holder)
-            whole.update((p, p.detach().clone()) for p in bucket.parameters)
-            self._release([bucket], holder)
-        self._in_module_state_dict = True
-        try:
-            state_dict = self.module.state_dict(keep_vars=True)
-        finally:
-            self._in_module_state_dict = False
-        for key, value in state_dict.items():
-            if isinstance(value, torch.Tensor):
-                state_dict[key] = whole.get(value, value.detach())
+        with self.full_parameters():
+            state_dict = self.module.state_dict()
+            state_dict.update((k, v.clone()) for k, v in state_dict.items() if isinstance(v, torch.Tensor))
         return state_dict
 
-    _in_module_state_dict = False
-
-    def _refuse_state_dict(self):
-        if not self._in_module_state_dict and any(bucket.state is not State.WHOLE for bucket in self._buckets):
+    def _refuse_state_dict(self, *_):
+        if any(bucket.state is not State.WHOLE for bucket in self._buckets):
             raise RuntimeError("this module's parameters are sharded: call the optimizer's module_state_dict() instead")
 
-    def _take_over(self, bucket):
-        if bucket.state is State.WHOLE:  # written to in full_parameters()
-            super()._take_over(bucket)
-            bucket.shard.copy_(bucket.own)
+    # ---- Refinements. Gather ahead, in the order seen the last time:
 
-    def _publish(self, bucket):
-        return super()._publish(bucket) if bucket.state is State.WHOLE else []
+    def _enter(self, buckets, holder):
+        """Hold those of `buckets` that this pass, "forward" or "backward", does not hold yet; -> those."""
+        buckets = [bucket for bucket in buckets if holder not in bucket.holders]
+        self._hold(buckets, holder)
+        # A forward inside backward recomputes what a checkpoint dropped: what comes next then is not next in forward.
+        if buckets and not (holder == "forward" and self._in_backward):
+            self._next[self._last] = buckets
+            self._last = (holder, buckets[0])
+            for bucket in self._next.get(self._last, ()):
+                bucket.start_gather(self.process_group)
+        return buckets
 
-    # ---- Set-up: units, made and sharded one by one, and hooks on the modules that need them.
+    def _end_pass(self, holder):
+        self._last = None
+        self._release(self._buckets, holder)
 
-    def _parts(self, parameters):
-        names = defaultdict(list)
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            names[parameter].append(name)
-        if any(parameter not in names for parameter in parameters):
+    # ---- Parameters that a module reads which are not its own: nn.MultiheadAttention does, and shared weights.
+
+    def _on_read(self, parameter):
+        if self._running and parameter in self._bucket_of:
+            self._running[-1].extend(self._enter([self._bucket_of[parameter]], "forward"))
+
+    # ---- Set-up: units, and hooks on the modules that need them.
+
+    def _units(self, parameters):
+        self._unit_of, units = units_of(self.module, self.bucket_cap_mb * 2**20), defaultdict(list)
+        if any(parameter not in self._unit_of for parameter in parameters):
             raise ValueError("Zero3 gathers parameters when their modules run: all must be parameters of its module")
-        for name, module in self.module.named_modules():
-            if self._is_unmade(module) and not reset_of(module):
-                raise ValueError(
-                    f"{name!r} is on the meta device, but {type(module).__name__} has no reset_parameters()"
-                )
-        paths, units = unit_paths(self.module, self.bucket_cap_mb * 2**20), defaultdict(list)
-        self._unit_of = {parameter: unit_around(of, paths) for parameter, of in names.items()}
         for parameter in parameters:
             units[self._unit_of[parameter]].append(parameter)
-        return [
-            [unit[i] for i in reversed(positions)]
-            for unit in units.values()
-            for positions in assign_buckets(unit, math.inf)
-        ]
-
-    def _is_unmade(self, module):
-        tensors = [*module._parameters.values(), *module._buffers.values()]
-        # On the backend "fake" no data moves, and none is made.
-        return dist.get_backend(self.process_group) != "fake" and any(t is not None and t.is_meta for t in tensors)
-
-    def _prepare(self, parameters):
-        """Make the modules on the meta device that have these parameters, and those that have buffers only."""
-        device, wanted = "cuda" if dist.get_backend(self.process_group) == "nccl" else "cpu", set(parameters)
-
-        def make_wanted(module):
-            own = [parameter for parameter in module._parameters.values() if parameter is not None]
-            if self._is_unmade(module) and not (own and wanted.isdisjoint(own)):
-                make(module, device)
-
-        self.module.apply(make_wanted)  # children first: the order in which constructors draw random numbers
+        return [(unit, math.inf) for unit in units.values()]
 
     def _attach(self, bucket):
         super()._attach(bucket)
         bucket.shard = bucket.own.clone()
-        bucket.hide()
+        bucket.free()
 
     def _shard(self, groups):
         super()._shard(groups)
-        modules = dict(self.module.named_modules())
         needs = defaultdict(dict, {self.module: {}})
-        for module in modules.values():
+        for module in self.module.modules():
             for parameter in module._parameters.values():
                 if parameter in self._bucket_of:
                     bucket = self._bucket_of[parameter]
-                    needs[modules[self._unit_of[parameter]]][bucket] = needs[module][bucket] = True
-        optimizer = weakref.ref(self)
+                    needs[self._unit_of[parameter]][bucket] = needs[module][bucket] = True
         for module in needs.keys() - self._needs.keys():
-            module.register_forward_pre_hook(
-                lambda *call: optimizer() and optimizer()._before_forward(*call), with_kwargs=True, prepend=True
-            )
-            module.register_forward_hook(
-                lambda *call: optimizer() and optimizer()._after_forward(call[-1]), always_call=True
-            )
-            module.__dict__["_parameters"] = WatchedParameters(module._parameters, optimizer)
+            module.register_forward_pre_hook(weak(self._before_forward), with_kwargs=True, prepend=True)
+            module.register_forward_hook(weak(self._after_forward), always_call=True)
+            module._parameters = WatchedParameters(module._parameters)
+            module._parameters.on_read = weak(self._on_read)
         if not self._needs:
-            self.module.register_state_dict_pre_hook(lambda *_: optimizer() and optimizer()._refuse_state_dict())
-        self._needs = {module: list(buckets) for module, buckets in needs.items()}
+            self.module.register_state_dict_pre_hook(weak(self._refuse_state_dict))
+        self._needs = needs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parts of the above.
-
-
-class WatchedParameters(dict):
-    """A module's parameters by name, which tells Zero3 of each that is read."""
-
-    def __init__(self, parameters, optimizer):
-        super().__init__(parameters)
-        self.optimizer = optimizer  # a weak reference
-
-    def __getitem__(self, name):
-        parameter = super().__getitem__(name)
-        if (optimizer := self.optimizer()) is not None:
-            optimizer._on_read(parameter)
-        return parameter
+# 3. What moves.
 
 
 class Bucket:
     """Some parameters of one group and dtype side by side in `flat`, padded so that each rank owns an equal part."""
 
-    UNREDUCED = 2  # as a flag of a parameter: .grad waits; 1: its gradient is in grad_sum; 0: it has none
+    WAITS = 2  # as a flag of a parameter: its .grad is not reduced yet; 1: it is, in grad_sum; 0: there is none
 
-    def __init__(self, group, parameters, N, rank):
-        self.group, self.parameters = group, parameters  # the number of the group
-        size, first = shard_size(parameters, N), parameters[0]
-        self.flat = torch.zeros(N * size, dtype=first.dtype, device=first.device)
-        self.offsets, length = lay_out(parameters)
-        self.has_gaps = length != self.flat.numel() or length != sum(p.numel() for p in parameters)
+    def __init__(self, group, parameters, keys, N, rank):
+        self.group, self.parameters, dtype = group, parameters, parameters[0].dtype  # the number of the group
+        self.offsets, self.size = lay_out(parameters, N)
+        self.N, self.begin = N, rank * self.size
         self.strides = [torch.empty_like(p, device="meta").stride() for p in parameters]  # kept where without gaps
-        self.views = self.views_into(self.flat)
-        self.own = self.shard = self.flat[rank * size : (rank + 1) * size]  # shard: what stays of it with Zero3
-        self.pieces = overlaps(self.offsets, [p.numel() for p in parameters], rank * size, (rank + 1) * size)
-        self.low_precision = master_dtype(first.dtype) != first.dtype
+        self.wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype  # the master weights'
+        self.keys = keys if self.wide == dtype else [*keys, "master"]  # names of the state that is sharded
+        # In 16 bits divide before the sum: N fp16 gradients overflow at 65504. Else after it, as one device.
+        self.divisor_before, self.divisor = (1, N) if self.wide == dtype else (N, 1)
         self.grad_sum = None  # this rank's part of the gradients, added over ranks and backwards
-        self.reduced = {}  # parameter -> (its .grad, version) when that was reduced
-        self.has_gradient = set()  # parameters with a gradient from this rank in grad_sum
-        self.ready = set()  # parameters that the running backward is done with
-        self.filled = self.reducing = None  # what is sent, and what to wait for
-        self.state, self.holders, self.gathering = State.WHOLE, set(), None  # used by Zero3
-        self.placeholder = torch.zeros((), dtype=first.dtype, device=first.device)
-        if first.is_floating_point():
-            self.placeholder.fill_(math.nan)
+        self.used = [False] * len(parameters)  # which parameters have a gradient in it
+        self.reducing = self.gathering = None  # what to wait for, with the memory that it uses
+        self.state, self.holders = State.WHOLE, set()  # Zero3's: why it is whole
+
+    def allocate(self):
+        first, end = self.parameters[0], self.begin + self.size
+        self.flat = first.new_zeros(self.N * self.size)
+        self.views = self.views_into(self.flat)
+        self.own = self.shard = self.flat[self.begin : end]  # shard: what stays of it with Zero3
+        self.pieces = overlaps(self.offsets, [p.numel() for p in self.parameters], self.begin, end)
+        self.placeholder = first.new_full((), math.nan if first.is_floating_point() else 0)
+        self.adopt()
 
     def views_into(self, flat):
         layout = zip(self.parameters, self.strides, self.offsets, strict=True)
         return [flat.as_strided(p.shape, stride, offset) for p, stride, offset in layout]
 
-    # ---- parameters
-
-    def adopt(self):
-        """Copy parameters that live elsewhere, as after `parameter.data = ...`, and make them views."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if (parameter.dtype, parameter.device) != (view.dtype, view.device):
-                kinds = f"{view.dtype} on {view.device} to {parameter.dtype} on {parameter.device}"
-                raise RuntimeError(f"a parameter went from {kinds}; make the optimizer after module.to()")
-            if parameter.data_ptr() != view.data_ptr() or view.is_meta:
-                view.copy_(parameter)
-                parameter.data = view
-
-    def hide(self):
-        # Views that autograd saved keep the storage, so it is emptied: gathered again, they see the same values.
-        self.flat.untyped_storage().resize_(0)
-        for parameter in self.parameters:
-            parameter.data = self.placeholder.expand(parameter.shape)
-        self.state = State.SHARDED
-
-    def show(self):
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.data = view
-        self.state = State.WHOLE
-
-    def partly_frozen(self):
-        return not all(parameter.requires_grad for parameter in self.parameters)
-
-    # ---- gradients
-
-    def full(self):
-        return all(parameter in self.ready or not parameter.requires_grad for parameter in self.parameters)
+    # ---- Gradients
 
     def flags(self):
-        for parameter in self.parameters:
-            grad = parameter.grad
-            seen, version = self.reduced.get(parameter, (None, 0))
-            if grad is not None and not (grad is seen and grad._version == version):
-                yield Bucket.UNREDUCED
-            else:
-                yield int(parameter in self.has_gradient)
+        for grad, used in zip((p.grad for p in self.parameters), self.used, strict=True):
+            waits = grad is not None and (self.grad_sum is None or getattr(grad, "reduced_at", None) != grad._version)
+            yield Bucket.WAITS if waits else int(used)
 
-    def fill(self, N):
-        """Put the .grad side by side, in `filled`."""
-        self.filled = (self.flat.new_zeros if self.has_gaps else self.flat.new_empty)(self.flat.numel())
-        for parameter, view in zip(self.parameters, self.views_into(self.filled), strict=True):
-            if parameter.grad is None:
+    def start_reduce(self, process_group):
+        """Put the .grad side by side, and send each rank its part."""
+        filled = self.flat.new_empty(self.flat.shape)
+        for slot, view in enumerate(self.views_into(filled)):
+            grad = self.parameters[slot].grad
+            if grad is None:
                 view.zero_()
             else:
-                # In 16 bits divide before the sum: N fp16 gradients overflow at 65504. Else after it, as one device.
-                view.copy_(parameter.grad / N if self.low_precision else parameter.grad)
-                self.has_gradient.add(parameter)
-                self.reduced[parameter] = (parameter.grad, parameter.grad._version)
+                view.copy_(grad / self.divisor_before if self.divisor_before > 1 else grad)
+                self.used[slot], grad.reduced_at = True, grad._version
+        self.reducing = (*start_reduce_scatter(filled, process_group), filled)
 
-    def add(self, parts):
+    def finish_reduce(self):
         """Add the ranks' parts to grad_sum, in rank order: the same sum wherever the parts come from."""
-        wide = master_dtype(self.flat.dtype)
-        first, *rest = parts if self.grad_sum is None else [self.grad_sum, *parts]
-        total = first.to(wide) if rest else first.to(wide, copy=True)
-        for number, part in enumerate(rest):
-            total = total.add_(part) if number else total + part
-        self.grad_sum = total.to(self.flat.dtype)
-        self.copy_to_host()
+        if self.reducing:
+            works, parts, _ = self.reducing
+            for work in works:
+                work.wait()
+            first, *rest = parts if self.grad_sum is None else [self.grad_sum, *parts]
+            self.grad_sum, self.reducing = sum(rest, first.to(self.wide)).to(self.flat.dtype), None
+            self.grad_changed()
 
-    def mean(self, N, grad_sum=None):
-        wide = (self.grad_sum if grad_sum is None else grad_sum).to(self.master.dtype)
-        return wide if self.low_precision else wide / N
+    def grad_changed(self):
+        """Where the update is on another device, its copy of grad_sum begins here."""
 
-    def copy_to_host(self):
-        """With offload from a GPU, start to copy the reduced gradient to the host, beside what the GPU is doing."""
-        if self.host is not None:
+    def forget(self):
+        self.grad_sum, self.used = None, [False] * len(self.parameters)
+
+    # ---- Update
+
+    def make_optimizer(self, make, group, state):
+        self.make_master()
+        self.pieces = [(slot, here, self.master[here]) for slot, here in self.pieces]
+        self.segments = [segment for *_, segment in self.pieces]
+        self.optimizer = make([{**group, "params": self.segments}])
+        self.keep_state(state)
+
+    def make_master(self):
+        """The weights that the optimizer updates."""
+        self.master = self.shard.to(self.wide)  # itself, where it has that dtype
+
+    def step(self, group, state):
+        """Update this rank's part by the mean gradient."""
+        self.adopt()
+        if self.master is not self.shard:
+            current = self.shard.to(self.master.device)  # where somebody has overwritten it, so is the master
+            same = self.master.to(current.dtype) == current
+            self.master.copy_(torch.where(same, self.master, current))
+        mean = self.grad_sum.to(self.wide)
+        mean = mean / self.divisor if self.divisor > 1 else mean
+        for slot, here, segment in self.pieces:
+            segment.grad = mean[here] if self.used[slot] else None
+        # A scheduler may have set another lr in the group.
+        self.optimizer.param_groups[0].update({**group, "params": self.segments})
+        if self.pieces:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.master is not self.shard:
+            self.shard.copy_(self.master, non_blocking=True)
+        self.keep_state(state)
+
+    def keep_state(self, state):
+        """Keep the optimizer's state in `state`, which all buckets share."""
+        if self.optimizer.state is not state:
+            state.update(self.optimizer.state)
+            self.optimizer.state = state
+
+    # ---- Parameters
+
+    @torch.no_grad()
+    def adopt(self):
+        """Take over what the parameters hold now, perhaps in other memory, as after `parameter.data = ...`."""
+        if self.state is State.WHOLE:
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                if (parameter.dtype, parameter.device) != (view.dtype, view.device):
+                    kinds = f"{view.dtype} on {view.device} to {parameter.dtype} on {parameter.device}"
+                    raise RuntimeError(f"a parameter went from {kinds}; make the optimizer after module.to()")
+                if parameter.data_ptr() != view.data_ptr() or view.is_meta:
+                    view.copy_(parameter)
+                    parameter.data = view
+            if self.shard is not self.own:
+                self.shard.copy_(self.own)
+
+    def free(self):
+        if self.state is State.WHOLE:
+            # Views that autograd saved keep the storage, so it is emptied: gathered again, they see the same values.
+            self.flat.untyped_storage().resize_(0)
+            for parameter in self.parameters:
+                parameter.data = self.placeholder.expand(parameter.shape)
+            self.state = State.SHARDED
+
+    @torch.no_grad()
+    def start_gather(self, process_group):
+        if self.state is State.SHARDED:
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            self.gathering = start_all_gather(self.flat, self.shard, process_group)
+            self.state = State.GATHERING
+
+    def finish_gather(self):
+        if self.state is State.GATHERING:
+            for work in self.gathering:
+                work.wait()
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.data = view
+            self.state = State.WHOLE
+
+    # ---- State dicts
+
+    def state_here(self):
+        """-> {number of a parameter: {name: value, or None if it is sharded}}, {name: this rank's part of it}"""
+        entries, parts = {}, {key: torch.zeros(self.size, dtype=self.wide) for key in self.keys}
+        for slot, here, segment in self.pieces:
+            entry = dict(self.optimizer.state.get(segment, {}))
+            # Without other state it is the parameter itself, and Adam takes a state that is not empty for a whole one.
+            if "master" in self.keys and (entry or len(self.keys) == 1):
+                entry["master"] = segment
+            for key in entry.keys() & parts.keys():
+                parts[key][here], entry[key] = entry[key], None
+            if entry:
+                entries[slot] = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
+        return entries, parts
+
+    def load_state(self, whole, group, state):
+        """Take this rank's part of {parameter: {name: whole value}}."""
+        whole, mine, parts = [whole[parameter] for parameter in self.parameters], {}, {}
+        for key in {*self.keys, "master"}:
+            flat = torch.zeros(self.N * self.size, dtype=self.wide, device=self.master.device)
+            for view, entry in zip(self.views_into(flat), whole, strict=True):
+                view.copy_(entry.get(key, view))
+            parts[key] = flat[self.begin : self.begin + self.size]
+        for number, (slot, here, segment) in enumerate(self.pieces):
+            # Copies: a view keeps the whole alive, and the optimizer counts steps in place.
+            mine[number] = {
+                k: parts[k][here].clone() if k in parts else copy.deepcopy(v) for k, v in whole[slot].items()
+            }
+            segment.copy_(mine[number].pop("master", segment))
+        self.optimizer.load_state_dict(
+            {"state": {n: entry for n, entry in mine.items() if entry}, "param_groups": [{**group, "params": [*mine]}]}
+        )
+        self.keep_state(state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Offload.
+
+
+class OffloadedBucket(Bucket):
+    """Whose master weights and optimizer state are in host memory, or in a file that is mapped into it."""
+
+    def state_bytes(self):
+        return len({*self.keys, "master"}) * self.size * self.wide.itemsize
+
+    def make_master(self):
+        self.master = self.shard.to("cpu", self.wide)
+        if self.flat.is_cuda:
+            self.master, self.stream = self.master.pin_memory(), torch.cuda.Stream(self.flat.device)
+            self.host = torch.empty(self.shard.shape, dtype=self.flat.dtype, pin_memory=True)
+        if self.file:
+            rows = torch.frombuffer(self.file, dtype=self.wide).split(self.size)
+            self.rows = dict(zip(dict.fromkeys(["master", *self.keys]), rows, strict=True))
+            self.master = self.rows["master"].copy_(self.shard)
+
+    def grad_changed(self):
+        """From a GPU, copy the reduced gradient to the host, beside what the GPU is doing."""
+        if self.flat.is_cuda:
             self.stream.wait_stream(torch.cuda.current_stream(self.flat.device))
             with torch.cuda.stream(self.stream):
                 self.host.copy_(self.grad_sum, non_blocking=True)
             self.grad_sum.record_stream(self.stream)
 
-    def forget(self):
-        self.grad_sum = None
-        self.has_gradient.clear()
-        self.reduced.clear()
-
-    # ---- optimizer
-
-    def make_master(self, offload, file, keys):
-        """The weights that the optimizer updates, each parameter's as a flat segment."""
-        device = self.flat.device if offload is None or self.flat.is_meta else torch.device("cpu")
-        dtype, gpu = master_dtype(self.flat.dtype), self.flat.is_cuda and device.type == "cpu"
-        self.file, self.keys, self.rows = file, keys, None
-        if file:
-            self.rows = torch.frombuffer(file.memory, dtype=dtype).view(1 + len(keys), -1)
-            self.master = self.rows[0].copy_(self.shard)
-        elif (dtype, device) == (self.shard.dtype, self.shard.device):
-            self.master = self.shard
-        else:
-            self.master = torch.empty(self.shard.shape, dtype=dtype, device=device, pin_memory=gpu).copy_(self.shard)
-        self.segments = [self.master[begin:end] for _, begin, end, _ in self.pieces]
-        self.host = torch.empty(self.shard.shape, dtype=self.shard.dtype, pin_memory=True) if gpu else None
-        self.stream = torch.cuda.Stream(self.flat.device) if gpu else None
-
-    def step(self, N):
-        """Update this rank's part by the mean gradient."""
-        if self.master is not self.shard:
-            current = self.shard.to(self.master.device)  # where somebody has overwritten it, so is the master
-            same = self.master.to(current.dtype) == current
-            self.master.copy_(torch.where(same, self.master, current.to(self.master.dtype)))
-        if self.host is not None:
+    def step(self, group, state):
+        on_device = self.grad_sum
+        if self.flat.is_cuda:
             self.stream.synchronize()
-        gradient = self.mean(N, self.host)
-        for (slot, begin, end, _), segment in zip(self.pieces, self.segments, strict=True):
-            segment.grad = gradient[begin:end] if self.used[slot] else None
-        if self.segments:
-            self.optimizer.step()
-        for segment in self.segments:
-            segment.grad = None
-        if self.master is not self.shard:
-            self.shard.copy_(self.master, non_blocking=True)
-        self.store_state()
+            self.grad_sum = self.host
+        super().step(group, state)
+        self.grad_sum = on_device
 
-    def share_state(self, state):
-        """Keep the optimizer's state in `state`, which all buckets share."""
-        state.update(self.optimizer.state)
-        self.optimizer.state = state
-        self.store_state()
-
-    def load_state(self, entries, options, state):
-        groups = [{**options, "params": list(range(len(self.segments)))}]
-        self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
-        self.share_state(state)
-
-    def cut(self, piece, value):
-        """Of a parameter's whole `value`, this rank's piece."""
-        slot, begin, end, start = piece
-        flat = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
-        flat.as_strided(value.shape, self.strides[slot]).copy_(value)
-        return flat[start : start + end - begin].clone()
-
-    def store_state(self):
-        """Move state that the optimizer has made in memory to the file, and let go of the file's pages."""
-        if not self.file:
-            return
-        for (_, begin, end, _), segment in zip(self.pieces, self.segments, strict=True):
-            for key, row in zip(self.keys, self.rows[1:], strict=True):
-                value = self.optimizer.state.get(segment, {}).get(key)
-                if value is not None and value.data_ptr() != row[begin:end].data_ptr():
-                    self.optimizer.state[segment][key] = row[begin:end].copy_(value)
-        self.file.memory.madvise(mmap.MADV_DONTNEED)  # they stay in the file, and are read from it again
+    def keep_state(self, state):
+        """Also move what the optimizer has made in memory to the file, and let go of the file's pages."""
+        super().keep_state(state)
+        if self.file:
+            for _, here, segment in self.pieces:
+                for key, row in self.rows.items():
+                    value = state.get(segment, {}).get(key)
+                    if value is not None and value.data_ptr() != row[here].data_ptr():
+                        state[segment][key] = row[here].copy_(value)
+            self.file.madvise(mmap.MADV_DONTNEED)  # they stay in the file, and are read from it again
 
 
-class MappedFile:
-    """`memory`: `size` bytes of a new file in `directory`, which goes when this object does."""
-
-    def __init__(self, directory, size):
-        descriptor, path = tempfile.mkstemp(".bin", f"zero-rank{dist.get_rank()}-", directory)
-        self.remove = weakref.finalize(self, Path(path).unlink, missing_ok=True)
-        try:
-            # Claim the blocks now: where a disk fills up under a mapped page, the kernel kills the process (SIGBUS).
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(descriptor, 0, size)
-            else:  # macOS cannot
-                os.ftruncate(descriptor, size)
-            self.memory = mmap.mmap(descriptor, size)
-        except OSError:
-            self.remove()
-            raise
-        finally:
-            os.close(descriptor)
-
-
-def make_files(directory, sizes):
-    """-> a MappedFile of each size, in bytes. Raises OSError, and leaves none, when that does not work."""
+def map_files(directory, sizes):
+    """-> memory in new files of `sizes` bytes in `directory`: without names, so that none is left, whatever happens."""
     files = []
     try:
         os.makedirs(directory, exist_ok=True)
@@ -991,16 +835,23 @@ def make_files(directory, sizes):
             need = f"this rank's optimizer state takes {sum(sizes)} bytes and {free} are free"
             raise OSError(errno.ENOSPC, f"{need}; use another directory or more ranks")
         for size in sizes:
-            files.append(MappedFile(directory, size))
-        return files
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.truncate(size)
+                if hasattr(os, "posix_fallocate"):  # macOS has none
+                    # Claim the blocks now: where a disk fills up under a mapped page, the kernel kills the process.
+                    os.posix_fallocate(file.fileno(), 0, size)
+                files.append(mmap.mmap(file.fileno(), size))
     except OSError as error:
-        for file in files:
-            file.remove()
         raise OSError(error.errno, f"offload={str(directory)!r}: {error.strerror}") from error
+    return files
 
 
-def lay_out(parameters):
-    """-> offsets of the parameters in their bucket, and its length without padding.
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of the above.
+
+
+def lay_out(parameters, N):
+    """-> offsets of the parameters in their bucket, and the elements in each rank's part.
 
     They begin at multiples of 64 bytes, as if allocated alone: elsewhere some kernels are slower or round otherwise.
     """
@@ -1009,32 +860,22 @@ def lay_out(parameters):
         step = 64 // parameter.itemsize
         offsets.append(-(-end // step) * step)
         end = offsets[-1] + parameter.numel()
-    return offsets, end
-
-
-def shard_size(parameters, N):
-    """Elements in each rank's part; at least one, since no collective may be empty."""
-    return max(1, -(-lay_out(parameters)[1] // N))
+    return offsets, max(1, -(-end // N))  # no collective may be empty
 
 
 def overlaps(offsets, numels, begin, end):
     """Which parts of the tensors of these sizes at these offsets are in [begin, end).
 
-    -> [(number of the tensor, its first element there and the one after the last, counted from `begin`, and the first
-    counted in the tensor)]. An empty tensor is everywhere, so that an optimizer sees it.
+    -> [(number of the tensor, where in [begin, end))]. An empty tensor is everywhere, so that an optimizer sees it.
     """
     found = []
     for number, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
         low, high = max(offset, begin), min(offset + numel, end)
         if low < high:
-            found.append((number, low - begin, high - begin, low - offset))
+            found.append((number, slice(low - begin, high - begin)))
         elif numel == 0:
-            found.append((number, 0, 0, 0))
+            found.append((number, slice(0, 0)))
     return found
-
-
-def master_dtype(dtype):
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 def elementwise_state(make_optimizer, options, device=None):
@@ -1043,29 +884,94 @@ def elementwise_state(make_optimizer, options, device=None):
     Raises ValueError when it does not do to the parts of a matrix what it does to the whole, as ZeRO needs it to.
     """
     options = {**options, "lr": 0.1} if "lr" in options else options  # a warm-up begins with 0
-    whole = torch.linspace(-1, 1, 24, device=device).view(4, 6)
+    whole, reason = torch.linspace(-1, 1, 24, device=device).view(4, 6), None
     parts = [part.clone() for part in whole.flatten().split([5, 19])]
     on_whole = make_optimizer([{**options, "params": [whole]}])
     try:
         on_parts = make_optimizer([{**options, "params": parts}])
         for step in range(3):
             whole.grad = torch.sin(torch.arange(24.0, device=device) * (step + 1)).view(4, 6)
-            for part, gradient in zip(parts, whole.grad.flatten().split([5, 19]), strict=True):
-                part.grad = gradient.clone()
+            parts[0].grad, parts[1].grad = (gradient.clone() for gradient in whole.grad.flatten().split([5, 19]))
             on_whole.step()
             on_parts.step()
-        alike, reason = torch.allclose(whole.flatten(), torch.cat(parts), rtol=1e-4, atol=1e-6), None
+        if torch.allclose(whole.flatten(), torch.cat(parts), rtol=1e-4, atol=1e-6):
+            state = on_whole.state[whole].items()
+            return [key for key, value in state if isinstance(value, torch.Tensor) and value.shape == whole.shape]
     except Exception as error:
-        alike, reason = False, error
-    if not alike:
-        because = f" ({reason})" if reason else ""
-        raise ValueError(
-            f"{type(on_whole).__name__} needs whole parameters, and ZeRO gives it parts of them: 24 numbers as a 4 × 6 "
-            f"matrix, and as parts of 5 and 19, are updated differently{because}. Use an elementwise optimizer, such "
-            "as SGD, Adam or AdamW"
-        ) from reason
-    state = on_whole.state[whole].items()
-    return [key for key, value in state if isinstance(value, torch.Tensor) and value.shape == whole.shape]
+        reason = error
+    raise ValueError(
+        f"{type(on_whole).__name__} needs whole parameters, and ZeRO gives it parts: 24 numbers, as a 4 × 6 matrix "
+        f"and as parts of 5 and 19, are updated differently{f' ({reason})' if reason else ''}. Use an elementwise "
+        "optimizer, such as SGD, Adam or AdamW"
+    ) from reason
+
+
+def units_of(module, cap_bytes):
+    """{parameter: the module that Zero3 gathers it for}: one that fits, or `module` itself if several such have it."""
+    units = {}
+
+    def visit(inner, around):
+        if type(inner).forward is not nn.Module.forward:  # a list is never called, so nothing gathers it
+            around = inner
+        lists = any(isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict) for part in inner.modules())
+        fits = not lists and sum(parameter.nbytes for parameter in inner.parameters()) <= cap_bytes
+        whole = fits and inner is not module
+        for parameter in inner.parameters(recurse=whole):
+            units[parameter] = module if parameter in units else around
+        for child in () if whole else inner.children():
+            visit(child, around)
+
+    visit(module, module)
+    return units
+
+
+def make(module, wanted, device):
+    """Give those modules in it that are on the meta device, and have `wanted` parameters or none, initial values."""
+
+    def visit(inner):
+        own = {parameter for parameter in inner._parameters.values() if parameter is not None}
+        if is_unmade(inner) and not (own and own.isdisjoint(wanted)):
+            for parameter in own:
+                if parameter.is_meta:  # the same object from here on, for those who have it
+                    made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                    torch.utils.swap_tensors(parameter, made)
+            for name, buffer in inner._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    inner._buffers[name] = torch.empty_like(buffer, device=device)
+            reset_of(inner)()
+
+    module.apply(visit)  # children first: the order in which constructors draw random numbers
+
+
+def is_unmade(module):
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
+
+
+def reset_of(module):
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+class WatchedParameters(dict):
+    """A module's parameters by name, which tells Zero3 of each that is read."""
+
+    def __getitem__(self, name):
+        self.on_read(super().__getitem__(name))
+        return super().__getitem__(name)
+
+
+def weak(method):
+    """A hook that calls `method`, but does not keep its object alive: a discarded optimizer would go on reducing."""
+    method = weakref.WeakMethod(method)
+    return lambda *args: method()(*args) if method() else None
+
+
+def gathered(part, process_group):
+    """All ranks' parts, in rank order."""
+    whole = part.new_empty(dist.get_world_size(process_group) * part.numel())
+    for work in start_all_gather(whole, part, process_group):
+        work.wait()
+    return whole
 
 
 def start_reduce_scatter(flat, process_group):
@@ -1103,46 +1009,6 @@ def start_exchange(sent, received, process_group):
         transfers.append(dist.P2POp(dist.isend, sent[to], next(peers), process_group))
         transfers.append(dist.P2POp(dist.irecv, received[source], next(peers), process_group))
     return dist.batch_isend_irecv(transfers) if transfers else []
-
-
-def unit_paths(module, cap_bytes):
-    """Names of the modules that Zero3 gathers as one, and of those around them for what these have themselves."""
-    paths = []
-
-    def visit(path, module):
-        lists = any(isinstance(inner, nn.Sequential | nn.ModuleList | nn.ModuleDict) for inner in module.modules())
-        if not path or type(module).forward is not nn.Module.forward:  # a list is never called, so nothing gathers it
-            paths.append(path)
-        if not path or lists or sum(parameter.nbytes for parameter in module.parameters()) > cap_bytes:
-            for name, child in module.named_children():
-                visit(f"{path}.{name}" if path else name, child)
-
-    visit("", module)
-    return set(paths)
-
-
-def unit_around(names, paths):
-    """The innermost of `paths` around all `names` of a parameter: of one that is tied, a module around all its uses."""
-    around = min((name.rpartition(".")[0] for name in names), key=len)
-    while around not in paths or not all(f"{name}.".startswith(f"{around}." if around else "") for name in names):
-        around = around.rpartition(".")[0]
-    return around
-
-
-def make(module, device):
-    """Give a module that is on the meta device memory and initial values."""
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.is_meta:  # the same object from here on, for those who have it
-            memory = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, memory)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-    reset_of(module)()
-
-
-def reset_of(module):
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def assign_buckets(tensors, cap_bytes):
@@ -1208,8 +1074,9 @@ def tensors_in(output):
 
 def main():
     demo = Demo(bitwise=2**20)  # at any number of ranks
-    rows, status = [], 0
-    for stage in (Zero1, Zero2, Zero3):
+    psi, N, status = held_bytes(demo.model.parameters()), demo.ranks, 0
+    rows = ["stage   params    grads     optimizer   sent/step   time/step   bytes per parameter, bf16 with AdamW"]
+    for stage, passes, paper in ((Zero1, 2, 4 + 12 / N), (Zero2, 2, 2 + 14 / N), (Zero3, 3, 16 / N)):
         demo.reset()
         model = copy.deepcopy(demo.model)
         optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
@@ -1226,17 +1093,13 @@ def main():
                 return optimizer.full_gradients(), [parameter.detach().clone() for parameter in model.parameters()]
 
         demo.train(step, state)
-        psi, N, passes = held_bytes(demo.model.parameters()), demo.ranks, 3 if stage is Zero3 else 2
-        holds = held_by(optimizer)
-        status |= demo.report(stage.__name__.lower(), holds, f"{passes}Ψ(N-1)/N", passes * psi * (N - 1) / N)
+        holds, formula = held_by(optimizer), f"{passes}Ψ(N-1)/N"
+        status |= demo.report(stage.__name__.lower(), holds, formula, passes * psi * (N - 1) / N)
         demo.show("")
-        rows.append((stage, holds, demo.sent, 1e3 * statistics.median(demo.times)))
-    demo.show("stage   params    grads     optimizer   sent/step   time/step   bytes per parameter, bf16 with AdamW")
-    for (stage, holds, sent, ms), paper in zip(rows, (4 + 12 / N, 2 + 14 / N, 16 / N), strict=True):
-        measured = bytes_per_parameter(demo, stage)
-        held_mb = "   ".join(f"{n / 1e6:4.1f} MB" for n in holds)
-        memory = f"{measured:.2f} (paper, N = {N}: {paper:.2f})"
-        demo.show(f"{stage.__name__}   {held_mb}     {sent / 1e6:5.1f} MB    {ms:5.0f} ms    {memory}")
+        row = "   ".join([stage.__name__, *(f"{n / 1e6:4.1f} MB" for n in holds), f"  {demo.sent / 1e6:5.1f} MB"])
+        memory = f"{bytes_per_parameter(demo, stage):.2f} (paper, N = {N}: {paper:.2f})"
+        rows.append(f"{row}    {1e3 * statistics.median(demo.times):5.0f} ms    {memory}")
+    demo.show("\n".join(rows))
     demo.leave(status)
 
 
