@@ -27,7 +27,7 @@ optimizer state 1/t, and all of norms and row biases. Per layer and micro-batch,
     embedding, head, loss   4bsh + 6bs    bs (V/t logits as float32; no rank ever holds V of a token)
 
 2sbh of the activations are the masks of dropout, and 5as/h, scores, are not kept where scaled_dot_product_attention
-recomputes them. Sequence parallelism also sums the gradients of norms and row biases over the ranks: 12h a layer.
+recomputes them. Sequence parallelism also sums the gradients of norms over the ranks: 8h a layer.
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]          (python …: a world of one)
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, §3; Korthikanti et al. 2022, sequence parallelism,
@@ -61,6 +61,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# torch 2.13 renames both, and warns about the old names
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. The idea: communication in pairs, each the gradient of the other. All do nothing in a group of one.
 
@@ -83,39 +87,13 @@ def communicate(x, there, back, process_group):
 
 
 def copy_to_region(x, process_group=None):
-    """The same x on all ranks, to where each computes something else with it. Backward: all-reduce."""
+    """f: the same x on all ranks, to where each computes something else with it. Backward: all-reduce."""
     return communicate(x, same, all_reduce, process_group)
 
 
 def reduce_from_region(x, process_group=None):
-    """The sum of the ranks' x. Backward: nothing, as all ranks have the same gradient."""
+    """g: the sum of the ranks' x. Backward: nothing, as all ranks have the same gradient."""
     return communicate(x, all_reduce, same, process_group)
-
-
-def scatter_to_region(x, process_group=None):
-    """This rank's part of the last dimension of the same x; ValueError if it does not divide. Backward: all-gather."""
-    return communicate(x, partial(own_part, dim=-1), partial(all_gather, dim=-1), process_group)
-
-
-def gather_from_region(x, process_group=None):
-    """All ranks' x along the last dimension, to where all compute the same. Backward: this rank's part."""
-    return communicate(x, partial(all_gather, dim=-1), partial(own_part, dim=-1), process_group)
-
-
-def scatter_to_sequence(x, process_group=None):
-    """This rank's part of dimension 0 of the same x, as after an embedding. Backward: all-gather."""
-    return communicate(x, own_part, all_gather, process_group)
-
-
-def gather_from_sequence(x, process_group=None, to_region=True):
-    """All ranks' x along dimension 0. Backward: reduce-scatter. With `to_region=False`, to where all compute the same
-    and so have the same gradient: this rank's part of it."""
-    return communicate(x, all_gather, reduce_scatter if to_region else own_part, process_group)
-
-
-def reduce_scatter_to_sequence(x, process_group=None):
-    """This rank's part, along dimension 0, of the sum of the ranks' x. Backward: all-gather."""
-    return communicate(x, reduce_scatter, all_gather, process_group)
 
 
 def parallel_mlp(x, A, B, process_group=None):
@@ -123,17 +101,42 @@ def parallel_mlp(x, A, B, process_group=None):
     return reduce_from_region(F.gelu(copy_to_region(x, process_group) @ A) @ B, process_group)
 
 
-# What the above is made of:
+# The same where activations between the pairs are split along dimension 0, the sequence:
+
+
+def gather_from_sequence(x, process_group=None):
+    """f: all ranks' x along dimension 0, to where each computes something else with it. Backward: reduce-scatter."""
+    return communicate(x, all_gather, reduce_scatter, process_group)
+
+
+def reduce_scatter_to_sequence(x, process_group=None):
+    """g: this rank's part, along dimension 0, of the sum of the ranks' x. Backward: all-gather."""
+    return communicate(x, reduce_scatter, all_gather, process_group)
+
+
+# Between what is the same on all ranks, its gradient too, and what is split:
+
+
+def scatter_to_region(x, process_group=None, dim=-1):
+    """This rank's part of the same x; ValueError if it does not divide. Backward: all-gather."""
+    return communicate(x, partial(own_part, dim=dim), partial(all_gather, dim=dim), process_group)
+
+
+def gather_from_region(x, process_group=None, dim=-1):
+    """All ranks' x, to where all compute the same. Backward: this rank's part."""
+    return communicate(x, partial(all_gather, dim=dim), partial(own_part, dim=dim), process_group)
+
+
+def scatter_to_sequence(x, process_group=None):
+    """This rank's part of the sequence, as after an embedding."""
+    return scatter_to_region(x, process_group, dim=0)
+
+
+# What these are made of. A function begin_… returns another, which waits: its caller has something to do meanwhile.
 
 
 def same(x, process_group):
     return x.view_as(x)
-
-
-def all_reduce(x, process_group):
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=process_group)
-    return x
 
 
 def own_part(x, process_group, dim=0):
@@ -142,27 +145,45 @@ def own_part(x, process_group, dim=0):
     return x.chunk(t, dim)[rank].clone(memory_format=torch.contiguous_format)
 
 
+def all_reduce(x, process_group):
+    return begin_all_reduce(x.clone(memory_format=torch.contiguous_format), process_group)()
+
+
 def all_gather(x, process_group, dim=0):
-    whole, works = start_gather(x, process_group)
-    for work in works:
-        work.wait()
+    whole = begin_all_gather(x, process_group)()
     return whole if dim == 0 else torch.cat(whole.chunk(world(process_group)[1]), dim)
 
 
-def start_gather(x, process_group):
-    """-> all ranks' x along dimension 0, and what to wait for before it is read."""
-    process_group = process_group or dist.group.WORLD
-    whole = x.new_empty(world(process_group)[1] * x.shape[0], *x.shape[1:])
-    return whole, start_all_gather(whole, x.contiguous(), process_group)
-
-
 def reduce_scatter(x, process_group):
+    return begin_reduce_scatter(x, process_group)()
+
+
+def begin_all_reduce(x, process_group):
+    """In place."""
+    return partial(finish, dist.all_reduce(x, group=process_group, async_op=True), [x])
+
+
+def begin_all_gather(x, process_group):
+    whole = x.new_empty(world(process_group)[1] * x.shape[0], *x.shape[1:])
+    return partial(finish, all_gather_single(whole, x.contiguous(), group=process_group, async_op=True), [whole])
+
+
+def begin_reduce_scatter(x, process_group):
     t = world(process_group)[1]
     check_divides("positions of the sequence (dimension 0)", x.shape[0], t)
-    works, parts = start_reduce_scatter(x.reshape(-1), process_group)
-    for work in works:
-        work.wait()
-    return sum(parts[1:], parts[0]).view(x.shape[0] // t, *x.shape[1:])  # in rank order
+    x, shape = x.contiguous(), (x.shape[0] // t, *x.shape[1:])
+    if dist.get_backend(process_group) == "gloo":  # its reduce-scatter is an all-reduce inside, in an order of its own
+        parts = x.new_empty(t, *shape)
+        work = dist.all_to_all_single(parts, x.view(parts.shape), group=process_group, async_op=True)
+    else:
+        parts = x.new_empty(1, *shape)
+        work = reduce_scatter_single(parts[0], x, group=process_group, async_op=True)
+    return partial(finish, work, parts)
+
+
+def finish(work, parts):
+    work.wait()
+    return sum(parts[1:], parts[0])  # in rank order
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,66 +191,55 @@ def reduce_scatter(x, process_group):
 
 
 class ParallelModule(nn.Module):
-    """Holds this rank's slices of a plain layer's parameters, under their names there."""
+    """Holds this rank's slices of a plain layer's parameters, under their names there.
 
-    LIKE = ()  # attributes of the plain layer that are the constructor's arguments
+    What is `**split` below: process_group (None: the default group), and sequence_parallel, for activations that are
+    split along dimension 0 before the pair of layers and after.
+    """
+
+    LIKE = ()  # attributes of the plain layer that this one has too, and its constructor takes
+    shardings = {}  # name -> Sharding; a parameter that is not here is the same on all ranks
     gather_again = True  # False (sequence parallelism): keep gathered inputs for backward, and send less
 
-    def __init__(self, process_group=None, sequence_parallel=False):
-        super().__init__()
-        self._join(process_group, sequence_parallel)
-
-    def _join(self, process_group, sequence_parallel):
+    def __init__(self, *plain, process_group=None, sequence_parallel=False, **keywords):
+        super().__init__(*plain, **keywords)
         self.sequence_parallel, (self.rank, self.t) = sequence_parallel, world(process_group)
         # Weak: a group that someone holds on to after destroy_process_group() may abort the process at its exit.
         self._process_group = weakref.ref(dist.group.WORLD if process_group is None else process_group)
-        self.shardings = {}  # name -> Sharding; a parameter that is not here is the same on all ranks
 
-    @property
-    def process_group(self):
-        return self._process_group()
-
-    def _take(self, layer):
-        """Register this rank's slices of the parameters of the plain `layer`."""
-        for name, whole in layer._parameters.items():
-            shard = whole
-            if whole is not None:
-                shard = self.shardings[name].cut(whole, self.rank) if name in self.shardings else whole.clone()
-                shard = nn.Parameter(shard.detach(), whole.requires_grad)
-            self.register_parameter(name, shard)
-        self._mark()
-
-    def _mark(self):
-        for name, sharding in self.shardings.items():
-            if (parameter := self._parameters.get(name)) is not None:
-                parameter.tensor_parallel = sharding
-
-    def _apply(self, fn, recurse=True):  # it may make new parameters, as copy.deepcopy does
-        super()._apply(fn, recurse)
-        self._mark()
-        return self
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self._mark()
+    process_group = property(lambda self: self._process_group())
 
     @classmethod
     def from_full(cls, layer, **keywords):
         """This rank's slices of a plain `layer`; the keywords are the constructor's."""
-        arguments = {name: getattr(layer, name) for name in cls.LIKE}
-        if "bias" in arguments:
-            arguments["bias"] = layer.bias is not None
         with torch.device("meta"):  # draws no random numbers
-            new = cls(**arguments, **keywords)
+            new = cls(**{name: getattr(layer, name) for name in cls.LIKE}, **keywords)
         for path, module in new.named_modules():
-            module._take(layer.get_submodule(path))
+            module._take(layer.get_submodule(path), **module.shardings)
         return new.train(layer.training)
 
-    def _column(self, x, weight, bias):
-        if self.t == 1:
-            return F.linear(x, weight, bias)
-        again = self.sequence_parallel and self.gather_again
-        return ColumnLinear.apply(x, weight, bias, self.process_group, self.sequence_parallel, again)
+    def _take(self, layer, **shardings):
+        """Be like the plain `layer`, with this rank's slices of its parameters; a sharding for each that is split."""
+        for name in self.LIKE:
+            setattr(self, name, getattr(layer, name))
+        self.shardings = {name: how for name, how in shardings.items() if layer._parameters[name] is not None}
+        self._parameters |= layer._parameters
+        for name, whole in layer.named_parameters(recurse=False):
+            shard = shardings[name].cut(whole, self.rank) if name in shardings else whole.clone()
+            self.register_parameter(name, nn.Parameter(shard.detach(), whole.requires_grad))
+        self._mark()
+
+    def _mark(self):
+        for name, sharding in self.shardings.items():
+            self._parameters[name].tensor_parallel = sharding
+        return self
+
+    def _apply(self, *args, **keywords):  # it may make new parameters, as copy.deepcopy does
+        return super()._apply(*args, **keywords)._mark()
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark()
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -241,7 +251,8 @@ class ColumnParallelLinear(ParallelModule):
     padding are -inf: never predicted, no part of a loss. Shoeybi et al. 2019, §3.
     """
 
-    LIKE = ("in_features", "out_features", "bias")
+    LIKE = ("in_features", "out_features")
+    matrices = 1  # one above the other, each of them split
 
     def __init__(
         self,
@@ -254,19 +265,17 @@ class ColumnParallelLinear(ParallelModule):
         process_group=None,
         make_vocab_size_divisible_by=None,
     ):
-        super().__init__(process_group, sequence_parallel)
-        self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
-        sharding = Sharding(0, self._parts(make_vocab_size_divisible_by))
-        self.shardings = {"weight": sharding, "bias": sharding}
-        self._take(nn.Linear(in_features, out_features, bias))
-
-    def _parts(self, divisible_by):
-        return (divide("output features", self.out_features, self.t, divisible_by),)
+        super().__init__(process_group=process_group, sequence_parallel=sequence_parallel)
+        self.gather_output = gather_output
+        part = divide("output features", out_features // self.matrices, self.t, make_vocab_size_divisible_by)
+        self.padding = part.rows - len(part.held(self.rank))
+        sharding = Sharding(0, self.matrices * (part,))
+        self._take(nn.Linear(in_features, out_features, bias), weight=sharding, bias=sharding)
 
     def forward(self, x):
-        y = self._column(x, self.weight, self.bias)
-        if padding := sum(part.rows - part.real(self.rank) for part in self.shardings["weight"].parts):
-            y = F.pad(y[..., :-padding], (0, padding), value=-math.inf)
+        y = column_linear(self, x, self.weight, self.bias)
+        if self.padding:
+            y = F.pad(y[..., : -self.padding], (0, self.padding), value=-math.inf)
         return gather_from_region(y, self.process_group)[..., : self.out_features] if self.gather_output else y
 
 
@@ -278,7 +287,7 @@ class RowParallelLinear(ParallelModule):
     forward, dimension 0 does not divide by t. Shoeybi et al. 2019, §3; Korthikanti et al. 2022, §4.2.2.
     """
 
-    LIKE = ("in_features", "out_features", "bias")
+    LIKE = ("in_features", "out_features")
 
     def __init__(
         self,
@@ -290,38 +299,41 @@ class RowParallelLinear(ParallelModule):
         sequence_parallel=False,
         process_group=None,
     ):
-        super().__init__(process_group, sequence_parallel)
-        self.in_features, self.out_features, self.input_is_parallel = in_features, out_features, input_is_parallel
-        self.shardings = {"weight": Sharding(1, (divide("input features", in_features, self.t),))}
-        self._take(nn.Linear(in_features, out_features, bias))
+        super().__init__(process_group=process_group, sequence_parallel=sequence_parallel)
+        self.input_is_parallel = input_is_parallel
+        part = divide("input features", in_features, self.t)
+        self._take(nn.Linear(in_features, out_features, bias), weight=Sharding(1, (part,)))
 
     def forward(self, x):
         if not self.input_is_parallel:
             x = scatter_to_region(x, self.process_group)
         reduce = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
-        y, bias = reduce(F.linear(x, self.weight), self.process_group), self.bias
-        if bias is not None and self.sequence_parallel:  # it meets a part of the sequence: its gradient is summed
-            bias = copy_to_region(bias, self.process_group)
-        return y if bias is None else y + bias.to(y.dtype)  # under autocast they differ
+        # After the sum a rank may have some positions only; the bias' gradient is of all: before the sum, it adds 0.
+        zero = None if self.bias is None else self.bias - self.bias.detach()
+        y = reduce(F.linear(x, self.weight, zero), self.process_group)
+        return y if zero is None else y + self.bias.detach().to(y.dtype)  # under autocast they differ
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Refinement: the gradient of a column layer's input, for which others wait, travels while that of its weight is
+# computed. Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication; Korthikanti et al. 2022, §4.2.2.
+
+
+def column_linear(layer, x, weight, bias):
+    """F.linear of copy_to_region(x), or of gather_from_sequence(x) where layer.sequence_parallel."""
+    if layer.t == 1:
+        return F.linear(x, weight, bias)
+    again = layer.sequence_parallel and layer.gather_again
+    return ColumnLinear.apply(x, weight, bias, layer.process_group, layer.sequence_parallel, again)
 
 
 class ColumnLinear(torch.autograd.Function):
-    """copy_to_region, or gather_from_sequence, and the product: as one, so that their backwards overlap.
-
-    The gradient of the input, for which others wait, travels while that of the weight is computed. With `again`, the
-    whole sequence is not kept but gathered again, during the first product. Source: Megatron-LM's
-    LinearWithGradAccumulationAndAsyncCommunication; Korthikanti et al. 2022, §4.2.2.
-    """
+    """With `again`, the whole sequence is not kept for backward but gathered again, during the first product."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, process_group, sequence_parallel, again):
         whole = all_gather(x, process_group) if sequence_parallel else x
-        ctx.process_group, ctx.sequence_parallel, ctx.again, ctx.shape = (
-            process_group,
-            sequence_parallel,
-            again,
-            x.shape,
-        )
+        ctx.process_group, ctx.sequence_parallel, ctx.again = process_group, sequence_parallel, again
         ctx.save_for_backward(x if again else whole, weight)
         return F.linear(whole, weight, bias)
 
@@ -329,26 +341,18 @@ class ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         (x, weight), (for_x, for_weight, for_bias) = ctx.saved_tensors, ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = None
-        whole, gathering = start_gather(x, ctx.process_group) if ctx.again and for_weight else (x, [])
+        whole = begin_all_gather(x, ctx.process_group) if ctx.again and for_weight else lambda: x
         if for_x:
-            sent = gradient @ weight.to(gradient.dtype)  # under autocast they differ
-            if ctx.sequence_parallel:
-                works, parts = start_reduce_scatter(sent.view(-1), ctx.process_group)
-            else:
-                works, parts = [dist.all_reduce(sent, group=ctx.process_group, async_op=True)], [sent]
+            begin = begin_reduce_scatter if ctx.sequence_parallel else begin_all_reduce
+            reduced = begin(gradient @ weight.to(gradient.dtype), ctx.process_group)  # under autocast they differ
         gradient = gradient.flatten(0, -2)
-        if for_weight:
-            for transfer in gathering:
-                transfer.wait()
-            grad_weight = gradient.t() @ whole.flatten(0, -2).to(gradient.dtype)
-        if for_bias:
-            grad_bias = gradient.sum(0)
-        if for_x:
-            for work in works:
-                work.wait()
-            grad_x = sum(parts[1:], parts[0]).view(ctx.shape)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        grad_weight = gradient.t() @ whole().flatten(0, -2).to(gradient.dtype) if for_weight else None
+        grad_bias = gradient.sum(0) if for_bias else None
+        return reduced() if for_x else None, grad_weight, grad_bias, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Slices of a parameter: which rank holds what.
 
 
 @dataclass(frozen=True)
@@ -357,12 +361,10 @@ class Part:
     rows: int  # on each rank. What these are too many in all, at the end, is padding: zeros
     copies: int = 1  # so many consecutive ranks hold the same rows
 
-    def start(self, rank):
-        return min(self.size, rank // self.copies * self.rows)
-
-    def real(self, rank):
-        """How many of the rank's rows are no padding."""
-        return min(self.rows, self.size - self.start(rank))
+    def held(self, rank):
+        """The rows of the whole that the rank holds."""
+        start = min(self.size, rank // self.copies * self.rows)
+        return range(start, min(self.size, start + self.rows))
 
 
 @dataclass(frozen=True)
@@ -374,23 +376,25 @@ class Sharding:
 
     dim: int
     parts: tuple
+    rows = property(lambda self: [part.rows for part in self.parts])
 
     def cut(self, whole, rank):
         """The rank's slice of `whole`, a copy."""
         pieces, after = [], [0, 0] * (whole.dim() - 1 - self.dim)  # F.pad counts from the last dimension
         for part, piece in zip(self.parts, whole.split([part.size for part in self.parts], self.dim), strict=True):
-            mine = piece.narrow(self.dim, part.start(rank), part.real(rank))
-            pieces.append(F.pad(mine, [*after, 0, part.rows - part.real(rank)]))
+            held = part.held(rank)
+            mine = piece.narrow(self.dim, held.start, len(held))
+            pieces.append(F.pad(mine, [*after, 0, part.rows - len(held)]))
         return torch.cat(pieces, self.dim)
 
-    def split(self, shard):
-        return shard.split([part.rows for part in self.parts], self.dim)
-
     def join(self, shards):
-        """The whole, from all ranks' slices."""
-        pieces = zip(self.parts, zip(*map(self.split, shards), strict=True), strict=True)
-        wholes = [torch.cat(of[:: part.copies], self.dim).narrow(self.dim, 0, part.size) for part, of in pieces]
-        return torch.cat(wholes, self.dim)
+        """The whole, from all ranks' slices: (rank, …)."""
+        dim = self.dim
+        wholes = [
+            piece[:: part.copies].movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, part.size)
+            for part, piece in zip(self.parts, shards.split(self.rows, dim + 1), strict=True)
+        ]
+        return torch.cat(wholes, dim)
 
 
 def divide(what, size, t, divisible_by=None):
@@ -402,7 +406,7 @@ def divide(what, size, t, divisible_by=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The vocabulary: embedding and loss of what no rank holds whole.
+# 5. The vocabulary: embedding and loss of what no rank holds whole.
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -418,12 +422,10 @@ class VocabParallelEmbedding(ParallelModule):
     def __init__(
         self, num_embeddings, embedding_dim, *, process_group=None, padding_idx=None, make_vocab_size_divisible_by=1
     ):
-        super().__init__(process_group)
-        rows = divide("entries of the vocabulary", num_embeddings, self.t, make_vocab_size_divisible_by)
-        self.shardings = {"weight": Sharding(0, (rows,))}
-        full = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, full.padding_idx
-        self._take(full)
+        super().__init__(process_group=process_group)
+        part = divide("entries of the vocabulary", num_embeddings, self.t, make_vocab_size_divisible_by)
+        self.held = part.held(self.rank)
+        self._take(nn.Embedding(num_embeddings, embedding_dim, padding_idx), weight=Sharding(0, (part,)))
 
     @classmethod
     def from_full(cls, layer, **keywords):
@@ -433,12 +435,16 @@ class VocabParallelEmbedding(ParallelModule):
 
     def forward(self, tokens):
         check_range("token", tokens, self.num_embeddings)
-        part = self.shardings["weight"].parts[0]
-        rows = tokens - part.start(self.rank)
-        elsewhere = (rows < 0) | (rows >= part.rows)
-        padding = None if self.padding_idx is None else self.padding_idx - part.start(self.rank)
-        x = F.embedding(rows.masked_fill(elsewhere, 0), self.weight, padding if padding in range(part.rows) else None)
-        return reduce_from_region(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.process_group)
+        rows, elsewhere = locate(tokens, self.held)
+        padding = self.padding_idx - self.held.start if self.padding_idx in self.held else None
+        x = F.embedding(rows, self.weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return reduce_from_region(x, self.process_group)
+
+
+def locate(integers, held):
+    """Their positions in the range that this rank holds; and which are elsewhere, whose positions are 0."""
+    elsewhere = (integers < held.start) | (integers >= held.stop)
+    return (integers - held.start).masked_fill(elsewhere, 0), elsewhere
 
 
 def vocab_parallel_cross_entropy(
@@ -456,38 +462,38 @@ def vocab_parallel_cross_entropy(
     two with label smoothing. Shoeybi et al. 2019, §3.
     """
     V = vocab_size or world(process_group)[1] * logits_shard.shape[-1]
+    target = target.unsqueeze(-1)
     ignored = target == ignore_index
     check_range("target", target.masked_fill(ignored, 0), V)
-    return CrossEntropy.apply(logits_shard, target, ignored, process_group, V, label_smoothing, z_loss)
+    return CrossEntropy.apply(logits_shard, target, ignored, process_group, V, label_smoothing, z_loss).squeeze(-1)
 
 
 class CrossEntropy(torch.autograd.Function):
-    """(1-ε)(log z - x_target) + ε(log z - mean x); z = Σ exp x, x less its maximum, ε label smoothing."""
+    """log z - (1-ε) x_target - ε mean x; z = Σ exp x, x less its maximum, ε label smoothing."""
 
     @staticmethod
     def forward(ctx, logits, target, ignored, process_group, V, smoothing, z_loss):
         rank, t = world(process_group)
         reduce = partial(dist.all_reduce, group=process_group) if t > 1 else lambda x, op=None: None
-        start = rank * logits.shape[-1]
-        real = min(max(V - start, 0), logits.shape[-1])  # columns that are no padding
+        held = Part(V, logits.shape[-1]).held(rank)
+        real = len(held)  # columns that are no padding
         x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
         x[..., real:] = -math.inf
-        maximum = x.amax(-1)
+        maximum = x.amax(-1, keepdim=True)
         reduce(maximum, op=dist.ReduceOp.MAX)
-        x -= maximum.unsqueeze(-1)
-        elsewhere = (target < start) | (target >= start + real)
-        column = (target - start).masked_fill(elsewhere, 0).unsqueeze(-1)
-        x_target = x.gather(-1, column).squeeze(-1).masked_fill(elsewhere, 0.0)
+        x -= maximum
+        column, elsewhere = locate(target, held)
+        x_target = x.gather(-1, column).masked_fill(elsewhere, 0.0)
         reduce(x_target)
-        mean = [x[..., :real].sum(-1) / V] if smoothing else []
+        mean = [x[..., :real].sum(-1, keepdim=True) / V] if smoothing else []
         probabilities = x.exp_()
-        sums = torch.stack([probabilities.sum(-1), *mean])
+        sums = torch.stack([probabilities.sum(-1, keepdim=True), *mean])
         reduce(sums)
-        probabilities /= sums[0].unsqueeze(-1)
+        probabilities /= sums[0]
         log_z = sums[0].log()
-        loss = log_z - x_target
+        loss = log_z - (1 - smoothing) * x_target
         if smoothing:
-            loss += smoothing * (x_target - sums[1])
+            loss -= smoothing * sums[1]
         log_z += maximum
         loss += z_loss * log_z.square()
         ctx.save_for_backward(probabilities, column, elsewhere, ignored, log_z)
@@ -499,114 +505,16 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient):
         probabilities, column, elsewhere, ignored, log_z = ctx.saved_tensors
         dtype, real, V, smoothing, z_loss = ctx.scalars
-        gradient = gradient.masked_fill(ignored, 0.0).unsqueeze(-1)
-        grad_logits = probabilities * (gradient * (1 + 2 * z_loss * log_z.unsqueeze(-1)))
+        gradient = gradient.masked_fill(ignored, 0.0)
+        grad_logits = probabilities * (gradient * (1 + 2 * z_loss * log_z))
         if smoothing:
             grad_logits[..., :real] -= gradient * (smoothing / V)
-        at_target = gradient.masked_fill(elsewhere.unsqueeze(-1), 0.0) * (smoothing - 1)
+        at_target = gradient.masked_fill(elsewhere, 0.0) * (smoothing - 1)
         return grad_logits.scatter_add_(-1, column, at_target).to(dtype), *[None] * 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
-
-
-class ParallelSelfAttention(ParallelModule):
-    """nn.MultiheadAttention of x with itself, with the same parameters, its heads split over the ranks.
-
-    With fewer `num_kv_heads` than heads (grouped-query attention, Ainslie et al. 2023) several heads share keys and
-    values; with fewer than ranks, several ranks hold the same, and sum their gradients. `dropout` is of attention
-    probabilities; `batch_first`: (batch, sequence, hidden); `split`: process_group and sequence_parallel. ValueError
-    when heads do not divide. Shoeybi et al. 2019, §3.
-    """
-
-    LIKE = ("embed_dim", "num_heads")
-
-    def __init__(
-        self, embed_dim, num_heads, num_kv_heads=None, dropout=0.0, bias=True, causal=True, batch_first=False, **split
-    ):
-        super().__init__(**split)
-        kv_heads, t = num_kv_heads or num_heads, self.t
-        if embed_dim % num_heads or num_heads % kv_heads:
-            problem = f"must divide embed_dim, {embed_dim}, and be a multiple of num_kv_heads, {kv_heads}"
-            raise ValueError(f"{num_heads} attention heads {problem}")
-        check_divides("attention heads", num_heads, t)
-        if t % kv_heads:
-            check_divides("key and value heads", kv_heads, t)
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.dropout, self.causal, self.batch_first = dropout, causal, batch_first
-        copies = max(1, t // kv_heads)
-        kv = Part(kv_heads * self.head_dim, kv_heads * self.head_dim * copies // t, copies)
-        self.qkv = Sharding(0, (Part(embed_dim, embed_dim // t), kv, kv))
-        self.shardings = {"in_proj_weight": self.qkv, "in_proj_bias": self.qkv}
-        full = nn.MultiheadAttention(embed_dim, num_heads, bias=bias)
-        if kv_heads < num_heads:
-            full.in_proj_weight = nn.Parameter(nn.init.xavier_uniform_(torch.empty(embed_dim + 2 * kv.size, embed_dim)))
-            full.in_proj_bias = nn.Parameter(torch.zeros(embed_dim + 2 * kv.size)) if bias else None
-        self._take(full)
-        self.out_proj = RowParallelLinear.from_full(full.out_proj, **split)
-
-    def forward(self, x, attn_mask=None, causal=None):
-        """`attn_mask` as in F.scaled_dot_product_attention; `causal` instead of the constructor's."""
-        weight, bias = (sum_copies(p, self.qkv, self.process_group) for p in (self.in_proj_weight, self.in_proj_bias))
-        qkv = self._column(x, weight, bias).split([part.rows for part in self.qkv.parts], -1)
-        to_heads, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if self.batch_first else ((1, 2, 0, 3), (2, 0, 1, 3))
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).permute(to_heads) for y in qkv)
-        causal, dropout = self.causal if causal is None else causal, self.dropout if self.training else 0.0
-        with parallel_region(self.process_group, x.device) if dropout else nullcontext():
-            grouped = k.shape != q.shape
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout, causal, enable_gqa=grouped)
-        return self.out_proj(y.permute(back).flatten(2))
-
-
-def sum_copies(parameter, qkv, process_group):
-    """The parameter; the gradients of k and v are summed over the ranks that hold copies of them."""
-    _, kv, _ = qkv.parts
-    if parameter is None or kv.copies == 1:
-        return parameter
-
-    def add(gradient, process_group):
-        mine, copied = gradient.split([len(gradient) - 2 * kv.rows, 2 * kv.rows])
-        first = world(process_group)[0] // kv.copies * kv.copies
-        everyone = all_gather(copied, process_group).unflatten(0, (-1, 2 * kv.rows))
-        return torch.cat((mine, everyone[first : first + kv.copies].sum(0)))
-
-    return Communicate.apply(parameter, same, add, process_group)
-
-
-def swiglu(x):
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-class GateAndUp(ColumnParallelLinear):
-    """swiglu's two column-parallel matrices, one above the other."""
-
-    def _parts(self, divisible_by):
-        return 2 * (divide("hidden features", self.out_features // 2, self.t),)
-
-
-class ParallelMLP(nn.Module):
-    """linear2(activation(linear1(x))), its hidden features split over the ranks: (…, hidden) to (…, hidden).
-
-    `activation` is gelu, gelu_tanh, relu or swiglu (Shazeer 2020; linear1 is gate above up), or a function of features
-    one by one. ValueError when ffn_hidden_size does not divide by t. Shoeybi et al. 2019, §3.
-    """
-
-    ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu, "swiglu": swiglu}
-
-    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", bias=True, **split):
-        super().__init__()
-        if activation not in self.ACTIVATIONS and not callable(activation):
-            raise ValueError(f"activation is {activation!r}; use {', '.join(self.ACTIVATIONS)}, or a function")
-        self.activation = self.ACTIVATIONS.get(activation, activation)
-        gated = self.activation is swiglu
-        First = GateAndUp if gated else ColumnParallelLinear
-        self.linear1 = First(hidden_size, (1 + gated) * ffn_hidden_size, bias, **split)
-        self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **split)
-
-    def forward(self, x):
-        return self.linear2(self.activation(self.linear1(x)))
+# 6. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -623,8 +531,7 @@ class ParallelTransformerLayer(nn.Module):
         split = {name: attention[name] for name in ("process_group", "sequence_parallel") if name in attention}
         Norm, Dropout = nn.LayerNorm, nn.Dropout
         if split.get("sequence_parallel"):
-            Norm = partial(SequenceParallelLayerNorm, process_group=split.get("process_group"))
-            Dropout = partial(ParallelDropout, process_group=split.get("process_group"))
+            Norm, Dropout = partial(SequenceParallelLayerNorm, **split), partial(ParallelDropout, **split)
         self.norm_first, dropout = norm_first, attention.get("dropout", 0.0)
         self.self_attn = ParallelSelfAttention(hidden_size, num_heads, bias=bias, **attention)
         self.mlp = ParallelMLP(hidden_size, ffn_hidden_size or 4 * hidden_size, activation, bias, **split)
@@ -639,14 +546,99 @@ class ParallelTransformerLayer(nn.Module):
         return self.norm2(x + self.dropout2(self.mlp(x)))
 
 
+class ParallelMLP(nn.Module):
+    """linear2(activation(linear1(x))), its hidden features split over the ranks: (…, hidden) to (…, hidden).
+
+    `activation` is gelu, gelu_tanh, relu or swiglu (Shazeer 2020; linear1 is gate above up), or a function of features
+    one by one. ValueError when ffn_hidden_size does not divide by t. Shoeybi et al. 2019, §3.
+    """
+
+    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", bias=True, **split):
+        super().__init__()
+        self.activation = ACTIVATIONS.get(activation, activation)
+        if not callable(self.activation):
+            raise ValueError(f"activation is {activation!r}; use {', '.join(ACTIVATIONS)}, or a function")
+        First = GateAndUp if self.activation is swiglu else ColumnParallelLinear
+        self.linear1 = First(hidden_size, First.matrices * ffn_hidden_size, bias, **split)
+        self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **split)
+
+    def forward(self, x):
+        return self.linear2(self.activation(self.linear1(x)))
+
+
+class GateAndUp(ColumnParallelLinear):
+    matrices = 2
+
+
+def swiglu(x):
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu, "swiglu": swiglu}
+
+
+class ParallelSelfAttention(ParallelModule):
+    """nn.MultiheadAttention of x with itself, with the same parameters, its heads split over the ranks.
+
+    With fewer `num_kv_heads` than heads (grouped-query attention, Ainslie et al. 2023) several heads share keys and
+    values; with fewer than ranks, several ranks hold the same, and sum their gradients. `dropout` is of attention
+    probabilities; `batch_first`: (batch, sequence, hidden). ValueError when heads do not divide. Shoeybi et al., §3.
+    """
+
+    LIKE = ("embed_dim", "num_heads", "dropout", "batch_first")
+
+    def __init__(
+        self, embed_dim, num_heads, num_kv_heads=None, dropout=0.0, bias=True, causal=True, batch_first=False, **split
+    ):
+        super().__init__(**split)
+        kv_heads, t = num_kv_heads or num_heads, self.t
+        if embed_dim % num_heads or num_heads % kv_heads:
+            problem = f"must divide embed_dim, {embed_dim}, and be a multiple of num_kv_heads, {kv_heads}"
+            raise ValueError(f"{num_heads} attention heads {problem}")
+        check_divides("attention heads", num_heads, t)
+        if t % kv_heads:
+            check_divides("key and value heads", kv_heads, t)
+        self.causal, self.head_dim = causal, embed_dim // num_heads
+        copies = max(1, t // kv_heads)
+        kv = Part(kv_heads * self.head_dim, kv_heads * self.head_dim * copies // t, copies)
+        self.qkv = Sharding(0, (Part(embed_dim, embed_dim // t), kv, kv))
+        full = nn.MultiheadAttention(embed_dim, num_heads, dropout, bias, batch_first=batch_first)
+        if kv_heads < num_heads:
+            full.in_proj_weight = nn.Parameter(nn.init.xavier_uniform_(torch.empty(embed_dim + 2 * kv.size, embed_dim)))
+            full.in_proj_bias = nn.Parameter(torch.zeros(embed_dim + 2 * kv.size)) if bias else None
+        self._take(full, in_proj_weight=self.qkv, in_proj_bias=self.qkv)
+        self.out_proj = RowParallelLinear.from_full(full.out_proj, **split)
+
+    def forward(self, x, attn_mask=None, causal=None):
+        """`attn_mask` as in F.scaled_dot_product_attention; `causal` instead of the constructor's."""
+        qkv = column_linear(self, x, self._sum_copies(self.in_proj_weight), self._sum_copies(self.in_proj_bias))
+        s = int(self.batch_first)  # the sequence's dimension, which attention wants to be the last but one
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).movedim(s, 2) for y in qkv.split(self.qkv.rows, -1))
+        causal, dropout = self.causal if causal is None else causal, self.dropout if self.training else 0.0
+        with parallel_region(self.process_group, x.device) if dropout else nullcontext():
+            grouped = k.shape != q.shape
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout, causal, enable_gqa=grouped)
+        return self.out_proj(y.movedim(2, s).flatten(2))
+
+    def _sum_copies(self, parameter):
+        """The parameter; the gradients of k and v are summed over the ranks that hold copies of them."""
+        _, kv, _ = self.qkv.parts
+        if parameter is None or kv.copies == 1:
+            return parameter
+
+        def add(gradient, process_group):
+            mine, copied = gradient.split([len(gradient) - 2 * kv.rows, 2 * kv.rows])
+            everyone = all_gather(copied[None], process_group).unflatten(0, (-1, kv.copies))
+            return torch.cat((mine, everyone[self.rank // kv.copies].sum(0)))
+
+        return Communicate.apply(parameter, same, add, self.process_group)
+
+
 class SequenceParallelLayerNorm(ParallelModule, nn.LayerNorm):
     """nn.LayerNorm of a part of the sequence: its parameters' gradients are summed over the ranks."""
 
-    LIKE = ("normalized_shape", "eps", "elementwise_affine", "bias")
-
-    def __init__(self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, *, process_group=None):
-        nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias)
-        self._join(process_group, True)
+    LIKE = ("normalized_shape", "eps", "elementwise_affine")
 
     def forward(self, x):
         parameters = [parameter for parameter in (self.weight, self.bias) if parameter is not None]
@@ -694,55 +686,13 @@ class ParallelDropout(ParallelModule, nn.Dropout):
 
     LIKE = ("p", "inplace")
 
-    def __init__(self, p=0.5, inplace=False, *, process_group=None):
-        nn.Dropout.__init__(self, p, inplace)
-        self._join(process_group, True)
-
     def forward(self, x):
         with parallel_region(self.process_group, x.device) if self.training and self.p else nullcontext():
             return super().forward(x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. A plain model becomes parallel, by a plan of names.
-
-
-class ParallelMultiheadAttention(ParallelSelfAttention):
-    """Called as nn.TransformerEncoderLayer calls its self_attn."""
-
-    _qkv_same_embed_dim = True  # nn.TransformerEncoderLayer asks
-
-    @classmethod
-    def from_full(cls, layer, **keywords):
-        if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
-            raise ValueError("kdim, vdim, add_bias_kv and add_zero_attn are not supported")
-        like = {"dropout": layer.dropout, "bias": layer.in_proj_bias is not None, "batch_first": layer.batch_first}
-        return super().from_full(layer, **like, causal=False, **keywords)
-
-    def forward(
-        self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, is_causal=False, **unused
-    ):
-        if query is not key or key is not value or need_weights or (attn_mask is not None and attn_mask.dim() > 2):
-            raise ValueError("attention is of one tensor with itself, need_weights=False, one mask for all heads")
-        masks = [] if attn_mask is None or (is_causal and key_padding_mask is None) else [attn_mask]
-        masks += [] if key_padding_mask is None else [key_padding_mask[:, None, None, :]]
-        for i, mask in enumerate(masks):
-            if mask.dtype == torch.bool:  # here True is what may not be seen
-                masks[i] = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, -math.inf)
-        return super().forward(query, sum(masks) if masks else None, causal=is_causal and not masks), None
-
-
-KINDS = [
-    ("column", nn.Linear, ColumnParallelLinear.from_full),
-    ("row", nn.Linear, RowParallelLinear.from_full),
-    ("vocab", nn.Linear, partial(ColumnParallelLinear.from_full, make_vocab_size_divisible_by=1)),
-    ("vocab", nn.Embedding, VocabParallelEmbedding.from_full),
-    ("attention", nn.MultiheadAttention, ParallelMultiheadAttention.from_full),
-    ("dropout", nn.Dropout, ParallelDropout.from_full),
-    ("norm", nn.LayerNorm, SequenceParallelLayerNorm.from_full),
-]
-LAYER = {"self_attn": "attention", "linear1": "column", "dropout": "dropout", "linear2": "row"}
-BETWEEN = {"norm1": "norm", "dropout1": "dropout", "norm2": "norm", "dropout2": "dropout"}
+# 7. A plain model becomes parallel, by a plan of names.
 
 
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
@@ -764,9 +714,6 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
             raise ValueError(f"no layer is named {pattern!r}; there are {', '.join(layers)}")
         kinds = {"": kind} if kind != "layer" else LAYER | BETWEEN if sequence_parallel else LAYER
         chosen |= {f"{name}.{part}".strip("."): kind for name in names for part, kind in kinds.items()}
-    for name, layer in layers.items():  # the dropout between a column and a row layer
-        if isinstance(layer, nn.TransformerEncoderLayer) and f"{name}.linear1".strip(".") in chosen:
-            chosen.setdefault(f"{name}.dropout".strip("."), "dropout")
     for name, kind in chosen.items():
         layer, keywords = module.get_submodule(name), {"process_group": process_group}
         slices = [from_full for known, plain, from_full in KINDS if known == kind and isinstance(layer, plain)]
@@ -784,6 +731,8 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
         parent._modules |= {name: swaps[child] for name, child in parent._modules.items() if child in swaps}
         if isinstance(parent, nn.TransformerEncoderLayer):
             parent.activation_relu_or_gelu = 0  # no fast path for inference: it would take the slices for the whole
+            if isinstance(parent.linear1, ColumnParallelLinear):
+                parent.dropout = ParallelDropout.from_full(parent.dropout, process_group=process_group)
         if isinstance(parent, nn.TransformerEncoder):
             parent.use_nested_tensor = False
     return module
@@ -792,24 +741,59 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
 def tie(module, swaps):
     """Where layers of `module` share a parameter, let those that replace them share theirs."""
     replaces = {old.get_submodule(path): new for old, top in swaps.items() for path, new in top.named_modules()}
-    users = {}
+    users = {}  # parameter -> who has it: the new layer or None, the name there, and the whole name
     for path, old in module.named_modules():
-        for name, parameter in old._parameters.items():
+        for name, parameter in old.named_parameters(recurse=False):
             users.setdefault(parameter, []).append((replaces.get(old), name, f"{path}.{name}"))
-    users.pop(None, None)
     for tied in users.values():
-        owners = [new for new, _, _ in tied]
-        if len(tied) > 1 and any(owners):
-            if not all(owners) or len({new.shardings.get(name) for new, name, _ in tied}) > 1:
-                names = ", ".join(path for *_, path in tied)
-                raise ValueError(f"{names} are one parameter: the plan must split all alike")
-            shared = owners[0]._parameters[tied[0][1]]
-            for new, name, _ in tied:
-                new.register_parameter(name, shared)
+        if len({new and (new.shardings.get(name),) for new, name, _ in tied}) > 1:
+            names = ", ".join(path for *_, path in tied)
+            raise ValueError(f"{names} are one parameter: the plan must split all alike")
+        first, name_in_first, _ = tied[0]
+        for new, name, _ in tied[1:]:
+            if new:
+                new.register_parameter(name, first._parameters[name_in_first])
+
+
+class ParallelMultiheadAttention(ParallelSelfAttention):
+    """Called as nn.TransformerEncoderLayer calls its self_attn."""
+
+    _qkv_same_embed_dim = True  # nn.TransformerEncoderLayer asks
+
+    @classmethod
+    def from_full(cls, layer, **keywords):
+        if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
+            raise ValueError("kdim, vdim, add_bias_kv and add_zero_attn are not supported")
+        return super().from_full(layer, causal=False, **keywords)
+
+    def forward(
+        self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, is_causal=False, **unused
+    ):
+        if query is not key or key is not value or need_weights or (attn_mask is not None and attn_mask.dim() > 2):
+            raise ValueError("attention is of one tensor with itself, need_weights=False, one mask for all heads")
+        if is_causal and key_padding_mask is None:
+            attn_mask = None  # it says the same
+        masks = [attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None, :]]
+        # Of numbers to add. In one of bools, True is what may not be seen: 0 is the logarithm of 1, -inf of 0.
+        masks = [(~m).to(query.dtype).log() if m.dtype == torch.bool else m for m in masks if m is not None]
+        return super().forward(query, sum(masks) if masks else None, is_causal and attn_mask is None), None
+
+
+KINDS = [
+    ("column", nn.Linear, ColumnParallelLinear.from_full),
+    ("row", nn.Linear, RowParallelLinear.from_full),
+    ("vocab", nn.Linear, partial(ColumnParallelLinear.from_full, make_vocab_size_divisible_by=1)),
+    ("vocab", nn.Embedding, VocabParallelEmbedding.from_full),
+    ("attention", nn.MultiheadAttention, ParallelMultiheadAttention.from_full),
+    ("dropout", nn.Dropout, ParallelDropout.from_full),
+    ("norm", nn.LayerNorm, SequenceParallelLayerNorm.from_full),
+]
+LAYER = {"self_attn": "attention", "linear1": "column", "linear2": "row"}
+BETWEEN = {"norm1": "norm", "dropout1": "dropout", "norm2": "norm", "dropout2": "dropout"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 6. The whole model: its norm, and its state.
+# 8. The whole model: its norm, and its state.
 
 
 @torch.no_grad()
@@ -820,35 +804,27 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, process_group=None):
     """
     parameters = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    infinite, some = norm_type == math.inf, parameters[0].grad if parameters else torch.zeros(())
-    dtype = torch.promote_types(some.dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in owned_gradients(parameters, process_group)]
-    norms = torch.stack([some.new_zeros((), dtype=dtype), *norms])
-    total = norms.max() if infinite else norms.pow(norm_type).sum()
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=process_group)
-    total = total if infinite else total ** (1.0 / norm_type)
+    some, rank = parameters[0].grad if parameters else torch.zeros(()), world(process_group)[0]
+    counted = [some.new_zeros(1)]  # all ranks' together are the whole model's gradients, once
+    for parameter in parameters:
+        if sharding := getattr(parameter, "tensor_parallel", None):
+            pieces = zip(sharding.parts, parameter.grad.split(sharding.rows, sharding.dim), strict=True)
+            counted += [piece for part, piece in pieces if rank % part.copies == 0]
+        elif rank == 0:
+            counted.append(parameter.grad)
+    norm = partial(torch.linalg.vector_norm, ord=norm_type, dtype=torch.promote_types(some.dtype, torch.float32))
+    mine = norm(torch.stack([norm(piece) for piece in counted]))
+    total = norm(all_gather(mine[None], process_group))
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         parameter.grad.mul_(scale.to(parameter.grad))
     return total
 
 
-def owned_gradients(parameters, process_group=None):
-    """Pieces of the gradients such that all ranks' together are the whole model's, once: what is replicated, on one."""
-    rank = world(process_group)[0]
-    for parameter in parameters:
-        sharding = getattr(parameter, "tensor_parallel", None)
-        if sharding is not None:
-            pieces = zip(sharding.parts, sharding.split(parameter.grad), strict=True)
-            yield from (piece for part, piece in pieces if rank % part.copies == 0)
-        elif rank == 0:
-            yield parameter.grad
-
-
 def sharded(module):
     """(name, the module that holds it, Sharding) of each parameter of `module` that is split."""
-    for path, owner in module.named_modules():
-        for name, sharding in owner.shardings.items() if isinstance(owner, ParallelModule) else ():
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name, sharding in getattr(owner, "shardings", {}).items():
             yield f"{path}.{name}".strip("."), owner, sharding
 
 
@@ -858,9 +834,9 @@ def gather_whole(module, tensors):
     whole, gathered = dict(tensors), {}
     for name, owner, sharding in sharded(module):
         if (mine := tensors.get(name)) is not None:
-            if id(mine) not in gathered:  # else tied
-                gathered[id(mine)] = sharding.join(all_gather(mine.detach()[None], owner.process_group).unbind())
-            whole[name] = gathered[id(mine)]
+            if mine not in gathered:  # else tied
+                gathered[mine] = sharding.join(all_gather(mine.detach()[None], owner.process_group))
+            whole[name] = gathered[mine]
     return whole
 
 
@@ -904,43 +880,6 @@ def check_range(what, integers, size):
         raise IndexError(f"a {what} is outside of [0, {size}): they are {integers.min()} to {integers.max()}")
 
 
-def start_reduce_scatter(flat, process_group):
-    """Send part r of `flat` to rank r. -> what to wait for, and the parts that add up to this rank's sum."""
-    N, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if dist.get_backend(process_group) == "gloo":  # its reduce-scatter is an all-reduce inside, in an order of its own
-        if flat.is_cuda:
-            received = torch.empty_like(flat)
-            return [dist.all_to_all_single(received, flat, group=process_group, async_op=True)], received.chunk(N)
-        received = [part if r == rank else torch.empty_like(part) for r, part in enumerate(flat.chunk(N))]
-        return start_exchange(flat.chunk(N), received, process_group), received
-    received = flat.new_empty(flat.numel() // N)
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return [reduce_scatter(received, flat, group=process_group, async_op=True)], [received]
-
-
-def start_all_gather(whole, shard, process_group):
-    """Fill `whole` with all ranks' shards in rank order. -> what to wait for."""
-    N, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if dist.get_backend(process_group) == "gloo" and not whole.is_cuda:  # half the time of its all-gather
-        parts = whole.chunk(N)
-        if parts[rank].data_ptr() != shard.data_ptr():
-            parts[rank].copy_(shard)
-        return start_exchange([shard] * N, parts, process_group)
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return [all_gather(whole, shard, group=process_group, async_op=True)]
-
-
-def start_exchange(sent, received, process_group):
-    """Send sent[r] to each other rank r, and fill received[r] from it. -> what to wait for."""
-    N, rank, transfers = dist.get_world_size(process_group), dist.get_rank(process_group), []
-    for distance in range(1, N):
-        to, source = (rank + distance) % N, (rank - distance) % N
-        peers = (dist.get_global_rank(process_group, r) for r in (to, source))
-        transfers.append(dist.P2POp(dist.isend, sent[to], next(peers), process_group))
-        transfers.append(dist.P2POp(dist.irecv, received[source], next(peers), process_group))
-    return dist.batch_isend_irecv(transfers) if transfers else []
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Demo.
 
@@ -975,13 +914,10 @@ def main():
     demo.train(step, whole)
     l, h, bs = 4, 192, demo.batch_size * demo.T
     formula, sent = "((8l+4)bsh+6bs)(t-1)/t", (8 * l + 4) * bs * h + 6 * bs
-    if sp:  # replicated parameters' gradients: 6h of each layer, 2h of the last norm
-        formula, sent = "((10l+6)bsh+6bs+(12l+4)h)(t-1)/t", (10 * l + 6) * bs * h + 6 * bs + (12 * l + 4) * h
+    if sp:  # the norms' gradients: 4h of each layer, 2h of the last one
+        formula, sent = "((10l+6)bsh+6bs+(8l+4)h)(t-1)/t", (10 * l + 6) * bs * h + 6 * bs + (8 * l + 4) * h
     sent *= next(model.parameters()).element_size() * (t - 1) / t
     status = demo.report("tensor_parallel", held(model.parameters(), optimizer), formula, sent)
-    ours, plain = (sum(p.numel() for p in parameters) for parameters in (model.parameters(), demo.model.parameters()))
-    same = sum(p.numel() for p in model.parameters() if not hasattr(p, "tensor_parallel"))
-    demo.show(f"parameters  {ours:,} of {plain:,} on each rank; {same:,} of them, norms and biases, on all")
     demo.leave(status)
 
 
