@@ -34,8 +34,8 @@ Left out: skip connections past the next stage (send them through it), tracing a
 import argparse
 import copy
 import csv
-import dataclasses
 import functools
+import graphlib
 import hashlib
 import inspect
 import itertools
@@ -44,6 +44,7 @@ import math
 import os
 import re
 import statistics
+import string
 import sys
 import sysconfig
 import time
@@ -59,7 +60,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. The idea: GPipe with blocking sends.
@@ -116,20 +117,20 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
         stages = range(rank, p * v, p)
         forward = [(s, i) for r in rounds for s in stages for i in r]
         backward = [(s, i) for r in rounds for s in reversed(stages) for i in r]
+        weights = iter([f"{s}W{i}" for s, i in backward] if name == "zero_bubble" else [])
         # So many forwards come before the first backward. Interleaved, a rank further from the end starts two earlier.
         ahead = (v - 1) * max(map(len, rounds)) + (2 if name == "interleaved_1f1b" else 1) * (p - 1 - rank)
         actions, done = [], 0
         for k, (s, i) in enumerate(backward):
+            due = k + 1 + ahead
             if name in ("naive", "gpipe"):  # a whole round of forwards, a whole round of backwards
-                ahead = -(k + 1) % (len(forward) // num_rounds)
-            actions += [f"{s}F{i}" for s, i in forward[done : k + ahead + 1]]
-            done = max(done, k + ahead + 1)
+                due = k - k % (v * len(rounds[0])) + v * len(rounds[0])
+            actions += [f"{s}F{i}" for s, i in forward[done:due]]
             actions.append(f"{s}{'I' if name == 'zero_bubble' else 'B'}{i}")
-            # Rank r has r micro-batches fewer in flight than rank 0: so many W may wait, at the same memory.
-            if name == "zero_bubble":
-                actions += ["{}W{}".format(*late) for late in backward[k - rank : k - rank + 1] if k >= rank]
-        late = backward[max(0, len(backward) - rank) :] if name == "zero_bubble" else []
-        schedule.append(actions + [f"{s}W{i}" for s, i in late])
+            done = due
+            if k >= rank:  # rank r has r micro-batches fewer in flight than rank 0: so many W may wait, at its memory
+                actions += itertools.islice(weights, 1)
+        schedule.append([*actions, *weights])
     return schedule
 
 
@@ -149,44 +150,27 @@ def simulate(schedule, cost=COST):
     schedule = flat(schedule)
     check(schedule)
     start, end = run_times(schedule, COST | dict(cost))
-    idle = max(end.values()) * len(schedule) - (sum(end.values()) - sum(start.values()))
+    busy, total = sum(end.values()) - sum(start.values()), max(end.values()) * len(schedule)
     alive = [itertools.accumulate({"F": 1, "I": 0}.get(parse(a)[1], -1) for a in actions) for actions in schedule]
-    return Simulation(start, end, idle / (max(end.values()) * len(schedule)), [max(n, default=0) for n in alive])
+    return Simulation(start, end, 1 - busy / total, [max(n, default=0) for n in alive])
 
 
 def run_times(schedule, cost=COST):
+    """-> {action: start}, {action: end}, in an order in which all of them can run."""
     rank_of = {action: rank for rank, actions in enumerate(schedule) for action in actions}
-    start, end, done, free = {}, {}, [0] * len(schedule), [0] * len(schedule)
-    while heads := {rank: actions[done[rank]] for rank, actions in enumerate(schedule) if done[rank] < len(actions)}:
-        waits = {rank: [a for a in needs(action, rank_of) if a not in end] for rank, action in heads.items()}
-        for rank, action in heads.items():
-            if not waits[rank]:
-                start[action] = max([free[rank], *(end[a] for a in needs(action, rank_of))])
-                end[action] = free[rank] = start[action] + cost.get(action.rstrip("0123456789"), cost[parse(action)[1]])
-                done[rank] += 1
-        if all(waits.values()):
-            path = [next(iter(heads))]
-            while path[-1] not in path[:-1]:
-                path.append(rank_of[waits[path[-1]][0]])
-            cycle = path[path.index(path[-1]) :]
-            texts = [f"{heads[rank]} on rank {rank} waits for {waits[rank][0]}" for rank in cycle[:-1]]
-            raise ValueError("the schedule deadlocks: " + ", behind ".join([*texts, heads[cycle[0]]]))
+    before = {action: [a for a in needs(action) if a in rank_of] for action in rank_of}
+    for actions in schedule:
+        for previous, action in itertools.pairwise(actions):
+            before[action].append(previous)
+    start, end = {}, {}
+    try:
+        for action in graphlib.TopologicalSorter(before).static_order():
+            start[action] = max((end[a] for a in before[action]), default=0)
+            end[action] = start[action] + cost.get(action.rstrip(string.digits), cost[parse(action)[1]])
+    except graphlib.CycleError as error:
+        cycle = [f"{action} (rank {rank_of[action]})" for action in reversed(error.args[1])]
+        raise ValueError(f"the schedule deadlocks: {' waits for '.join(cycle)}") from None
     return start, end
-
-
-def check(schedule):
-    """-> {stage: rank}, number of micro-batches. ValueError unless each has F and B, or F, I and W, on each stage."""
-    count, rank_of = Counter(parse(action) for actions in schedule for action in actions), {}
-    for rank, actions in enumerate(schedule):
-        for stage in {parse(action)[0] for action in actions}:
-            if rank_of.setdefault(stage, rank) != rank:
-                raise ValueError(f"stage {stage} is on two ranks, {rank_of[stage]} and {rank}")
-    num_microbatches = 1 + max((i for _, _, i in count), default=-1)
-    for stage, i in itertools.product(range(1 + max(rank_of, default=0)), range(num_microbatches or 1)):
-        kinds = "".join(kind * count[stage, kind, i] for kind in "FBIW")
-        if kinds not in ("FB", "FIW"):
-            raise ValueError(f"stage {stage}, micro-batch {i}: {kinds or 'nothing'} is done; it must be FB or FIW")
-    return rank_of, num_microbatches
 
 
 def parse(action):
@@ -195,42 +179,17 @@ def parse(action):
     return int(stage), kind, int(microbatch)
 
 
-def needs(action, among):
-    """What must be done before, as far as it is in `among`."""
+def needs(action):
+    """The actions whose outputs it takes; of the next stage's B and I, the one that there is."""
     stage, kind, i = parse(action)
     backward = [f"{stage}F{i}", f"{stage + 1}B{i}", f"{stage + 1}I{i}"]
-    return [a for a in {"F": [f"{stage - 1}F{i}"], "W": [f"{stage}I{i}"]}.get(kind, backward) if a in among]
+    return {"F": [f"{stage - 1}F{i}"], "W": [f"{stage}I{i}"]}.get(kind, backward)
 
 
 def receiver(action):
     """The stage for which its output is: activations for the next, their gradients for the one before."""
     stage, kind, _ = parse(action)
     return {"F": stage + 1, "W": stage}.get(kind, stage - 1)
-
-
-def flat(schedule):
-    """As PyTorch writes schedules -> actions alone. Idle cells and communication go; "(0F4;7B0)OVERLAP_F_B" is two."""
-    cell = re.compile(r"\d+(?:([FBIW]\d+)|(?:UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB])\d*)|")
-    result = []
-    for cells in schedule:
-        parts = [part.strip() for text in cells for part in re.sub(r"[()]|OVERLAP_F_B", "", text or "").split(";")]
-        for part in parts:
-            if not cell.fullmatch(part):
-                raise ValueError(f"rank {len(result)}: {part!r} is not stage, F, B, I or W, micro-batch, as in '2F0'")
-        result.append([part for part in parts if cell.fullmatch(part)[1]])
-    return result
-
-
-def schedule_to_csv(schedule, path):
-    """A line per rank, as PyTorch's _load_csv(path, format="compute_only") reads it."""
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(flat(schedule))
-
-
-def schedule_from_csv(path):
-    """Read what PyTorch's _dump_csv writes, in both of its formats."""
-    with open(path, newline="") as file:
-        return flat(csv.reader(file))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,15 +204,28 @@ def add_messages(schedule, rank_of):
     wait for their receivers cannot deadlock; and ranks that send to each other do so at one time, in one batch. A
     receive is posted before the actions that run meanwhile, which hide it.
     """
-    end, messages = run_times(schedule)[1], {}
-    for action, when in end.items():
-        ranks = {rank_of[parse(action)[0]], rank_of.get(receiver(action))} - {None}
-        for rank in ranks if len(ranks) == 2 else ():
-            messages.setdefault((rank, when), []).append(action)
-    program = [[(end[action], 0, action) for action in actions] for actions in schedule]
-    for (rank, when), actions in messages.items():
-        program[rank].append((when, 1, sorted(actions)))
-    return [[step for *_, step in sorted(steps, key=lambda step: step[:2])] for steps in program]
+    program = [{} for _ in schedule]  # of each rank: (time, 0) -> action, (time, 1) -> messages
+    for action, end in run_times(schedule)[1].items():
+        src, dst = rank_of[parse(action)[0]], rank_of.get(receiver(action))
+        program[src][end, 0] = action
+        for rank in {src, dst} if dst not in (None, src) else ():
+            program[rank].setdefault((end, 1), []).append(action)
+    return [[steps[when] for when in sorted(steps)] for steps in program]
+
+
+class Batch:
+    """What one step holds.
+
+    `values` has what an action leaves for a stage, by (action, stage), until that stage takes it: activations for the
+    next, their gradients for the one before, and for its own stage F leaves the graph and I what W will compute. The
+    caller is both stage -1, whose outputs are the inputs, and the stage after the last, which gets the losses.
+    """
+
+    def __init__(self):
+        self.values = {}
+        self.sent = {}  # messages that may still be on their way, whose buffers must stay
+        self.targets = self.weights = self.signatures = None  # lists, by micro-batch
+        self.failure = None  # (action, error)
 
 
 class Pipeline(nn.Module):
@@ -264,7 +236,7 @@ class Pipeline(nn.Module):
             tensors in nested tuples, lists and dicts: one argument, or several when its forward requires several.
         schedule: a name (build_schedule), or for each rank its list of actions, in PyTorch's notation.
         num_microbatches: the batch is cut into so many along dimension 0, as torch.chunk does.
-        loss_fn: loss_fn(output, target) -> mean loss of a micro-batch; loss_fn(output) when step() got no targets.
+        loss_fn: loss_fn(output, target) -> mean loss of a micro-batch.
         process_group: the ranks of this pipeline (None: the default group).
         weight: weight(target) -> how much a micro-batch counts in the batch's mean, such as its tokens that are not
             masked. By default its samples.
@@ -284,56 +256,18 @@ class Pipeline(nn.Module):
             raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
         # Weak: a group that someone holds on to after destroy_process_group() may abort the process at its exit.
         self._process_group = weakref.ref(dist.group.WORLD if process_group is None else process_group)
-        self.num_microbatches, self.loss_fn, self.weight = num_microbatches, loss_fn, weight
+        self._rank, self._peers = dist.get_rank(process_group), dist.get_process_group_ranks(self.process_group)
+        self.num_microbatches, self.loss_fn = num_microbatches, loss_fn
+        self.weight = weight or (lambda target: len(tensors(target)[0]))
         self.steps = 0  # with the seed, what dropout depends on: restore it to resume
         self.losses = None  # of the last step's micro-batches, where the last stage is
         self.timeline = []  # of the last step: (action, start, end), in seconds of the host's clock
-        self._formats = {}  # (action's kind and stage, signature of the micro-batch) -> describe() of such a message
-        stages = list(stages) if isinstance(stages, (list, tuple, nn.ModuleList)) else [stages]
-        mine, problem = None, None
-        try:
-            self._adopt(stages, schedule)
-            mine = self.schedule, [list(names) for names in tied]
-            owned = {f"{s}.{name}": p for s, module in self.stages.items() for name, p in all_parameters(module)}
-            described = {name: describe(owned[name].data) for names in tied for name in names if name in owned}
-        except ValueError as error:
-            problem = str(error)
-        everyone = self._all_gather(
-            (problem, mine, described if mine else {}, torch.initial_seed() if seed is None else seed)
-        )
-        for rank, (theirs, what, *_) in enumerate(everyone):
-            if theirs or what != everyone[0][1]:
-                raise ValueError(theirs or f"rank {rank} has another schedule or tied than rank 0: {what}")
-        self.seed = everyone[0][3]
-        described = dict(itertools.chain.from_iterable(d.items() for _, _, d, _ in everyone))
-        self._ties = [self._tie(names, owned, described) for names in tied]
+        self._formats, self._layout = {}, None  # of messages: see _message
+        self._set_up(stages, schedule, tied, seed)
         forward = [[action for action in actions if "F" in action] for actions in self.schedule]
-        rank = dist.get_rank(process_group)
-        self._program = {
-            grad: add_messages(s, self._rank_of)[rank] for grad, s in ((True, self.schedule), (False, forward))
-        }
+        self._programs = [add_messages(s, self._rank_of)[self._rank] for s in (forward, self.schedule)]
 
     process_group = property(lambda self: self._process_group())
-
-    def _adopt(self, stages, schedule):
-        p, rank, m = dist.get_world_size(self.process_group), dist.get_rank(self.process_group), self.num_microbatches
-        named = isinstance(schedule, str)
-        self.schedule = flat(build_schedule(schedule, p, m, len(stages)) if named else schedule)
-        self._rank_of, microbatches = check(self.schedule)
-        run_times(self.schedule)
-        mine = sorted(stage for stage, where in self._rank_of.items() if where == rank)
-        if (len(self.schedule), microbatches, len(mine)) != (p, m, len(stages)):
-            raise ValueError(
-                f"rank {rank} of {p} has {len(stages)} stages and {m} micro-batches; the schedule is for "
-                f"{len(self.schedule)} ranks, {len(mine)} stages here ({mine}) and {microbatches} micro-batches"
-            )
-        self.stages = nn.ModuleDict({str(index): stage for index, stage in zip(mine, stages, strict=True)})
-        self._split = {parse(action)[::2] for action in self.schedule[rank] if "I" in action}
-        self._last_backward = {parse(action)[0]: action for action in self.schedule[rank] if "F" not in action}
-        backend = dist.get_backend(self.process_group)
-        here = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self.device = next((parameter.device for parameter in self.parameters()), here)
-        self._wire = torch.device("cpu") if backend == "gloo" else self.device  # gloo sends from the host's memory
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch; adds to .grad what a loop over its micro-batches on one device would.
@@ -348,364 +282,361 @@ class Pipeline(nn.Module):
         with its text elsewhere; RuntimeError when a loss is not finite. Gradients are incomplete then.
         """
         batch = self._start(inputs, targets)
-        for step in self._program[torch.is_grad_enabled()]:
+        for step in self._programs[torch.is_grad_enabled()]:
             self._exchange(batch, step) if isinstance(step, list) else self._run(batch, step)
         return self._finish(batch)
+
+    def _run(self, batch, action):
+        """Run an action on what those that it needs have left. After a failure only messages go on: no rank hangs."""
+        stage, kind, _ = parse(action)
+        given = [batch.values.pop((source, stage)) for source in needs(action) if (source, stage) in batch.values]
+        given = [value.open(self.device) if isinstance(value, Message) else value for value in given]
+        if batch.failure:
+            return
+        run = {"F": self._forward, "W": self._backward_weights}.get(kind, self._backward)
+        began = time.perf_counter()
+        try:
+            with self._around(batch, action):
+                run(batch, action, *given)
+        except Exception as error:
+            batch.failure = action, error
+        self.timeline.append((action, began - batch.began, time.perf_counter() - batch.began))
+
+    def _forward(self, batch, action, x):
+        stage, _, i = parse(action)
+        y = call(self.stages[str(stage)], x)
+        if stage == self.num_stages - 1:
+            y = self._loss(batch, stage, i, y)
+        if torch.is_grad_enabled():
+            # Caught as they come: .grad would have them in another layout, which may round otherwise further down
+            wanted = [t for t in tensors(x) if t.requires_grad]
+            caught = [None] * len(wanted)
+            for k, leaf in enumerate(wanted):
+                leaf.register_hook(functools.partial(caught.__setitem__, k))
+            batch.values[action, stage] = caught, [t for t in tensors(y) if t.requires_grad]
+        batch.values[action, stage + 1] = tree_map_only(torch.Tensor, snapshot, y)
+
+    def _loss(self, batch, stage, i, output):
+        if batch.targets is None:  # in evaluation
+            return output
+        if batch.weights[i]:
+            loss = self.loss_fn(output, batch.targets[i])
+        else:  # a mean over nothing would be NaN
+            loss = sum(t.sum() for t in tensors(output)) * 0.0
+        share = batch.weights[i] / sum(batch.weights)  # 1 / num_microbatches: the only place that scales
+        batch.values[f"{stage + 1}B{i}", stage] = [torch.full_like(loss, share)] if loss.requires_grad else []
+        return loss
+
+    def _backward(self, batch, action, graph, gradients):
+        stage, _, i = parse(action)
+        caught, outputs = graph
+        pairs = [(y, gradient) for y, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+        if f"{stage}F{i}" in batch.sent:
+            batch.sent.pop(f"{stage}F{i}").wait()
+        batch.values[action, stage - 1] = caught
+
+    def _backward_weights(self, batch, action, deferred):
+        if deferred:  # autograd runs what was made last first: the order of a whole backward
+            torch.autograd.backward([Deferred.apply(*item) for item in reversed(deferred)])
+
+    def _exchange(self, batch, actions):
+        """Start to send and to receive outputs of actions, in one batch."""
+        operations, messages = [], []
+        for action in actions:
+            stage, to = parse(action)[0], receiver(action)
+            sending = str(stage) in self.stages
+            peer = self._peers[self._rank_of[to if sending else stage]]
+            message = self._message(batch, action, sending, peer)
+            if sending:  # buffers stay until sent: activations to their backward, others to the next such message
+                key = action if "F" in action and torch.is_grad_enabled() else action.rstrip(string.digits)
+                if key in batch.sent:
+                    batch.sent.pop(key).wait()
+                batch.sent[key] = message
+            else:
+                batch.values[action, to] = message
+            for data in message.data():
+                operations.append(dist.P2POp(dist.isend if sending else dist.irecv, data, peer, self.process_group))
+                messages.append(message)
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for message, work in zip(messages, itertools.cycle(works), strict=False):  # NCCL has one for all
+            message.works.append(work)
+
+    # ---- 4. Ranks agree: on what they are given, on each batch, and that all have succeeded, or all raise.
+
+    def _set_up(self, stages, schedule, tied, seed):
+        """Take what this rank is given, if all ranks are given what fits."""
+        mine = problem = None
+        try:
+            self._adopt(stages, schedule)
+            mine = self.schedule, [list(names) for names in tied]
+        except ValueError as error:
+            problem = str(error)
+        everyone = self._all_gather((problem, mine, torch.initial_seed() if seed is None else seed))
+        for rank, (theirs, what, _) in enumerate(everyone):
+            if theirs or what != everyone[0][1]:
+                raise ValueError(theirs or f"rank {rank} has another schedule or tied than rank 0: {what}")
+        self.seed = everyone[0][2]
+        self._ties = [self._tie(names) for names in mine[1]]
+
+    def _adopt(self, stages, schedule):
+        stages = list(stages) if isinstance(stages, (list, tuple, nn.ModuleList)) else [stages]
+        p, m = len(self._peers), self.num_microbatches
+        if isinstance(schedule, str):
+            schedule = build_schedule(schedule, p, m, len(stages))
+        self.schedule = flat(schedule)
+        self._rank_of, microbatches = check(self.schedule)
+        run_times(self.schedule)
+        mine = sorted(stage for stage, rank in self._rank_of.items() if rank == self._rank)
+        if (len(self.schedule), microbatches, len(mine)) != (p, m, len(stages)):
+            raise ValueError(
+                f"rank {self._rank} of {p} has {len(stages)} stages and {m} micro-batches; the schedule is for "
+                f"{len(self.schedule)} ranks, {len(mine)} stages here ({mine}) and {microbatches} micro-batches"
+            )
+        self.stages = nn.ModuleDict({str(index): stage for index, stage in zip(mine, stages, strict=True)})
+        self.num_stages = len(self._rank_of)
+        self._last_backward = {parse(action)[0]: action for action in self.schedule[self._rank] if "F" not in action}
+        backend = dist.get_backend(self.process_group)
+        here = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self.device = next((parameter.device for parameter in self.parameters()), here)
+        self._wire = torch.device("cpu") if backend == "gloo" else self.device  # gloo sends from the host's memory
+
+    def _start(self, inputs, targets):
+        """Cut the batch, and tell all ranks what it is like."""
+        batch, m, grad = Batch(), self.num_microbatches, torch.is_grad_enabled()
+        problem, signatures = None, [0] * m
+        try:
+            if "0" in self.stages:
+                parts = cut(inputs, m, "inputs")
+                batch.values = {(f"-1F{i}", 0): x for i, x in enumerate(parts)}
+                signatures = [digest((describe(x), grad)) for x in parts]
+            if str(self.num_stages - 1) in self.stages and (grad or targets is not None):
+                batch.targets = cut(targets, m, "targets")
+                weights = [float(self.weight(target)) for target in batch.targets]
+                if not sum(weights) > 0:
+                    raise ValueError(f"the micro-batches' weights are {weights}; their sum must be positive")
+                batch.weights = weights if len(set(weights)) > 1 else [1] * m  # equal: the plain mean, bitwise
+        except ValueError as error:
+            problem = None, error
+        layout = [(p.requires_grad, p.dtype) for p in self.parameters()]
+        changed, self._layout = layout != self._layout, layout
+        row = self._agree(problem, grad, not grad, changed, *signatures)
+        some_grad, some_no_grad, changed, *batch.signatures = row
+        if some_grad and some_no_grad:
+            raise ValueError("all ranks must call step() under torch.no_grad(), or none")
+        if changed:  # on any rank: messages may have changed on all
+            self._formats.clear()
+        for parameter in self._copies() if grad else ():
+            parameter.grad = None
+        self.timeline, batch.began = [], time.perf_counter()  # on all ranks at about one time
+        return batch
+
+    def _finish(self, batch):
+        for message in batch.sent.values():
+            message.wait()
+        end = self.num_stages
+        results = [batch.values.get((f"{end - 1}F{i}", end)) for i in range(self.num_microbatches)]
+        if batch.targets is not None and not batch.failure:
+            self.losses = [loss.detach() for loss in results]
+            finite = torch.stack(self.losses).isfinite().tolist()
+            if not all(finite):
+                i = finite.index(False)
+                error = RuntimeError(f"the loss of micro-batch {i} is {results[i].item()}")
+                batch.failure = f"{end - 1}F{i}", error
+        self._agree(batch.failure)
+        if torch.is_grad_enabled():
+            self.steps += 1
+            self._sum_tied()
+        if batch.targets is not None:
+            weighted = (loss * weight for loss, weight in zip(self.losses, batch.weights, strict=True))
+            return sum(weighted) / sum(batch.weights)
+        return tree_map(lambda *parts: torch.cat(parts), *results) if str(end - 1) in self.stages else None
+
+    def _agree(self, failure, *numbers):
+        """-> the largest of each number over all ranks. All raise when one has a failure: (action, error)."""
+        numbers = torch.tensor([failure is not None, *numbers], dtype=torch.int64, device=self._wire)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.process_group)
+        failed, *numbers = numbers.tolist()
+        if not failed:
+            return numbers
+        self._formats.clear()  # of what did not come
+        failures = self._all_gather(failure and (failure[0], type(failure[1]).__name__, str(failure[1])))
+        order = {None: 0.0} | run_times(self.schedule)[1]  # the first: others may follow from what did not come
+        rank = min((r for r, theirs in enumerate(failures) if theirs), key=lambda r: order[failures[r][0]])
+        if rank == self._rank:
+            raise failure[1]
+        action, kind, text = failures[rank]
+        raise RuntimeError(f"rank {rank} failed in {action} with {kind}: {text}") if action else ValueError(text)
+
+    def _all_gather(self, mine):
+        everyone = [None] * len(self._peers)
+        dist.all_gather_object(everyone, mine, group=self.process_group)
+        return everyone
+
+    # ---- 5. Refinements: evaluation, the form of messages, what surrounds an action, tied parameters, clipping.
 
     @torch.no_grad()
     def eval_step(self, inputs=None, targets=None):
         """Forward only; -> where the last stage is the mean loss, or without targets its outputs, concatenated."""
         return self.step(inputs, targets)
 
-    def _start(self, inputs, targets):
-        """Cut the batch, and tell all ranks what it is like."""
-        batch, m, grad = Batch(), self.num_microbatches, torch.is_grad_enabled()
-        problem, signatures, samples = None, [0] * m, [0] * m
-        try:
-            if 0 in map(int, self.stages):
-                batch.inputs = {(0, i): x for i, x in enumerate(cut(inputs, m, "inputs"))}
-                signatures = [digest(describe(x)) for x in batch.inputs.values()]
-                samples = [len(tensors(x)[0]) for x in batch.inputs.values()]
-            if str(len(self._rank_of) - 1) in self.stages and targets is not None:
-                batch.targets = cut(targets, m, "targets")
-                batch.weights = self.weight and [float(self.weight(target)) for target in batch.targets]
-                if batch.weights and not sum(batch.weights) > 0:
-                    raise ValueError(f"the micro-batches' weights are {batch.weights}; their sum must be positive")
-        except ValueError as error:
-            problem = str(error)
-        layout = [0] * dist.get_world_size(self.process_group)
-        layout[dist.get_rank(self.process_group)] = digest([(p.requires_grad, p.dtype) for p in self.parameters()])
-        row = [problem is not None, grad, not grad, *layout, *signatures, *samples]
-        wrong, some_grad, some_no_grad, *row = self._largest(row)
-        if some_grad and some_no_grad:
-            problem = "all ranks must call step() under torch.no_grad(), or none"
-        if wrong or problem:
-            raise ValueError(next(filter(None, self._all_gather(problem))))
-        batch.signatures = [digest((signature, row[: len(layout)], grad)) for signature in row[-2 * m : -m]]
-        batch.weights = batch.weights or row[-m:]
-        batch.tied_before = [[p.grad for p in parameters] for _, parameters in self._ties] if grad else []
-        for _, parameters in self._ties if grad else ():
-            for parameter in parameters:
-                parameter.grad = None
-        self.timeline, batch.began = [], time.perf_counter()
-        return batch
+    def _message(self, batch, action, sending, peer):
+        """The output of an action, on the wire.
 
-    def _run(self, batch, action):
-        """Run an action, once what it needs is here. After a failure only messages go on, so that no rank hangs."""
-        for source in needs(action, batch.arriving):
-            works, format, leaves = batch.arriving.pop(source)
-            for work in works:
-                work.wait()
-            self._take(batch, source, format, [t.to(self.device) if isinstance(t, torch.Tensor) else t for t in leaves])
-        if batch.failure:
-            return
-        run = {"F": self._forward, "W": self._backward_weights}.get(parse(action)[1], self._backward)
-        began = time.perf_counter()
-        try:
-            run(batch, action, self.stages[str(parse(action)[0])])
-        except Exception as error:
-            batch.failure = action, error
-        self.timeline.append((action, began - batch.began, time.perf_counter() - batch.began))
-
-    def _forward(self, batch, action, module):
-        stage, _, i = parse(action)
-        x = batch.inputs.pop((stage, i))
-        with (
-            microbatch_rng(self.seed, self.steps, i, stage, self.device),
-            module.no_sync() if is_data_parallel(module) else nullcontext(),
-            split_backward() if (stage, i) in self._split else nullcontext(),
-        ):
-            y = call(module, x)
-        if stage == len(self._rank_of) - 1:
-            y = self._loss(batch, stage, i, y)
-        if torch.is_grad_enabled():
-            # Caught as they come: .grad would have them in another layout, which may round otherwise further down
-            wanted = [t for t in tensors(x) if t.requires_grad and stage]
-            caught = [None] * len(wanted)
-            for k, leaf in enumerate(wanted):
-                leaf.register_hook(functools.partial(caught.__setitem__, k))
-            batch.alive[stage, i] = caught, [t for t in tensors(y) if t.requires_grad]
-        self._pass_on(batch, action, y)
-
-    def _loss(self, batch, stage, i, output):
-        if batch.targets is None and not torch.is_grad_enabled():
-            loss = output
-        elif batch.weights[i]:
-            loss = self.loss_fn(output, *(batch.targets[i : i + 1] if batch.targets else ()))
-        else:  # a mean over nothing would be NaN
-            loss = sum(t.sum() for t in tensors(output)) * 0.0
-        share = batch.weights[i] / sum(batch.weights)  # 1 / num_microbatches: the only place that scales
-        batch.gradients[stage, i] = [torch.full_like(t, share) for t in tensors(loss) if t.requires_grad]
-        batch.results[i] = tree_map(torch.detach, loss)
-        return loss
-
-    def _backward(self, batch, action, module):
-        stage, kind, i = parse(action)
-        caught, outputs = batch.alive.pop((stage, i))
-        gradients = batch.gradients.pop((stage, i))
-        pairs = [(y, gradient) for y, gradient in zip(outputs, gradients, strict=True) if gradient is not None]
-        if action == self._last_backward[stage]:
-            synchronise(module)
-        batch.deferred[stage, i] = []
-        with split_backward(batch.deferred[stage, i]) if kind == "I" else nullcontext():
-            if pairs:
-                torch.autograd.backward(*zip(*pairs, strict=True))
-        self._await_sent(batch, f"{stage}F{i}")
-        self._pass_on(batch, action, caught)
-
-    def _backward_weights(self, batch, action, module):
-        stage, _, i = parse(action)
-        computes = {}
-        for parameter, compute in batch.deferred.pop((stage, i)):
-            computes.setdefault(parameter, []).append(compute)
-        if action == self._last_backward[stage]:
-            synchronise(module)
-        if computes:  # autograd runs what was made last first: the order of a whole backward
-            torch.autograd.backward([Deferred.apply(*item) for item in reversed(computes.items())])
-
-    # ---- Messages.
-
-    def _pass_on(self, batch, action, value):
-        """Give the output of an action to the stage that needs it, without its graph."""
-        format, leaves, to = describe(value), tree_leaves(value), receiver(action)
-        if "F" in action:
-            leaves = [snapshot(leaf) for leaf in leaves]
-        if str(to) in self.stages:
-            self._take(batch, action, format, leaves)
-        elif to in self._rank_of:
-            batch.outgoing[action] = format, leaves
-
-    def _take(self, batch, action, format, leaves):
-        to, (_, kind, i) = receiver(action), parse(action)
-        if kind != "F":
-            batch.gradients[to, i] = leaves
-            return
-        abouts, spec = tree_flatten(format)
-        for leaf, about in zip(leaves, abouts, strict=True):
-            if isinstance(about, About) and about.requires_grad:
-                leaf.requires_grad_()
-        batch.inputs[to, i] = tree_unflatten(leaves, spec)
-
-    def _exchange(self, batch, actions):
-        """Start to send and to receive outputs of actions, in one batch."""
-        operations, started = [], []
-        for action in actions:
-            sending = str(parse(action)[0]) in self.stages
-            peer = self._global_rank(self._rank_of[receiver(action) if sending else parse(action)[0]])
-            format, leaves = batch.outgoing.pop(action, (None, None))
-            known = self._known_format(batch, action, sending, peer, format)
-            if known is None:
-                continue
-            if format is not None and not fits(action, format, known):
-                text = f"its output was {known} before, from inputs of the same shapes, and is now {format}"
-                batch.failure, leaves = batch.failure or (action, RuntimeError(text)), None
-            pairs = zip(tree_leaves(known), itertools.repeat(None) if leaves is None else leaves, strict=False)
-            leaves = [self._on_wire(about, leaf) for about, leaf in pairs]
-            data = [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in tensors(leaves) if t.numel()]
-            do = dist.isend if sending else dist.irecv
-            operations += [dist.P2POp(do, bytes_, peer, self.process_group) for bytes_ in data]
-            started.append((action, sending, len(data), known, leaves))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        works = iter(works if len(works) == len(operations) else works * len(operations))  # NCCL has one for all
-        for action, sending, count, known, leaves in started:
-            mine = list(itertools.islice(works, count))
-            if not sending:
-                batch.arriving[action] = mine, known, leaves
-            else:  # buffers stay until sent: activations to their backward, others to the next such message
-                key = action if "F" in action and torch.is_grad_enabled() else action.rstrip("0123456789")
-                self._await_sent(batch, key)
-                batch.sent[key] = mine, leaves
-
-    def _on_wire(self, about, leaf):
-        if not isinstance(about, About):
-            return about
-        if leaf is not None and leaf.stride() == about.stride:
-            return leaf.to(self._wire)
-        tensor = torch.empty_strided(about.shape, about.stride, dtype=about.dtype, device=self._wire)
-        # Zeros stand for a gradient that is missing this time, and for all after a failure
-        return tensor.zero_() if leaf is None else tensor.copy_(leaf)
-
-    def _known_format(self, batch, action, sending, peer, format):
-        """describe() of the message. The first of its kind has it sent before; None: its sender has failed."""
-        key = action.rstrip("0123456789"), batch.signatures[parse(action)[2]]
+        What it is like is sent before the first such message of a stage, for micro-batches of these shapes.
+        """
+        key = action.rstrip(string.digits), batch.signatures[parse(action)[2]]
+        value = batch.values.pop((action, receiver(action)), None)
         if key not in self._formats:
-            box = [format]
+            box = [describe(value)]
             (dist.send_object_list if sending else dist.recv_object_list)(box, peer, self.process_group)
-            if box[0] is None:
-                batch.failure = batch.failure or (None, None)
-                return None
             self._formats[key] = box[0]
-        return self._formats[key]
+        known = self._formats[key]
+        if value is not None and not fits(action, describe(value), known):
+            text = f"its output was {known} before, from inputs of the same shapes, and is now {describe(value)}"
+            batch.failure, value = batch.failure or (action, RuntimeError(text)), None
+        return Message(known, value, self._wire)
 
-    def _await_sent(self, batch, key):
-        for work in batch.sent.pop(key, ((), ()))[0]:
-            work.wait()
+    @contextmanager
+    def _around(self, batch, action):
+        """Random numbers of the micro-batch's own, data parallelism in the last backward, and backward in two."""
+        stage, kind, i = parse(action)
+        module, mine, deferred = self.stages[str(stage)], self.schedule[self._rank], None
+        if kind == "I":
+            batch.values[action, stage] = deferred = []
+        if action == self._last_backward[stage]:
+            synchronise(module)
+        with (
+            microbatch_rng(self.seed, self.steps, i, stage, self.device) if kind == "F" else nullcontext(),
+            getattr(module, "no_sync", nullcontext)() if kind == "F" else nullcontext(),
+            split_backward(deferred) if f"{stage}I{i}" in mine else nullcontext(),
+        ):
+            yield
 
-    # ---- The end of a step: all ranks have succeeded, or all raise.
-
-    def _finish(self, batch):
-        for key in list(batch.sent):
-            self._await_sent(batch, key)
-        results, weights = [batch.results[i] for i in sorted(batch.results)], batch.weights
-        is_loss = bool(results) and (torch.is_grad_enabled() or batch.targets is not None)
-        if is_loss and not batch.failure:
-            finite = torch.stack(results).isfinite().tolist()
-            if not all(finite):
-                i = finite.index(False)
-                action = f"{len(self._rank_of) - 1}F{i}"
-                batch.failure = action, RuntimeError(f"the loss of micro-batch {i} is {results[i].item()}")
-        if self._largest([batch.failure is not None])[0]:
-            self._raise(*batch.failure or (None, None))
-        if torch.is_grad_enabled():
-            self.steps += 1
-            self._sum_tied(batch.tied_before)
-        if not is_loss:
-            return tree_map(lambda *parts: torch.cat(parts), *results) if results else None
-        self.losses = results
-        if len(set(weights)) == 1:
-            return sum(results) / len(results)
-        return sum(loss * weight for loss, weight in zip(results, weights, strict=True)) / sum(weights)
-
-    def _raise(self, action, error):
-        texts = self._all_gather(action and (action, f"{type(error).__name__}: {error}"))
-        order = run_times(self.schedule)[1]  # the first failure: others may follow from the zeros sent after it
-        rank = min((r for r, text in enumerate(texts) if text), key=lambda r: order[texts[r][0]])
-        if rank == dist.get_rank(self.process_group):
-            raise error
-        raise RuntimeError(f"rank {rank} failed in {texts[rank][0]} with {texts[rank][1]}") from error
-
-    def _largest(self, numbers):
-        """Elementwise, over all ranks."""
-        numbers = torch.tensor(numbers, dtype=torch.int64, device=self._wire)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.process_group)
-        return numbers.tolist()
-
-    def _global_rank(self, rank):
-        return dist.get_global_rank(self.process_group, rank)
-
-    def _all_gather(self, mine):
-        everyone = [None] * dist.get_world_size(self.process_group)
-        dist.all_gather_object(everyone, mine, group=self.process_group)
-        return everyone
-
-    # ---- 4. Refinements. Tied parameters, and the norm of all gradients:
-
-    def _tie(self, names, owned, described):
-        """-> the ranks of the owners, in the order of the names, and this rank's parameters."""
-        abouts = {str(described.get(name)) for name in names}
-        if len(abouts) != 1 or "None" in abouts:
-            raise ValueError(f"tied parameters {names} must exist and be alike: {sorted(abouts)}")
+    def _tie(self, names):
+        """Give the parameters of these names one value; -> the ranks of their owners, and those of this rank."""
+        mine = {name: p for name, p in self.stages.named_parameters(remove_duplicate=False) if name in names}
+        everyone = self._all_gather({name: str(describe(p.data)) for name, p in mine.items()})
+        found = dict(itertools.chain.from_iterable(theirs.items() for theirs in everyone))
+        if not names or set(found) != set(names) or len(set(found.values())) > 1:
+            raise ValueError(f"tied parameters {names} must exist and be alike: {found}")
         ranks = list(dict.fromkeys(self._rank_of[int(name.partition(".")[0])] for name in names))
-        mine = list({id(owned[name]): owned[name] for name in names if name in owned}.values())
-        values = self._share(ranks, mine[0].data) if mine else ()
+        mine = list(dict.fromkeys(mine[name] for name in names if name in mine))
+        first = self._share(ranks, mine[0].data)[0] if mine else None
         for parameter in mine:
-            parameter.data.copy_(values[0])
+            parameter.data.copy_(first)
         return ranks, mine
 
     def _share(self, ranks, value):
         """-> the values of all `ranks`, of which this is one."""
-        here, value = dist.get_rank(self.process_group), value.to(self._wire).contiguous()
-        values = [value if rank == here else torch.empty_like(value) for rank in ranks]
+        value = value.to(self._wire).contiguous()
+        values = [value if rank == self._rank else torch.empty_like(value) for rank in ranks]
         operations = [
-            dist.P2POp(do, t.view(-1).view(torch.uint8), self._global_rank(rank), self.process_group)
+            dist.P2POp(do, tensor, self._peers[rank], self.process_group)
             for rank, received in zip(ranks, values, strict=True)
-            for do, t in ((dist.isend, value), (dist.irecv, received))
-            if rank != here
+            for do, tensor in ((dist.isend, value), (dist.irecv, received))
+            if rank != self._rank
         ]
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         return [value.to(self.device) for value in values]
 
-    def _sum_tied(self, before):
-        for (ranks, parameters), kept in zip(self._ties, before, strict=True):
-            if parameters:
-                total = sum(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+    def _copies(self):
+        """The tied parameters of this rank but for each first one, which alone keeps its gradient from step to step."""
+        return {p for ranks, mine in self._ties for p in mine[1 if self._rank == ranks[0] else 0 :]}
+
+    def _sum_tied(self):
+        for ranks, mine in self._ties:
+            if mine:
+                total = sum(torch.zeros_like(p) if p.grad is None else p.grad for p in mine)
                 total = sum(self._share(ranks, total))
-                for parameter, gradient in zip(parameters, kept, strict=True):
-                    if parameter.requires_grad:
-                        parameter.grad = total.clone() if gradient is None else gradient + total
+                for parameter in mine:
+                    parameter.grad = total.clone() if parameter.requires_grad else None
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients of all stages so that their total norm is at most `max_norm`; -> that norm, on all ranks.
 
-        A tied parameter counts once. RuntimeError on all ranks when the norm is not finite and `error_if_nonfinite`.
+        A tied parameter counts once.
         """
-        here = dist.get_rank(self.process_group)
-        again = {id(p) for ranks, parameters in self._ties for p in parameters[1 if here == ranks[0] else 0 :]}
-        held = [p for p in self.parameters() if p.grad is not None and p.numel()]
-        norms = [torch.linalg.vector_norm(p.grad, norm_type, dtype=torch.float64) for p in held if id(p) not in again]
-        mine = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *norms]).to(self._wire)
-        infinite = norm_type == math.inf
-        total = mine.max() if infinite else mine.pow(norm_type).sum()
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=self.process_group)
-        total = total if infinite else total ** (1.0 / norm_type)
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(f"the total norm of the gradients is {total.item()}; they were not clipped")
+        held, copies = [p for p in self.parameters() if p.grad is not None and p.numel()], self._copies()
+        norms = [torch.linalg.vector_norm(p.grad, norm_type, dtype=torch.float64) for p in held if p not in copies]
+        norms = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *norms])
+        mine = torch.linalg.vector_norm(norms, norm_type).to(self._wire)
+        everyone = [torch.empty_like(mine) for _ in self._peers]
+        dist.all_gather(everyone, mine, group=self.process_group)
+        total = torch.linalg.vector_norm(torch.stack(everyone), norm_type).to(self.device)
         for p in held:
             p.grad.mul_((max_norm / (total + 1e-6)).clamp(max=1.0).to(p.grad))
-        return total.to(self.device)
+        return total
 
 
-# ---- Parts of the above.
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Values between stages, and random numbers.
 
 
-class Batch:
-    """What one step holds, by (stage, micro-batch), removed as soon as it has done its service."""
+class Message:
+    """A value between two ranks: what it is like, itself with its tensors on the wire, and transfers to wait for."""
 
-    def __init__(self):
-        self.inputs, self.gradients = {}, {}  # of outputs: until F, until B or I
-        self.alive = {}  # from F to B or I: (a list that its inputs' gradients will be in, outputs)
-        self.deferred = {}  # from I to W: [(parameter, function that computes its gradient), …]
-        self.outgoing, self.arriving, self.sent = {}, {}, {}  # by action
-        self.targets = self.weights = self.signatures = None  # lists, by micro-batch
-        self.results = {}  # micro-batch -> its loss, or output of the last stage
-        self.failure = None  # (action, error); (None, None): another rank's
+    def __init__(self, format, value, wire):
+        """`value`: None where it is received, and after a failure, when zeros are sent."""
 
+        def place(like, leaf=None):
+            if not isinstance(like, torch.Tensor):
+                return like
+            if leaf is not None and leaf.stride() == like.stride():
+                return leaf.detach().to(wire)
+            tensor = torch.zeros_like(like, device=wire)  # also for a gradient that is missing this time
+            return tensor if leaf is None else tensor.copy_(leaf.detach())
 
-@dataclasses.dataclass(frozen=True)
-class About:
-    shape: tuple
-    dtype: torch.dtype
-    requires_grad: bool
-    stride: tuple = dataclasses.field(compare=False)  # kept: kernels may round otherwise on another layout
+        self.format, self.works = format, []
+        self.value = tree_map(place, format, *([] if value is None else [value]))
+
+    def data(self):
+        return [t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in tensors(self.value) if t.numel()]
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+
+    def open(self, device):
+        def move(like, leaf):
+            return leaf.to(device).requires_grad_(like.requires_grad) if isinstance(like, torch.Tensor) else leaf
+
+        self.wait()
+        return tree_map(move, self.format, self.value)
 
 
 def describe(value):
-    """The value with an About in the place of each tensor."""
+    """The value without its data: shapes, dtypes, layouts (kernels may round otherwise on another), requires_grad."""
 
-    def about(leaf):
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        dense = torch.empty_like(leaf, device="meta").stride()
-        return About(tuple(leaf.shape), leaf.dtype, leaf.requires_grad, dense)
+    def like(tensor):
+        return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
 
-    return tree_map(about, value)
+    return tree_map_only(torch.Tensor, like, value)
 
 
 def fits(action, format, known):
     """Zeros can stand for a gradient that is missing this time. Nothing else may change."""
-    return format == known if "F" in action else all(f in (None, k) for f, k in zip(format, known, strict=True))
+    if "F" in action:
+        return str(format) == str(known)
+    return all(f is None or str(f) == str(k) for f, k in zip(format, known, strict=True))
 
 
 def tensors(value):
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def snapshot(leaf):
+def snapshot(tensor):
     """Without its graph. Copied if it has none: it may be a buffer of the stage, which changes in the next forward."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach() if leaf.grad_fn is not None else leaf.detach().clone()
-    return leaf
+    detached = tensor.detach() if tensor.grad_fn is not None else tensor.detach().clone()
+    return detached.requires_grad_(tensor.requires_grad)
 
 
 def digest(value):
     """63 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
-
-
-def all_parameters(module):
-    return module.named_parameters(remove_duplicate=False)
 
 
 def call(module, x):
@@ -744,8 +675,8 @@ def microbatch_rng(seed, step, microbatch, stage, device=None):
         yield
 
 
-def is_data_parallel(stage):
-    return hasattr(stage, "no_sync") and hasattr(stage, "module")
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Data-parallel stages.
 
 
 def synchronise(stage):
@@ -753,7 +684,7 @@ def synchronise(stage):
 
     It goes by the forward before; those of the micro-batches ran in no_sync(). An empty forward outside counts as well.
     """
-    if is_data_parallel(stage):
+    if hasattr(stage, "no_sync"):
         module, stage.module = stage.module, nn.Identity()
         try:
             stage(torch.zeros((), requires_grad=True) * 1.0)
@@ -761,7 +692,8 @@ def synchronise(stage):
             stage.module = module
 
 
-# ---- Backward in two: I leaves gradients of weights in a queue, and W computes them.
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. Backward in two: I leaves gradients of weights in a queue, and W computes them.
 
 linear, queue = F.linear, None
 
@@ -823,35 +755,81 @@ class Deferred(torch.autograd.Function):
     """Its backward computes a parameter's gradient, which autograd adds to .grad; hooks see nothing unusual."""
 
     @staticmethod
-    def forward(ctx, parameter, computes):
-        ctx.computes = computes
+    def forward(ctx, parameter, compute):
+        ctx.compute = compute
         return parameter.new_zeros(())
 
     @staticmethod
     def backward(ctx, _):
-        first, *others = ctx.computes  # several: a weight used more than once
-        return sum((compute() for compute in others), first()), None
+        return ctx.compute(), None
 
 
-# ---- Cutting a model into stages.
+# ---------------------------------------------------------------------------------------------------------------------
+# 9. Schedules from elsewhere: complete, and in the form of PyTorch's files.
+
+
+def check(schedule):
+    """-> {stage: rank}, number of micro-batches. ValueError unless each has F and B, or F, I and W, on each stage."""
+    count, rank_of = Counter(parse(action) for actions in schedule for action in actions), {}
+    for rank, actions in enumerate(schedule):
+        for stage in {parse(action)[0] for action in actions}:
+            if rank_of.setdefault(stage, rank) != rank:
+                raise ValueError(f"stage {stage} is on two ranks, {rank_of[stage]} and {rank}")
+    num_microbatches = 1 + max((i for _, _, i in count), default=-1)
+    for stage, i in itertools.product(range(1 + max(rank_of, default=0)), range(num_microbatches or 1)):
+        kinds = "".join(kind * count[stage, kind, i] for kind in "FBIW")
+        if kinds not in ("FB", "FIW"):
+            raise ValueError(f"stage {stage}, micro-batch {i}: {kinds or 'nothing'} is done; it must be FB or FIW")
+    return rank_of, num_microbatches
+
+
+def flat(schedule):
+    """As PyTorch writes schedules -> actions alone. Idle cells and communication go; "(0F4;7B0)OVERLAP_F_B" is two."""
+    other = re.compile(r"[();]|OVERLAP_F_B|\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB])\d*")
+    result = [other.sub(" ", " ".join(filter(None, cells))).split() for cells in schedule]
+    for rank, actions in enumerate(result):
+        for action in actions:
+            if not re.fullmatch(r"\d+[FBIW]\d+", action):
+                raise ValueError(f"rank {rank}: {action!r} is not stage, F, B, I or W, micro-batch, as in '2F0'")
+    return result
+
+
+def schedule_to_csv(schedule, path):
+    """A line per rank, as PyTorch's _load_csv(path, format="compute_only") reads it."""
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(flat(schedule))
+
+
+def schedule_from_csv(path):
+    """Read what PyTorch's _dump_csv writes, in both of its formats."""
+    with open(path, newline="") as file:
+        return flat(csv.reader(file))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 10. Cutting a model into stages.
 
 
 def split(layers, num_stages, cost=None):
     """A list of layers -> `num_stages` nn.Sequentials, cut so that the costliest costs least.
 
-    `cost`: of each layer, such as measure_cost(); None or "parameters": its parameters.
+    `cost`: of each layer, such as measure_cost(); by default its parameters.
     """
     layers = list(layers)
-    if cost is None or isinstance(cost, str):
+    if cost is None:
         cost = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if len(cost) != len(layers) or not 1 <= num_stages <= len(layers):
         raise ValueError(f"{len(layers)} layers with {len(cost)} costs cannot be {num_stages} stages of at least one")
-    best = {0: (0, [0])}  # number of layers -> (cost of the costliest stage, where to cut)
-    for _ in range(num_stages):
-        ends = range(min(best) + 1, len(layers) + 1)
-        cuts = {e: [(max(c, sum(cost[b:e])), [*at, e]) for b, (c, at) in best.items() if b < e] for e in ends}
-        best = {e: min(options) for e, options in cuts.items()}
-    return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(best[len(layers)][1])]
+
+    @functools.cache
+    def best(stages, end):
+        """-> cost of the costliest stage, and where to cut, when so many stages have the layers before `end`."""
+        if stages == 1:
+            return sum(cost[:end]), [0, end]
+        cuts = ((b, *best(stages - 1, b)) for b in range(stages - 1, end))
+        return min((max(costliest, sum(cost[b:end])), [*at, end]) for b, costliest, at in cuts)
+
+    return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(best(num_stages, len(layers))[1])]
 
 
 @torch.no_grad()
@@ -876,12 +854,12 @@ class PacedPipeline(Pipeline):
 
     pace = 0.0
 
-    def _run(self, batch, action):
-        super()._run(batch, action)
-        if not batch.failure:
-            _, began, end = self.timeline[-1]
-            time.sleep(max(0.0, COST[parse(action)[1]] * self.pace - (end - began)))
-            self.timeline[-1] = action, began, time.perf_counter() - batch.began
+    @contextmanager
+    def _around(self, batch, action):
+        end = time.perf_counter() + COST[parse(action)[1]] * self.pace
+        with super()._around(batch, action):
+            yield
+        time.sleep(max(0.0, end - time.perf_counter()))
 
 
 def main():
@@ -931,7 +909,7 @@ def main():
     measured = pipeline._all_gather(pipeline.timeline)
     durations = {}
     for action, start, end in itertools.chain(*measured):
-        durations.setdefault(re.match(r"\d+.", action)[0], []).append(end - start)
+        durations.setdefault(action.rstrip(string.digits), []).append(end - start)
     times = simulate(pipeline.schedule, {key: statistics.median(values) for key, values in durations.items()})
     predicted = [[(action, times.start[action], times.end[action]) for action in row] for row in pipeline.schedule]
     demo.show(draw(f"predicted   {args.schedule}, {m} micro-batches, from the time of each stage's actions", predicted))
@@ -957,9 +935,7 @@ def add_arguments(parser):
     parser.add_argument("--microbatches", type=positive, default=4, metavar="M")
     parser.add_argument("--stages-per-rank", type=positive, metavar="V", help="default: 2 interleaved, 1 otherwise")
     parser.add_argument("--trace", metavar="FILE", help="write both timelines as Chrome trace JSON (ui.perfetto.dev)")
-    parser.add_argument(
-        "--action-ms", type=float, default=0.0, help="let F, I and W take at least so long, B twice that"
-    )
+    parser.add_argument("--action-ms", type=float, default=0.0, help="F, I and W take at least so long, B twice that")
 
 
 def draw(title, timelines, width=100):

@@ -126,9 +126,10 @@ def test_no_deadlock_even_when_sends_wait_for_their_receivers(name, forward_only
     ("schedule", "words"),
     [
         ([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]],
-         "0B0 on rank 0 waits for 1B0, behind 1F1 on rank 1 waits for 0F1, behind 0B0"),
-        ([["0B0", "0F0"]], "0B0 on rank 0 waits for 0F0, behind 0B0"),
-        ([["0F0", "0W0", "0I0"]], "0W0 on rank 0 waits for 0I0"),
+         "0B0 (rank 0) waits for 1B0 (rank 1) waits for 1F0 (rank 1) waits for 1B1 (rank 1) waits for 1F1 (rank 1) "
+         "waits for 0F1 (rank 0) waits for 0B0 (rank 0)"),
+        ([["0B0", "0F0"]], "0B0 (rank 0) waits for 0F0 (rank 0) waits for 0B0"),
+        ([["0F0", "0W0", "0I0"]], "0W0 (rank 0) waits for 0I0"),
         ([["0F0", "0B0"], ["1F0"]], "stage 1, micro-batch 0: F is done"),
         ([["0F0", "0F0", "0B0"]], "stage 0, micro-batch 0: FFB is done"),
         ([["0F0", "0B0", "0W0"]], "FBW is done"),
@@ -216,7 +217,7 @@ def test_split_makes_the_costliest_stage_cheapest(cost, n):
 def test_split_by_parameters_and_by_time():
     layers = [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 200), nn.Linear(200, 2)]
     assert [len(stage) for stage in pipeline.split(layers, 2)] == [3, 1]
-    assert [len(stage) for stage in pipeline.split(nn.Sequential(*layers), 3, "parameters")] == [2, 1, 1]
+    assert [len(stage) for stage in pipeline.split(nn.Sequential(*layers), 3)] == [2, 1, 1]
     costs = pipeline.measure_cost([nn.Linear(500, 500), nn.Linear(500, 5), nn.ReLU()], torch.randn(100, 500))
     assert len(costs) == 3
     assert max(costs) == costs[0] > 0
@@ -403,6 +404,56 @@ def test_values_between_stages(name, p, v):
     pool.run(p, body_values, name, 3, v)
 
 
+class Sometimes(nn.Module):
+    """Passes on a transposed layout, and something that the next stage uses in every other micro-batch only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls, self.seen = nn.Linear(6, 6), nn.Linear(6, 6), 0, []
+
+    def forward(self, value):
+        a, b = value if isinstance(value, tuple) else (value, value)
+        self.seen.append(a.stride())
+        self.calls += 1
+        y = self.first(a) + self.second(b) if self.calls % 2 else self.first(a)
+        return torch.tanh(y).t().contiguous().t(), y
+
+
+def body_sometimes():
+    ours = check_against_one_device(Sometimes, "1f1b", 4, rows=3, loss_fn=lambda y, target: F.mse_loss(y[0], target))
+    if pool.rank():
+        assert {stride for stage in ours.stages.values() for stride in stage.seen} == {(1, 3)}
+
+
+def test_layouts_are_kept_and_gradients_may_be_missing():
+    pool.run(2, body_sometimes)
+
+
+class Fickle(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+        self.dtypes = [torch.float32] * 4
+
+    def forward(self, x):
+        return super().forward(x).to(self.dtypes.pop(0))
+
+
+def body_fickle():
+    p, rank = pool.world_size(), pool.rank()
+    stage = make_layers(p, Fickle)[rank]
+    ours = Pipeline(stage, "gpipe", 2, F.mse_loss, pool.group())
+    ours.step(*make_batch(0, 4))
+    stage.dtypes = [torch.float32, torch.float64 if rank == 0 else torch.float32, torch.float32, torch.float32]
+    with pytest.raises(RuntimeError, match=r"its output was .* before, .* and is now .*float64"):
+        ours.step(*make_batch(1, 4))
+    stage.dtypes = [torch.float32] * 4
+    ours.step(*make_batch(1, 4))
+
+
+def test_an_output_that_changes_is_an_error():
+    pool.run(2, body_fickle)
+
+
 def body_shapes():
     """The last micro-batch is smaller; shapes, dtypes and what is frozen change from step to step, and back."""
     p, rank = pool.world_size(), pool.rank()
@@ -561,10 +612,19 @@ def body_memory(name, m):
     try:
         p, rank = pool.world_size(), pool.rank()
         Watched.alive = 0
-        stage = Watched()
+        stage, buffers = Watched(), []
         ours = Pipeline(stage, name, m, F.mse_loss, pool.group())
+
+        def watch(batch, action, run=ours._run):
+            run(batch, action)
+            buffers.append(sum("F" in key for key in batch.sent))
+
+        ours._run = watch
         ours.step(*make_batch(0, m))
+        del ours._run, watch
         assert stage.most == simulate(build_schedule(name, p, m)).peak_activations[rank]
+        assert max(buffers) <= stage.most  # what has been sent is not kept for longer
+        assert buffers[-1] == 0
         assert Watched.alive == 0
         stage.most = 0
         ours.eval_step(make_batch(0, m)[0], make_batch(0, m)[1])
@@ -588,7 +648,7 @@ def body_sent(name, m, v):
     for _ in range(2):  # the first also tells shapes
         with pipeline.SentBytes() as sent:
             ours.step(inputs, targets)
-    bsh, control = 2 * 6 * 4, 2 * (p - 1) / p * 8 * (3 + p + 2 * m + 1)
+    bsh, control = 2 * 6 * 4, 2 * (p - 1) / p * 8 * (4 + m + 1)
     F_, B = (v - (rank == p - 1), v - (rank == 0)) if p > 1 else (0, 0)
     assert sent.total == pytest.approx(m * (F_ + B) * bsh + control)
 
@@ -837,7 +897,7 @@ def body_raises(name, where, action):
     errors = []
     for step in range(3):
         stage.calls = 0
-        stage.action = action if rank == where and step == 1 - (action == "F0") else None
+        stage.action = action if rank == where and step == 1 - (action in ("F0", "B0")) else None
         try:
             ours.step(*make_batch(step, 8))
             errors.append(None)
@@ -851,10 +911,12 @@ def body_raises(name, where, action):
     return errors
 
 
-@pytest.mark.parametrize(("name", "where", "action"), [("1f1b", 1, "F2"), ("zero_bubble", 0, "F0"), ("gpipe", 2, "B1")])
+@pytest.mark.parametrize(
+    ("name", "where", "action"), [("1f1b", 1, "F2"), ("zero_bubble", 0, "F0"), ("gpipe", 2, "B1"), ("1f1b", 2, "B0")]
+)
 def test_a_stage_that_raises(name, where, action):
     everyone = pool.run(3, body_raises, name, where, action)
-    step = 1 - (action == "F0")
+    step = 1 - (action in ("F0", "B0"))
     for rank, errors in enumerate(everyone):
         assert [bool(error) for error in errors] == [k == step for k in range(3)]
         kind, text = errors[step]
@@ -865,7 +927,10 @@ def test_a_stage_that_raises(name, where, action):
 
 def body_nan():
     p, rank = pool.world_size(), pool.rank()
-    ours = Pipeline(make_layers(p)[rank], "1f1b", 4, F.mse_loss, pool.group())
+    stage = make_layers(p)[rank]
+    torch.manual_seed(rank)
+    ours = Pipeline(stage, "1f1b", 4, F.mse_loss, pool.group())
+    assert ours.seed == 0  # rank 0's
     inputs, targets = make_batch(0, 8)
     targets[5] = float("nan")
     with pytest.raises(RuntimeError, match="the loss of micro-batch 2 is nan"):
@@ -930,6 +995,8 @@ def body_refused(case):
         inputs = inputs[:5]
     elif case == "nothing":
         inputs = None
+    elif case == "targets":
+        targets = None
     elif case == "mode":
         torch.set_grad_enabled(not wrong)
     elif case == "weights":
@@ -949,11 +1016,12 @@ def body_refused(case):
         ("stages", "another schedule"),
         ("ranks", "rank 0 of 2 has 1 stages and 4 micro-batches; the schedule is for 3 ranks"),
         ("microbatches", "and 5 micro-batches"),
-        ("deadlock", "0B0 on rank 0 waits for 0F0"),
+        ("deadlock", "0B0 (rank 0) waits for 0F0"),
         ("tied", "must exist and be alike"),
-        ("name", "tied parameters ('0.weight', '1.wait') must exist"),
+        ("name", "tied parameters ['0.weight', '1.wait'] must exist and be alike: {'0.weight': "),
         ("chunk", "torch.chunk, not into 4; pass a batch of a multiple of 4 samples"),
         ("nothing", "inputs of shapes []"),
+        ("targets", "targets of shapes []"),
         ("mode", "under torch.no_grad(), or none"),
         ("weights", "their sum must be positive"),
     ],
