@@ -20,7 +20,7 @@ Bytes per parameter that stay allocated, with Adam; Ψ parameters, N ranks:
 
                                  weights   gradients   masters   Adam   sum   bytes sent per step
     fp32                            4          4          -       4+4    16   4Ψ·2(N-1)/N: an all-reduce of gradients
-    fp16, bf16                      2          2          4       4+4    16   2Ψ·2(N-1)/N, and 8·2(N-1)/N by a scaler
+    fp16, bf16                      2          2          4       4+4    16   2Ψ·2(N-1)/N, and 4·2(N-1)/N by a scaler
     bf16, stochastic rounding       2          2          -       4+4    12   2Ψ·2(N-1)/N
 
 step() needs 4 more for the gradients in fp32. What halves is activations, traffic and the time of matrix products.
@@ -28,12 +28,11 @@ step() needs 4 more for the gradients in fp32. What halves is activations, traff
 Run:      torchrun --nproc-per-node 2 amp.py          (python amp.py is a world of one)
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740; in fp8: 2022, arXiv 2209.05433
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's mixed-precision optimizer, Transformer Engine's fp8 recipe
-Left out: MixedPrecisionOptimizer with sparse gradients or LBFGS; fused optimizers that unscale by themselves
+Left out: MixedPrecisionOptimizer with sparse gradients or closures (LBFGS); fused optimizers that unscale themselves
 """
 
 import argparse
 import copy
-import functools
 import math
 import os
 import statistics
@@ -45,7 +44,6 @@ import warnings
 import weakref
 from contextlib import ContextDecorator, nullcontext
 from datetime import timedelta
-from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -61,11 +59,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 def mixed_precision_step(model, masters, optimizer, loss_of, scale):
-    """One step of `model`, in fp16, whose weights in fp32 are the `masters` that `optimizer` updates.
-
-    `loss_of(model)` -> the loss in fp32; `scale` is the loss scale; -> the scale for the next step.
-    """
-    (loss_of(model) * scale).backward()  # backward is linear, so this scales every gradient
+    """One step of an fp16 `model` whose fp32 `masters` the `optimizer` updates; -> the loss scale of the next step."""
+    (loss_of(model) * scale).backward()  # of a loss in fp32. Backward is linear, so this scales every gradient
     for weight, master in zip(model.parameters(), masters, strict=True):
         master.grad = weight.grad.float() / scale
         weight.grad = None
@@ -79,7 +74,145 @@ def mixed_precision_step(model, masters, optimizer, loss_of, scale):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. The scale: the largest that does not overflow, found by trying.
+# 2. The real one, around any optimizer: 16 bits in the model, 32 in the optimizer.
+
+
+class MixedPrecisionOptimizer(torch.optim.Optimizer):
+    """Turns the weights that `optimizer` holds into copies, in `dtype`, of fp32 masters, which it holds from then on.
+
+        optimizer = MixedPrecisionOptimizer(AdamW(model.parameters()), torch.float16, GradScaler("cuda"))
+        optimizer.scale(loss).backward()       # reduce gradients over ranks before what follows
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    Any optimizer will do, and learning rate schedulers work on either. Buffers, and weights that it does not hold, are
+    for the caller to convert: model.to(dtype), afterwards. `scaler`, ours or PyTorch's, is for this optimizer alone:
+    step() also updates it. Without one a rank skips a step where a gradient of its own is not finite.
+    `stochastic_rounding`, of bf16, does without masters (section 4).
+    """
+
+    def __init__(self, optimizer, dtype, scaler=None, *, stochastic_rounding=False):
+        if not dtype.is_floating_point or (stochastic_rounding and dtype != torch.bfloat16):
+            raise ValueError(f"dtype {dtype}: torch.float16 or torch.bfloat16; for stochastic_rounding the latter")
+        self.optimizer, self.dtype, self.scaler = optimizer, dtype, scaler or GradScaler(enabled=False)
+        self.stochastic_rounding, self._roundings = stochastic_rounding, 0
+        self._masters = {}  # of the weights in the model
+        self._found_inf = None  # from unscale_() to the end of the step: is a gradient not finite?
+        state = optimizer.state_dict()
+        for group in optimizer.param_groups:
+            self._take_over(group)
+        optimizer.load_state_dict(state)  # is the masters' now, and in their dtype
+        self._write_weights()
+
+    def __getattr__(self, name):  # param_groups, state, defaults, hooks: those of the optimizer
+        if name == "optimizer":  # a copy has none, as Optimizer copies its own attributes alone
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def scale(self, loss):
+        return self.scaler.scale(loss)
+
+    @torch.no_grad()
+    def unscale_(self):
+        """Cast the gradients up, into the masters' .grad, and divide by the scale; step() does it where you do not."""
+        if self._found_inf is not None:
+            return
+        self._read_weights()
+        graded = {master: weight.grad for weight, master in self._masters.items() if weight.grad is not None}
+        gradients, device = list(graded.values()), next(iter(self._masters)).device
+        # A scaler looks at the masters' gradients. Without one look at these: half the bytes.
+        self._found_inf = not self.scaler.is_enabled() and unscale_gradients(gradients, 1.0, device)
+        for master in graded:
+            master.grad = torch.empty_like(master)
+        if graded:
+            torch._foreach_copy_([master.grad for master in graded], gradients)  # few kernels for many tensors
+        self.scaler.unscale_(self.optimizer)
+
+    def clip_grad_norm_(self, max_norm):
+        """Clip the unscaled gradients to a joint norm of `max_norm`; -> their norm before, in fp32."""
+        self.unscale_()
+        return nn.utils.clip_grad_norm_(self._masters.values(), max_norm)
+
+    def step(self):
+        """Update the masters, unless a gradient is not finite, and round them into the model."""
+        self.unscale_()
+        if not self._found_inf:
+            self.scaler.step(self.optimizer)
+        self._write_weights()
+        self._end_step()
+
+    def _end_step(self):
+        self._found_inf = None
+        self.scaler.update()
+        for master in self._masters.values():
+            master.grad = None  # 4 bytes per parameter that nobody needs before the next step
+
+    def zero_grad(self, set_to_none=True):
+        if self._found_inf is not None:  # clipped, and then not stepped
+            self._end_step()
+        for weight in self._masters:
+            weight.grad = None if set_to_none or weight.grad is None else weight.grad.detach().zero_()
+
+    # ---- Between the model and the masters.
+
+    def _take_over(self, group):
+        weights = group["params"]
+        if any(weight in self._masters or not weight.is_floating_point() for weight in weights):
+            raise ValueError("some parameters appear in more than one parameter group, or are not of floating point")
+        for number, weight in enumerate(weights):
+            master = weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True).requires_grad_()
+            self._masters[weight] = group["params"][number] = master
+            weight.data = weight.data.to(self.dtype)
+
+    @torch.no_grad()
+    def _write_weights(self):
+        if self.stochastic_rounding:
+            self._roundings += 1
+            round_away(self._masters, self._roundings)
+        else:
+            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        self._versions = [weight._version for weight in self._masters]
+
+    def _read_weights(self):
+        """Masters take over what somebody else has written into the model since the last step, as load_state_dict()."""
+        for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
+            if self.stochastic_rounding:
+                master.data = weight.data.to(master.dtype)
+            elif weight._version != version:  # where the two still agree, the master has more bits
+                master.data = torch.where(master.data.to(self.dtype) == weight.data, master.data, weight.data)
+
+    # ---- State, and more weights.
+
+    def state_dict(self):
+        """The optimizer's own, and besides "master_weights", "scaler", "roundings": loading it resumes bit for bit."""
+        self._read_weights()
+        masters = [master.detach() for master in self._masters.values()]
+        ours = {"master_weights": masters, "scaler": self.scaler.state_dict(), "roundings": self._roundings}
+        return self.optimizer.state_dict() | ours
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Take over a state_dict() of this class. Raises ValueError where the master weights have other shapes."""
+        masters = state_dict["master_weights"]
+        ours, theirs = ([tuple(weight.shape) for weight in some] for some in (self._masters, masters))
+        if ours != theirs:
+            raise ValueError(f"master weights of shapes {theirs} do not fit a model with {ours}")
+        self.optimizer.load_state_dict(state_dict)
+        self.scaler.load_state_dict(state_dict["scaler"])
+        self._read_weights()
+        torch._foreach_copy_(list(self._masters.values()), masters)
+        self._write_weights()
+        self._roundings = state_dict["roundings"]
+
+    def add_param_group(self, param_group):
+        self._read_weights()
+        self.optimizer.add_param_group(param_group)
+        self._take_over(self.param_groups[-1])
+        self._write_weights()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. The scale: the largest that does not overflow, found by trying.
 
 
 class GradScaler:
@@ -92,7 +225,7 @@ class GradScaler:
 
     Arguments, defaults, methods, state and types of errors are those of torch.amp.GradScaler. Besides, `process_group`
     holds the ranks that skip together (None: the default group, where there is one): all unscale or step the same
-    optimizers in the same order, with gradients or without, and each time all-reduce 8 bytes.
+    optimizers in the same order, with gradients or without, and each time all-reduce 4 bytes.
     """
 
     def __init__(
@@ -114,10 +247,10 @@ class GradScaler:
         if process_group is not None and dist.get_world_size(process_group) < 1:
             raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
         self._device, self._enabled, self._has_scaled = device, enabled, False
-        self._state = {"scale": torch.tensor(init_scale, dtype=torch.float32).item(), "growth_factor": growth_factor}
-        self._state |= {"backoff_factor": backoff_factor, "growth_interval": growth_interval}
-        self._state["_growth_tracker"] = 0  # good steps in a row
-        self._found = {}  # since the last update, on the device: optimizer -> [a gradient is not finite, there is one]
+        scale = torch.tensor(init_scale, dtype=torch.float32).item()
+        self._state = {"scale": scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+        self._state |= {"growth_interval": growth_interval, "_growth_tracker": 0}  # good steps in a row
+        self._found = {}  # since the last update: optimizer -> 0, no gradient on any rank; 1, all finite; 2, not all
         self._stepped = set()
         # Weak: a group that someone holds on to after destroy_process_group() may abort the process at its exit.
         self._process_group = process_group and weakref.ref(process_group)
@@ -139,22 +272,19 @@ class GradScaler:
         """Divide the gradients of `optimizer` by the scale, in place, and find out whether all ranks' are finite."""
         if not self._enabled:
             return
-        group = self._shared_with()
-        if group is None and not self._has_scaled:  # of several ranks, one that computes no loss has none to scale
-            raise AssertionError(
-                "Attempted unscale_ or step, but no loss was scaled: call scaler.scale(loss) before it"
-            )
+        group = (self._process_group and self._process_group()) or dist.group.WORLD  # None: nobody has set one up
+        alone = group is None or dist.get_world_size(group) == 1
+        if alone and not self._has_scaled:  # of several ranks, one that computes no loss has none to scale
+            raise AssertionError("Attempted unscale_ or step before scaler.scale(loss)")
         if optimizer in self._found:
-            raise RuntimeError(
-                "unscale_() has already been called, or step(), on this optimizer since the last update()"
-            )
+            raise RuntimeError("unscale_() or step() has already been called on this optimizer since the last update()")
         gradients = [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32")
-        found_inf = unscale_gradients(gradients, self._state["scale"], self._device)
-        self._found[optimizer] = torch.stack([found_inf, torch.full_like(found_inf, len(gradients) > 0)])
-        if group is not None:
-            dist.all_reduce(self._found[optimizer], op=dist.ReduceOp.MAX, group=group)
+        found = unscale_gradients(gradients, self._state["scale"], self._device) + (len(gradients) > 0)
+        if not alone:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        self._found[optimizer] = found
 
     def step(self, optimizer, *args, **kwargs):
         """-> optimizer.step(*args, **kwargs); or None, and no step, where a gradient is not finite."""
@@ -166,24 +296,23 @@ class GradScaler:
             raise RuntimeError("step() has already been called since the last update()")
         if optimizer not in self._found:
             self.unscale_(optimizer)
-        found_inf, any_gradient = self._found[optimizer].tolist()  # waits for the device
-        if not any_gradient:
+        found = self._found[optimizer].item()  # waits for the device
+        if found == 0:
             raise AssertionError("No inf checks were recorded for this optimizer: it has no gradients")
-        result = None if found_inf else optimizer.step(*args, **kwargs)
         self._stepped.add(optimizer)
-        return result
+        return optimizer.step(*args, **kwargs) if found == 1 else None
 
     def update(self, new_scale=None):
         """Set the scale to `new_scale`, or adapt it to what was found since the last update."""
         if not self._enabled:
             return
-        state, found = self._state, [found.tolist() for found in self._found.values()]
+        state, found = self._state, max((found.item() for found in self._found.values()), default=0)
         if new_scale is None:
-            if not any(any_gradient for _, any_gradient in found):
+            if found == 0:
                 raise AssertionError("No inf checks were recorded prior to update")
             new_scale = state["scale"]
             state["_growth_tracker"] += 1
-            if any(found_inf for found_inf, _ in found):
+            if found == 2:
                 new_scale, state["_growth_tracker"] = new_scale * state["backoff_factor"], 0
             elif state["_growth_tracker"] == state["growth_interval"]:
                 new_scale, state["_growth_tracker"] = new_scale * state["growth_factor"], 0
@@ -191,31 +320,18 @@ class GradScaler:
         state["scale"] = new_scale if math.isfinite(new_scale) else state["scale"]
         self._found, self._stepped = {}, set()
 
-    def _shared_with(self):
-        """The process group, or None where there is nobody else."""
-        group = self._process_group and self._process_group()
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
-        return None if group is None or dist.get_world_size(group) == 1 else group
-
     def get_scale(self):
         return self._state["scale"] if self._enabled else 1.0
 
     def is_enabled(self):
         return self._enabled
 
-    def _get(self, key):
-        return self._state[key]
+    def _accessors(key):
+        return lambda self: self._state[key], lambda self, value: self._state.update({key: value})
 
-    def _set(self, key, value):
-        self._state[key] = value
-
-    get_growth_factor, set_growth_factor = partialmethod(_get, "growth_factor"), partialmethod(_set, "growth_factor")
-    get_backoff_factor, set_backoff_factor = (
-        partialmethod(_get, "backoff_factor"),
-        partialmethod(_set, "backoff_factor"),
-    )
-    get_growth_interval, set_growth_interval = (partialmethod(f, "growth_interval") for f in (_get, _set))
+    get_growth_factor, set_growth_factor = _accessors("growth_factor")
+    get_backoff_factor, set_backoff_factor = _accessors("backoff_factor")
+    get_growth_interval, set_growth_interval = _accessors("growth_interval")
 
     def state_dict(self):
         return dict(self._state) if self._enabled else {}
@@ -223,7 +339,7 @@ class GradScaler:
     def load_state_dict(self, state_dict):
         if self._enabled and not state_dict:
             raise RuntimeError("The source state dict is empty, possibly that of a disabled GradScaler")
-        self._state.update(state_dict if self._enabled else {})
+        self._state.update(state_dict)
 
     def __getstate__(self):
         if self._found:
@@ -245,174 +361,16 @@ def unscale_gradients(gradients, scale, device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The weights: 16 bits in the model, 32 in the optimizer.
+# 4. bf16 without masters: each update is made in fp32, and rounded at random such that its expectation is exact.
 
 
-class MixedPrecisionOptimizer(torch.optim.Optimizer):
-    """Turns the weights that `optimizer` holds into copies, in `dtype`, of fp32 masters, which it holds from then on.
-
-        optimizer = MixedPrecisionOptimizer(AdamW(model.parameters()), torch.float16, GradScaler("cuda"))
-        optimizer.scale(loss).backward()       # reduce gradients over ranks before what follows
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-
-    Args:
-        optimizer: any; its groups and state go on, so learning rate schedulers work on it and on this. What it does
-            not hold, as buffers and frozen weights, is for the caller to convert: model.to(dtype), afterwards.
-        dtype: of the model's weights and gradients.
-        scaler: a GradScaler (or PyTorch's) for this optimizer alone; step() also updates it. Without one a rank skips
-            a step where a gradient of its own is not finite.
-        stochastic_rounding: bf16 without masters: the update is made in fp32, and rounded up or down at random, on
-            all ranks alike, such that its expectation is exact.
-
-    Raises ValueError where dtype, stochastic_rounding and the weights do not go together.
-    """
-
-    def __init__(self, optimizer, dtype, scaler=None, *, stochastic_rounding=False):
-        if stochastic_rounding and dtype != torch.bfloat16:
-            raise ValueError(f"stochastic_rounding is from 32 bits to the 16 of torch.bfloat16, not to {dtype}")
-        self.optimizer, self.dtype, self.scaler = optimizer, dtype, scaler
-        self.stochastic_rounding, self._roundings = stochastic_rounding, 0
-        self._masters, self._versions = {}, []  # weight in the model: its master
-        self._unscaled = False
-        self._take_over(optimizer.param_groups)
-
-    def __getattr__(self, name):  # param_groups, state, defaults, hooks: those of the optimizer
-        if name == "optimizer":
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    @torch.no_grad()
-    def _take_over(self, groups):
-        weights = [weight for group in groups for weight in group["params"]]
-        if any(weight in self._masters for weight in weights):
-            raise ValueError("some parameters appear in more than one parameter group")
-        dtypes = {self.dtype, *(weight.dtype for weight in weights)}
-        if not all(dtype.is_floating_point for dtype in dtypes):
-            raise ValueError(f"weights and their copies must be of floating point, not {', '.join(map(str, dtypes))}")
-        for weight in weights:
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            master = weight.detach().to(dtype, copy=True).requires_grad_(weight.requires_grad)
-            self._masters[weight] = master
-            if state := self.optimizer.state.pop(weight, {}):
-                self.optimizer.state[master] = {key: s.to(dtype) if castable(s) else s for key, s in state.items()}
-            gradient, weight.grad = weight.grad, None
-            weight.data = weight.data.to(self.dtype)
-            weight.grad = None if gradient is None else gradient.to(self.dtype)
-        for group in groups:
-            group["params"] = [self._masters[weight] for weight in group["params"]]
-        self._round_masters()
-
-    def scale(self, loss):
-        return loss if self.scaler is None else self.scaler.scale(loss)
-
-    @torch.no_grad()
-    def unscale_(self):
-        """Cast the gradients up, into the masters' .grad, and divide by the scale; step() does it where you do not."""
-        if self._unscaled:
-            return
-        self._follow_weights()
-        graded = [(weight.grad, master) for weight, master in self._masters.items() if weight.grad is not None]
-        for _, master in graded:
-            master.grad = torch.empty_like(master)
-        copy_all([master.grad for _, master in graded], [gradient for gradient, _ in graded])
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        else:
-            self._found_inf = unscale_gradients(
-                [master.grad for _, master in graded], 1.0, next(iter(self._masters)).device
-            )
-        self._unscaled = True
-
-    def clip_grad_norm_(self, max_norm, norm_type=2.0, error_if_nonfinite=False):
-        """Clip the unscaled gradients to a joint norm of `max_norm`; -> their norm before, in fp32."""
-        self.unscale_()
-        return nn.utils.clip_grad_norm_(self._masters.values(), max_norm, norm_type, error_if_nonfinite)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """Update the masters, unless a gradient is not finite, and round them into the model. -> closure()"""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()  # which calls self.scale(loss).backward()
-        self.unscale_()
-        if self.scaler is not None:
-            self.scaler.step(self.optimizer)
-        elif not self._found_inf:
-            self.optimizer.step()
-        self._round_masters()
-        self._end_step()
-        return loss
-
-    def zero_grad(self, set_to_none=True):
-        if self._unscaled:  # clipped, and then not stepped
-            self._end_step()
-        for weight in self._masters:
-            weight.grad = None if set_to_none or weight.grad is None else weight.grad.detach().zero_()
-
-    def _end_step(self):
-        self._unscaled = False
-        if self.scaler is not None:
-            self.scaler.update()
-        for master in self._masters.values():
-            master.grad = None  # 4 bytes per parameter that nobody needs before the next step
-
-    def _follow_weights(self):
-        """Masters take over what somebody else has written into the model since the last step, as load_state_dict()."""
-        for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
-            if self.stochastic_rounding:
-                master.data = weight.data.to(master.dtype)
-            elif weight._version != version:  # where the two still agree, the master has more bits
-                master.data = torch.where(master.data.to(self.dtype) == weight.data, master.data, weight.data)
-
-    def _round_masters(self):
-        if self.stochastic_rounding:
-            self._roundings += 1
-            for number, (weight, master) in enumerate(self._masters.items()):
-                # A seed of its own, without which ranks would draw differently and end with different weights.
-                generator = torch.Generator(weight.device).manual_seed(1_000_003 * self._roundings + number)
-                weight.copy_(stochastic_round(master, generator))
-                master.data = master.data.new_empty(0)  # until the next step
-        else:
-            copy_all(list(self._masters), list(self._masters.values()))
-        self._versions = [weight._version for weight in self._masters]
-
-    # ---- State, and more weights.
-
-    def state_dict(self):
-        """The optimizer's own, and besides "master_weights" and "scaler": loading it resumes bit for bit."""
-        self._follow_weights()
-        masters = {} if self.stochastic_rounding else {"master_weights": list(self._masters.values())}
-        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
-        return self.optimizer.state_dict() | masters | scaler | {"roundings": self._roundings}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Take over a state_dict() of this class, or a plain optimizer's: then the masters stay.
-
-        Raises ValueError where the master weights have other shapes.
-        """
-        masters = [] if self.stochastic_rounding else state_dict.get("master_weights", [])
-        ours, theirs = ([tuple(master.shape) for master in some] for some in (self._masters, masters))
-        if masters and ours != theirs:
-            raise ValueError(f"master weights of shapes {theirs} do not fit a model with {ours}")
-        self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        if self.scaler is not None and "scaler" in state_dict:
-            self.scaler.load_state_dict(state_dict["scaler"])
-        self._roundings = state_dict.get("roundings", 0)
-        if masters:
-            copy_all(list(self._masters.values()), masters)
-            self._round_masters()
-
-    def add_param_group(self, param_group):
-        self.optimizer.add_param_group(param_group)
-        self._take_over(self.param_groups[-1:])
-
-
-def copy_all(targets, sources):
-    if targets:
-        torch._foreach_copy_(targets, sources)  # few kernels for many tensors
+def round_away(masters, step):
+    """Round masters into their weights, on all ranks alike, and keep none until the next step makes new ones."""
+    for number, (weight, master) in enumerate(masters.items()):
+        # A seed of its own, without which ranks would draw differently and end with different weights.
+        generator = torch.Generator(weight.device).manual_seed(1_000_003 * step + number)
+        weight.copy_(stochastic_round(master, generator))
+        master.data = master.data.new_empty(0)
 
 
 def stochastic_round(values, generator=None):
@@ -429,7 +387,7 @@ def stochastic_round(values, generator=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Or fp32 weights, and operations that cast their inputs to what suits them.
+# 5. Or fp32 weights, and operations that cast their inputs to what suits them.
 
 # Names in torch, torch.Tensor and torch.nn.functional, without the prefixes special_ and linalg_.
 LISTS = {
@@ -442,16 +400,10 @@ LISTS = {
         normalize sum nansum prod cumsum cumprod mean nanmean var std var_mean std_mean norm vector_norm matrix_norm
         frobenius_norm nuclear_norm renorm dist cdist pdist pairwise_distance cosine_similarity cross_entropy kl_div
         binary_cross_entropy binary_cross_entropy_with_logits interpolate upsample""",  # and what ends in _loss
-    "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put scatter_add tensordot",
+    "common": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put scatter_add tensordot",
 }
 KIND = {name: kind for kind, names in LISTS.items() for name in names.split()}
-
-
-class Regions(threading.local):
-    """Of one thread: the regions that it is in, innermost last, and casts of weights until it leaves the outermost."""
-
-    def __init__(self):
-        self.entered, self.casts = [], {}
+CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class autocast(ContextDecorator, TorchFunctionMode):
@@ -461,22 +413,19 @@ class autocast(ContextDecorator, TorchFunctionMode):
             loss = F.cross_entropy(model(inputs), targets)
         loss.backward()                # the gradient of a cast is a cast, so those of fp32 weights are fp32
 
-    Args:
-        dtype: torch.bfloat16 or torch.float16, for matrix products and convolutions. Reductions, norms, losses and
-            exponentials get fp32; what is in neither list gets what it is given, and promotes as ever.
-        enabled: False leaves operations alone, also within an enabled region.
-        cache_enabled: cast a weight once in the outermost region, not once per use.
+    `dtype`, torch.bfloat16 or torch.float16, is for matrix products and convolutions; reductions, norms, losses and
+    exponentials get fp32; the rest, and what is in place or has out=, gets what it is given. A region that is not
+    `enabled` leaves all alone. `cache_enabled`: a weight is cast once in the outermost region, not once per use.
 
-    Operations in place or with out= are left alone, as by torch.autocast. Unlike it,
-    - the lists are torch's for CUDA on all devices: for the CPU it keeps sums, softmax and layer_norm in 16 bits;
-    - what counts is the operation that Python calls: attention, LSTM and GRU are cast as a whole, and compositions
-      (normalize, cross_entropy) are in the lists themselves, as is binary_cross_entropy, which torch refuses on CUDA;
-    - mean, var, std, exp2 and nansum are in fp32 too;
+    Unlike torch.autocast's,
+    - the lists are those for CUDA on all devices (its own for the CPU keep sums, softmax and layer_norm in 16 bits),
+      and those that Python calls: attention, LSTM and GRU as a whole, compositions (normalize, cross_entropy), and
+      binary_cross_entropy, which it refuses; mean, var, std, exp2 and nansum are in fp32 too;
     - no cast is reused that was made under no_grad where a gradient is needed, or of a weight that has changed since;
     - the recomputation of a checkpoint is outside: give it context_fn=lambda: (nullcontext(), autocast(dtype)).
     """
 
-    regions = Regions()
+    regions = threading.local()  # of a thread: .entered, innermost last, and .casts of weights, until it has left all
 
     def __init__(self, dtype, enabled=True, cache_enabled=True):
         super().__init__()
@@ -485,6 +434,8 @@ class autocast(ContextDecorator, TorchFunctionMode):
         self.dtype, self.enabled, self.cache_enabled = dtype, enabled, cache_enabled
 
     def __enter__(self):
+        if not getattr(self.regions, "entered", None):
+            self.regions.entered, self.regions.casts = [], {}
         self.regions.entered.append(self)
         return super().__enter__()
 
@@ -496,36 +447,31 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.enabled and self.regions.entered[-1:] == [self] and kwargs.get("out") is None:
+        if self.enabled and self.regions.entered[-1] is self and kwargs.get("out") is None:
             name = getattr(func, "__name__", "").removeprefix("special_").removeprefix("linalg_")
             kind = KIND.get(name, "fp32" if name.endswith("_loss") else None)
             if kind is not None:
-                dtypes = {value.dtype for value in tree_leaves((args, kwargs)) if castable(value)}
-                widest = functools.reduce(torch.promote_types, dtypes, torch.bfloat16)
-                dtype = {"low": self.dtype, "fp32": torch.float32, "widest": widest}[kind]
+                dtypes = {getattr(value, "dtype", None) for value in tree_leaves((args, kwargs))} & CASTABLE
+                common = torch.float32 if len(dtypes) > 1 else next(iter(dtypes), None)
+                dtype = {"low": self.dtype, "fp32": torch.float32, "common": common}[kind]
                 args, kwargs = tree_map(lambda value: self._cast(value, dtype), (args, kwargs))
         return func(*args, **kwargs)
 
     def _cast(self, value, dtype):
-        if not castable(value) or value.dtype == dtype:
+        if getattr(value, "dtype", None) not in CASTABLE - {dtype}:
             return value
-        is_weight = value.is_leaf and value.requires_grad and not value.is_inference()
-        if not (is_weight and self.cache_enabled and dtype == self.dtype):
-            return value.to(dtype)
-        key = id(value), dtype, torch.is_grad_enabled()
-        weight, version, cast = self.regions.casts.get(key, (lambda: None, None, None))
-        if weight() is not value or version != value._version:
+        if not (self.cache_enabled and value.is_leaf and value.requires_grad and not value.is_inference()):
+            return value.to(dtype)  # not a weight
+        key = value, dtype, torch.is_grad_enabled()
+        version, cast = self.regions.casts.get(key, (None, None))
+        if version != value._version:
             cast = value.to(dtype)
-            self.regions.casts[key] = weakref.ref(value), value._version, cast
+            self.regions.casts[key] = value._version, cast
         return cast
 
 
-def castable(value):
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Eight bits, emulated: the factors that fp8 hardware would multiply, multiplied in the dtype of the input.
+# 6. Eight bits, emulated: the factors that fp8 hardware would multiply, multiplied in the dtype of the input.
 
 
 class Fp8Linear(nn.Module):
@@ -542,33 +488,19 @@ class Fp8Linear(nn.Module):
         self.register_buffer("amaxes", torch.zeros(3, history, device=linear.weight.device))  # of x, W and dy
 
     def forward(self, x):
-        x8 = Rounded.apply(x, self._round, 0, torch.float8_e4m3fn)
-        w8 = Rounded.apply(self.weight, self._round, 1, torch.float8_e4m3fn)
-        y = F.linear(x8, w8)
+        y = F.linear(self._round(x, 0, torch.float8_e4m3fn), self._round(self.weight, 1, torch.float8_e4m3fn))
         if y.requires_grad:
             y.register_hook(lambda dy: self._round(dy, 2, torch.float8_e5m2))
         return y if self.bias is None else y + self.bias
 
-    @torch.no_grad()
     def _round(self, x, which, dtype):
-        rounded = round_to_fp8(x, dtype, self.amaxes[which].amax())
-        amax = x.abs().amax() if x.numel() else x.new_zeros(())
-        if self.training:
-            self.amaxes[which] = self.amaxes[which].roll(1)
-            self.amaxes[which, 0] = torch.where(amax.isfinite(), amax, 0)
-        return rounded
-
-
-class Rounded(torch.autograd.Function):
-    """`rounding(x, *args)`, whose gradient is passed on to x as it is."""
-
-    @staticmethod
-    def forward(ctx, x, rounding, *args):
-        return rounding(x, *args)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None, None, None
+        with torch.no_grad():
+            rounded = round_to_fp8(x, dtype, self.amaxes[which].amax())
+            if self.training:
+                amax = x.abs().amax()
+                self.amaxes[which] = self.amaxes[which].roll(1)
+                self.amaxes[which, 0] = torch.where(amax.isfinite(), amax, 0)
+        return rounded + (x - x.detach())  # exactly `rounded`, whose gradient is passed on to x as it is
 
 
 def round_to_fp8(x, dtype, amax):
@@ -592,21 +524,20 @@ def main():
     step = data_parallel_step(demo, model, optimizer)
     demo.train(step, lambda: ([p.grad / scaler.get_scale() for p in model.parameters()], model.parameters()))
     params, grads, state = held(model.parameters(), optimizer)
+    state += held_bytes(optimizer.param_groups[0]["params"])
     psi, N = held_bytes(demo.model.parameters()), demo.ranks
-    now = (params, grads, state + held_bytes(optimizer.param_groups[0]["params"]))
-    status = demo.report("amp", now, "2(Ψ+8)(N-1)/N", 2 * (psi + 8) * (N - 1) / N)
+    status = demo.report("amp", (params, grads, state), "2(Ψ+4)(N-1)/N", 2 * (psi + 4) * (N - 1) / N)
     demo.leave(max(status, show_precisions(demo)))
 
 
-def data_parallel_step(demo, model, optimizer, region=None, divisor=1):
+def data_parallel_step(demo, model, optimizer, divisor=1):
     """-> a function that trains on this rank's part of a batch; the loss is divided by `divisor`."""
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        with region or nullcontext():
-            logits = model(inputs.chunk(demo.ranks)[demo.rank])
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            loss = language_loss(logits, targets.chunk(demo.ranks)[demo.rank])
+        logits = model(inputs.chunk(demo.ranks)[demo.rank])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = language_loss(logits, targets.chunk(demo.ranks)[demo.rank])
         getattr(optimizer, "scale", lambda loss: loss)(loss / divisor).backward()
         for parameter in model.parameters():
             parameter.grad /= demo.ranks  # before the sum, which could overflow
@@ -622,61 +553,42 @@ def show_precisions(demo, divisor=1024, band=0.02):
 
     The loss is divided as if each batch were one of 1024 that make up a step: AdamW ignores a factor, fp16 does not.
     """
-    fp16, bf16, mixed = torch.float16, torch.bfloat16, MixedPrecisionOptimizer
-    ways = {  # what makes of the optimizer another one; a trailing * marks what is expected to fail
-        "fp32": lambda optimizer: optimizer,
-        "fp16 alone *": lambda optimizer: optimizer,
-        "fp16, masters *": lambda optimizer: mixed(optimizer, fp16),
-        "fp16, masters, scaler": lambda optimizer: mixed(optimizer, fp16, GradScaler(demo.device.type)),
-        "bf16, masters": lambda optimizer: mixed(optimizer, bf16),
-        "bf16, stochastic": lambda optimizer: mixed(optimizer, bf16, stochastic_rounding=True),
-        "bf16, autocast": lambda optimizer: optimizer,
-        "fp8 products, bf16": lambda optimizer: mixed(optimizer, bf16),
+    ways = {  # arguments of MixedPrecisionOptimizer, where there is one
+        "fp32": {},
+        "fp16 (is to fail)": {"dtype": torch.float16},
+        "fp16, scaled": {"dtype": torch.float16, "scaler": GradScaler(demo.device.type)},
+        "bf16": {"dtype": torch.bfloat16},
+        "bf16, stochastic": {"dtype": torch.bfloat16, "stochastic_rounding": True},
+        "bf16, autocast": {},
     }
-    demo.show("\nprecision (* to fail)   loss             at the end     zero gradients   step    bytes per parameter")
+    demo.show("\nprecision           loss" + 44 * " " + "at the end     step   bytes per parameter")
     status, plain = 0, None
-    for name, wrap in ways.items():
+    for name, arguments in ways.items():
         torch.manual_seed(demo.args.seed)
         model = language_model(C=64, heads=2, layers=2, T=demo.T).to(demo.device)
-        model.to(fp16 if "alone" in name else torch.float32)
-        for block in model[1:-2] if "fp8" in name else ():
-            block.linear1, block.linear2 = Fp8Linear(block.linear1), Fp8Linear(block.linear2)
-        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=3e-3))
-        step = data_parallel_step(demo, model, optimizer, autocast(bf16) if "autocast" in name else None, divisor)
-        losses, times = [], []
-        for number in range(demo.args.steps):
-            start = time.perf_counter()
-            losses.append(step(*demo.batch(number)))
-            times.append(time.perf_counter() - start)
-        losses = torch.stack(losses) / demo.ranks
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        if arguments:
+            optimizer = MixedPrecisionOptimizer(optimizer, **arguments)
+        if "autocast" in name:
+            model.forward = autocast(torch.bfloat16)(model.forward)
+        step, start = data_parallel_step(demo, model, optimizer, divisor), time.perf_counter()
+        losses = torch.stack([step(*demo.batch(number)) for number in range(demo.args.steps)]) / demo.ranks
         dist.all_reduce(losses)
-        plain = losses if plain is None else plain
-        end, zeros = losses[-5:].mean().item(), [(p.grad == 0).float().mean().item() for p in model.parameters()]
+        ms, plain = 1e3 * (time.perf_counter() - start) / demo.args.steps, losses if plain is None else plain
+        end = losses[-5:].mean().item()
         off = end / plain[-5:].mean().item() - 1
-        settled = demo.args.steps >= 20  # before that, fp8 lags by the steps in which its scales had no history
-        status = max(status, settled and not (abs(off) <= band or "*" in name))
-        curve = sparkline(losses.tolist(), plain.min().item(), plain.max().item())
-        demo.show(
-            f"{name:23} {curve}  {end:5.3f} {off:+7.1%}   {statistics.mean(zeros):7.0%}       "
-            f"{1e3 * statistics.median(times):5.0f} ms   {bytes_by_kind(model, optimizer)}"
-        )
+        status = max(status, not (abs(off) <= band or "fail" in name))
+        heights = (losses - plain.min()) / (plain.max() - plain.min())
+        heights = heights.nan_to_num(1).clamp(0, 1).mul(7).round().int()[:: -(-demo.args.steps // 30)]
+        curve = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
+        params, grads, moments = held(model.parameters(), optimizer)
+        masters = held_bytes(set(optimizer.param_groups[0]["params"]) - set(model.parameters()))
+        psi = sum(parameter.numel() for parameter in model.parameters())
+        sizes = [size / psi for size in (params, grads, masters, moments / 2, moments / 2)]
+        table = " + ".join(f"{size:.0f}" for size in sizes)
+        loss = f"{curve:30} {losses[0]:.3f} → {end:.3f}"
+        demo.show(f"{name:19} {loss} {off:+12.1%} {ms:5.0f} ms   {sum(sizes):.0f} = {table}")
     return status
-
-
-def sparkline(values, low, high):
-    """About 15 of the values as bars between `low` and `high`; × where one is not finite."""
-    heights = [(v - low) / max(high - low, 1e-9) for v in values[:: -(-len(values) // 15)]]
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * min(max(h, 0), 1))] if math.isfinite(h) else "×" for h in heights)
-
-
-def bytes_by_kind(model, optimizer):
-    """What stays allocated: weights, gradients, masters, Adam's two moments."""
-    weights, held_by = list(model.parameters()), optimizer.param_groups[0]["params"]
-    masters = [] if held_by[0] is weights[0] else held_by
-    moments = ([state[moment] for state in optimizer.state.values()] for moment in ("exp_avg", "exp_avg_sq"))
-    each = [held_bytes(kind) for kind in (weights, [weight.grad for weight in weights], masters, *moments)]
-    each = [size / sum(weight.numel() for weight in weights) for size in each]
-    return f"{sum(each):.0f} = " + " + ".join(f"{size:.0f}" for size in each)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
