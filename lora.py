@@ -35,7 +35,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -62,53 +62,42 @@ def naive_lora(x, W, A, B, scaling):
 def inject_lora(
     model, r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", use_rslora=False, quantize=None, **more
 ):
-    """Put an adapter on the layers of `model` that `target_modules` names, freeze all else, and return `model`.
+    """Put an adapter on the layers of `model` that target_modules names, freeze all else, and return `model`.
 
-    Args:
-        r, lora_alpha: the rank, and α: the correction is scaled by α/r; use_rslora: by α/√r.
-        lora_dropout: probability that an element of the correction's input is dropped (not for embeddings).
-        target_modules: as peft's, of nn.Linear, nn.Embedding and nn.Conv1d to 3d. A list has whole names or their last
-            parts ("q_proj"), a string is a regular expression for whole names; "all-linear" is every nn.Linear but
-            those in nn.MultiheadAttention, which reads their weights and never calls them.
-        quantize: "nf4" keeps adapted nn.Linear weights in 4 bits (QLoRA); double_quant=True: their scales in 8.
-        init_lora_weights=True: A is Kaiming-uniform, as peft's; "gaussian": normal, as the paper's. B is zero.
-        use_dora=False: also train the norm of the weights of each output channel (DoRA).
-        adapter_name="default": a model may hold several adapters; it uses the last injected, or set_adapter()'s.
-
-    Raises:
-        ValueError: an argument is unusable, or `target_modules` finds nothing, or layers that cannot be adapted.
+    All arguments, `more` of them too: see LoRAConfig. ValueError: one is unusable, or names nothing, or names what
+    cannot be adapted.
     """
     config = LoRAConfig(r, lora_alpha, lora_dropout, target_modules, use_rslora, quantize, **more)
     targets = find_targets(model, config)
-    if target_modules == "all-linear":  # peft takes this word for models of transformers only
-        names = "|".join(re.escape(path) for places in targets.values() for path, *_ in places)
-        config = dataclasses.replace(config, target_modules=names)
     model.requires_grad_(False)
-    for layer, places in targets.items():
+    for layer, paths in targets.items():
         if isinstance(layer, LoRALayer):
             layer.add_adapter(config)
         else:
             adapted = kind_of(layer)(layer, **vars(config))
-            for _, parent, name in places:  # a layer used in two places stays one
-                setattr(parent, name, adapted)
+            for path in paths:  # a layer used in two places stays one
+                model.set_submodule(path, adapted)
     set_adapter(model, config.adapter_name)
     return model
 
 
 @dataclasses.dataclass(frozen=True)
 class LoRAConfig:
-    """One adapter: inject_lora's arguments. The first seven are fields of peft's LoraConfig as well."""
+    """One adapter. All but quantize, double_quant and adapter_name are fields of peft's LoraConfig as well."""
 
     r: int = 8
-    lora_alpha: float = 16
-    lora_dropout: float = 0.0
+    lora_alpha: float = 16  # α: the correction is scaled by α/r
+    lora_dropout: float = 0.0  # probability that an element of the correction's input is dropped (not for embeddings)
+    # Of nn.Linear, nn.Embedding and nn.Conv1d to 3d. A list has whole names or their last parts ("q_proj"), a string is
+    # a regular expression for whole names; "all-linear" is every nn.Linear but those in nn.MultiheadAttention, which
+    # reads their weights and never calls them.
     target_modules: str | list = "all-linear"
-    use_rslora: bool = False
-    quantize: str | None = None
-    init_lora_weights: bool | str = True
-    use_dora: bool = False
-    double_quant: bool = False
-    adapter_name: str = "default"
+    use_rslora: bool = False  # scaled by α/√r
+    quantize: str | None = None  # "nf4": adapted nn.Linear weights in 4 bits (QLoRA)
+    init_lora_weights: bool | str = True  # A Kaiming-uniform, as peft's; "gaussian": as the paper's. B is zero
+    use_dora: bool = False  # also train the norm of the weights of each output channel (DoRA)
+    double_quant: bool = False  # QLoRA: the scales of the 4 bits in 8
+    adapter_name: str = "default"  # a model may hold several; it uses the last injected, or set_adapter()'s
 
     def __post_init__(self):
         if not isinstance(self.r, int) or self.r < 1:
@@ -126,10 +115,7 @@ class LoRAConfig:
 
 
 class LoRALayer(nn.Module):
-    """A frozen layer, and adapters by name; the active one adds scaling · B A to the weight.
-
-    LoRALinear(layer, r=8, …), LoRAEmbedding and LoRAConv take inject_lora's keywords.
-    """
+    """A frozen layer, and adapters by name, each of a LoRAConfig; the active one adds scaling · B A to the weight."""
 
     files = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}  # peft's
     channel = 0  # the dimension of the weight along which output channels lie
@@ -143,117 +129,114 @@ class LoRALayer(nn.Module):
         self.add_adapter(LoRAConfig(*args, **kwargs))
 
     def add_adapter(self, config):
+        if config.quantize and isinstance(self.base_layer, nn.Linear):  # not a second time
+            self.base_layer = NF4Linear(self.base_layer, config.double_quant)
         weight, name = self.base_layer.weight, config.adapter_name
+        out, *others = weight.shape  # of a convolution, A has the kernel, B one of size 1
         # 16 bits are too few to add up small updates: A and B have 32 at least, as peft's.
         options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
-        self.configs[name], self.active = config, name  # active None: the base layer alone
-        self.lora_A[name], self.lora_B[name] = self.new_factors(config, options)
-        if config.quantize and isinstance(self.base_layer, nn.Linear) and not isinstance(weight, NF4):
-            del self.base_layer.weight  # from here on a module: state_dict() and .to() find its bytes
-            self.base_layer.weight = quantize_nf4(weight, double_quant=config.double_quant)
-        if config.use_dora:
-            norm = self.norm()
-            shape = norm.transpose(0, 1).shape if norm.dim() > 2 else norm.numel()  # those of peft's files
-            self.lora_magnitude[name] = nn.Parameter(norm.reshape(shape))
-
-    def new_factors(self, config, options):
-        out, *others = self.base_layer.weight.shape  # of a convolution, A has the kernel, B one of size 1
-        A = torch.empty(config.r, *others, **options)
+        self.lora_A[name] = nn.Parameter(torch.empty(config.r, *others, **options))
+        self.lora_B[name] = nn.Parameter(torch.zeros(out, config.r, *[1] * (len(others) - 1), **options))
         if config.init_lora_weights == "gaussian":
-            nn.init.normal_(A, std=1 / config.r)
+            nn.init.normal_(self.lora_A[name], std=1 / config.r)
         else:
-            nn.init.kaiming_uniform_(A, a=math.sqrt(5))
-        return nn.Parameter(A), nn.Parameter(torch.zeros(out, config.r, *[1] * (len(others) - 1), **options))
+            nn.init.kaiming_uniform_(self.lora_A[name], a=math.sqrt(5))
+        self.configs[name], self.active = config, name  # active None: the base layer alone
+        if config.use_dora:
+            self.lora_magnitude[name] = nn.Parameter(channel_norm(self))
 
     def forward(self, x):
-        y = self.base(x)
-        if self.in_use():
-            config = self.configs[self.active]
-            # In the dtype of y, which is that of x, or autocast's. A and B are small: casting them costs little.
-            A, B = self.lora_A[self.active].to(y.dtype), self.lora_B[self.active].to(y.dtype)
-            if config.lora_dropout and x.is_floating_point():
-                x = F.dropout(x, config.lora_dropout, self.training)
-            y = self.correct(y, x, A, B, config.scaling)
-            if config.use_dora:
-                y = self.rescale(y)
-        return y
+        y = self.base_layer(x)
+        if not self.in_use():
+            return y
+        config = self.configs[self.active]
+        # In the dtype of y, which is that of x, or autocast's. A and B are small: casting them costs little.
+        A, B = self.lora_A[self.active].to(y.dtype), self.lora_B[self.active].to(y.dtype)
+        if config.lora_dropout and x.is_floating_point():
+            x = F.dropout(x, config.lora_dropout, self.training)
+        y = self.correct(y, x, A, B, config.scaling)
+        return rescale(self, y) if config.use_dora else y
 
     def in_use(self):
         if self.unmerged and self.training and torch.is_grad_enabled():
             raise ValueError(f"adapter {self.active!r} is merged, and A and B get no gradient; unmerge(model) to train")
         return self.active in self.configs and not self.unmerged
 
-    def base(self, x):
-        return self.base_layer(x)
-
-    def delta(self):
-        """scaling · B A, in the shape of the weight."""
-        A, B = self.lora_A[self.active].flatten(1), self.lora_B[self.active].flatten(1)
-        return (self.configs[self.active].scaling * B @ A).view(self.base_layer.weight.shape)
+    def adapted(self):
+        """W + scaling · B A, in the shape of W."""
+        W, B, A = dense(self.base_layer.weight), self.lora_B[self.active], self.lora_A[self.active]
+        return W + (self.configs[self.active].scaling * B.flatten(1) @ A.flatten(1)).view(W.shape)
 
     @property
     def weight(self):
         """That of a plain layer of the same output. nn.TransformerEncoderLayer reads it in eval, instead of a call."""
-        weight = dense(self.base_layer.weight)
         if not self.in_use():
-            return weight
-        adapted = weight + self.delta()
+            return dense(self.base_layer.weight)
+        weight = self.adapted()
         if self.active in self.lora_magnitude:
-            adapted = adapted * self.gain()
-        return adapted.to(weight.dtype)
+            weight *= dora_gain(self).view([-1 if i == self.channel else 1 for i in range(weight.dim())])
+        return weight.to(self.base_layer.weight.dtype)
 
-    bias = property(lambda self: self.base_layer.bias)
-
-    # ---- DoRA: the weight is magnitude / norm · (W + scaling · B A), the norm being that of each output channel.
-
-    def norm(self):
-        weight = (dense(self.base_layer.weight) + self.delta()).detach()  # a constant to backward: Liu et al. §4.3
-        others = [dimension for dimension in range(weight.dim()) if dimension != self.channel]
-        return torch.linalg.vector_norm(weight, dim=others, keepdim=True)
-
-    def gain(self):
-        norm = self.norm()  # at the start equal to the magnitude, so that the gain is 1.0
-        return self.lora_magnitude[self.active].view_as(norm) / norm.clamp_min(torch.finfo(norm.dtype).tiny)
-
-    def rescale(self, y):
-        gain = self.gain().squeeze(1 - self.channel).to(y.dtype)
-        bias = getattr(self.base_layer, "bias", None)  # not to be rescaled
-        return gain * y if bias is None else gain * y + (1 - gain) * bias.view_as(gain)
+    bias = property(lambda self: getattr(self.base_layer, "bias", None))
 
 
 class LoRALinear(LoRALayer):
     def forward(self, x):
         # As rows: autograd copies y when a view of it changes in place. Strided x stays: rows could round differently.
-        y = super().forward(x.view(-1, x.shape[-1]) if x.is_contiguous() else x)
+        y = super().forward(x if x.dim() > 2 and not x.is_contiguous() else x.reshape(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def base(self, x):
-        weight = self.base_layer.weight
-        return NF4Product.apply(x, weight, self.base_layer.bias) if isinstance(weight, NF4) else self.base_layer(x)
-
     def correct(self, y, x, A, B, scaling):
-        hidden = F.linear(x, A)
-        if y.dim() == 2:  # y += in one product: the correction by itself, of y's size, never exists
-            return y.addmm_(hidden, B.t(), alpha=scaling)
-        return y + F.linear(scaling * hidden, B)
+        # Both factors lie as r rows: matrices of r columns multiply several times slower, above all in backward (MKL).
+        hidden = scaling * (A @ x.flatten(0, -2).t())
+        # y += in one product: the correction by itself, of y's size, never exists.
+        y.flatten(0, -2).addmm_(hidden.t(), B.t().contiguous())
+        return y
+
+
+def find_targets(model, config):
+    """{layer: its paths} of what config.target_modules names; ValueError where it cannot be adapted."""
+    wanted, targets, adaptable, inside = config.target_modules, {}, [], "."
+    pattern = wanted if isinstance(wanted, str) else "|".join(rf"(.*\.)?{re.escape(end)}" for end in wanted)
+    for path, layer in model.named_modules(remove_duplicate=False):
+        if not path or path.startswith(inside):  # the model itself, or what an adapted layer consists of
+            continue
+        inside, base = (f"{path}.", layer.base_layer) if isinstance(layer, LoRALayer) else (inside, layer)
+        kind, parent = kind_of(base), model.get_submodule(path.rpartition(".")[0])
+        adaptable += [path] if kind else []
+        in_attention = isinstance(parent, nn.MultiheadAttention)
+        if not (kind is LoRALinear and not in_attention if wanted == "all-linear" else re.fullmatch(pattern, path)):
+            continue
+        targets.setdefault(layer, []).append(path)
+        if not kind:
+            raise ValueError(f"{path} is a {type(base).__name__}, not one of {', '.join(k.__name__ for k in KINDS)}")
+        if getattr(base, "groups", 1) > 1:
+            raise ValueError(f"{path} has {base.groups} groups; a product B A corrects convolutions of one")
+        if in_attention and (config.lora_dropout or config.quantize):
+            raise ValueError(f"nn.MultiheadAttention only reads {path}.weight: no lora_dropout, no quantize for it")
+        if layer is not base and (layer.unmerged or config.adapter_name in layer.configs):
+            raise ValueError(f"{path} is merged, or has an adapter {config.adapter_name!r} already")
+    if not targets:
+        raise ValueError(f"target_modules {wanted!r} finds no layer; there are {', '.join(adaptable[:9]) or 'none'}")
+    return targets
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Other kinds of layers, and DoRA.
 
 
 class LoRAEmbedding(LoRALayer):
-    """As peft's: A is zero and B normal, and B A has the shape of the transposed weight."""
+    """peft calls the transposes of these factors B and A."""
 
-    files = {"lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B", "lora_magnitude": "lora_magnitude_vector"}
+    files = {"lora_B": "lora_embedding_A", "lora_A": "lora_embedding_B", "lora_magnitude": "lora_magnitude_vector"}
     channel = 1
 
-    def new_factors(self, config, options):
-        V, C = self.base_layer.weight.shape
-        A, B = torch.zeros(config.r, V, **options), torch.empty(C, config.r, **options)
-        return nn.Parameter(A), nn.Parameter(nn.init.normal_(B))
-
-    def delta(self):
-        return self.configs[self.active].scaling * (self.lora_B[self.active] @ self.lora_A[self.active]).t()
+    def add_adapter(self, config):
+        super().add_adapter(config)
+        nn.init.normal_(self.lora_A[self.active])  # as peft's
 
     def correct(self, y, x, A, B, scaling):
-        return y + scaling * F.embedding(x, A.t(), self.base_layer.padding_idx) @ B.t()
+        return y + scaling * F.embedding(x, B, self.base_layer.padding_idx) @ A
 
 
 class LoRAConv(LoRALayer):
@@ -263,51 +246,35 @@ class LoRAConv(LoRALayer):
 
 
 KINDS = {nn.Linear: LoRALinear, nn.Embedding: LoRAEmbedding}
-KINDS |= {nn.Conv1d: LoRAConv, nn.Conv2d: LoRAConv, nn.Conv3d: LoRAConv}
+KINDS |= dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), LoRAConv)
 
 
 def kind_of(layer):
     return next((kind for plain, kind in KINDS.items() if isinstance(layer, plain)), None)
 
 
-def find_targets(model, config):
-    """{layer: [(path, parent, name in parent), …]} of config.target_modules; ValueError with all that is wrong."""
-    wanted, targets, problems, seen, inside = config.target_modules, {}, [], [], "."
-    for path, layer in model.named_modules(remove_duplicate=False):
-        if not path or path.startswith(inside):  # the model itself, or what an adapted layer consists of
-            continue
-        if isinstance(layer, LoRALayer):
-            inside = f"{path}."
-        parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-        base = layer.base_layer if isinstance(layer, LoRALayer) else layer
-        in_attention = isinstance(parent, nn.MultiheadAttention)
-        if wanted == "all-linear":
-            found = isinstance(base, nn.Linear) and not in_attention
-        elif isinstance(wanted, str):
-            found = re.fullmatch(wanted, path)
-        else:
-            found = any(f".{path}".endswith(f".{end}") for end in wanted)
-        seen += [path] if kind_of(base) else []
-        if not found:
-            continue
-        targets.setdefault(layer, []).append((path, parent, name))
-        if not kind_of(base):
-            problems.append(f"{path} is a {type(base).__name__}, not one of {', '.join(k.__name__ for k in KINDS)}")
-        elif getattr(base, "groups", 1) > 1:
-            problems.append(f"{path} has {base.groups} groups; a product B A corrects convolutions of one")
-        elif in_attention and (config.lora_dropout or config.quantize):
-            problems.append(f"nn.MultiheadAttention only reads {path}.weight: no lora_dropout, no quantize for it")
-        elif layer is not base and (layer.unmerged or config.adapter_name in layer.configs):
-            problems.append(f"{path} is merged, or has an adapter {config.adapter_name!r} already")
-    if not targets:
-        problems.append(f"target_modules {wanted!r} finds no layer; there are {', '.join(seen[:9]) or 'none'}")
-    if problems:
-        raise ValueError("; ".join(problems))
-    return targets
+# DoRA: the weight is magnitude / norm · (W + scaling · B A), the norm being that of each output channel.
+
+
+def channel_norm(layer):
+    weight = layer.adapted().detach()  # a constant to backward: Liu et al. §4.3
+    others = [dimension for dimension in range(weight.dim()) if dimension != layer.channel]
+    norm = torch.linalg.vector_norm(weight, dim=others)
+    return norm if len(others) == 1 else norm.view(1, -1, *[1] * (len(others) - 1))  # the shapes of peft's files
+
+
+def dora_gain(layer):
+    norm = channel_norm(layer)  # at the start equal to the magnitude, so that the gain is 1.0
+    return layer.lora_magnitude[layer.active] / norm.clamp_min(torch.finfo(norm.dtype).tiny)
+
+
+def rescale(layer, y):
+    gain = dora_gain(layer).squeeze(0).to(y.dtype)  # an input to a convolution may be without a batch
+    return gain * y if layer.bias is None else gain * y + (1 - gain) * layer.bias.view_as(gain)  # the bias stays
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. When training is over: merge. And several adapters, switched by name.
+# 4. When training is over: merge. And several adapters, switched by name.
 
 
 def lora_layers(model, merged=None):
@@ -316,8 +283,8 @@ def lora_layers(model, merged=None):
     if not layers:
         raise ValueError(f"this {type(model).__name__} has no adapters; inject_lora(model) first")
     if wrong := [path for path, layer in layers.items() if merged is not None and bool(layer.unmerged) != merged]:
-        state, remedy = ("not merged", "merge") if merged else ("merged already", "unmerge")
-        raise ValueError(f"{state}: {', '.join(wrong)}; {remedy}(model) first")
+        text = "not merged: {}; merge(model) first" if merged else "merged already: {}; unmerge(model) first"
+        raise ValueError(text.format(", ".join(wrong)))
     return layers
 
 
@@ -327,7 +294,7 @@ def merge(model):
     A quantised W becomes dense: rounding to 4 bits again would undo much of the adapter. The model must not be sharded.
     """
     for layer in lora_layers(model, merged=False).values():
-        merged = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+        merged = nn.Parameter(layer.weight.detach().contiguous(), requires_grad=False)
         # Another parameter, since W may be tied to a layer without adapter.
         layer.unmerged, layer.base_layer.weight = (layer.base_layer.weight,), merged
 
@@ -353,26 +320,15 @@ def set_adapter(model, adapter_name):
                 parameter.requires_grad_(name == adapter_name)
 
 
-@contextmanager
-def disable_adapters(model):
-    """In here the model is the one from before inject_lora."""
-    active = next(iter(lora_layers(model).values())).active
-    set_adapter(model, None)
-    try:
-        yield
-    finally:
-        set_adapter(model, active)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Files in peft's format: adapter_config.json and adapter_model.safetensors; without that package, adapter_model.bin.
+# 5. Files in peft's format: adapter_config.json, and adapter_model.safetensors or, without that package, .bin.
 
 
-HAS_SAFETENSORS = importlib.util.find_spec("safetensors") is not None
+safetensors = importlib.util.find_spec("safetensors") and importlib.import_module("safetensors.torch")
 PEFT_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "init_lora_weights", "use_dora")
 # Fields that change what an adapter computes without a trace in the names and shapes of its tensors.
 UNSUPPORTED = ("alpha_pattern", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens", "arrow_config")
-UNSUPPORTED += ("kasa_config", "monteclora_config", "velora_config", "use_bdlora", "use_qalora", "exclude_modules")
+UNSUPPORTED += ("kasa_config", "monteclora_config", "velora_config", "use_bdlora", "use_qalora")
 
 
 def adapter_state_dict(model, adapter_name=None, state_dict=None):
@@ -382,31 +338,31 @@ def adapter_state_dict(model, adapter_name=None, state_dict=None):
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
     return {
-        f"base_model.model.{path}.{file_name}": state_dict[key].detach()
+        f"base_model.model.{path}.{layer.files[name]}": tensor.t() if isinstance(layer, LoRAEmbedding) else tensor
         for path, layer in lora_layers(model).items()
-        for own_name, file_name in layer.files.items()
-        if (key := f"{path}.{own_name}.{adapter_name or layer.active}") in state_dict
+        for name in layer.files
+        if (tensor := state_dict.get(f"{path}.{name}.{adapter_name or layer.active}")) is not None
     }
 
 
 def save_adapter(model, directory, adapter_name=None, state_dict=None):
     """Write what peft's PeftModel.from_pretrained(base_model, directory) reads. Call it on one rank."""
-    tensors = adapter_state_dict(model, adapter_name, state_dict)
-    configs = [layer.configs.get(adapter_name or layer.active) for layer in lora_layers(model).values()]
-    config, directory = next(filter(None, configs), None), Path(directory)
-    if config is None:
+    tensors, directory = adapter_state_dict(model, adapter_name, state_dict), Path(directory)
+    configs = {path: layer.configs.get(adapter_name or layer.active) for path, layer in lora_layers(model).items()}
+    if not (adapted := {path: config for path, config in configs.items() if config}):
         raise ValueError(f"no adapter {adapter_name!r} to save")
+    config = next(iter(adapted.values()))
     fields = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "bias": "none"}
-    fields |= {"fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None}
     fields |= {name: getattr(config, name) for name in PEFT_FIELDS}
-    tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+    if config.target_modules == "all-linear":  # peft takes this word for models of transformers only
+        fields["target_modules"] = "|".join(map(re.escape, adapted))
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2, sort_keys=True, default=sorted))
     for stale in directory.glob("adapter_model.*"):
         stale.unlink()
-    if HAS_SAFETENSORS:
-        save_file = importlib.import_module("safetensors.torch").save_file
-        save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+    if safetensors:
+        safetensors.save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     else:
         torch.save(tensors, directory / "adapter_model.bin")
 
@@ -414,38 +370,31 @@ def save_adapter(model, directory, adapter_name=None, state_dict=None):
 def load_adapter(model, directory, adapter_name="default"):
     """Read what save_adapter or peft wrote; -> model. Injects the adapter where the model does not have it.
 
-    Raises:
-        ValueError: the file needs what is left out here, or has other keys or shapes than the model: all are named,
-            and nothing is copied.
-        ImportError: it is a .safetensors file, and that package is missing.
+    ValueError: it needs what is left out here, or has other keys or shapes than the model: all are named, none copied.
     """
-    directory = Path(directory)
-    fields = json.loads((directory / "adapter_config.json").read_text())
-    problems = [f"{name} {fields[name]!r} is not supported" for name in UNSUPPORTED if fields.get(name)]
-    for name, supported in (("peft_type", "LORA"), ("bias", "none")):
-        if fields.get(name, supported) != supported:
-            problems.append(f"{name} {fields[name]!r} is not supported")
-    config = {name: fields[name] for name in PEFT_FIELDS if name in fields} | {"adapter_name": adapter_name}
-    if not (file := directory / "adapter_model.safetensors").exists():
-        tensors = torch.load(directory / "adapter_model.bin", map_location="cpu", weights_only=True)
-    elif HAS_SAFETENSORS:
-        tensors = importlib.import_module("safetensors.torch").load_file(file)
+    file = Path(directory) / "adapter_model.safetensors"
+    fields = json.loads(file.with_name("adapter_config.json").read_text())
+    supported = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(UNSUPPORTED)
+    if wrong := [name for name, value in supported.items() if (fields.get(name) or value) != value]:
+        raise ValueError(f"{directory}: not supported: {', '.join(f'{name} {fields[name]!r}' for name in wrong)}")
+    if not file.exists():
+        tensors = torch.load(file.with_suffix(".bin"), map_location="cpu", weights_only=True)
+    elif safetensors:
+        tensors = safetensors.load_file(file)
     else:
         raise ImportError(f"to read {file}: pip install safetensors")
-    if problems:
-        raise ValueError(f"{directory}: {'; '.join(problems)}")
+    config = {name: fields[name] for name in PEFT_FIELDS if name in fields} | {"adapter_name": adapter_name}
     if not any(adapter_name in getattr(layer, "configs", ()) for layer in model.modules()):
         inject_lora(model, **config)
     layers, own = lora_layers(model, merged=False), adapter_state_dict(model, adapter_name)
-    state = {f"base_model.model.{key}": value for key, value in model.state_dict().items()}
-    problems = [f"{key} is missing" for key in own if key not in tensors]
-    for key, tensor in tensors.items():
-        if key in own and own[key].shape != tensor.shape:
-            problems.append(f"{key} is {tuple(tensor.shape)} in the file, {tuple(own[key].shape)} in the model")
-        elif key not in own and not (key in state and torch.equal(state[key], tensor.to(state[key]))):
-            problems.append(f"{key} is not in the model")  # peft adds adapted embeddings: those may be there
-    if problems:
-        raise ValueError(f"{directory} does not fit: {'; '.join(problems)}")
+    base = {f"base_model.model.{key}": value for key, value in model.state_dict().items()}
+    # peft adds adapted embeddings: those may be there.
+    same = [key for key in tensors.keys() & base.keys() if torch.equal(base[key], tensors[key].to(base[key]))]
+    theirs, ours = ({key: tuple(tensor.shape) for key, tensor in side.items()} for side in (tensors, own))
+    if wrong := [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key not in same]:
+        text = "{} is {} in the file, {} in the model"
+        sides = (text.format(key, theirs.get(key, "missing"), ours.get(key, "missing")) for key in wrong)
+        raise ValueError(f"{directory} does not fit: {'; '.join(sides)}")
     for key, parameter in own.items():
         parameter.copy_(tensors[key])
     for layer in layers.values():
@@ -455,7 +404,7 @@ def load_adapter(model, directory, adapter_name="default"):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# QLoRA: frozen weights in 4 bits.
+# 6. QLoRA: frozen weights in 4 bits.
 
 # Quantiles of a normal distribution, so that pretrained weights use all 16 alike (Dettmers et al. §3).
 NF4_VALUES = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635)
@@ -469,8 +418,8 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
     """Round to the nearest of 16 values, relative to the largest of each block; -> what dequantize_nf4 takes.
 
     4 bits a value and 32 a block are 4.5 in all. double_quant: those 32, less their mean, in blocks of 256 to 8 bits,
-    4.127 in all. As bitsandbytes, byte for byte; only of those 8 bits, its CPU kernel (0.50) takes a neighbour now and
-    then, where two are nearly as near. ValueError: `weight` or block_size cannot be used.
+    4.127 in all. As bitsandbytes, byte for byte; only of those 8 bits, its CPU kernel (0.50) takes one nearly as near
+    now and then. ValueError: `weight` or block_size cannot be used.
     """
     if block_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
         raise ValueError(f"block_size is {block_size}; it must be a power of 2 from 32 to 4096")
@@ -488,20 +437,17 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
 @torch.no_grad()
 def dequantize_nf4(quantized, dtype=None):
     """The rounded values, in the weight's shape; dtype None: in the weight's."""
-    q, block_size = quantized, quantized.block_size
-    absmax = q.absmax
+    q, absmax, device = quantized, quantized.absmax, quantized.packed.device
     if q.mean is not None:
-        scales = q.scales.repeat_interleave(256)[: absmax.numel()]
-        absmax = dynamic_map(q.device)[absmax.int()] * scales + q.mean
+        absmax = dynamic_map(device)[absmax.int()] * q.scales.repeat_interleave(256)[: absmax.numel()] + q.mean
+    values = torch.empty(absmax.numel(), q.block_size, dtype=dtype or q.dtype, device=device)
+    missing = values.numel() // 2 - q.packed.numel()
+    pairs = (F.pad(q.packed, (0, missing)) if missing else q.packed).view(torch.uint16)
     # One look-up takes two bytes to four values. In chunks, which stay in the cache from look-up to product.
-    chunk, table = 2**19 // block_size, nf4_quads(q.device)
-    missing = absmax.numel() * block_size // 2 - q.packed.numel()
-    packed = (F.pad(q.packed, (0, missing)) if missing else q.packed).view(torch.uint16)
-    values = torch.empty(absmax.numel(), block_size, dtype=dtype or q.dtype, device=q.device)
-    for i in range(0, len(values), chunk):
-        indices = packed[i * block_size // 4 : (i + chunk) * block_size // 4].int()
-        quads = table.index_select(0, indices).view(torch.float32).view(-1, block_size)
-        torch.mul(quads, absmax[i : i + chunk, None], out=values[i : i + chunk])
+    chunk = 2**19 // q.block_size
+    for part, scale, out in zip(pairs.split(2**17), absmax[:, None].split(chunk), values.split(chunk), strict=True):
+        quads = nf4_quads(device).index_select(0, part.int())
+        torch.mul(quads.view(torch.float32).view_as(out), scale, out=out)
     return values.flatten()[: q.shape.numel()].view(q.shape)
 
 
@@ -517,10 +463,24 @@ class NF4(nn.Module):
         self.register_buffer("mean", mean)  # of all, float32
 
     device = property(lambda self: self.packed.device)
-    nbytes = property(lambda self: sum(buffer.nbytes for buffer in self.buffers()))
 
     def _apply(self, fn, recurse=True):  # as bytes: model.half() must not round the scales
         return super()._apply(lambda buffer: fn(buffer.view(torch.uint8)).view(buffer.dtype), recurse)
+
+
+class NF4Linear(nn.Module):
+    """A frozen nn.Linear with its weight in 4 bits; while merged it has a plain one."""
+
+    def __init__(self, linear, double_quant):
+        super().__init__()
+        self.weight, self.bias = quantize_nf4(linear.weight, double_quant=double_quant), linear.bias
+
+    def forward(self, x):
+        product = NF4Product.apply if isinstance(self.weight, NF4) else F.linear
+        return product(x, self.weight, self.bias)
+
+
+KINDS[NF4Linear] = LoRALinear
 
 
 class NF4Product(torch.autograd.Function):
@@ -565,24 +525,22 @@ def dynamic_map(device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data parallelism: what does not train does not travel.
+# 7. Data parallelism: what does not train does not travel.
 
 
 def average_adapters(model, process_group=None):
-    """Call this between backward and step: the mean over ranks of what trains, in one all-reduce for each dtype.
+    """Call this between backward and step: the mean over ranks of what trains, in one all-reduce.
 
     Ranks must start from the same A: from the same seed, or in ddp.py, which broadcasts, checks, and overlaps.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
-        same = [parameter for parameter in trained if parameter.dtype == dtype]
-        # Unused on this rank only? All ranks must issue the same collectives.
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=process_group)
-        flat /= dist.get_world_size(process_group)
-        for parameter, mean in zip(same, flat.split([p.numel() for p in same]), strict=True):
-            parameter.grad = mean.view_as(parameter)
+    # Unused on this rank only? All ranks must issue the same collectives.
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])  # in the widest of their dtypes
+    dist.all_reduce(flat, group=process_group)
+    flat /= dist.get_world_size(process_group)
+    for parameter, mean in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+        parameter.grad = mean.view_as(parameter).to(parameter.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -591,70 +549,61 @@ def average_adapters(model, process_group=None):
 TARGETS = ("linear1", "linear2")
 
 
-class Trained(nn.Sequential):
-    """A model whose parameters() are those that train: Demo compares all that there are."""
+def train(demo, name, model, lr, compare=False):
+    """Data-parallel; -> bytes held (weights, gradients, optimizer), and a line about it."""
+    trained, times = [parameter for parameter in model.parameters() if parameter.requires_grad], []
+    optimizer = torch.optim.AdamW(trained, lr=lr)
 
-    def parameters(self, recurse=True):
-        return (parameter for parameter in super().parameters(recurse) if parameter.requires_grad)
-
-
-class Trainer:
-    """Trains what is trainable in `model`, data-parallel."""
-
-    def __init__(self, demo, model, lr):
-        self.demo, self.model, self.times = demo, Trained(model), []
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-
-    def step(self, inputs, targets):
-        start, ranks, rank = time.perf_counter(), self.demo.ranks, self.demo.rank
-        self.optimizer.zero_grad()
-        loss = language_loss(self.model(inputs.chunk(ranks)[rank]), targets.chunk(ranks)[rank])
+    def step(inputs, targets):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = language_loss(model(inputs.chunk(demo.ranks)[demo.rank]), targets.chunk(demo.ranks)[demo.rank])
         loss.backward()
-        average_adapters(self.model)
-        self.optimizer.step()
-        self.times.append(time.perf_counter() - start)
+        average_adapters(model)
+        optimizer.step()
+        times.append(time.perf_counter() - start)
         return loss
 
-    def train(self):
-        for number in range(self.demo.args.steps):
-            self.step(*self.demo.batch(number))
-        return self
-
-    @torch.no_grad()
-    def show(self, name):
-        trained = sum(parameter.numel() for parameter in self.model.parameters())
-        weights = held_bytes([*self.model[0].parameters(), *self.model.buffers()])
-        total = (weights + sum(held(self.model.parameters(), self.optimizer)[1:])) / 1e6
-        inputs, targets = self.demo.batch(-1)  # not one of the steps'
-        loss, ms = language_loss(self.model.eval()(inputs), targets), 1e3 * statistics.median(self.times)
-        self.demo.show(f"{name:12}{trained:9,} trained   held {total:4.1f} MB   loss {loss:.3f}   {ms:.0f} ms per step")
+    if compare:
+        demo.train(step, lambda: ([parameter.grad for parameter in trained], trained))
+    else:
+        for number in range(demo.args.steps):
+            step(*demo.batch(number))
+    held_here = held_bytes([*model.parameters(), *model.buffers()]), *held(trained, optimizer)[1:]
+    inputs, targets = demo.batch(-1)  # not one of the steps'
+    with torch.no_grad():
+        loss = language_loss(model.eval()(inputs), targets)
+    size, mb, ms = sum(p.numel() for p in trained), sum(held_here) / 1e6, 1e3 * statistics.median(times)
+    return held_here, f"{name:12}{size:9,} trained   held {mb:4.1f} MB   loss {loss:.3f}   {ms:.0f} ms per step"
 
 
 def main():
     demo = Demo(bitwise=2)
     demo.stop_if(demo.read_text(None))
     pretrained = demo.model
-    Trainer(demo, pretrained, lr=2e-3).train()
+    train(demo, "", pretrained, lr=2e-3)
     topics = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"  # prose, after source code
     demo.stop_if(demo.read_text(demo.args.data or topics))
 
-    lora = Trainer(demo, inject_lora(copy.deepcopy(pretrained), target_modules=TARGETS), lr=3e-3)
-    demo.model = copy.deepcopy(lora.model)
-    demo.optimizer = torch.optim.AdamW(demo.model.parameters(), lr=3e-3)
-    demo.train(lora.step, lambda: ([parameter.grad for parameter in lora.model.parameters()], lora.model.parameters()))
-    demo.model, N = demo.model[0], demo.ranks
-    weights = [layer.base_layer.weight for layer in lora_layers(demo.model).values()]
+    lora = inject_lora(copy.deepcopy(pretrained), target_modules=TARGETS)
+    demo.model = copy.deepcopy(lora)
+    trained = [parameter for parameter in demo.model.parameters() if parameter.requires_grad]
+    demo.model.parameters = lambda: trained  # what it compares
+    demo.optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    held_here, line = train(demo, "LoRA", lora, lr=3e-3, compare=True)
+    del demo.model.parameters
+    N, weights = demo.ranks, [layer.base_layer.weight for layer in lora_layers(lora).values()]
     phi = sum(8 * sum(weight.shape) * weight.element_size() for weight in weights)
-    held_here = held(lora.model[0].parameters(), lora.optimizer)
     status = demo.report("lora", held_here, "2Φ(N-1)/N", 2 * phi * (N - 1) / N)
 
-    Trainer(demo, copy.deepcopy(pretrained), lr=1e-3).train().show("full")
-    lora.show("LoRA")
+    demo.show(train(demo, "full", copy.deepcopy(pretrained), lr=1e-3)[1])
+    demo.show(line)
     qlora = inject_lora(pretrained, target_modules=TARGETS, quantize="nf4", double_quant=True)
-    Trainer(demo, qlora, lr=3e-3).train().show("QLoRA")
+    demo.show(train(demo, "QLoRA", qlora, lr=3e-3)[1])
     layer = next(iter(lora_layers(qlora).values()))
-    exact, size = layer.weight.detach(), layer.delta().norm()
-    errors = [(merged - exact).norm() / size for merged in (exact.bfloat16(), dequantize_nf4(quantize_nf4(exact)))]
+    exact = layer.weight.detach()
+    size = (exact - dense(layer.base_layer.weight)).norm()
+    errors = [(merged - exact).norm() / size for merged in (exact.bfloat16(), dense(quantize_nf4(exact)))]
     demo.show("merging     adds an error of {:.1%} of the adapter in bfloat16, {:.0%} back in 4 bits".format(*errors))
     demo.show("GPT-3       " + ", ".join(f"r = {r}: {gpt3_parameters(r):,}" for r in (1, 4, 8)) + " trained")
     demo.leave(status)

@@ -132,7 +132,7 @@ def test_every_kind_equals_the_layer_with_its_dense_weight(layer, dora):
     inputs = [torch.randn(size).double() for size in sizes]
     if isinstance(layer, nn.Embedding):
         inputs = [torch.randint(3, 9, (3, 5))]
-        assert torch.autograd.grad(adapted(torch.tensor([2])).sum(), adapted.lora_A["default"])[0].abs().max() == 0
+        assert torch.autograd.grad(adapted(torch.tensor([2])).sum(), adapted.lora_B["default"])[0].abs().max() == 0
     for x in inputs:
         assert_equal(adapted(x).detach(), dense(x).detach(), exact=False)
     # gradients of the factors, through the dense weight
@@ -150,6 +150,8 @@ def test_initial_factors():
         A = lora.LoRALinear(nn.Linear(400, 2), r=50, init_lora_weights=init).lora_A["default"]
         assert abs(A.std() / std - 1) < 0.03
         assert (A.abs().max() < 1 / 20) == (init is True)
+    A = lora.LoRAEmbedding(nn.Embedding(3, 400), r=50).lora_A["default"]  # N(0, 1), as peft's
+    assert abs(A.std() - 1) < 0.03
 
 
 def test_dora_is_its_formula():
@@ -179,6 +181,8 @@ def test_dropout_is_before_A_only_and_off_in_eval():
     assert not torch.equal(layer(x), ours)
     assert torch.equal(layer.eval()(x), layer(x))
     assert_equal(layer(x), F.linear(x, layer.weight, layer.bias), exact=False)
+    embedding = fill(lora.LoRAEmbedding(nn.Embedding(11, 4), lora_dropout=0.5))
+    assert torch.equal(embedding(TOKENS), embedding(TOKENS))  # tokens are not dropped
 
 
 def test_a_frozen_layers_input_is_not_kept_and_no_tensor_of_the_outputs_size_is():
@@ -190,10 +194,13 @@ def test_a_frozen_layers_input_is_not_kept_and_no_tensor_of_the_outputs_size_is(
     assert max(saved) == layer.base_layer.weight.numel()  # 300 · 4000 would be the output
 
 
-def test_autocast_and_a_transposed_input():
+def test_autocast_and_strided_inputs():
     layer, x = nn.Linear(6, 5), torch.randn(6, 2, 3).permute(1, 2, 0)
     adapted = lora.LoRALinear(copy.deepcopy(layer), r=2)
     assert torch.equal(adapted(x), layer(x))
+    strided = fill(copy.deepcopy(adapted).double())
+    for other in (x.double(), torch.randn(4, 12).double()[:, ::2], torch.randn(12).double()[::2]):
+        assert_equal(strided(other), F.linear(other, strided.weight, strided.bias), exact=False)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(adapted(x), layer(x))
         fill(adapted)(x).sum().backward()
@@ -236,6 +243,14 @@ def test_target_modules(target_modules, expected):
     model = nn.ModuleList([block, head])
     assert lora.inject_lora(model, target_modules=target_modules) is model
     assert trained_names(model) == expected
+
+
+def test_names_are_whole_and_adapted_layers_are_not_looked_into():
+    model = nn.ModuleDict({"a_b": nn.Linear(2, 2), "a": nn.ModuleDict({"b": nn.Linear(2, 2)})})
+    assert trained_names(lora.inject_lora(model, target_modules=["a.b"])) == {"a.b"}
+    lora.inject_lora(model, adapter_name="second")
+    assert trained_names(model) == {"a_b", "a.b"}
+    assert type(model["a"]["b"].base_layer) is nn.Linear
 
 
 REFUSED = [
@@ -316,8 +331,7 @@ def test_training_equals_training_the_factors_of_dense_weights(optimizer):
         weights = {}
         for path, A, B in zip(layers, flat[::2], flat[1::2], strict=True):
             W = plain.get_parameter(f"{path}.weight").detach()
-            delta = 2 / 3 * (B @ A).t() if path == "embed" else 2 / 3 * (B.flatten(1) @ A.flatten(1)).view(W.shape)
-            weights[f"{path}.weight"] = W + delta
+            weights[f"{path}.weight"] = W + 2 / 3 * (B.flatten(1) @ A.flatten(1)).view(W.shape)
         optimizers[1].zero_grad()
         loss_of(torch.func.functional_call(plain, weights, TOKENS.roll(step))).backward()
         train_step(model, TOKENS.roll(step))
@@ -345,6 +359,8 @@ def test_merge_and_unmerge(dora, quantize, dtype):
         output = model(TOKENS)
         lora.merge(model)
         merged = model(TOKENS)
+        assert torch.equal(model.train()(TOKENS), merged)
+    assert torch.equal(model.eval()(TOKENS), merged)  # a gradient may be wanted of the input
     for layer in lora.lora_layers(model).values():
         assert layer.base_layer.weight.dtype == dtype  # dense, also where W was quantised
         assert not torch.equal(layer.base_layer.weight, layer.unmerged[0]) if quantize is None else True
@@ -355,9 +371,10 @@ def test_merge_and_unmerge(dora, quantize, dtype):
     model.train()
     with pytest.raises(ValueError, match="'default' is merged"):
         model(TOKENS)
-    for wrong in (lambda: lora.set_adapter(model, "default"), lora.disable_adapters(model).__enter__):
-        with pytest.raises(ValueError, match="merged already"):
-            wrong()
+    with pytest.raises(ValueError, match="merged already"):
+        lora.set_adapter(model, None)
+    with pytest.raises(ValueError, match="embed is merged"):
+        lora.inject_lora(model, target_modules=ALL, adapter_name="second")
     lora.unmerge(model)
     after = model.state_dict()
     assert before.keys() == after.keys()
@@ -384,8 +401,10 @@ def test_several_adapters_switched_by_name():
     assert trained_names(model) == {"mlp.up"}
     fill(model, seed=0)
     third = model(TOKENS)
-    with lora.disable_adapters(model):
-        assert torch.equal(model(TOKENS), plain(TOKENS))
+    lora.set_adapter(model, None)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    assert trained_names(model) == set()
+    lora.set_adapter(model, "default")
     assert torch.equal(model(TOKENS), third)
     assert not torch.equal(third, first)
     assert not torch.equal(first, second)
@@ -421,7 +440,7 @@ def test_keys_and_fields_are_peft_s(tmp_path):
 @pytest.mark.parametrize("injected", [False, True])
 def test_an_adapter_is_loaded_as_it_was_saved(tmp_path, target_modules, injected):
     arguments = {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": target_modules}
-    model = fill(lora.inject_lora(make_net(), **arguments)).eval()
+    model = fill(lora.inject_lora(make_net(), **arguments, adapter_name="ours")).eval()
     lora.save_adapter(model, tmp_path)
     (tmp_path / "adapter_model.old").write_text("")
     lora.save_adapter(model, tmp_path)
@@ -434,15 +453,24 @@ def test_an_adapter_is_loaded_as_it_was_saved(tmp_path, target_modules, injected
     assert lora.load_adapter(other, tmp_path, adapter_name="mine") is other
     assert torch.equal(other.eval()(TOKENS), model(TOKENS))  # with the file's α
     assert trained_names(other) == trained_names(model)
+    lora.merge(other)
+    with pytest.raises(ValueError, match="merged already"):
+        lora.load_adapter(other, tmp_path, adapter_name="mine")
 
 
 UP, BASE = "base_model.model.mlp.up.lora_A.weight", "base_model.model.embed.base_layer.weight"
 SPOILT = [
-    (lambda f, t: t.pop(UP), r"mlp\.up\.lora_A\.weight is missing"),
-    (lambda f, t: t.update({"base_model.model.x": torch.ones(1)}), r"base_model\.model\.x is not in the model"),
-    (lambda f, t: t.update({BASE: torch.ones(11, 6)}), r"embed\.base_layer\.weight is not in the model"),
+    (lambda f, t: t.pop(UP), r"mlp\.up\.lora_A\.weight is missing in the file, \(2, 6\) in the model"),
+    (
+        lambda f, t: t.update({"base_model.model.x": torch.ones(1)}),
+        r"base_model\.model\.x is \(1,\) in the file, missing in the model",
+    ),
+    (
+        lambda f, t: t.update({BASE: torch.ones(11, 6)}),
+        r"embed\.base_layer\.weight is \(11, 6\) in the file, missing in the model",
+    ),
     (lambda f, t: f.update(r=4), r"up\.lora_A\.weight is \(2, 6\) in the file, \(4, 6\) in the model; .*lora_B"),
-    (lambda f, t: f.update(alpha_pattern={"up": 3}), r"alpha_pattern \{'up': 3\} is not supported"),
+    (lambda f, t: f.update(alpha_pattern={"up": 3}), r"not supported: alpha_pattern \{'up': 3\}"),
     (lambda f, t: f.update(peft_type="IA3"), "peft_type 'IA3'"),
     (lambda f, t: f.update(bias="all"), "bias 'all'"),
     (lambda f, t: f.update(target_modules=["q_proj"]), "q_proj"),
@@ -451,7 +479,7 @@ SPOILT = [
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILT)
 def test_a_file_that_does_not_fit_is_refused(tmp_path, spoil, message, monkeypatch):
-    monkeypatch.setattr(lora, "HAS_SAFETENSORS", False)
+    monkeypatch.setattr(lora, "safetensors", None)
     lora.save_adapter(fill(lora.inject_lora(make_net(), r=2, target_modules=["embed", "up"])), tmp_path)
     fields = json.loads((tmp_path / "adapter_config.json").read_text())
     tensors = torch.load(tmp_path / "adapter_model.bin")
@@ -465,7 +493,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, spoil, message, monkeypat
 
 
 def test_a_base_model_of_other_shapes_and_a_missing_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(lora, "HAS_SAFETENSORS", False)
+    monkeypatch.setattr(lora, "safetensors", None)
     lora.save_adapter(lora.inject_lora(nn.Sequential(nn.Linear(6, 5)), r=2), tmp_path)
     with pytest.raises(ValueError, match=r"0\.lora_A\.weight is \(2, 6\) in the file, \(2, 7\) in the model"):
         lora.load_adapter(nn.Sequential(nn.Linear(7, 5)), tmp_path)
@@ -492,7 +520,7 @@ def test_peft_loads_ours_and_we_load_peft_s(tmp_path, dora, rslora, monkeypatch)
     arguments = {"r": 2, "lora_alpha": 6, "use_dora": dora, "use_rslora": rslora, "target_modules": targets}
     ours = fill(lora.inject_lora(copy.deepcopy(plain), **arguments)).eval()
     with monkeypatch.context() as without:
-        without.setattr(lora, "HAS_SAFETENSORS", not rslora)  # peft reads .bin as well
+        without.setattr(lora, "safetensors", None if rslora else lora.safetensors)  # peft reads .bin as well
         lora.save_adapter(ours, tmp_path / "ours")
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "ours").eval()
     assert_equal(ours(TOKENS).detach(), theirs(TOKENS).detach(), exact=False)
@@ -504,13 +532,11 @@ def test_peft_loads_ours_and_we_load_peft_s(tmp_path, dora, rslora, monkeypatch)
     assert sorted(peft.get_peft_model_state_dict(theirs)) == sorted(lora.adapter_state_dict(ours))
     for model in (ours, theirs):  # and the gradients
         train_step(model.train(), TOKENS)
-    grads = {}
-    for name, p in theirs.named_parameters():
-        ours_name = name.removeprefix("base_model.model.").replace(".weight", "").replace("embedding_", "")
-        grads[ours_name.replace("magnitude_vector", "magnitude")] = p.grad
-    for name, p in ours.named_parameters():
-        if p.requires_grad:
-            assert_equal(p.grad, grads[name], False, name)
+    grads = lora.adapter_state_dict(ours, state_dict={name: p.grad for name, p in ours.named_parameters()})
+    gradients = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    for name, gradient in grads.items():
+        assert_equal(gradient, gradients.pop(name if name in gradients else f"{name}.weight"), False, name)
+    assert not gradients
 
 
 # ---- NF4
@@ -571,7 +597,6 @@ def test_nf4_takes_4_127_bits_a_parameter():
     for double_quant, bits in ((False, 4.5), (True, 4 + 8 / 64 + 32 / (64 * 256))):
         quantized = lora.quantize_nf4(weight, double_quant=double_quant)
         held = sum(tensor.untyped_storage().nbytes() for tensor in quantized.buffers())
-        assert held == quantized.nbytes
         assert abs(8 * held / weight.numel() - bits) < 1e-5
     assert round(bits, 3) == 4.127
     exact = lora.quantize_nf4(weight).absmax
@@ -604,8 +629,10 @@ def test_nf4_is_byte_for_byte_bitsandbytes():
             ours = lora.quantize_nf4(weight, double_quant=True)
             assert torch.equal(state.state2.code, lora.dynamic_map(weight.device))
             assert torch.equal(state.state2.absmax, ours.scales)
-            # its CPU kernel finds the 8-bit code through a table of 2^16: near a tie it may take the neighbour
-            assert (state.absmax.int() - ours.absmax.int()).abs().max() <= 1 or n == 64
+            # its CPU kernel finds the 8-bit code through a table of 2^16: it may take one nearly as near
+            theirs, codes = (state.state2.code[absmax.int()] for absmax in (state.absmax, ours.absmax))
+            close = (state.absmax.int() - ours.absmax.int()).abs() <= 1
+            assert (close | ((theirs - codes).abs() <= 2**-15)).all() or n == 64
 
 
 # ---- QLoRA
@@ -644,6 +671,7 @@ def test_no_dequantised_weight_is_kept_and_bytes_survive_casts_and_state_dicts()
     assert not [value for value in vars(function).values() if isinstance(value, torch.Tensor)]
     weight = model[0].base_layer.weight
     bytes_before = {name: buffer.clone() for name, buffer in weight.named_buffers()}
+    assert bytes_before.keys() == {"packed", "absmax", "scales", "mean"}  # double_quant
     other = lora.inject_lora(nn.Sequential(nn.Linear(64, 640)), r=2, quantize="nf4", double_quant=True)
     other.load_state_dict(model.state_dict())
     copied = copy.deepcopy(model).to(torch.bfloat16)
@@ -736,6 +764,22 @@ def test_parameters_unused_on_one_rank():
     first, second = pool.run(2, body_unused)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(gradient.abs().max() > 0 for gradient in first)
+
+
+def body_two_dtypes():
+    model = make_model()
+    model[0].to(torch.float32)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.full_like(p, pool.rank())
+    with Collectives() as seen:
+        lora.average_adapters(model, pool.group())
+    assert [name for name, _ in seen.calls] == ["allreduce_"]
+    assert all(p.grad.dtype == p.dtype and (p.grad == 0.5).all() for p in trained)
+
+
+def test_parameters_of_two_dtypes_are_averaged_at_once():
+    pool.run(2, body_two_dtypes)
 
 
 FAKE = """
