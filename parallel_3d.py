@@ -28,6 +28,7 @@ Left out: checkpoints, evaluation, data sets of tokens; context and expert paral
 import argparse
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
@@ -278,7 +279,10 @@ class Trainer:
         return mean if self.scaler is None else self.scaler.scale(mean)
 
     def step(self, inputs_bs, targets_bs):
-        """One step on the global batch, targets of -100 masked. -> its loss and its gradients' norm, on all ranks."""
+        """One step on the global batch, targets of -100 masked. -> its loss and its gradients' norm, on all ranks.
+
+        A gradient that is not finite, on any rank, leaves the parameters as they are on all.
+        """
         grid = self.grid
         inputs, targets = (x.to(self.device).chunk(grid.dp)[grid.at["dp"]] for x in (inputs_bs, targets_bs))
         tokens = (targets != -100).sum().item()
@@ -287,7 +291,8 @@ class Trainer:
         scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         loss = self.pipeline.step(inputs, targets)
         norm = self.clip_grad_norm_(self.args.clip_grad)
-        self.optimizer.step()
+        if math.isfinite(norm) or self.scaler:  # which skips the step by itself, on all ranks, and lowers the scale
+            self.optimizer.step()
         self.schedule.step()
         return grid.sum(0.0 if loss is None else loss.item() / scale / grid.dp, "pp", "dp"), norm
 
@@ -365,8 +370,8 @@ def sent_by_formula(trainer):
     blocks = sum(isinstance(layer, Block) for stage in trainer.stages for layer in stage)
     first, last = 0 in mine, trainer.num_stages - 1 in mine
     ends = first + last
-    if args.sequence_parallel:  # the inputs of column-parallel layers are gathered again; norms and row biases summed
-        tp = (10 * blocks + 3 * ends) * bs * h + (12 * blocks + 4 * last) * h
+    if args.sequence_parallel:  # the inputs of column-parallel layers are gathered again; norms' gradients summed
+        tp = (10 * blocks + 3 * ends) * bs * h + (8 * blocks + 4 * last) * h
     else:
         tp = (8 * blocks + 2 * ends) * bs * h
     tp = tp * itemsize + 6 * last * bs * max(4, itemsize)  # the loss is in fp32 at least

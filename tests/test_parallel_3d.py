@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -125,6 +126,29 @@ def test_interleaved_stages(grid):
     flags = ["--schedule", "interleaved_1f1b", "--stages-per-rank", "2"]
     pool.run(4, body_equal, *grid, [*flags, "--zero1", "--sequence-parallel"], 0.0)
     pool.run(4, body_equal, *grid, flags, 0.0)
+
+
+def body_skipped(flags, dtype):
+    """One rank's slice of a weight overflows: no rank takes the step, and all take the next."""
+    args = options(*flags, "--clip-grad", "1", dtype=dtype)
+    trainer = Trainer(TINY, Grid(2, 2), args)
+    for number, batch in enumerate(batches(args, steps=3)):
+        before = [parameter.detach().clone() for parameter in trainer.parameters]
+        if number == 1 and pool.rank() == 3:
+            weight = trainer.stages[0][0].linear1.weight
+            hook = weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+        _, norm = trainer.step(*batch)
+        if number == 1 and pool.rank() == 3:
+            hook.remove()
+        same = [torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True)]
+        assert math.isfinite(norm) == (number != 1)
+        assert all(same) if number == 1 else not any(same[:2]), number
+    assert all(parameter.isfinite().all() for parameter in trainer.parameters)
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [([], "float64"), (["--zero1"], "float32"), ([], "bfloat16")], ids=str)
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(flags, dtype):
+    pool.run(4, body_skipped, flags, dtype)
 
 
 def body_grid(tp, pp):
