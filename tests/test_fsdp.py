@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import sys
+import time
 import weakref
 from contextlib import nullcontext
 
@@ -337,6 +338,20 @@ def test_the_order_is_that_of_the_first_forward():
     pool.run(2, body_order_is_learned)
 
 
+def body_one_block_alone():
+    """After the whole model: forward and backward gather this block's unit, and no other's."""
+    model = blocks()
+    loss_of(model(make_batch(pool.rank(), 0))).backward()
+    with Collectives() as sent:
+        loss_of(model.blocks[1](make_batch(pool.rank(), 1))).backward()
+    assert [name for name, _ in sent.calls].count("send") == 3  # two gathers, one reduction
+    assert_at_rest(model)
+
+
+def test_one_block_alone():
+    pool.run(2, body_one_block_alone)
+
+
 def body_reused_in_separate_backwards():
     """A unit before and after another; two forwards, each with its own backward."""
     N, rank = pool.world_size(), pool.rank()
@@ -665,6 +680,8 @@ def body_no_sync_sends_nothing():
     ours, plain = blocks(), blocks(sharded=False)
     for step in range(2):
         with Collectives() as sent, fsdp.no_sync(ours):
+            with fsdp.no_sync(ours):
+                pass  # its end is not that of the outer one
             loss_of(ours(make_batch(rank, 0))).backward()
         assert sent.bytes_of("send") == (N - 1) * 2 * sum(u.flat.nbytes for u in units(ours))  # gathers
         assert all(p.grad is None for p in ours.parameters())
@@ -710,6 +727,25 @@ def body_clip(norm_type, max_norm):
     last.grad = torch.full_like(last, math.nan if rank == 0 else 1.0)
     with pytest.raises(RuntimeError, match="nan"):
         fsdp.clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
+
+
+def body_clip_over_two_groups(norm_type):
+    """Units of two groups, here of the same ranks: the norm is that of all of them."""
+    N, rank, other = pool.world_size(), pool.rank(), dist.new_group(range(pool.world_size()))
+    ours, plain = blocks(2, torch.float64, sharded=False), blocks(2, torch.float64, sharded=False)
+    fully_shard(ours.blocks[0], process_group=other)
+    fully_shard(ours, process_group=pool.group())
+    loss_of(ours(make_batch(rank, 0, torch.float64))).backward()
+    one_device(plain, [[make_batch(r, 0, torch.float64)] for r in range(N)])
+    norm = fsdp.clip_grad_norm_(ours, 0.1, norm_type)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    assert_equal(norm, expected, False, "norm")
+    assert_same(ours, plain, False)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clip_grad_norm_over_two_groups(norm_type):
+    pool.run(4, body_clip_over_two_groups, norm_type)
 
 
 @pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 0.1), (2.0, 1e6), (1.0, 0.1), (math.inf, 0.01)])
@@ -765,6 +801,20 @@ def body_mixed_precision(param, reduce, output):
 )
 def test_mixed_precision_as_pytorchs(N, param, reduce, output):
     pool.run(N, body_mixed_precision, param, reduce, output)
+
+
+def body_inputs_cast_or_not():
+    for cast in (True, False):
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+        layer, seen = nn.Linear(6, 3), []
+        plain = layer.forward
+        layer.forward = lambda x, seen=seen, plain=plain: seen.append(x.dtype) or plain(x.bfloat16())
+        fully_shard(layer, process_group=pool.group(), mp_policy=policy)(make_batch(pool.rank(), 0))
+        assert seen == [torch.bfloat16 if cast else torch.float32]
+
+
+def test_inputs_are_cast_unless_told_otherwise():
+    pool.run(2, body_inputs_cast_or_not)
 
 
 def body_no_sync_in_reduce_dtype():
@@ -1053,6 +1103,7 @@ def storages(tensors):
 
 
 def live_bytes():
+    time.sleep(0.05)  # gloo's thread may hold what it has sent a little longer
     gc.collect()
     return storages([t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)])
 
