@@ -721,8 +721,7 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, gradient):
         (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
         rows, gradients = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        if weight.requires_grad:
-            defer_gradient(weight, lambda: gradients.t() @ rows)
+        defer_gradient(weight, lambda: gradients.t() @ rows)
         if bias is not None and bias.requires_grad:
             terms = gradients if x.is_contiguous() else gradient  # PyTorch flattens a contiguous x only
             defer_gradient(bias, lambda: terms.sum_to_size(bias.shape))
@@ -731,7 +730,8 @@ class SplitLinear(torch.autograd.Function):
 
 def split_linear(x, weight, bias=None):
     held = [p for p in (weight, bias) if p is not None]
-    usual = all(isinstance(p, nn.Parameter) for p in held) and any(p.requires_grad for p in held) and x.dim() > 1
+    # PyTorch computes otherwise with a frozen weight; the bias that may be left costs I next to nothing.
+    usual = all(isinstance(p, nn.Parameter) for p in held) and weight.requires_grad and x.dim() > 1
     if not usual or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return linear(x, weight, bias)
     return SplitLinear.apply(torch.empty((), requires_grad=True), x, (weight, bias))
