@@ -99,6 +99,10 @@ def forward_sharded(module, shards, *inputs, process_group=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. The real one: nothing is computed twice, one collective moves a whole unit, and it overlaps with the unit before.
 
+# On gloo, shards of so many bytes go from where they lie to where they are needed, each in a message of its own: that
+# takes less time than to copy them into and out of the one that the unit's other parameters share.
+ALONE = 2**19
+
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -173,7 +177,7 @@ class State(Enum):
 
     SHARDED = "a 1/N in `flat`; the module's parameters are this rank's shards, views into it"
     GATHERING = "as SHARDED, and all ranks' shards are on their way into `received`"
-    UNSHARDED = "as SHARDED, and all in `gathered`; the module's parameters are whole, views into it"
+    UNSHARDED = "as SHARDED, and the module's parameters are whole"
 
 
 class Unit:
@@ -242,12 +246,12 @@ class Unit:
             self.began = None
         if self.state is State.UNSHARDED:
             self.reshard()
-        gradients = [self.take_gradient(p) for p in self.parameters if p.shard.requires_grad]
+        gradients = {p: self.take_gradient(p) for p in self.in_flat if p.shard.requires_grad}
         if not self.sync:
-            for p, gradient in zip(self.trainable(), gradients, strict=True):
+            for p, gradient in gradients.items():
                 p.kept = None if gradient is None else gradient.to(self.reduce_dtype())
             return iter(())
-        return self.reduce(self.trainable(), gradients) if gradients else iter(())
+        return self.reduce(gradients) if gradients else iter(())
 
     # ---- The moves between the states.
 
@@ -257,13 +261,16 @@ class Unit:
         assert self.state is State.SHARDED
         self.adopt_shards()
         self.state, self.began_gather = State.GATHERING, time.perf_counter()
-        mine = self.flat.to(self.wire, self.gathered.dtype)
-        self.received, self.works = mine.new_empty(self.N, mine.numel()), []
+        self.sending = self.flat.to(self.wire, self.dtype)  # alive until wait()
+        packed, *alone = self.sending.split([sum(p.chunk for p in self.packed), *(p.chunk for p in self.alone)])
+        hold(self.gathered_alone)
+        places = [p.landing if p.landing.is_contiguous() else packed.new_empty(self.N, p.chunk) for p in self.alone]
+        self.received = [packed.new_empty(self.N, packed.numel()), *places]
         if self.gloo:  # its all-gather takes twice as long as sends and receives
-            self.works = start_exchange([mine] * self.N, self.received, self.shard_group)
+            for mine, received in zip([packed, *alone], self.received, strict=True):
+                self.works += start_exchange([mine] * self.N, received, self.shard_group)
         else:
-            self.works = [all_gather_single(self.received.view(-1), mine, group=self.shard_group, async_op=True)]
-        self.sending = mine  # alive until wait()
+            self.works = [all_gather_single(self.received[0].view(-1), packed, group=self.shard_group, async_op=True)]
 
     @torch.no_grad()
     def unshard(self):
@@ -271,16 +278,19 @@ class Unit:
         if self.state is State.SHARDED:
             self.gather()
         assert self.state is State.GATHERING
+        hold(self.gathered_packed)
+        for p, mine in zip(self.in_flat, self.sending.split([p.chunk for p in self.in_flat]), strict=True):
+            p.land(self.rank, mine)  # while the others' are on their way
         for work in self.works:
             work.wait()
         self.order.log("gather", self, self.began_gather)
-        # The same storage each time: what autograd has saved in forward are views into it.
-        self.gathered.untyped_storage().resize_(self.gathered_bytes)
-        pieces = self.received.split_with_sizes([p.chunk for p in self.parameters], dim=1)
-        own = self.sending.split([p.chunk for p in self.parameters])
-        for p, piece, mine in zip(self.parameters, pieces, own, strict=True):
-            p.land(piece, mine)
-        self.works = self.received = self.sending = None
+        packed, *alone = self.received
+        packed = packed.split_with_sizes([p.chunk for p in self.packed], dim=1)
+        for p, shards in zip(self.in_flat, [*packed, *alone], strict=True):
+            for rank, shard in enumerate(shards):
+                if rank != self.rank and shards is not p.landing:
+                    p.land(rank, shard)
+        self.works, self.received, self.sending = [], None, None
         self.state = State.UNSHARDED
         for p in self.parameters:
             p.whole.requires_grad_(p.shard.requires_grad)
@@ -289,56 +299,73 @@ class Unit:
     def reshard(self):
         """Free the whole parameters; the module has the shards again."""
         assert self.state is State.UNSHARDED
-        self.gathered.untyped_storage().resize_(0)
+        free(self.gathered_packed, self.gathered_alone)
         self.state = State.SHARDED
         for p in self.parameters:
             p.put(p.shard)
 
     @torch.no_grad()
-    def reduce(self, parameters, gradients):
+    def reduce(self, gradients):
         """Reduce-scatter. A generator that yields while something is on its way."""
-        began = time.perf_counter()
-        buffer = torch.empty(self.N, sum(p.chunk for p in parameters), dtype=self.reduce_dtype(), device=self.device)
-        offsets = list(itertools.accumulate((p.chunk for p in parameters), initial=0))
-        for i, p in enumerate(parameters):
-            p.spread(gradients[i], buffer[:, offsets[i] : offsets[i + 1]])
-        # -0.0 is what changes no sum, -0.0 included. A parameter that this rank has not used sends nothing else, one
-        # that it has used starts with something else: so a sum that starts with -0.0 says that no rank has used it.
-        used = [offsets[i] for i, p in enumerate(parameters) if gradients[i] is not None and p.chunk]
-        unused = [i for i, p in enumerate(parameters) if gradients[i] is None]
-        buffer[:, used] += 0.0
+        began, parameters, chunks = time.perf_counter(), list(gradients), [p.chunk for p in gradients]
+        unused = {p for p, gradient in gradients.items() if gradient is None}
+        buffers = self.rows_for_ranks(gradients)
         gradients.clear()
         if self.N == 1:
-            total = buffer[0]
+            total = buffers[0][0]
         elif self.gloo:
-            mine = buffer.to(self.wire)  # and the sum is in rank order, which that of its reduce-scatter is not
-            parts = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(mine)]
-            works = start_exchange(mine, parts, self.shard_group)
+            buffers = [buffer.to(self.wire) for buffer in buffers]
+            parts = [[b if r == self.rank else torch.empty_like(b) for r, b in enumerate(buffer)] for buffer in buffers]
+            works = [start_exchange(*messages, self.shard_group) for messages in zip(buffers, parts, strict=True)]
             yield
-            for work in works:
-                work.wait()
-            total = parts[0] + parts[1]
-            for part in parts[2:]:
-                total += part
-            del parts, mine
+            total = buffers[0].new_empty(sum(chunks))
+            sums = total.split([buffer.shape[1] for buffer in buffers])
+            for transfers, out, (first, second, *others) in zip(works, sums, parts, strict=True):
+                for transfer in transfers:
+                    transfer.wait()
+                torch.add(first, second, out=out)  # in rank order, which gloo's reduce-scatter does not add in
+                for other in others:
+                    out.add_(other)
+            del parts, first, second, others
         else:
-            total = torch.empty_like(buffer[0])
-            work = reduce_scatter_single(total, buffer.view(-1), group=self.shard_group, async_op=True)
+            total = torch.empty_like(buffers[0][0])
+            work = reduce_scatter_single(total, buffers[0].view(-1), group=self.shard_group, async_op=True)
             yield
             work.wait()
-        del buffer
+        del buffers
         for group in self.groups[:-1]:
             work = dist.all_reduce(total, group=group, async_op=True)
             yield
             work.wait()
-        nobody = {i for i in unused if not parameters[i].chunk or is_minus_zero(total[offsets[i]].item())}
+        sums = zip(parameters, total.split(chunks), strict=True)
+        nobody = {p for p, part in sums if p in unused and all(map(is_minus_zero, part[:1].tolist()))}
         total /= math.prod(group.size() for group in self.groups)  # after the sum: before it, at 3 ranks, rounds twice
         total = total.to(self.flat.device, self.flat.dtype)
-        for i, p in enumerate(parameters):
-            if i not in nobody:
-                mean = total[offsets[i] : offsets[i] + p.shard.numel()].view(p.shard.shape)
+        for p, part in zip(parameters, total.split(chunks), strict=True):
+            if p not in nobody:
+                mean = part[: p.shard.numel()].view(p.shard.shape)
                 p.shard.grad = mean if p.shard.grad is None else p.shard.grad.add_(mean)
         self.order.log("reduce", self, began)
+
+    def rows_for_ranks(self, gradients):
+        """-> [(N, elements), …]: row r goes to rank r. One tensor for all packed gradients, one for each of the others.
+
+        -0.0 is what changes no sum, -0.0 included. A parameter that this rank has not used sends nothing else, one that
+        it has used starts with something else: so a sum that starts with -0.0 says that no rank has used it.
+        """
+        packed = [p for p in self.packed if p in gradients]
+        buffer = torch.empty(self.N, sum(p.chunk for p in packed), dtype=self.reduce_dtype(), device=self.device)
+        rows = dict(zip(packed, buffer.split_with_sizes([p.chunk for p in packed], dim=1), strict=True))
+        for p, gradient in gradients.items():
+            if p in rows:
+                p.spread(gradient, rows[p])
+            elif gradient is None:
+                rows[p] = buffer.new_full((self.N, p.chunk), -0.0)
+            else:
+                rows[p] = gradient.to(buffer.dtype).reshape(self.N, p.chunk)
+            if gradient is not None:
+                rows[p][:, :1] += 0.0
+        return [buffer, *(rows[p] for p in self.alone if p in rows)]
 
     # ---- What a unit is made of.
 
@@ -366,17 +393,23 @@ class Unit:
         if not shards:
             return
         dtype, align = shards[0].dtype, 64  # bytes: a product of matrices that start elsewhere may round differently
+        self.dtype = (self.mp_policy.param_dtype if dtype.is_floating_point else None) or dtype
+        direct = self.gloo and self.wire == self.device and self.N > 1
+        fits = {p: direct and p.rows % self.N == 0 and p.chunk * self.dtype.itemsize >= ALONE for p in self.parameters}
+        self.in_flat = sorted(self.parameters, key=fits.get)
+        self.packed, self.alone = ([p for p in self.in_flat if fits[p] == alone] for alone in (False, True))
         pinned = self.offload and self.offload.pin_memory and home.type == "cpu" != self.device.type
-        self.flat = torch.zeros(sum(p.chunk for p in self.parameters), dtype=dtype, device=home, pin_memory=pinned)
-        if self.mp_policy.param_dtype and dtype.is_floating_point:
-            dtype = self.mp_policy.param_dtype
-        sizes = [-(-self.N * p.chunk * dtype.itemsize // align) * align // dtype.itemsize for p in self.parameters]
-        self.gathered = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-        self.gathered_bytes = self.gathered.nbytes
-        mine = self.flat.split([p.chunk for p in self.parameters])
-        for p, shard, piece, whole in zip(self.parameters, shards, mine, self.gathered.split(sizes), strict=True):
-            p.allocate(shard, piece, whole)
-        self.gathered.untyped_storage().resize_(0)
+        self.flat = torch.zeros(sum(p.chunk for p in self.in_flat), dtype=dtype, device=home, pin_memory=pinned)
+        size = {p: -(-self.N * p.chunk * self.dtype.itemsize // align) * align // self.dtype.itemsize for p in fits}
+        gathered, whole = [], []
+        for part in (self.packed, self.alone):
+            gathered.append(torch.empty(sum(size[p] for p in part), dtype=self.dtype, device=self.device))
+            whole += gathered[-1].split([size[p] for p in part])
+        self.gathered_packed, self.gathered_alone = gathered
+        shards, mine = dict(zip(self.parameters, shards, strict=True)), self.flat.split([p.chunk for p in self.in_flat])
+        for p, piece, place in zip(self.in_flat, mine, whole, strict=True):
+            p.allocate(shards[p], piece, place)
+        free(*gathered)
 
     def adopt_shards(self):
         """Take over what the module holds now: .to(), .to_empty() and load_state_dict(assign=True) replace shards."""
@@ -407,7 +440,7 @@ class Unit:
     def show_whole(self):
         """UNSHARDED with arbitrary values."""
         self.leave_meta_buffers()
-        self.gathered.untyped_storage().resize_(self.gathered_bytes)
+        hold(self.gathered_packed, self.gathered_alone)
         self.state = State.UNSHARDED
         for p in self.parameters:
             p.put(p.whole)
@@ -458,11 +491,8 @@ class Unit:
         all_gather_single(everyone, mine, group=self.shard_group)
         return everyone[: p.shape.numel()].view(p.shape).cpu()
 
-    def trainable(self):
-        return [p for p in self.parameters if p.shard.requires_grad]
-
     def reduce_dtype(self):
-        return self.mp_policy.reduce_dtype or self.gathered.dtype
+        return self.mp_policy.reduce_dtype or self.dtype
 
     def take_gradient(self, p):
         """What this rank has accumulated since the last reduction, or None."""
@@ -504,7 +534,7 @@ class ShardedParameter:
         padded = (self.N * self.rows_per_rank, *self.row_shape)
         whole = whole[: self.N * self.chunk].view([padded[d] for d in self.dims])
         whole = whole.permute([self.dims.index(d) for d in range(len(padded))])
-        self.landing = whole.unflatten(0, (self.N, self.rows_per_rank)) if self.chunk else None
+        self.landing = whole.unflatten(0, (self.N, self.rows_per_rank))
         # .data: writing through `landing` later does not count as a change of what autograd has saved
         self.whole = nn.Parameter(whole[: self.rows].view(self.shape).data, requires_grad=self.requires_grad)
 
@@ -519,13 +549,10 @@ class ShardedParameter:
     def cut(self, whole):
         return whole.detach().view(self.rows, *self.row_shape)[self.first : self.last]
 
-    def land(self, received, mine):
-        """Put together the whole parameter: what each rank has sent, (N, chunk), and what this rank has, (chunk,)."""
-        if self.chunk:
-            rows = received.view(self.landing.shape)
-            self.landing[: self.rank].copy_(rows[: self.rank])
-            self.landing[self.rank].copy_(mine.view(self.landing.shape[1:]))
-            self.landing[self.rank + 1 :].copy_(rows[self.rank + 1 :])
+    def land(self, rank, shard):
+        """Put the shard of `rank`, (chunk,), into the whole parameter."""
+        place = self.landing[rank]
+        place.copy_(shard.view(place.shape))
 
     def spread(self, gradient, section):
         """Write the rows of `gradient` into `section`, (N, chunk), where rank r gets row r; None writes -0.0."""
@@ -964,6 +991,17 @@ def in_autograd():
 
 def is_minus_zero(x):
     return x == 0 and math.copysign(1.0, x) < 0
+
+
+def hold(*tensors):
+    """Give them memory again. Their storages stay the same: what autograd has saved in forward are views into them."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(tensor.nbytes)
+
+
+def free(*tensors):
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 def cast(tree, dtype):

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ddp
@@ -61,9 +62,8 @@ def test_rows_are_cut_sent_and_put_together_again(shape, N, transposed):
         assert not section[rank, p.shard.numel() :].any()
     # and what all ranks sent makes the whole parameter, laid out as it was
     for p in ranks:
-        received = section.clone()
-        received[p.rank] = torch.nan
-        p.land(received, section[p.rank])
+        for rank, shard in enumerate(section):
+            p.land(rank, shard)
         assert torch.equal(p.whole, whole)
         if whole.numel() and shape and shape[0] % N == 0:
             assert p.whole.stride() == whole.stride() or 1 in shape
@@ -81,6 +81,20 @@ def test_a_parameter_without_gradient_sends_what_changes_no_sum():
 
 
 # ---- equality with one device, PyTorch, DDP
+
+
+def alone_from(nbytes, body, *args):
+    """`body(*args)` where shards of `nbytes` and more travel alone."""
+    before, fsdp.ALONE = fsdp.ALONE, nbytes
+    try:
+        return body(*args)
+    finally:
+        fsdp.ALONE = before
+
+
+def run_both(N, body, *args):
+    """Once with each unit's parameters packed, as small ones are, once with each alone, as large ones are."""
+    return [pool.run(N, alone_from, nbytes, body, *args) for nbytes in (math.inf, 1)]
 
 
 def shard(model, wrap=fully_shard, children=True, **kwargs):
@@ -173,15 +187,17 @@ def body_train(kind, dtype, optimizer, arguments, micro_batches, set_to_none, sy
     micro_batches=st.integers(1, 3),
     set_to_none=st.booleans(),
     sync=st.booleans(),
+    alone=st.sampled_from([math.inf, 40, 1]),
 )
-@example(3, "plain", torch.float32, "adamw", True, 1, True, True)
-@example(3, "odd", torch.float32, "sgd", True, 2, True, False)
-@example(4, "frozen", torch.float32, "momentum", False, 2, False, True)
+@example(3, "plain", torch.float32, "adamw", True, 1, True, True, 1)
+@example(3, "odd", torch.float32, "sgd", True, 2, True, False, 1)
+@example(4, "frozen", torch.float32, "momentum", False, 2, False, True, 40)
+@example(3, "plain", torch.bfloat16, "adamw", True, 2, True, False, math.inf)
 def test_bitwise_equal_to_one_device_at_every_world_size(
-    N, kind, dtype, optimizer, reshard, micro_batches, set_to_none, sync
+    N, kind, dtype, optimizer, reshard, micro_batches, set_to_none, sync, alone
 ):
     arguments = {"reshard_after_forward": reshard, "children": kind != "tied"}
-    pool.run(N, body_train, kind, dtype, optimizer, arguments, micro_batches, set_to_none, sync)
+    pool.run(N, alone_from, alone, body_train, kind, dtype, optimizer, arguments, micro_batches, set_to_none, sync)
 
 
 def body_against_torch(kind, optimizer, reshard):
@@ -209,7 +225,7 @@ def body_against_torch(kind, optimizer, reshard):
 @pytest.mark.parametrize("N", [2, 3])
 @pytest.mark.parametrize(("kind", "optimizer"), [("plain", "adamw"), ("frozen", "momentum"), ("plain", "sgd")])
 def test_equal_to_pytorch_and_to_ddp(N, kind, optimizer):
-    pool.run(N, body_against_torch, kind, optimizer, N == 2)
+    run_both(N, body_against_torch, kind, optimizer, N == 2)
 
 
 def body_naive():
@@ -276,10 +292,14 @@ def units(model):
     return fsdp.units_in(model)
 
 
+def gathered_bytes(unit):
+    return storages([unit.gathered_packed, unit.gathered_alone])
+
+
 def assert_at_rest(model):
     for unit in filter(lambda unit: unit.parameters, units(model)):
         assert unit.state is State.SHARDED
-        assert unit.gathered.untyped_storage().nbytes() == 0
+        assert gathered_bytes(unit) == 0
         assert all(p.whole.grad is None and p.kept is None for p in unit.parameters)
         assert unit.received is None
         assert not unit.works
@@ -411,7 +431,7 @@ def body_several_forwards():
 
 
 def test_several_forwards_and_backwards():
-    pool.run(2, body_several_forwards)
+    run_both(2, body_several_forwards)
 
 
 def body_checkpoints(how, reshard):
@@ -553,7 +573,7 @@ def body_exceptions(where, reshard):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("where", ["forward", "inside", "backward"])
 def test_usable_after_an_exception(where, reshard):
-    pool.run(2, body_exceptions, where, reshard)
+    run_both(2, body_exceptions, where, reshard)
 
 
 # ---- frozen, tied, unused
@@ -597,7 +617,7 @@ def body_lora():
         assert_same(ours, plain, what=f"step {step}")
         assert_at_rest(ours)
         holders = [u for u in units(ours) if u.parameters]
-        trained = [[4 * p.chunk for p in u.trainable()] for u in holders]
+        trained = [[4 * p.chunk for p in u.parameters if p.shard.requires_grad] for u in holders]
         gathers = 2 * len(holders)
         assert [name for name, _ in sent.calls].count("send") == (N - 1) * (gathers + sum(map(bool, trained)))
         gathered = 2 * sum(u.flat.nbytes for u in holders)  # frozen parameters have no gradients to send:
@@ -612,11 +632,11 @@ def test_frozen_and_trained_parameters_in_one_unit():
 class Choice(nn.Module):
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.randn(5, 6)) for _ in range(3))
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(rows, 6)) for rows in (5, 6, 6))  # 6 divide by 2 and 3
 
     def forward(self, x, names):
         if names == "negative zero":
-            return -0.0 * (self.a + self.b + self.c).sum()
+            return -0.0 * (self.a.sum() + self.b.sum() + self.c.sum())
         return sum((x @ getattr(self, name).t()).sum(1) for name in names)
 
 
@@ -646,8 +666,8 @@ def body_unused_parameters():
 
 
 def test_parameters_that_no_rank_or_one_rank_uses():
-    pool.run(2, body_unused_parameters)
-    pool.run(3, body_unused_parameters)
+    run_both(2, body_unused_parameters)
+    run_both(3, body_unused_parameters)
 
 
 def body_tied_across():
@@ -696,7 +716,7 @@ def body_no_sync_sends_nothing():
 
 
 def test_no_sync_sends_nothing_and_loses_nothing():
-    pool.run(2, body_no_sync_sends_nothing)
+    run_both(2, body_no_sync_sends_nothing)
 
 
 def body_clip(norm_type, max_norm):
@@ -800,7 +820,7 @@ def body_mixed_precision(param, reduce, output):
     ids=str,
 )
 def test_mixed_precision_as_pytorchs(N, param, reduce, output):
-    pool.run(N, body_mixed_precision, param, reduce, output)
+    run_both(N, body_mixed_precision, param, reduce, output)
 
 
 def body_inputs_cast_or_not():
@@ -850,7 +870,7 @@ def body_offload():
 
 
 def test_offload_is_bitwise_equal_to_none():
-    pool.run(2, body_offload)
+    run_both(2, body_offload)
 
 
 def body_hybrid():
@@ -897,7 +917,7 @@ def body_hybrid():
 
 
 def test_hybrid_sharding():
-    pool.run(4, body_hybrid)
+    run_both(4, body_hybrid)
 
 
 # ---- saving, loading, the meta device
@@ -974,7 +994,7 @@ def test_save_at_four_ranks_and_load_at_three_at_one_and_into_the_plain_model(ra
     train(plain, optimizer, [2], 0)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
-    assert pool.run(4, body_load, saved, state, after, rank0_only) == [{}] * 4  # bitwise where it continues
+    assert run_both(4, body_load, saved, state, after, rank0_only) == [[{}] * 4] * 2  # bitwise where it continues
     for N in (3, 1):
         assert all(d < 1e-6 for off in pool.run(N, body_load, saved, state, after, rank0_only) for d in off.values())
     # and what the plain model saves, the sharded one loads
@@ -1057,7 +1077,7 @@ def body_meta(init_fn, seed_of_rank):
     live = []
 
     def watched(module):
-        live.append(sum(u.gathered.untyped_storage().nbytes() for u in units(model)))
+        live.append(sum(map(gathered_bytes, units(model))))
         init_fn(module)
 
     fsdp.materialize(model, watched)
@@ -1066,8 +1086,8 @@ def body_meta(init_fn, seed_of_rank):
     assert_at_rest(model)
     for name, value in fsdp.full_state_dict(model).items():
         assert torch.equal(value, plain.state_dict()[name])
-    largest = sorted(u.gathered_bytes for u in units(model))
-    assert max(live) <= largest[-1] + units(model)[0].gathered_bytes  # the root, and a block at a time
+    whole = [u.gathered_packed.nbytes + u.gathered_alone.nbytes for u in units(model)]
+    assert max(live) <= max(whole) + whole[0]  # the root, and a block at a time
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["head.bias"]
     optimizer = torch.optim.AdamW(model.parameters())
     loss_of(model(make_batch(0, 0))).backward()
@@ -1077,7 +1097,7 @@ def body_meta(init_fn, seed_of_rank):
 @pytest.mark.parametrize("seed_of_rank", [0, 1])
 @pytest.mark.parametrize("init_fn", [init, fsdp.reset_parameters])
 def test_a_model_on_the_meta_device_is_initialised_unit_by_unit(init_fn, seed_of_rank):
-    pool.run(3, body_meta, init_fn, seed_of_rank)
+    run_both(3, body_meta, init_fn, seed_of_rank)
 
 
 def body_meta_load():
@@ -1136,20 +1156,21 @@ def body_memory(reshard):
         total = 0
         for u in units(model):
             if u.parameters:
-                total += u.gathered.untyped_storage().nbytes()
-                total += 0 if u.received is None else u.received.nbytes
+                total += storages([u.gathered_packed, u.gathered_alone, *(u.received or ())])
         return total
 
     def gradients():
         flying = [r.gi_frame.f_locals for r in units(model)[0].order.reductions if r.gi_frame]
-        flying = storages([v for frame in flying for v in frame.values() if isinstance(v, torch.Tensor)])
+        flying = tree_leaves([v for frame in flying for v in frame.values() if isinstance(v, (torch.Tensor, list))])
+        flying = storages([v for v in flying if isinstance(v, torch.Tensor)])
         return flying + storages([p.whole.grad for u in units(model) for p in u.parameters if p.whole.grad is not None])
 
     for _ in range(3):
         optimizer.zero_grad()
         with Peak(gathered) as peak:
             loss = model(x).square().mean()
-        assert peak.peak == (2 * unit if reshard else psi + unit), (peak.peak / unit, "in forward")
+        arriving = 0 if units(model)[1].alone else unit  # before it takes its place
+        assert peak.peak == (2 * unit if reshard else psi + arriving), (peak.peak / unit, "in forward")
         with Peak(gathered) as peak, Peak(gradients) as peak_of_gradients:
             loss.backward()
         assert peak.peak == (2 * unit if reshard else psi), (peak.peak / unit, "in backward")
@@ -1168,20 +1189,20 @@ def body_memory(reshard):
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_memory_at_rest_and_at_its_peak(reshard):
-    pool.run(2, body_memory, reshard)
+    run_both(2, body_memory, reshard)
 
 
 def body_saved_by_autograd():
     """Between forward and backward nothing holds the whole parameters."""
     model = blocks()
     output = model(make_batch(0, 0))
-    assert sum(u.gathered.untyped_storage().nbytes() for u in units(model)) == 0
+    assert sum(map(gathered_bytes, units(model))) == 0
     assert all(p.shape[0] < 12 for p in model.parameters())
     loss_of(output).backward()
 
 
 def test_autograd_keeps_nothing_alive():
-    pool.run(2, body_saved_by_autograd)
+    run_both(2, body_saved_by_autograd)
 
 
 def body_cost(reshard):
@@ -1192,6 +1213,8 @@ def body_cost(reshard):
     with Collectives() as sent, ddp.SentBytes() as total:
         loss_of(model(make_batch(rank, 0))).backward()
     names = [name for name, _ in sent.calls]
+    K += sum(len(unit.alone) for unit in units(model))
+    assert (len(units(model)) == K) == (fsdp.ALONE > 1)
     for unit in units(model):
         unit.unshard()
         assert all(p.whole.data_ptr() % 64 == 0 for p in unit.parameters)  # as torch aligns what it allocates
@@ -1206,8 +1229,8 @@ def body_cost(reshard):
 @pytest.mark.parametrize("reshard", [True, False])
 def test_sent_bytes_and_number_of_collectives(reshard):
     psi = 4 * sum(p.numel() for p in blocks(sharded=False).parameters())
-    assert pool.run(2, body_cost, reshard) == [psi + 4 * 4 * 0 + padding_of(2)] * 2
-    assert pool.run(3, body_cost, reshard) == [psi + padding_of(3)] * 3
+    for N in (2, 3):
+        assert run_both(N, body_cost, reshard) == [[psi + padding_of(N)] * N] * 2
 
 
 def padding_of(N):
