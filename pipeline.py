@@ -34,6 +34,7 @@ Left out: skip connections past the next stage (send them through it), tracing a
 import argparse
 import copy
 import csv
+import dataclasses
 import functools
 import graphlib
 import hashlib
@@ -583,12 +584,12 @@ class Message:
         """`value`: None where it is received, and after a failure, when zeros are sent."""
 
         def place(like, leaf=None):
-            if not isinstance(like, torch.Tensor):
+            if not isinstance(like, Form):
                 return like
-            if leaf is not None and leaf.stride() == like.stride():
+            if leaf is not None and leaf.stride() == like.stride:
                 return leaf.detach().to(wire)
-            tensor = torch.zeros_like(like, device=wire)  # also for a gradient that is missing this time
-            return tensor if leaf is None else tensor.copy_(leaf.detach())
+            tensor = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=wire)
+            return tensor.zero_() if leaf is None else tensor.copy_(leaf.detach())  # zero: a gradient missing this time
 
         self.format, self.works = format, []
         self.value = tree_map(place, format, *([] if value is None else [value]))
@@ -602,19 +603,30 @@ class Message:
 
     def open(self, device):
         def move(like, leaf):
-            return leaf.to(device).requires_grad_(like.requires_grad) if isinstance(like, torch.Tensor) else leaf
+            return leaf.to(device).requires_grad_(like.requires_grad) if isinstance(like, Form) else leaf
 
         self.wait()
         return tree_map(move, self.format, self.value)
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a tensor is like."""
+
+    shape: tuple
+    dtype: torch.dtype
+    requires_grad: bool
+    stride: tuple = dataclasses.field(repr=False)  # kept, since kernels may round otherwise on another layout
+
+
 def describe(value):
-    """The value without its data: shapes, dtypes, layouts (kernels may round otherwise on another), requires_grad."""
+    """The value with a Form in the place of each tensor."""
 
-    def like(tensor):
-        return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    def form(tensor):
+        dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")  # as it will travel
+        return Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, dense.stride())
 
-    return tree_map_only(torch.Tensor, like, value)
+    return tree_map_only(torch.Tensor, form, value)
 
 
 def fits(action, format, known):
