@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import functools
 import gc
 import itertools
 import json
@@ -427,6 +428,29 @@ def body_sometimes():
 
 def test_layouts_are_kept_and_gradients_may_be_missing():
     pool.run(2, body_sometimes)
+
+
+class Layouts(nn.Linear):
+    """The output of each micro-batch lies otherwise in memory: transposed, contiguous, with gaps, expanded."""
+
+    def __init__(self, first):
+        super().__init__(6, 6)
+        self.calls = first
+
+    def forward(self, x):
+        y = torch.tanh(super().forward(x.contiguous()))  # contiguous: so that it is multiplied alike wherever it lay
+        self.calls += 1
+        ways = [y.t().contiguous().t(), y, y.repeat_interleave(2, 1)[:, ::2], y[:, :1].expand(-1, 6)]
+        return ways[self.calls % 4]
+
+
+def body_layouts():
+    for first in range(4):
+        check_against_one_device(functools.partial(Layouts, first), "1f1b", 4, rows=3)
+
+
+def test_layouts_that_change():
+    pool.run(2, body_layouts)
 
 
 class Fickle(nn.Linear):
