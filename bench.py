@@ -12,6 +12,7 @@ time, its quartiles, and the median of the ratios taken round by round; last, fo
 import argparse
 import logging
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -357,12 +358,11 @@ def worker(rank, ranks, names, rounds, sequences, folder):
             continue
         times = {variant: [] for variant in variants}
         for number in range(-2, rounds):
-            order = list(variants.items())
-            shift = number % len(order)  # no variant always runs after the same one
-            for variant, step in order[shift:] + order[:shift]:
+            order = random.Random(number).sample(list(variants), len(variants))  # none always runs after the same one
+            for variant in order:
                 dist.barrier()
                 start = time.perf_counter()
-                step()
+                variants[variant]()
                 took = torch.tensor(time.perf_counter() - start)
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
                 if number >= 0:  # two rounds of warm-up
