@@ -99,10 +99,6 @@ def forward_sharded(module, shards, *inputs, process_group=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. The real one: nothing is computed twice, one collective moves a whole unit, and it overlaps with the unit before.
 
-# On gloo, shards of so many bytes go from where they lie to where they are needed, each in a message of its own: that
-# takes less time than to copy them into and out of the one that the unit's other parameters share.
-ALONE = 2**19
-
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -178,6 +174,11 @@ class State(Enum):
     SHARDED = "a 1/N in `flat`; the module's parameters are this rank's shards, views into it"
     GATHERING = "as SHARDED, and all ranks' shards are on their way into `received`"
     UNSHARDED = "as SHARDED, and the module's parameters are whole"
+
+
+# On gloo, shards of so many bytes go from where they lie to where they are needed, each in a message of its own: that
+# takes less time than to copy them into and out of the one that the unit's other parameters share.
+ALONE = 2**19
 
 
 class Unit:
@@ -280,16 +281,16 @@ class Unit:
         assert self.state is State.GATHERING
         hold(self.gathered_packed)
         for p, mine in zip(self.in_flat, self.sending.split([p.chunk for p in self.in_flat]), strict=True):
-            p.land(self.rank, mine)  # while the others' are on their way
+            p.land(mine[None], self.rank)  # while the others' are on their way
         for work in self.works:
             work.wait()
         self.order.log("gather", self, self.began_gather)
         packed, *alone = self.received
         packed = packed.split_with_sizes([p.chunk for p in self.packed], dim=1)
         for p, shards in zip(self.in_flat, [*packed, *alone], strict=True):
-            for rank, shard in enumerate(shards):
-                if rank != self.rank and shards is not p.landing:
-                    p.land(rank, shard)
+            if shards is not p.landing:
+                p.land(shards[: self.rank], 0)
+                p.land(shards[self.rank + 1 :], self.rank + 1)
         self.works, self.received, self.sending = [], None, None
         self.state = State.UNSHARDED
         for p in self.parameters:
@@ -549,10 +550,10 @@ class ShardedParameter:
     def cut(self, whole):
         return whole.detach().view(self.rows, *self.row_shape)[self.first : self.last]
 
-    def land(self, rank, shard):
-        """Put the shard of `rank`, (chunk,), into the whole parameter."""
-        place = self.landing[rank]
-        place.copy_(shard.view(place.shape))
+    def land(self, shards, first):
+        """Put the shards of the ranks from `first` on, (ranks, chunk), into the whole parameter."""
+        places = self.landing[first : first + len(shards)]
+        places.copy_(shards.view(places.shape))
 
     def spread(self, gradient, section):
         """Write the rows of `gradient` into `section`, (N, chunk), where rank r gets row r; None writes -0.0."""
