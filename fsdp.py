@@ -28,8 +28,8 @@ gradient being made, and the one that travels with what arrives for it.
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
 Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2)
-Left out: sharding along other dimensions, several dtypes in a unit, second-order gradients. An optimizer that shards
-          for itself is zero.py
+Left out: sharding along other dimensions, several dtypes or modules in a unit, resharding to a part of the group,
+          second-order gradients. An optimizer that shards for itself is zero.py
 """
 
 import argparse
@@ -154,7 +154,9 @@ def fully_shard(
         raise ValueError("pass mesh or process_group, not both")
     if mesh is not None and mesh.ndim > 2:
         raise ValueError(f"the mesh has {mesh.ndim} dimensions; it must have 1 (shard) or 2 (replicate, shard)")
-    if type(module).forward is nn.Module.forward:
+    if not isinstance(reshard_after_forward, bool):
+        raise ValueError(f"reshard_after_forward is {reshard_after_forward!r}; it must be True or False")
+    if not isinstance(module, nn.Module) or type(module).forward is nn.Module.forward:
         raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
     if dist.get_world_size(process_group) < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")

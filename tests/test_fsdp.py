@@ -1329,6 +1329,9 @@ def body_errors():
     model = Blocks()
     cases = [
         (model.blocks, {}, ValueError, "ModuleList has no forward"),
+        (list(model.blocks), {}, ValueError, "list has no forward"),
+        (model.head, {"reshard_after_forward": None}, ValueError, "is None; it must be True or False"),
+        (model.head, {"reshard_after_forward": 2}, ValueError, "is 2; it must be True or False"),
         (model.head, {"mesh": dist.device_mesh.DeviceMesh.from_group(group, "cpu")}, ValueError, "not both"),
     ]
     for module, kwargs, error, words in cases:
