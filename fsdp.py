@@ -35,6 +35,7 @@ Left out: sharding along other dimensions, several dtypes or modules in a unit, 
 import argparse
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -144,8 +145,8 @@ def fully_shard(
         mp_policy: MixedPrecisionPolicy, this file's or PyTorch's.
         offload_policy: CPUOffloadPolicy keeps shards, gradients and so the optimizer's state in host memory.
 
-    Ranks may leave out units that others call, but must call them in one order. A module on the meta device stays
-    there: see `materialize`.
+    Under one outermost unit, ranks may leave out units that others call, but must call them in one order. A module on
+    the meta device stays there: see `materialize`.
 
     Raises:
         ValueError: an argument is unusable; ranks hold different parameters; a parameter is in two units (tied).
@@ -175,7 +176,7 @@ class State(Enum):
 
     SHARDED = "a 1/N in `flat`; the module's parameters are this rank's shards, views into it"
     GATHERING = "as SHARDED, and all ranks' shards are on their way into `received`"
-    UNSHARDED = "as SHARDED, and the module's parameters are whole"
+    UNSHARDED = "as SHARDED, and the whole parameters have memory; the module has them while it runs"
 
 
 # On gloo, shards of so many bytes go from where they lie to where they are needed, each in a message of its own: that
@@ -210,6 +211,9 @@ class Unit:
         self.calls = []  # running now
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward, always_call=True)  # also when forward raises
+        for owner in {owner for p in self.parameters for owner, _ in p.slots}:
+            owner.register_state_dict_pre_hook(lambda *_: self.show_shards())
+            owner.register_load_state_dict_pre_hook(lambda *_: self.show_shards())
 
     shard_group = property(lambda self: self._groups[-1]())
     groups = property(lambda self: [group() for group in self._groups])  # those of replicas first
@@ -224,8 +228,9 @@ class Unit:
         return args, kwargs
 
     def post_forward(self, module, args, output):
-        if not self.calls:
-            return output  # pre_forward raised
+        if not self.calls:  # pre_forward raised
+            self.order.caller = None if self.order.caller is self else self.order.caller
+            return output
         call = self.calls.pop()
         self.order.log("forward", self, call.began)
         if torch.is_grad_enabled():
@@ -249,10 +254,12 @@ class Unit:
             self.began = None
         if self.state is State.UNSHARDED:
             self.reshard()
-        gradients = {p: self.take_gradient(p) for p in self.in_flat if p.shard.requires_grad}
+        gradients = {p: self.take_gradient(p) for p in self.in_flat if p.shard.requires_grad or p.keeps}
+        for p, gradient in gradients.items():
+            p.keeps = not self.sync
+            if p.keeps and gradient is not None:
+                p.kept = gradient.to(self.reduce_dtype())
         if not self.sync:
-            for p, gradient in gradients.items():
-                p.kept = None if gradient is None else gradient.to(self.reduce_dtype())
             return iter(())
         return self.reduce(gradients) if gradients else iter(())
 
@@ -263,6 +270,9 @@ class Unit:
         """Send this rank's shards to the others, and let theirs come."""
         assert self.state is State.SHARDED
         self.adopt_shards()
+        if self.on_meta():
+            names = ", ".join(p.name for p in self.parameters)
+            raise RuntimeError(f"{self.name} is still on the meta device; call materialize(model) first ({names})")
         self.state, self.began_gather = State.GATHERING, time.perf_counter()
         self.sending = self.flat.to(self.wire, self.dtype)  # alive until wait()
         packed, *alone = self.sending.split([sum(p.chunk for p in self.packed), *(p.chunk for p in self.alone)])
@@ -277,7 +287,7 @@ class Unit:
 
     @torch.no_grad()
     def unshard(self):
-        """Wait for the shards, and put the whole parameters into the module."""
+        """Wait for the shards, and put the whole parameters together."""
         if self.state is State.SHARDED:
             self.gather()
         assert self.state is State.GATHERING
@@ -297,15 +307,13 @@ class Unit:
         self.state = State.UNSHARDED
         for p in self.parameters:
             p.whole.requires_grad_(p.shard.requires_grad)
-            p.put(p.whole)
 
     def reshard(self):
         """Free the whole parameters; the module has the shards again."""
         assert self.state is State.UNSHARDED
+        self.show_shards()
         free(self.gathered_packed, self.gathered_alone)
         self.state = State.SHARDED
-        for p in self.parameters:
-            p.put(p.shard)
 
     @torch.no_grad()
     def reduce(self, gradients):
@@ -342,12 +350,16 @@ class Unit:
             work.wait()
         sums = zip(parameters, total.split(chunks), strict=True)
         nobody = {p for p, part in sums if p in unused and all(map(is_minus_zero, part[:1].tolist()))}
-        total /= math.prod(group.size() for group in self.groups)  # after the sum: before it, at 3 ranks, rounds twice
+        if self.order.failed:
+            return
+        total /= self.divisors()[1]
         total = total.to(self.flat.device, self.flat.dtype)
         for p, part in zip(parameters, total.split(chunks), strict=True):
             if p not in nobody:
                 mean = part[: p.shard.numel()].view(p.shard.shape)
                 p.shard.grad = mean if p.shard.grad is None else p.shard.grad.add_(mean)
+                for hook in (p.shard._post_accumulate_grad_hooks or {}).values():
+                    hook(p.shard)
         self.order.log("reduce", self, began)
 
     def rows_for_ranks(self, gradients):
@@ -367,8 +379,15 @@ class Unit:
             else:
                 rows[p] = gradient.to(buffer.dtype).reshape(self.N, p.chunk)
             if gradient is not None:
+                if (before := self.divisors()[0]) > 1:
+                    rows[p] /= before
                 rows[p][:, :1] += 0.0
         return [buffer, *(rows[p] for p in self.alone if p in rows)]
+
+    def divisors(self):
+        """By what to divide before the sum, and after it: after, since at 3 ranks one before rounds each term."""
+        ranks = math.prod(group.size() for group in self.groups)
+        return (ranks, 1) if self.reduce_dtype() == torch.float16 else (1, ranks)  # sums of fp16 overflow at 65504
 
     # ---- What a unit is made of.
 
@@ -380,17 +399,23 @@ class Unit:
                 slots.setdefault(parameter, []).append((f"{path}.{name}".lstrip("."), module, name))
         for parameter, [(name, *_), *_] in slots.items():
             if other := getattr(parameter, "_fsdp_name", None):
-                problem = (
-                    problem or f"{name!r} of {self.name} is tied to {other}, another unit; one unit must have both"
-                )
+                text = f"{name!r} of {self.name} is tied to {other}, another unit; one unit must have both"
+                problem = problem or ValueError(text)
         if len(dtypes := {str(parameter.dtype) for parameter in slots}) > 1:
-            problem = f"{self.name} has parameters of {' and '.join(sorted(dtypes))}; make a unit for each dtype"
+            text = f"{self.name} has parameters of {' and '.join(sorted(dtypes))}; make a unit for each dtype"
+            problem = ValueError(text)
         named = [(name, parameter) for parameter, [(name, *_), *_] in slots.items()]
         for group in self.groups:
-            verify_same_model(named, group, ValueError(problem) if problem else None)
+            try:
+                verify_same_model(named, group, problem)
+            except ValueError as error:
+                problem = error  # the ranks of the next group must hear of it
+        if problem:
+            raise problem
         self.parameters = [ShardedParameter(p, slots[p], self.N, self.rank, self.name) for p in slots]
         return list(slots)
 
+    @torch.inference_mode(False)
     def allocate(self, shards, home):
         """Keep copies of `shards` side by side in `flat`; make whole parameters, without memory for now."""
         if not shards:
@@ -418,12 +443,12 @@ class Unit:
         """Take over what the module holds now: .to(), .to_empty() and load_state_dict(assign=True) replace shards."""
         shards = [p.get() for p in self.parameters]
         if any(a is not p.shard or a.data_ptr() != p.address for a, p in zip(shards, self.parameters, strict=True)):
+            if len({shard.dtype for shard in shards}) > 1:
+                dtypes = ", ".join(f"{p.name}: {a.dtype}" for a, p in zip(shards, self.parameters, strict=True))
+                raise ValueError(f"{self.name} has parameters of several dtypes now ({dtypes}); a unit has one")
             if not self.offload:
                 self.device = shards[0].device
             self.allocate(shards, shards[0].device)
-        if self.on_meta():
-            names = ", ".join(p.name for p in self.parameters)
-            raise RuntimeError(f"{self.name} is still on the meta device; call materialize(model) first ({names})")
 
     def on_meta(self):
         return bool(self.parameters) and self.flat.device.type == "meta"
@@ -439,14 +464,17 @@ class Unit:
             self.unshard()
         if self.state is State.UNSHARDED:
             self.reshard()
+        self.adopt_shards()
 
     def show_whole(self):
-        """UNSHARDED with arbitrary values."""
-        self.leave_meta_buffers()
-        hold(self.gathered_packed, self.gathered_alone)
-        self.state = State.UNSHARDED
         for p in self.parameters:
-            p.put(p.whole)
+            if p.get() is p.shard:  # nobody has replaced it
+                p.put(p.whole)
+
+    def show_shards(self):
+        for p in self.parameters:
+            if p.get() is p.whole:
+                p.put(p.shard)
 
     def leave_meta_buffers(self):
         for _, module in own_modules(self.module):
@@ -458,7 +486,6 @@ class Unit:
         """Make real shards out of whole `values`, or without values."""
         self.leave_meta_buffers()
         if self.on_meta():
-            self.state = State.SHARDED
             for p in self.parameters:
                 p.requires_grad = p.shard.requires_grad
             shards = [torch.empty_like(p.shard, device="cpu") for p in self.parameters]
@@ -478,12 +505,13 @@ class Unit:
         return value
 
     def everyone(self, mine):
-        """What each rank of the shard group passes; its rank 0's is that of the first rank of the replicas."""
+        """What each rank of the groups passes, the first rank's first."""
+        everyone = [mine]
         for group in self.groups:
             theirs = [None] * group.size()
-            dist.all_gather_object(theirs, mine, group=group)
-            mine = theirs[0]
-        return theirs
+            dist.all_gather_object(theirs, everyone, group=group)
+            everyone = list(itertools.chain.from_iterable(theirs))
+        return everyone
 
     @torch.no_grad()
     def all_rows(self, p, rows):
@@ -491,7 +519,8 @@ class Unit:
         mine = torch.zeros(p.chunk, dtype=rows.dtype, device=self.wire)
         mine[: rows.numel()] = rows.reshape(-1)
         everyone = mine.new_empty(self.N * p.chunk)
-        all_gather_single(everyone, mine, group=self.shard_group)
+        as_bytes = (everyone.view(torch.uint8), mine.view(torch.uint8))  # gloo has no int16, no float8
+        all_gather_single(*as_bytes, group=self.shard_group)
         return everyone[: p.shape.numel()].view(p.shape).cpu()
 
     def reduce_dtype(self):
@@ -504,12 +533,16 @@ class Unit:
             gradient, p.kept = p.kept if gradient is None else p.kept.add_(gradient), None
         return gradient
 
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(f"{self.name} is sharded: copy it before fully_shard, or save its full_state_dict()")
+
 
 class ShardedParameter:
     """One parameter of a unit: its places in the module, `shard` (this rank's rows) and `whole` (all rows)."""
 
     def __init__(self, parameter, slots, N, rank, unit_name):
-        self.slots, self.name, self.kept = [(module, name) for _, module, name in slots], slots[0][0], None
+        self.slots, self.name = [(module, name) for _, module, name in slots], slots[0][0]
+        self.keeps, self.kept = False, None  # has there been a no_sync since the last reduction; what it accumulated
         self.label = parameter._fsdp_name = f"{self.name!r} of {unit_name}"  # who else has it is told this
         self.shape, self.requires_grad = parameter.shape, parameter.requires_grad
         rows, *self.row_shape = parameter.shape or (1,)  # a scalar is one row
@@ -612,7 +645,9 @@ class Order:
         self.tape = weakref.WeakSet()  # calls that this backward may still go through
         self.passed = set()  # units in the script of a forward since the last backward
         self.unreduced, self.reductions = [], []  # units; generators, see Unit.reduce
-        self.backward, self.backwards = False, 0
+        self.backward = None  # a weak reference to what the running one calls in the end, dead once it has raised
+        self.backwards = 0
+        self.failed = False  # what is being reduced belongs to a backward that raised
 
     def set_order(self, events):
         self.tour = events
@@ -637,6 +672,7 @@ class Order:
                 self.start_forward(unit)
             call = self.new_call(unit)
         self.advance_to(unit)
+        unit.show_whole()
         return call
 
     def new_call(self, unit):
@@ -709,12 +745,15 @@ class Order:
 
     def start_backward(self):
         if self.backward:
-            return
-        self.backward, self.backwards = True, self.backwards + 1
+            if self.backward():
+                return
+            self.reset()  # that one raised
+        finish = functools.partial(Order.finish_backward, self)  # autograd alone holds it
+        self.backward, self.backwards = weakref.ref(finish), self.backwards + 1
         units = [u for u in self.forward_order if u in self.passed or not self.passed]
         self.script = deque(u for u in self.backward_order if u in set(units) and u.state is State.SHARDED)
         self.unreduced, self.tape = units, weakref.WeakSet(self.calls)
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def enter_backward(self, unit, call):
         """Unshard `unit` for backward through `call`, and reduce what is behind it; -> is this new?"""
@@ -726,6 +765,7 @@ class Order:
         self.tape = weakref.WeakSet(other for other in self.tape if other.start < call.end)
         self.tape.add(call)
         self.advance_to(unit, reduce=True)
+        unit.show_whole()  # a checkpoint inside the unit computes with them
         return True
 
     def is_pending(self, unit):
@@ -750,6 +790,8 @@ class Order:
         self.advance_to(None, reduce=True)
         while self.unreduced:
             self.reduce(self.unreduced.pop())
+        while self.reductions:
+            self.proceed()
         late = [p.label for unit in self.units for p in unit.parameters if p.whole.grad is not None]
         self.reset()
         if late:
@@ -757,8 +799,10 @@ class Order:
 
     def reset(self):
         """Finish what is on its way, and reshard all units. After an exception in backward its gradients are lost."""
+        self.failed = True
         while self.reductions:
             self.proceed()
+        self.failed = False
         for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.unshard()
@@ -767,7 +811,7 @@ class Order:
         if self.backward:
             for p in itertools.chain.from_iterable(unit.parameters for unit in self.units):
                 p.whole.grad = None
-            self.backward, self.unreduced, self.detached = False, [], []
+            self.backward, self.unreduced, self.detached = None, [], []
             self.calls = weakref.WeakSet(call for call in self.calls if call.backward != self.backwards)
             self.passed.clear()
         self.script.clear()
@@ -801,12 +845,17 @@ def clip_grad_norm_(module, max_norm, norm_type=2.0, error_if_nonfinite=False):
 
     All ranks must call it. RuntimeError on all of them when the norm is not finite and `error_if_nonfinite`.
     """
-    infinite, total = norm_type == math.inf, 0.0
-    units = [unit for unit in units_in(module) if unit.parameters]
+    norm_type, total = float(norm_type), 0.0
+    infinite = norm_type == math.inf
+    units = [unit for unit in all_units(module) if unit.parameters]
+    sharded = {p.shard for unit in units for p in unit.parameters}
+    if alone := [n for n, p in module.named_parameters() if p.requires_grad and p not in sharded]:
+        raise ValueError(f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too")
+    dtype = functools.reduce(torch.promote_types, (unit.flat.dtype.to_real() for unit in units))  # on all ranks
     for group, unit in {unit.shard_group: unit for unit in units}.items():
         shards = [p.shard for u in units if u.shard_group is group for p in u.parameters]
         norms = [torch.linalg.vector_norm(s.grad, norm_type) for s in shards if s.grad is not None and s.numel()]
-        mine = torch.stack(norms).to(unit.wire) if norms else torch.zeros(1, dtype=unit.flat.dtype, device=unit.wire)
+        mine = torch.stack([norm.to(unit.wire, dtype) for norm in norms or [torch.zeros(())]])
         mine = mine.max() if infinite else mine.pow(norm_type).sum()
         dist.all_reduce(mine, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
         total = max(total, mine) if infinite else total + mine
@@ -827,17 +876,14 @@ def clip_grad_norm_(module, max_norm, norm_type=2.0, error_if_nonfinite=False):
 def full_state_dict(module, *, rank0_only=False):
     """What the plain module's state_dict() would be, in host memory. `rank0_only`: {} on the other ranks.
 
-    One unit after the other is gathered, so no device ever holds the whole model.
+    One parameter after the other is gathered, so no device ever holds the whole model.
     """
-    units, whole = units_in(module), {}
+    units, whole = all_units(module), {}
     keep = not rank0_only or is_rank0(units)
     for unit in units:
-        unit.settle()
-        if unit.parameters:
-            unit.unshard()
-            for p in unit.parameters if keep else ():
-                whole[p.shard] = p.whole.detach().to("cpu", p.shard.dtype, copy=True)
-            unit.reshard()
+        for p in unit.parameters:
+            value = unit.all_rows(p, p.shard)
+            whole |= {p.shard: value} if keep else {}
     state_dict = module.state_dict(keep_vars=True) if keep else {}
     for name, value in state_dict.items():
         if isinstance(value, torch.Tensor):
@@ -852,9 +898,8 @@ def load_full_state_dict(module, state_dict):
     Either every rank passes them, or rank 0 does and the others pass {}: then they travel one by one. A module on the
     meta device becomes real. RuntimeError on all ranks where names or shapes do not match.
     """
-    units = units_in(module)
+    units = all_units(module)
     for unit in units:
-        unit.settle()
         unit.leave_meta()
     owners = {p.shard: p for unit in units for p in unit.parameters}
     targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
@@ -871,12 +916,15 @@ def load_full_state_dict(module, state_dict):
         if not all(has for has, _ in everyone):
             value = units[0].broadcast(value.to(target.dtype))
         target.copy_(owners[target].cut(value) if target in owners else value)
+    extra = {n: value for n, value in state_dict.items() if n.endswith("_extra_state")}
+    for n, value in (extra if all(has for has, _ in everyone) else units[0].everyone(extra)[0]).items():
+        module.get_submodule(n.rpartition(".")[0]).set_extra_state(value)
 
 
 @torch.no_grad()
 def full_optimizer_state_dict(module, optimizer, *, rank0_only=False):
     """What state_dict() of the plain optimizer would be, over the plain module's parameters in the same groups."""
-    units = units_in(module)
+    units = all_units(module)
     owners = {p.shard: (unit, p) for unit in units for p in unit.parameters}
     state_dict, whole = optimizer.state_dict(), {}
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
@@ -897,7 +945,7 @@ def load_full_optimizer_state_dict(module, optimizer, state_dict):
 
     Either every rank passes it, or rank 0 does and the others pass {}.
     """
-    units = units_in(module)
+    units = all_units(module)
     owners = {p.shard: p for unit in units for p in unit.parameters}
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
     travel = not all(units[0].everyone(bool(state_dict)))
@@ -935,13 +983,17 @@ def materialize(module, init_fn=reset_parameters):
 
     def visit(module, unit):
         unit = unit_of(module) or unit
-        if unit_of(module) and unit.on_meta():
-            unit.show_whole()
+        cut = unit_of(module) and unit.on_meta()
+        if cut:
+            unit.leave_meta_buffers()
+            for p in unit.parameters:
+                whole = torch.empty_like(p.whole, dtype=p.shard.dtype)
+                p.put(nn.Parameter(whole, requires_grad=p.shard.requires_grad))
         for child in module.children():
             visit(child, unit)
         init_fn(module)
-        if unit_of(module) and unit.on_meta():
-            unit.leave_meta([p.whole.detach() for p in unit.parameters])
+        if cut:
+            unit.leave_meta([p.get().detach() for p in unit.parameters])
 
     visit(module, None)
 
@@ -957,6 +1009,22 @@ def unit_of(module):
 def units_in(module):
     """The units of `module` and its submodules, as registered."""
     return [unit for unit, starts in tour(module) if starts]
+
+
+def all_units(module):
+    """Those, SHARDED; ValueError where there is none, or `module` is only a part of one."""
+    units = units_in(module)
+    for unit in units:
+        unit.settle()
+    shards = {p.shard for unit in units for p in unit.parameters}
+    parts = [p._fsdp_name for p in module.parameters() if hasattr(p, "_fsdp_name") and p not in shards]
+    if parts:
+        raise ValueError(
+            f"this {type(module).__name__} is a part of a unit ({', '.join(parts)}); pass the unit's module"
+        )
+    if not units:
+        raise ValueError(f"this {type(module).__name__} has no unit; call fully_shard first")
+    return units
 
 
 def tour(module):
@@ -993,7 +1061,7 @@ def in_autograd():
 
 
 def is_minus_zero(x):
-    return x == 0 and math.copysign(1.0, x) < 0
+    return x == 0 and math.copysign(1.0, x.real) < 0
 
 
 def hold(*tensors):

@@ -1,6 +1,7 @@
 """fsdp.py against one device and against torch.distributed.fsdp.fully_shard."""
 
 import copy
+import dataclasses
 import gc
 import math
 import sys
@@ -1518,3 +1519,595 @@ def test_parameter_groups_and_schedulers():
 def test_timeline():
     picture = fsdp.draw_timeline([("gather", "a", 0.0, 1.0), ("forward", "a", 1.0, 2.0), ("reduce", "b", 1.0, 2.0)], 4)
     assert picture.splitlines()[2:] == ["a        ··FF", "b          --"]
+
+
+# ---- what is saved, loaded, changed or left over between steps; messages
+
+
+def body_three_dimensions():
+    with pytest.raises(ValueError, match="the mesh has 3 dimensions"):
+        fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 2, 2)))
+
+
+def test_a_mesh_of_three_dimensions_is_an_error():
+    pool.run(4, body_three_dimensions)
+
+
+def body_hybrid_mismatch():
+    mesh = init_device_mesh("cpu", (2, 2))
+    for differs in (pool.rank() // 2, pool.rank() % 2):  # the replicas; the shards
+        with pytest.raises(ValueError, match="ranks must hold the same model"):
+            fully_shard(nn.Linear(3 + differs, 2), mesh=mesh)
+
+
+def test_different_models_on_a_hybrid_mesh_are_an_error():
+    pool.run(4, body_hybrid_mismatch)
+
+
+def body_different_flags():
+    late = pool.rank() == 1
+    for layer, words in (
+        (nn.Linear(3, 2).requires_grad_(not late), "requires_grad=False"),
+        (nn.Linear(3, 2).to(torch.float64 if late else torch.float32), r"torch\.float64"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fully_shard(layer, process_group=pool.group())
+
+
+def test_dtype_and_requires_grad_must_agree():
+    pool.run(2, body_different_flags)
+
+
+@dataclasses.dataclass
+class Result:
+    value: object
+
+
+class Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return Result({"y": [self.two(torch.tanh(self.one(x)))]})
+
+
+def body_dataclass():
+    torch.manual_seed(0)
+    plain = nn.ModuleList([Wrapped(), Wrapped()])
+    ours = copy.deepcopy(plain)
+    for m in ours:
+        fully_shard(m, process_group=pool.group())
+    run = lambda m, x: loss_of(m[1](m[0](x).value["y"][0]).value["y"][0])  # noqa: E731
+    run(ours, make_batch(pool.rank(), 0)).backward()
+    one_device(plain, [[make_batch(r, 0)] for r in range(pool.world_size())], run)
+    assert_same(ours, plain)
+
+
+def test_outputs_in_a_dataclass():
+    pool.run(2, body_dataclass)
+
+
+def body_registered_twice():
+    def make():
+        torch.manual_seed(0)
+        first, second = Block(), Block()
+        return nn.Sequential(nn.Sequential(first, second), nn.Sequential(first, nn.Linear(6, 3)))
+
+    ours, plain = make(), make()
+    for m in (*ours[0], ours):
+        fully_shard(m, process_group=pool.group())
+    assert len(units(ours)) == 3
+    for step in range(2):
+        for m in (ours, plain):
+            m.zero_grad()
+        with Collectives() as sent:
+            loss_of(ours(make_batch(pool.rank(), step))).backward()
+        one_device(plain, [[make_batch(r, step)] for r in range(pool.world_size())])
+        assert_same(ours, plain, what=f"step {step}")
+        assert_at_rest(ours)
+    assert [name for name, _ in sent.calls].count("send") == 2 * 3 + 1 + 3  # one gather more, for the second call
+    fsdp.clip_grad_norm_(ours, 0.1)
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(whole(a.grad, b.shape), b.grad, rtol=1e-5)
+
+
+def test_a_unit_that_is_registered_twice():
+    pool.run(2, body_registered_twice)
+
+
+def body_load_other_dtype():
+    saved = {n: v.double() for n, v in blocks(sharded=False).state_dict().items()}
+    model = blocks()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    fsdp.load_full_state_dict(model, saved if pool.rank() == 0 else {})
+    assert all(torch.equal(v, saved[n].float()) for n, v in fsdp.full_state_dict(model).items())
+
+
+def test_rank_0_passes_another_dtype():
+    pool.run(2, body_load_other_dtype)
+
+
+def body_clip_where_a_rank_has_no_rows():
+    N, rank = pool.world_size(), pool.rank()
+    plain = nn.Linear(6, 1, bias=False).double()
+    ours = fully_shard(copy.deepcopy(plain), process_group=pool.group())
+    loss_of(ours(make_batch(rank, 0, torch.float64))).backward()
+    one_device(plain, [[make_batch(r, 0, torch.float64)] for r in range(N)])
+    norm = fsdp.clip_grad_norm_(ours, 0.1)
+    assert_equal(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1), False, "norm")
+    assert_same(ours, plain, False)
+
+
+def test_clip_where_a_rank_has_no_rows():
+    pool.run(3, body_clip_where_a_rank_has_no_rows)
+
+
+def body_optimizer_state_is_a_copy():
+    model = blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, [0], 0)
+    state = fsdp.full_optimizer_state_dict(model, optimizer)
+    before = copy.deepcopy(state)
+    train(model, optimizer, [1], 0)
+    fsdp.load_full_optimizer_state_dict(model, optimizer, state)
+    train(model, optimizer, [2], 0)
+    for a, b in zip(tree_leaves(state), tree_leaves(before), strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_a_saved_optimizer_state_does_not_change():
+    for N in (1, 2):
+        pool.run(N, body_optimizer_state_is_a_copy)
+
+
+def body_hooks_before():
+    """A pre-hook from before fully_shard sees what forward will see."""
+    layer, seen = nn.Linear(6, 3), []
+    layer.register_forward_pre_hook(lambda m, args: seen.append((m.weight.shape, m.weight.dtype, args[0].dtype)))
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16)
+    fully_shard(layer, process_group=pool.group(), mp_policy=policy)(make_batch(0, 0))
+    assert seen == [((3, 6), torch.bfloat16, torch.bfloat16)]
+
+
+def test_hooks_from_before():
+    pool.run(2, body_hooks_before)
+
+
+class Kinds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.seen = nn.Embedding(8, 6), []
+
+    def forward(self, tokens, *, more):
+        self.seen.append((tokens.dtype, more["x"].dtype))
+        return self.embed(tokens) + more["x"]
+
+
+class Integers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(1000, 1018).view(3, 6), requires_grad=False)
+
+    def forward(self, x):
+        assert self.w.dtype == torch.int64
+        return x @ self.w.t().to(x.dtype)
+
+
+def body_cast_what_floats():
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    model, integers = Kinds(), Integers()
+    for m in (model, integers):
+        fully_shard(m, process_group=pool.group(), mp_policy=policy)
+    with torch.no_grad():
+        y = model(torch.tensor([1, 2]), more={"x": torch.zeros(2, 6)})
+        z = integers(torch.ones(2, 6))
+    assert model.seen == [(torch.int64, torch.bfloat16)]
+    assert y.dtype == z.dtype == torch.float64
+    assert torch.equal(fsdp.full_state_dict(integers)["w"], torch.arange(1000, 1018).view(3, 6))
+
+
+def test_what_floats_is_cast_and_nothing_else():
+    pool.run(2, body_cast_what_floats)
+
+
+def body_replaced_over_the_same_memory():
+    """New parameter objects over our memory get the gradients."""
+    model, plain = blocks(), blocks(sharded=False)
+    for m in model.modules():
+        for name, p in list(m._parameters.items()):
+            setattr(m, name, nn.Parameter(p.data))
+    mine = list(model.parameters())
+    loss_of(model(make_batch(pool.rank(), 0))).backward()
+    assert all(p.grad is not None for p in mine)
+    one_device(plain, [[make_batch(r, 0)] for r in range(pool.world_size())])
+    assert_same(model, plain)
+
+
+def test_new_parameters_over_the_same_memory():
+    pool.run(2, body_replaced_over_the_same_memory)
+
+
+class Broken(Exception):
+    pass
+
+
+def fail_in_backward(model, batch):
+    def raises(gradient):
+        raise Broken
+
+    def how(block, x):
+        x = block(x)
+        if block is model.blocks[1]:
+            x.register_hook(raises)
+        return x
+
+    with pytest.raises(Broken):
+        loss_of(model(batch, None, how)).backward()
+
+
+def body_state_dict_after_an_exception():
+    plain = blocks(sharded=False).state_dict()
+    others = {n: v + 1 for n, v in plain.items()}
+    for what in ("save", "load"):
+        ours = blocks()
+        fail_in_backward(ours, make_batch(pool.rank(), 7))
+        if what == "load":
+            fsdp.load_full_state_dict(ours, others)
+        saved = fsdp.full_state_dict(ours)
+        assert all(torch.equal(v, (others if what == "load" else plain)[n]) for n, v in saved.items())
+
+
+def test_state_dicts_after_an_exception_in_backward():
+    pool.run(2, body_state_dict_after_an_exception)
+
+
+def body_out_of_the_block():
+    """Frozen parameters under the hybrid mesh, no_sync and a policy: as PyTorch's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ours, theirs = blocks(sharded=False), blocks(sharded=False)
+    for m, wrap, P in (ours, fully_shard, fsdp.MixedPrecisionPolicy), (theirs, torch_fully_shard, TorchPolicy):
+        m.blocks[2].one.requires_grad_(False)
+        for part in (*m.blocks, m):
+            wrap(part, mesh=mesh, mp_policy=P(torch.bfloat16, torch.float32))
+    for step in range(2):
+        for last in (False, True):
+            batch = make_batch(pool.rank(), 2 * step + last)
+            theirs.set_requires_gradient_sync(last)
+            loss_of(theirs(batch).float()).backward()
+            with nullcontext() if last else fsdp.no_sync(ours):
+                loss_of(ours(batch).float()).backward()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            assert a.grad is None or torch.allclose(a.grad, b.grad.to_local(), rtol=1e-5, atol=1e-7)
+
+
+def test_no_sync_policy_and_frozen_parameters_on_a_hybrid_mesh():
+    pool.run(4, body_out_of_the_block)
+
+
+def body_interrupted():
+    """KeyboardInterrupt passes by the hooks: the next forward starts anew, with the present weights."""
+
+    def how(block, x):
+        if block is ours.blocks[2]:
+            raise KeyboardInterrupt
+        return block(x)
+
+    ours, plain = blocks(), blocks(sharded=False)
+    shards = list(ours.parameters())
+    with pytest.raises(KeyboardInterrupt):
+        ours(make_batch(0, 0), None, how)
+    with torch.no_grad():
+        for p in (*shards, *plain.parameters()):
+            p.add_(1.0)
+    loss_of(ours(make_batch(pool.rank(), 1))).backward()
+    one_device(plain, [[make_batch(r, 1)] for r in range(pool.world_size())])
+    assert_same(ours, plain)
+    assert_at_rest(ours)
+
+
+def test_interrupted_forward():
+    pool.run(2, body_interrupted)
+
+
+def body_order_after_a_block_alone():
+    """A block alone, before the first forward of the whole, does not fix the order."""
+    model = blocks()
+    fsdp.full_state_dict(model)
+    model.blocks[1](make_batch(0, 0))
+    for _ in range(2):
+        with Collectives() as sent:
+            model(make_batch(pool.rank(), 0), [3, 1, 0])
+    assert [name for name, _ in sent.calls].count("send") == len(units(model))
+
+
+def test_the_order_is_that_of_the_first_forward_of_the_whole():
+    pool.run(2, body_order_after_a_block_alone)
+
+
+def body_saved_dtype():
+    model = blocks(mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert {v.dtype for v in fsdp.full_state_dict(model).values()} == {torch.float32}
+
+
+def test_what_is_saved_has_the_shards_dtype():
+    pool.run(2, body_saved_dtype)
+
+
+def body_kept_losses():
+    """A loss that somebody keeps after its backward does not hold up the next backward's reductions."""
+    model, kept = blocks(6), []
+    for step in range(2):
+        kept.append(loss_of(model(make_batch(0, step))))
+        with Peak(lambda: sum(any(p.whole.grad is not None for p in u.parameters) for u in units(model))) as peak:
+            kept[-1].backward()
+        assert peak.peak <= 2
+
+
+def test_a_kept_loss_holds_up_nothing():
+    pool.run(2, body_kept_losses)
+
+
+def body_one_rank_of_four_differs():
+    with pytest.raises(ValueError, match="ranks must hold the same model"):
+        fully_shard(nn.Linear(3 + (pool.rank() == 3), 2), mesh=init_device_mesh("cpu", (2, 2)))
+
+
+def body_a_key_is_missing_on_one_rank():
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 2)))
+    state_dict = {"weight": torch.ones(4, 4)} | ({} if pool.rank() == 2 else {"bias": torch.ones(4)})
+    with pytest.raises(RuntimeError, match=r"bias: missing, not \(4,\)"):
+        fsdp.load_full_state_dict(model, state_dict)
+
+
+@pytest.mark.parametrize("body", [body_one_rank_of_four_differs, body_a_key_is_missing_on_one_rank])
+def test_a_hybrid_mesh_where_one_rank_differs(body):
+    pool.run(4, body)
+
+
+def body_materialize_in_the_shards_dtype():
+    def init_fn(module):
+        fsdp.reset_parameters(module)
+        if isinstance(module, nn.Linear):  # replaces what it was given
+            module.bias = nn.Parameter(torch.rand_like(module.bias))
+
+    with torch.device("meta"):
+        ours, plain = Blocks(), Blocks()
+    for part in (*ours.blocks, ours):
+        fully_shard(part, process_group=pool.group(), mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16))
+    torch.manual_seed(0)
+    fsdp.materialize(ours, init_fn)
+    torch.manual_seed(0)
+    plain.to_empty(device="cpu").apply(init_fn)
+    for name, value in fsdp.full_state_dict(ours).items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_materialized_in_the_shards_dtype():
+    pool.run(2, body_materialize_in_the_shards_dtype)
+
+
+def body_after_an_exception_in_backward(how):
+    """Nothing of the backward that raised is left, whatever comes next."""
+    ours, plain = blocks(), blocks(sharded=False)
+    batch = make_batch(pool.rank(), 1)
+    earlier = loss_of(ours(batch)) if how == "another graph" else None
+    fail_in_backward(ours, make_batch(pool.rank(), 7))
+    for p in {p.shard for unit in units(ours) for p in unit.parameters}:
+        p.grad = None
+    (loss_of(ours(batch)) if earlier is None else earlier).backward()
+    one_device(plain, [[make_batch(r, 1)] for r in range(pool.world_size())])
+    assert_same(ours, plain)
+    assert_at_rest(ours)
+
+
+@pytest.mark.parametrize("how", ["another graph", "another forward"])
+def test_the_step_after_an_exception_in_backward(how):
+    pool.run(2, body_after_an_exception_in_backward, how)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(6, 6, bias=False).bfloat16(), nn.Linear(6, 1, bias=False)
+
+    def forward(self, x):
+        return self.high(self.low(x.bfloat16()).float())
+
+
+def body_clip_two_dtypes():
+    """Rank 1 has rows in bfloat16 only."""
+    model = TwoDtypes()
+    for layer in (model.low, model.high, model):
+        fully_shard(layer, process_group=pool.group())
+    loss_of(model(make_batch(pool.rank(), 0))).backward()
+    norms = [
+        whole(p.grad, shape).double().norm() for p, shape in zip(model.parameters(), [(6, 6), (1, 6)], strict=True)
+    ]
+    total = fsdp.clip_grad_norm_(model, 1e-3, norm_type="2")
+    assert total.dtype == torch.float32
+    assert torch.allclose(total.double(), torch.stack(norms).norm(), rtol=1e-2)
+    with pytest.raises(ValueError, match=r"Linear is a part of a unit \('one.weight' of Block"):
+        fsdp.clip_grad_norm_(blocks().blocks[0].one, 1.0)
+    with pytest.raises(ValueError, match="has no unit"):
+        fsdp.clip_grad_norm_(Blocks(), 1.0)
+    without_root = Blocks()
+    fully_shard(without_root.blocks[0], process_group=pool.group())
+    with pytest.raises(ValueError, match=r"head\.bias: in no unit"):
+        fsdp.clip_grad_norm_(without_root, 1.0)
+
+
+def test_clip_two_dtypes_and_part_of_a_unit():
+    pool.run(2, body_clip_two_dtypes)
+
+
+def body_state_dict_while_unsharded():
+    """An evaluation without no_grad leaves the units unsharded; what is saved and loaded are shards all the same."""
+    model = blocks(reshard_after_forward=False)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = loss_of(model(make_batch(pool.rank(), 0)))
+    now = model.state_dict()
+    assert all(torch.equal(now[name], value) for name, value in saved.items())
+    model.load_state_dict({name: value + 1 for name, value in saved.items()}, assign=True)
+    loss.backward()  # of what forward has used
+    assert_at_rest(model)
+    assert all(torch.equal(value, saved[name] + 1) for name, value in model.state_dict().items())
+    assert torch.equal(fsdp.full_state_dict(model)["head.bias"], blocks(sharded=False).head.bias + 1)
+
+
+def test_state_dict_while_unsharded():
+    pool.run(2, body_state_dict_while_unsharded)
+
+
+def body_float16_sum():
+    layer = fully_shard(nn.Linear(4, 4).half(), process_group=pool.group())
+    (layer(torch.ones(1, 4).half()).sum() * 40000).backward()
+    assert torch.equal(whole(layer.bias.grad, (4,)), torch.full((4,), 40000.0).half())
+
+
+def test_a_sum_of_float16_does_not_overflow():
+    for N in (2, 4):
+        pool.run(N, body_float16_sum)
+
+
+def body_hooks_of_shards():
+    """An optimizer in backward, as PyTorch's tutorial on it has."""
+    ours, plain = blocks(), blocks(sharded=False)
+    for p in ours.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        p.register_post_accumulate_grad_hook(lambda p, o=optimizer: (o.step(), o.zero_grad()))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(ours(make_batch(pool.rank(), step))).backward()
+        optimizer.zero_grad()
+        one_device(plain, [[make_batch(r, step)] for r in range(pool.world_size())])
+        optimizer.step()
+    saved = fsdp.full_state_dict(ours)
+    assert all(torch.equal(saved[name], value) for name, value in plain.state_dict().items())
+
+
+def test_hooks_of_shards_are_called():
+    pool.run(2, body_hooks_of_shards)
+
+
+class Counts(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def body_extra_state(everywhere):
+    model = fully_shard(nn.Sequential(Counts(4, 4), Counts(4, 4)), process_group=pool.group())
+    model[1].seen = 7
+    saved = fsdp.full_state_dict(model)
+    model[1].seen = 0
+    fsdp.load_full_state_dict(model, saved if everywhere or pool.rank() == 0 else {})
+    assert (model[0].seen, model[1].seen) == (0, 7)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_extra_state_is_loaded(everywhere):
+    pool.run(2, body_extra_state, everywhere)
+
+
+def body_changes_of_the_module():
+    with pytest.raises(RuntimeError, match="Blocks is sharded: copy it before fully_shard"):
+        copy.deepcopy(blocks())
+    model, plain = blocks().double(), blocks(sharded=False).double()
+    batch = make_batch(pool.rank(), 0, torch.float64)
+    with torch.inference_mode():  # the first forward in the new dtype
+        assert torch.equal(model(batch), plain(batch))
+    loss_of(model(batch)).backward()
+    one_device(plain, [[make_batch(r, 0, torch.float64)] for r in range(pool.world_size())])
+    assert_same(model, plain)
+    model.blocks[0].one.half()
+    with pytest.raises(ValueError, match=r"several dtypes now \(one\.weight: torch\.float16"):
+        model(batch)
+
+
+def test_changes_of_a_sharded_module():
+    pool.run(2, body_changes_of_the_module)
+
+
+def body_assigned_and_loaded():
+    model, ones = blocks(), {name: torch.ones_like(value) for name, value in Blocks().state_dict().items()}
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    saved, plain = fsdp.full_state_dict(model), blocks(sharded=False).state_dict()
+    assert all(torch.equal(saved[name], plain[name] + 1) for name in plain)
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    fsdp.load_full_state_dict(model, ones)
+    assert all(torch.equal(value, torch.ones_like(value)) for value in model.state_dict().values())
+
+
+def test_assigned_shards_are_saved_and_loaded():
+    pool.run(2, body_assigned_and_loaded)
+
+
+def body_frozen_after_no_sync():
+    """What no_sync has kept is reduced by the next backward, frozen in between or not: as .grad would be there."""
+    model, plain = blocks(), blocks(sharded=False)
+    with fsdp.no_sync(model):
+        loss_of(model(make_batch(pool.rank(), 0))).backward()
+    one_device(plain, [[make_batch(r, 0)] for r in range(pool.world_size())])
+    model.head.requires_grad_(False)
+    loss_of(model(make_batch(pool.rank(), 1))).backward()
+    assert torch.equal(whole(model.head.weight.grad, plain.head.weight.shape), plain.head.weight.grad)
+    model.zero_grad()
+    model.head.requires_grad_(True)
+    plain.zero_grad()
+    loss_of(model(make_batch(pool.rank(), 2))).backward()
+    one_device(plain, [[make_batch(r, 2)] for r in range(pool.world_size())])
+    assert_same(model, plain)
+
+
+def test_frozen_after_no_sync():
+    pool.run(2, body_frozen_after_no_sync)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Parameter(torch.randn(3, 6, dtype=torch.complex64))
+        self.unused = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.used.t()).abs()
+
+
+def body_complex():
+    torch.manual_seed(0)
+    plain = Complex()
+    ours = fully_shard(copy.deepcopy(plain), process_group=pool.group())
+    loss_of(ours(make_batch(pool.rank(), 0))).backward()
+    one_device(plain, [[make_batch(r, 0)] for r in range(pool.world_size())])
+    assert_same(ours, plain)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert torch.allclose(fsdp.clip_grad_norm_(ours, 0.1), norm)
+
+
+def test_complex_parameters():
+    pool.run(2, body_complex)
+
+
+def body_on_meta_then_a_block():
+    with torch.device("meta"):
+        model = Blocks()
+    for part in (*model.blocks, model):
+        fully_shard(part, process_group=pool.group())
+    with pytest.raises(RuntimeError, match="still on the meta device"):
+        model(make_batch(0, 0))
+    fsdp.load_full_state_dict(model, blocks(sharded=False).state_dict())
+    loss_of(model.blocks[1](make_batch(pool.rank(), 0))).backward()
+    assert_at_rest(model)
+
+
+def test_a_block_alone_after_a_forward_that_raised():
+    pool.run(2, body_on_meta_then_a_block)
