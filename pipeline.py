@@ -60,6 +60,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
@@ -259,7 +260,7 @@ class Pipeline(nn.Module):
         self._process_group = weakref.ref(dist.group.WORLD if process_group is None else process_group)
         self._rank, self._peers = dist.get_rank(process_group), dist.get_process_group_ranks(self.process_group)
         self.num_microbatches, self.loss_fn = num_microbatches, loss_fn
-        self.weight = weight or (lambda target: len(tensors(target)[0]))
+        self.weight = weight or (lambda target: next((len(t) for t in tensors(target) if t.dim()), 1))
         self.steps = 0  # with the seed, what dropout depends on: restore it to resume
         self.losses = None  # of the last step's micro-batches, where the last stage is
         self.timeline = []  # of the last step: (action, start, end), in seconds of the host's clock
@@ -339,6 +340,13 @@ class Pipeline(nn.Module):
         batch.values[action, stage - 1] = caught
 
     def _backward_weights(self, batch, action, deferred):
+        stage = parse(action)[0]
+        module = self.stages[str(stage)]
+        if action == self._last_backward[stage] and hasattr(module, "no_sync"):
+            # PyTorch's DistributedDataParallel waits for all gradients: also for those that came in I
+            late = {parameter for parameter, _ in deferred}
+            early = [p for p in module.parameters() if p.grad is not None and p not in late]
+            deferred += [(p, functools.partial(torch.zeros_like, p)) for p in early]
         if deferred:  # autograd runs what was made last first: the order of a whole backward
             torch.autograd.backward([Deferred.apply(*item) for item in reversed(deferred)])
 
@@ -418,7 +426,7 @@ class Pipeline(nn.Module):
                 if not sum(weights) > 0:
                     raise ValueError(f"the micro-batches' weights are {weights}; their sum must be positive")
                 batch.weights = weights if len(set(weights)) > 1 else [1] * m  # equal: the plain mean, bitwise
-        except ValueError as error:
+        except Exception as error:  # also one of weight()
             problem = None, error
         layout = [(p.requires_grad, p.dtype) for p in self.parameters()]
         changed, self._layout = layout != self._layout, layout
@@ -452,7 +460,7 @@ class Pipeline(nn.Module):
         if batch.targets is not None:
             weighted = (loss * weight for loss, weight in zip(self.losses, batch.weights, strict=True))
             return sum(weighted) / sum(batch.weights)
-        return tree_map(lambda *parts: torch.cat(parts), *results) if str(end - 1) in self.stages else None
+        return tree_map(join, *results) if str(end - 1) in self.stages else None
 
     def _agree(self, failure, *numbers):
         """-> the largest of each number over all ranks. All raise when one has a failure: (action, error)."""
@@ -587,7 +595,7 @@ class Message:
             if not isinstance(like, Form):
                 return like
             if leaf is not None and leaf.stride() == like.stride:
-                return leaf.detach().to(wire)
+                return leaf.detach().resolve_conj().resolve_neg().to(wire)  # what is a flag on a view cannot travel
             tensor = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=wire)
             return tensor.zero_() if leaf is None else tensor.copy_(leaf.detach())  # zero: a gradient missing this time
 
@@ -654,7 +662,8 @@ def digest(value):
 def call(module, x):
     """module(x); the items of x by themselves when forward requires several arguments."""
     if isinstance(x, (tuple, list, dict)):
-        arguments = inspect.signature(getattr(module, "module", module).forward).parameters.values()
+        inner = module.module if hasattr(module, "no_sync") else module  # DistributedDataParallel's takes anything
+        arguments = inspect.signature(inner.forward).parameters.values()
         if sum(a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD) for a in arguments) > 1:
             return module(**x) if isinstance(x, dict) else module(*x)
     return module(x)
@@ -671,6 +680,11 @@ def cut(value, parts, name):
             f"not into {parts}; pass a batch of a multiple of {parts} samples, or change num_microbatches"
         )
     return [tree_unflatten(list(part), spec) for part in zip(*pieces, strict=True)]
+
+
+def join(*parts):
+    """What cut() has cut: tensors along dimension 0; a list of scalars, and of what is not a tensor."""
+    return torch.cat(parts) if isinstance(parts[0], torch.Tensor) and parts[0].dim() else list(parts)
 
 
 @contextmanager
@@ -744,7 +758,8 @@ def split_linear(x, weight, bias=None):
     held = [p for p in (weight, bias) if p is not None]
     # PyTorch computes otherwise with a frozen weight; the bias that may be left costs I next to nothing.
     usual = all(isinstance(p, nn.Parameter) for p in held) and weight.requires_grad and x.dim() > 1
-    if not usual or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    cast = torch.is_autocast_enabled(x.device.type) or has_torch_function((x, weight))  # a mode may do as autocast
+    if not usual or cast or not torch.is_grad_enabled():
         return linear(x, weight, bias)
     return SplitLinear.apply(torch.empty((), requires_grad=True), x, (weight, bias))
 

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import amp
 import ddp
 import pipeline
 from pipeline import SCHEDULES, Pipeline, build_schedule, parse, simulate
@@ -405,6 +406,64 @@ def test_values_between_stages(name, p, v):
     pool.run(p, body_values, name, 3, v)
 
 
+class Wrapped(nn.Module):
+    """A `module` inside that takes other arguments; of what it returns, the last only a pipeline's end sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(6, 6)
+
+    def forward(self, a, b):
+        y = self.module(a) + b
+        return y, b
+
+
+class End(Several):
+    def forward(self, a, b):
+        y, _ = super().forward(a, b)
+        return {"y": y, "sum": y.sum(), "cache": None}
+
+
+def body_end():
+    p, rank = pool.world_size(), pool.rank()
+    stages = [make_layers(1, Wrapped)[0], make_layers(1, End)[0]]
+    # a scalar among the targets is not cut, and says nothing about the number of samples
+    loss_fn = lambda y, target: F.mse_loss(y["y"], target[1]) * target[0]  # noqa: E731
+    ours = Pipeline(stages[rank], "1f1b", 2, loss_fn, pool.group())
+    a, target = make_batch(0, 5)
+    loss = ours.step((a, 2 * a), (torch.tensor(0.5), target))
+    outputs = ours.eval_step((a, 2 * a))
+    if rank == p - 1:
+        parts = [stages[1](*make_layers(1, Wrapped)[0](x, 2 * x)) for x in a.chunk(2)]
+        assert_equal(outputs["y"], torch.cat([part["y"] for part in parts]).detach(), exact=True)
+        assert outputs["sum"] == [part["sum"] for part in parts]
+        assert outputs["cache"] == [None, None]
+        assert torch.allclose(loss, F.mse_loss(outputs["y"], target) / 2)
+
+
+def test_what_the_last_stage_returns():
+    pool.run(2, body_end)
+
+
+class Conjugate(nn.Module):
+    """Its output is a view with a flag, as are the gradients of the next stage's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (self.weight * x.conj()).conj()
+
+
+def body_conjugate():
+    check_against_one_device(Conjugate, "1f1b", 2, loss_fn=lambda y, target: (y - target).abs().square().mean())
+
+
+def test_conjugate_views():
+    pool.run(2, body_conjugate)
+
+
 class Sometimes(nn.Module):
     """Passes on a transposed layout, and something that the next stage uses in every other micro-batch only."""
 
@@ -612,6 +671,21 @@ def test_weight_gradients_wait_for_w(p):
     pool.run(p, body_split)
 
 
+def body_autocast():
+    p, rank = pool.world_size(), pool.rank()
+    plain = make_layers(p, lambda: Layer(0.0))
+    ours = Pipeline(copy.deepcopy(plain[rank]), "zero_bubble", 2, F.mse_loss, pool.group())
+    for autocast in (functools.partial(torch.autocast, "cpu"), amp.autocast):
+        with autocast(dtype=torch.bfloat16):
+            ours.step(*make_batch(0, 4))
+            accumulate(plain, *make_batch(0, 4), 2)
+        assert_same(ours.stages[str(rank)], plain[rank])
+
+
+def test_backward_in_two_under_autocast():
+    pool.run(2, body_autocast)
+
+
 # ---- memory
 
 
@@ -688,14 +762,14 @@ def test_sent_bytes(name, p, v):
 # ---- refinements
 
 
-def body_data_parallel(name):
+def body_data_parallel(name, cls):
     """2 pipelines of 2 stages, each stage in DistributedDataParallel with its other replica, against one device."""
     world = dist.get_rank()
     pipe, replica = divmod(world, 2)[1], divmod(world, 2)[0]
     pipes = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     plain = make_layers(2, lambda: Layer(0.0))
-    stage = ddp.DDP(copy.deepcopy(plain[replica]), replicas[replica], bucket_cap_mb=1e-4)
+    stage = cls(copy.deepcopy(plain[replica]), process_group=replicas[replica], bucket_cap_mb=1e-4)
     ours = Pipeline(stage, name, 4, F.mse_loss, pipes[pipe])
     optimizers = [OPTIMIZERS["momentum"](m.parameters()) for m in (ours, nn.ModuleList(plain))]
     for step in range(2):
@@ -724,9 +798,10 @@ def body_data_parallel(name):
                 dist.broadcast(q.data, 2 * s)
 
 
+@pytest.mark.parametrize("cls", [ddp.DDP, nn.parallel.DistributedDataParallel])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_with_data_parallel_on_orthogonal_groups(name):
-    pool.run(4, body_data_parallel, name)
+def test_with_data_parallel_on_orthogonal_groups(name, cls):
+    pool.run(4, body_data_parallel, name, cls)
 
 
 class Reduce(torch.autograd.Function):
@@ -1026,9 +1101,11 @@ def body_refused(case):
         torch.set_grad_enabled(not wrong)
     elif case == "weights":
         kwargs = {"weight": lambda target: 0}
+    elif case == "raises":
+        kwargs = {"weight": lambda target: (target != -100).tokens}
     try:
         Pipeline(stages, schedule, m, F.mse_loss, pool.group(), **kwargs).step(inputs, targets)
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:
         return str(error)
     finally:
         torch.set_grad_enabled(True)
@@ -1049,6 +1126,7 @@ def body_refused(case):
         ("targets", "targets of shapes []"),
         ("mode", "under torch.no_grad(), or none"),
         ("weights", "their sum must be positive"),
+        ("raises", "'Tensor' object has no attribute 'tokens'"),
     ],
 )
 def test_wrong_use_is_an_error_on_every_rank(case, words):
