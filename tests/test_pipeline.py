@@ -1,5 +1,6 @@
 """pipeline.py against micro-batch accumulation on one device and against torch.distributed.pipelining."""
 
+import contextlib
 import copy
 import csv
 import functools
@@ -1133,6 +1134,170 @@ def test_wrong_use_is_an_error_on_every_rank(case, words):
     errors = pool.run(2, body_refused, case)
     assert errors[0] == errors[1]
     assert words in (errors[0] or "")
+
+
+# ---- what mutations of pipeline.py have survived
+
+
+class Tokens(nn.Module):
+    """Integers in, so that only the parameters say in what dtype the outputs are."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(12, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x if x.is_floating_point() else self.embedding(x))
+
+
+def body_unchanged_inputs(name):
+    """What messages are like changes with the parameters alone; nothing to train; evaluation between steps."""
+    p, rank = pool.world_size(), pool.rank()
+    plain = make_layers(p, Tokens)
+    ours = Pipeline(
+        copy.deepcopy(plain[rank]), name, 3, F.mse_loss, pool.group(), tied=[("0.linear.weight", "1.linear.weight")]
+    )
+    for layer in plain[1:]:
+        layer.linear.weight.data.copy_(plain[0].linear.weight.data)
+    tokens, targets = torch.arange(9) % 12, make_batch(0, 9)[1]
+    for step, dtype in enumerate((torch.float32, torch.float64)):
+        for module in (ours, *plain):
+            module.to(dtype).zero_grad()
+        loss = ours.step(tokens, targets.to(dtype))
+        expected = accumulate(plain, tokens, targets.to(dtype), 3, step)
+        total = sum(layer.linear.weight.grad for layer in plain)
+        for layer in plain:
+            layer.linear.weight.grad = total
+        assert_same(ours.stages[str(rank)], plain[rank])
+        assert loss is None or torch.equal(loss, expected)  # three samples each: the plain mean, not a weighted one
+        before = [parameter.grad for parameter in ours.parameters()]
+        ours.eval_step(tokens, targets.to(dtype))
+        assert all(a is q.grad for a, q in zip(before, ours.parameters(), strict=True))
+    for module in (ours, *plain):
+        module.requires_grad_(False)
+        module.zero_grad()
+    loss = ours.step(tokens, targets.double())
+    expected = sum(F.mse_loss(plain[1](plain[0](x)), t) for x, t in zip(tokens.chunk(3), targets.double().chunk(3)))
+    assert loss is None or torch.equal(loss, expected / 3)
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+def test_messages_follow_the_parameters(name):
+    pool.run(2, body_unchanged_inputs, name)
+
+
+def body_waits(name, v):
+    """Each transfer is waited for: an isend whose handle is dropped can hang, or send what its buffer has become."""
+    made, waited, wait = [], [], pipeline.Message.wait
+    init = pipeline.Message.__init__
+
+    def watched_init(message, *args):
+        init(message, *args)
+        made.append(message)
+
+    pipeline.Message.__init__ = watched_init
+    pipeline.Message.wait = lambda message: (waited.append(message), wait(message))
+    try:
+        ours = Pipeline(make_layers(v), name, 4, F.mse_loss, pool.group())
+        most = []
+
+        def watch(batch, action, run=ours._run):
+            run(batch, action)
+            most.append(sum("F" not in key for key in batch.sent))
+
+        ours._run = watch
+        ours.step(*make_batch(0, 8))
+        ours.eval_step(*make_batch(0, 8))
+    finally:
+        pipeline.Message.__init__, pipeline.Message.wait = init, wait
+    assert {id(message) for message in made} <= {id(message) for message in waited}
+    assert max(most) <= v  # of gradients, only the last message of each stage is kept
+
+
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2)])
+def test_every_transfer_is_waited_for(name, v):
+    pool.run(2, body_waits, name, v)
+
+
+class Transposed(nn.Module):
+    """Linear layers on an input that is not contiguous: PyTorch then multiplies, and sums for the bias, otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(240, 6, bias=False)
+
+    def forward(self, x):
+        wide = x.repeat(1, 1, 40).transpose(0, 1)
+        return x + self.first(x.transpose(0, 1)).transpose(0, 1) + self.second(wide).transpose(0, 1)
+
+
+def body_transposed():
+    check_against_one_device(
+        Transposed, "zero_bubble", 2, rows=33, batch=lambda step, rows: make_batch(step, rows, (50, 6))
+    )
+
+
+def test_split_linear_of_what_is_not_contiguous():
+    pool.run(2, body_transposed)
+
+
+class Optional(nn.Module):
+    """Forward requires one argument, so it gets the tuple, although it would take two."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, pair, scale=1.0):
+        a, b = pair
+        return self.linear(a) * scale + b, a
+
+
+class NoSync(nn.Module):
+    """As DistributedDataParallel around a stage, forward takes anything, and its stage's says what."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.seen = Several(), []
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.seen.append("no_sync")
+        yield
+
+    def forward(self, *args):
+        if len(args) == 1:
+            self.seen.append(type(self.module).__name__)
+        return self.module(*args)
+
+
+def body_arguments(m, make):
+    stage = make()
+    ours = Pipeline(stage, "gpipe", m, lambda y, target: F.mse_loss(y[0], target), pool.group())
+    a, target = make_batch(0, 3 * m)
+    ours.step((a, 2 * a), target)
+    if isinstance(stage, NoSync):  # reduces once, in the last backward, and is whole again
+        assert stage.seen == ["no_sync"] * m + ["Identity"]
+        assert isinstance(stage.module, Several)
+
+
+@pytest.mark.parametrize("make", [Optional, NoSync])
+def test_arguments_of_a_stage(make):
+    pool.run(2, body_arguments, 3, make)
+
+
+def body_empty_parameter():
+    stage = nn.Linear(6, 6)
+    stage.empty = nn.Parameter(torch.zeros(0, 3))
+    stage.register_forward_hook(lambda module, args, y: y + module.empty.sum())
+    ours = Pipeline(stage, "1f1b", 2, F.mse_loss, pool.group())
+    ours.step(*make_batch(0, 4))
+    assert ours.clip_grad_norm_(1.0, float("inf")) > 0
+
+
+def test_clipping_with_an_empty_parameter():
+    pool.run(2, body_empty_parameter)
 
 
 # ---- torch.distributed.pipelining
