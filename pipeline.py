@@ -71,26 +71,25 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_group=None):
     """Forward and backward of a batch; -> its mean loss on the last rank. A stage receives tensors such as `like`."""
     rank, p = dist.get_rank(process_group), dist.get_world_size(process_group)
-    ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     alive = []
     for i in range(num_microbatches):
         x = inputs.chunk(num_microbatches)[i] if rank == 0 else torch.empty_like(like)
         if rank > 0:
-            dist.recv(x, ranks[rank - 1], group=process_group)
+            dist.recv(x, group=process_group, group_src=rank - 1)
             x.requires_grad_()
         y = stage(x)
         if rank < p - 1:
-            dist.send(y.detach(), ranks[rank + 1], group=process_group)
+            dist.send(y.detach(), group=process_group, group_dst=rank + 1)
         else:
             y = loss_fn(y, targets.chunk(num_microbatches)[i]) / num_microbatches
         alive.append((x, y))
     for x, y in alive:
         gradient = torch.empty_like(y)
         if rank < p - 1:
-            dist.recv(gradient, ranks[rank + 1], group=process_group)
+            dist.recv(gradient, group=process_group, group_src=rank + 1)
         y.backward(gradient if rank < p - 1 else None)
         if rank > 0:
-            dist.send(x.grad, ranks[rank - 1], group=process_group)
+            dist.send(x.grad, group=process_group, group_dst=rank - 1)
     return sum(y.detach() for _, y in alive) if rank == p - 1 else None
 
 
