@@ -496,13 +496,14 @@ class Pipeline(nn.Module):
         """
         key = action.rstrip(string.digits), batch.signatures[parse(action)[2]]
         value = batch.values.pop((action, receiver(action)), None)
+        format = describe(value)
         if key not in self._formats:
-            box = [describe(value)]
+            box = [format]
             (dist.send_object_list if sending else dist.recv_object_list)(box, peer, self.process_group)
             self._formats[key] = box[0]
         known = self._formats[key]
-        if value is not None and not fits(action, describe(value), known):
-            text = f"its output was {known} before, from inputs of the same shapes, and is now {describe(value)}"
+        if value is not None and not fits(action, format, known):
+            text = f"its output was {known} before, from inputs of the same shapes, and is now {format}"
             batch.failure, value = batch.failure or (action, RuntimeError(text)), None
         return Message(known, value, self._wire)
 
