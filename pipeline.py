@@ -840,7 +840,7 @@ def schedule_from_csv(path):
 def split(layers, num_stages, cost=None):
     """A list of layers -> `num_stages` nn.Sequentials, cut so that the costliest costs least.
 
-    `cost`: of each layer, such as measure_cost(); by default its parameters.
+    `cost`: of each layer; by default its parameters.
     """
     layers = list(layers)
     if cost is None:
@@ -857,19 +857,6 @@ def split(layers, num_stages, cost=None):
         return min((max(costliest, sum(cost[b:end])), [*at, end]) for b, costliest, at in cuts)
 
     return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(best(num_stages, len(layers))[1])]
-
-
-@torch.no_grad()
-def measure_cost(layers, x):
-    """Seconds of each layer's forward, from the second run on; `x` is the first one's input."""
-    costs = []
-    for layer in layers:
-        layer(x)
-        began = time.perf_counter()
-        x = layer(x)
-        tensors(x)[0].sum().item()  # waits for a GPU
-        costs.append(time.perf_counter() - began)
-    return costs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
