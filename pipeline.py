@@ -21,7 +21,7 @@ simulated, drawn, tested and executed. Cost per rank; Ψ parameters, bsh the ele
     naive              Ψ/p          1 - 1/p                 1                   bsh per boundary, micro-batch and
     gpipe              Ψ/p          (p-1)/(m+p-1)           m                     direction: 2·m·bsh by a rank in the
     1f1b               Ψ/p          (p-1)/(m+p-1)           min(p, m)             middle, half by the first and last
-    interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1)          more than in 1f1b   v times as much
+    interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1)          more than in 1f1b   v times as much (m ≥ p)
     zero_bubble        Ψ/p          (p-1)/(3m+p-1)          min(p, m)           as 1f1b (F = I = W, m ≥ p)
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble     (python pipeline.py is a world of one)
@@ -245,7 +245,8 @@ class Pipeline(nn.Module):
             take the first's values; step() leaves the sum of their gradients in each.
         seed: of dropout (microbatch_rng); by default rank 0's torch.initial_seed().
 
-    DistributedDataParallel around a stage reduces in the stage's last backward.
+    DistributedDataParallel around a stage reduces in the stage's last backward (PyTorch's own: unless it is to find
+    unused parameters).
     Raises ValueError, on all ranks, when what one of them is given cannot work, or differs.
     """
 
