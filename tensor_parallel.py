@@ -176,8 +176,8 @@ def begin_reduce_scatter(x, process_group):
         parts = x.new_empty(t, *shape)
         work = dist.all_to_all_single(parts, x.view(parts.shape), group=process_group, async_op=True)
     else:
-        parts = x.new_empty(1, *shape)
-        work = reduce_scatter_single(parts[0], x, group=process_group, async_op=True)
+        parts = [x.new_empty(shape)]
+        work = reduce_scatter_single(*parts, x, group=process_group, async_op=True)
     return partial(finish, work, parts)
 
 
@@ -345,8 +345,8 @@ class ColumnLinear(torch.autograd.Function):
         if for_x:
             begin = begin_reduce_scatter if ctx.sequence_parallel else begin_all_reduce
             reduced = begin(gradient @ weight.to(gradient.dtype), ctx.process_group)  # under autocast they differ
-        gradient = gradient.flatten(0, -2)
-        grad_weight = gradient.t() @ whole().flatten(0, -2).to(gradient.dtype) if for_weight else None
+        gradient = torch.atleast_2d(gradient).flatten(0, -2)
+        grad_weight = gradient.t() @ torch.atleast_2d(whole()).flatten(0, -2).to(gradient.dtype) if for_weight else None
         grad_bias = gradient.sum(0) if for_bias else None
         return reduced() if for_x else None, grad_weight, grad_bias, None, None, None
 
@@ -461,7 +461,12 @@ def vocab_parallel_cross_entropy(
     IndexError for a target outside of the vocabulary. Sends three all-reduces of one number per token, one of them of
     two with label smoothing. Shoeybi et al. 2019, §3.
     """
-    V = vocab_size or world(process_group)[1] * logits_shard.shape[-1]
+    padded = world(process_group)[1] * logits_shard.shape[-1]
+    V = vocab_size or padded
+    if padded < V:
+        raise ValueError(f"vocab_size is {V}, but all ranks' shards have {padded} logits")
+    if target.shape != logits_shard.shape[:-1]:
+        raise ValueError(f"target is {tuple(target.shape)}; logits {tuple(logits_shard.shape)} need one per token")
     target = target.unsqueeze(-1)
     ignored = target == ignore_index
     check_range("target", target.masked_fill(ignored, 0), V)
@@ -495,7 +500,8 @@ class CrossEntropy(torch.autograd.Function):
         if smoothing:
             loss -= smoothing * sums[1]
         log_z += maximum
-        loss += z_loss * log_z.square()
+        if z_loss:  # else the square of large logits may overflow, and 0 · inf is nan
+            loss += z_loss * log_z.square()
         ctx.save_for_backward(probabilities, column, elsewhere, ignored, log_z)
         ctx.scalars = logits.dtype, real, V, smoothing, z_loss
         return loss.masked_fill_(ignored, 0.0)
@@ -708,14 +714,15 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     Tied weights stay tied. ValueError, which names the layer, when one is missing or does not fit.
     """
     chosen, swaps = {}, {}  # name -> kind, plain layer -> this rank's slices of it
-    layers = dict(module.named_modules())
+    layers = dict(module.named_modules(remove_duplicate=False))
     for pattern, kind in plan.items():
-        if not (names := fnfilter(layers, pattern)):
-            raise ValueError(f"no layer is named {pattern!r}; there are {', '.join(layers)}")
         kinds = {"": kind} if kind != "layer" else LAYER | BETWEEN if sequence_parallel else LAYER
-        chosen |= {f"{name}.{part}".strip("."): kind for name in names for part, kind in kinds.items()}
+        for name in fnfilter(layers, pattern) or [pattern]:  # which the next loop refuses
+            chosen |= {f"{name}.{part}".strip("."): kind for part, kind in kinds.items()}
     for name, kind in chosen.items():
-        layer, keywords = module.get_submodule(name), {"process_group": process_group}
+        if not name or name not in layers:  # what holds the module is not known here
+            raise ValueError(f"no layer is named {name!r}; there are {', '.join(filter(None, layers))}")
+        layer, keywords = layers[name], {"process_group": process_group}
         slices = [from_full for known, plain, from_full in KINDS if known == kind and isinstance(layer, plain)]
         if not slices:
             fits = ", ".join(f"{kind} for {plain.__name__}" for kind, plain, _ in KINDS)
@@ -769,8 +776,9 @@ class ParallelMultiheadAttention(ParallelSelfAttention):
     def forward(
         self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, is_causal=False, **unused
     ):
-        if query is not key or key is not value or need_weights or (attn_mask is not None and attn_mask.dim() > 2):
-            raise ValueError("attention is of one tensor with itself, need_weights=False, one mask for all heads")
+        alone = query is key and key is value and query.dim() == 3 and not need_weights
+        if not alone or (attn_mask is not None and attn_mask.dim() > 2):
+            raise ValueError("attention is of one batch with itself, need_weights=False, one mask for all heads")
         if is_causal and key_padding_mask is None:
             attn_mask = None  # it says the same
         masks = [attn_mask, None if key_padding_mask is None else key_padding_mask[:, None, None, :]]
@@ -812,7 +820,8 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, process_group=None):
             counted += [piece for part, piece in pieces if rank % part.copies == 0]
         elif rank == 0:
             counted.append(parameter.grad)
-    norm = partial(torch.linalg.vector_norm, ord=norm_type, dtype=torch.promote_types(some.dtype, torch.float32))
+    dtype = torch.float64 if any(parameter.grad.dtype == torch.float64 for parameter in parameters) else torch.float32
+    norm = partial(torch.linalg.vector_norm, ord=norm_type, dtype=dtype)
     mine = norm(torch.stack([norm(piece) for piece in counted]))
     total = norm(all_gather(mine[None], process_group))
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -876,7 +885,7 @@ def check_range(what, integers, size):
     wrong = ((integers < 0) | (integers >= size)).any()
     if integers.is_cuda:
         torch._assert_async(~wrong)  # without a synchronisation, as PyTorch's own
-    elif wrong:
+    elif not integers.is_meta and wrong:
         raise IndexError(f"a {what} is outside of [0, {size}): they are {integers.min()} to {integers.max()}")
 
 

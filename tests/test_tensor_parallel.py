@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -292,6 +293,37 @@ def body_vocabulary(V, pad, bias, tied, smoothing, z_loss, ignore, say):
 )
 def test_vocabulary_and_loss_equal_one_device(N, V, pad, bias, tied, smoothing, z_loss, ignore, say):
     run(N, body_vocabulary, V, pad, bias, tied, smoothing, z_loss, ignore, say)
+
+
+def body_edges():
+    group, t, x = pool.group(), pool.world_size(), randn(4)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    ours = tp.parallelize(copy.deepcopy(plain), {"0": "column", "1": "row"}, group)
+    for model in (ours, plain):
+        model(x).square().sum().backward()  # of one vector
+    check_same(ours, plain)
+    for keywords in ({"eps": 0.5}, {"elementwise_affine": False}, {"bias": False}):
+        plain = nn.LayerNorm(4, **keywords)
+        close(tp.SequenceParallelLayerNorm.from_full(plain, process_group=group)(x).detach(), plain(x).detach())
+    ours = tp.ParallelMLP(4, 6, "gelu_tanh", process_group=group)
+    A, a, B, b = tp.full_state_dict(ours).values()
+    close(ours(x).detach(), F.linear(F.gelu(F.linear(x, A, a), approximate="tanh"), B, b))
+    whole = (1e30 * randn(3, 4 * t)).float().requires_grad_()  # finite, but not its square
+    shard, target = mine(whole.detach(), -1).requires_grad_(), torch.tensor([0, 4 * t - 1, -100])
+    loss = tp.vocab_parallel_cross_entropy(shard, target, group)
+    expected = F.cross_entropy(whole, target, reduction="none")
+    (loss.sum() / 1e30).backward(), (expected.sum() / 1e30).backward()
+    assert torch.allclose(loss, expected)
+    assert torch.allclose(shard.grad, mine(whole.grad, -1))
+    mixed = nn.ModuleList([tp.ColumnParallelLinear(4, 6, process_group=group).bfloat16(), nn.LayerNorm(4)])
+    for parameter in mixed.parameters():  # each rank sees float64, or none does
+        parameter.grad = torch.ones_like(parameter)
+    close(tp.clip_grad_norm_(mixed, 1.0, process_group=group), torch.tensor(24 + 6 + 4 + 4.0).sqrt())
+
+
+@pytest.mark.parametrize("N", [1, 2])
+def test_edges(N):
+    run(N, body_edges)
 
 
 class PlainLayer(nn.Module):
@@ -630,7 +662,7 @@ def body_inner_dropout():
     twice = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     twice.append(twice[0])
     before = {name: value.clone() for name, value in twice.state_dict().items()}
-    tp.parallelize(twice, {"0": "column"}, pool.group())
+    tp.parallelize(twice, {"2": "column"}, pool.group())
     assert twice[2] is twice[0]
     assert isinstance(twice[0], tp.ColumnParallelLinear)
     for name, value in tp.full_state_dict(twice).items():
@@ -661,11 +693,17 @@ def body_encoder(masked):
     close(ours(x, **keywords)[real].detach(), plain(x, **keywords)[real].detach())
     mask = {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "need_weights": False}  # True: not to be seen
     close(*(model.layers[0].self_attn(x, x, x, **mask)[0].detach() for model in (ours, plain)))
+    mask |= {"key_padding_mask": padding, "is_causal": True}
+    with sdpa_kernel(SDPBackend.MATH):  # refuses a mask and is_causal, which others add up
+        close(*(model.layers[0].self_attn(x, x, x, **mask)[0].detach() for model in (ours, plain)))
     plain.eval(), ours.eval()
     with torch.no_grad():
         close(ours(x, **keywords)[real], plain(x, **keywords)[real])
-    with pytest.raises(ValueError, match="need_weights=False"):
-        ours.layers[0].self_attn(x, x, x)
+    ours_attention, y, per_head = ours.layers[0].self_attn, torch.ones_like(x), torch.zeros(12, 5, 5)
+    wrong = [((x, x, x), {}), ((x[0], x[0], x[0]), mask), ((x, y, y), mask), ((x, x, y), mask)]
+    for tensors, keywords in [*wrong, ((x, x, x), {**mask, "attn_mask": per_head})]:
+        with pytest.raises(ValueError, match="need_weights=False"):
+            ours_attention(*tensors, **keywords)
     moved = copy.deepcopy(ours)
     for move in (lambda module: module, lambda module: module.bfloat16(), lambda module: module.to("meta")):
         for (name, a), (_, b) in zip(ours.named_parameters(), move(moved).named_parameters(), strict=True):
@@ -699,13 +737,22 @@ REFUSED = {
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"outside of \[0, 7\)",
     "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": r"outside of \[0, 8\)",
     "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, vocab_size=7)": r"outside of \[0, 7\)",
+    "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"target is \(1,\); logits \(3, 4\) need one",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, vocab_size=9)": "is 9, but .* have 8 logits",
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, sparse=True), **g)": "sparse",
+    "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, max_norm=1.0), **g)": "max_norm",
+    "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, scale_grad_by_freq=True), **g)": "scale_grad_by_freq",
     "tp.parallelize(layer, {'nothing': 'column'}, **g)": "no layer is named 'nothing'",
+    "tp.parallelize(layer, {'norm1': 'layer'}, **g)": "no layer is named 'norm1.self_attn'",
+    "tp.parallelize(nn.Linear(4, 4), {'': 'column'}, **g)": "no layer is named ''",
     "tp.parallelize(layer, {'linear1': 'vertical'}, **g)": "linear1: Linear cannot be 'vertical'",
     "tp.parallelize(layer, {'norm1': 'row'}, **g)": "norm1: LayerNorm cannot be 'row'",
     "tp.parallelize(layer, {'norm1': 'norm', 'linear1': 'column'}, **g)": "linear1: 7 output features",
     "tp.parallelize(layer, {'norm1': 'norm', 'linear2': 'row'}, **g)": "linear2: 7 input features",
     "tp.parallelize(layer, {'self_attn': 'attention'}, **g)": "self_attn: 3 attention heads",
+    "tp.ParallelMultiheadAttention.from_full(nn.MultiheadAttention(4, 2, kdim=2), **g)": "kdim",
+    "tp.ParallelMultiheadAttention.from_full(nn.MultiheadAttention(4, 2, add_bias_kv=True), **g)": "add_bias_kv",
+    "tp.ParallelMultiheadAttention.from_full(nn.MultiheadAttention(4, 2, add_zero_attn=True), **g)": "add_zero_attn",
     "tp.parallelize(layer, {'': 'layer'}, **g)": "self_attn: 3 attention heads",
     "tp.parallelize(gpt, {'embed.tokens': 'vocab'}, **g)": "embed.tokens.weight, head.weight are one parameter",
     "tp.parallelize(gpt, {'embed.tokens': 'vocab', 'head': 'row'}, **g)": "weight, head.weight are one parameter",
@@ -865,6 +912,12 @@ for sp in (False, True):
 with Collectives() as seen:
     tp.vocab_parallel_cross_entropy(torch.randn(s, b, 8), torch.zeros(s, b, dtype=torch.long)).sum()
 assert seen.calls == [("allreduce_", 4 * b * s)] * 3, seen.calls
+y = tp.reduce_scatter_to_sequence(torch.ones(2 * t, 3, requires_grad=True))
+y.mul_(2)  # as dropout in place: what a collective returns is no view
+with torch.device("meta"):
+    x = tp.VocabParallelEmbedding(50257, 4)(torch.zeros(s, b, dtype=torch.long))
+    loss = tp.vocab_parallel_cross_entropy(x, torch.zeros(s, b, dtype=torch.long))
+assert loss.is_meta and loss.shape == (s, b)
 print("ok")
 """
 
