@@ -599,6 +599,12 @@ class ParallelSelfAttention(ParallelModule):
         self._take(full, in_proj_weight=self.qkv, in_proj_bias=self.qkv)
         self.out_proj = RowParallelLinear.from_full(full.out_proj, **split)
 
+    @classmethod
+    def from_full(cls, layer, **keywords):
+        if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
+            raise ValueError("kdim, vdim, add_bias_kv and add_zero_attn are not supported")
+        return super().from_full(layer, **keywords)
+
     def forward(self, x, attn_mask=None, causal=None):
         """`attn_mask` as in F.scaled_dot_product_attention; `causal` instead of the constructor's."""
         qkv = column_linear(self, x, self._sum_copies(self.in_proj_weight), self._sum_copies(self.in_proj_bias))
@@ -749,12 +755,6 @@ class ParallelMultiheadAttention(ParallelSelfAttention):
     """Called as nn.TransformerEncoderLayer calls its self_attn."""
 
     _qkv_same_embed_dim = True  # nn.TransformerEncoderLayer asks
-
-    @classmethod
-    def from_full(cls, layer, **keywords):
-        if not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn:
-            raise ValueError("kdim, vdim, add_bias_kv and add_zero_attn are not supported")
-        return super().from_full(layer, causal=False, **keywords)
 
     def forward(
         self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None, is_causal=False, **unused
