@@ -24,10 +24,11 @@ optimizer state 1/t, and all of norms and row biases. Per layer and micro-batch,
     one device              0             sbh (34 + 5as/h)
     tensor parallel         8bsh          sbh (10 + 24/t + 5as/(ht))
     and sequence parallel   8bsh + 2bsh   sbh (34 + 5as/h) / t; the 2bsh are f's all-gather again, in backward
-    embedding, head, loss   4bsh + 6bs    bs (V/t logits as float32; no rank ever holds V of a token)
+    embedding, head, loss   4bsh + 6bs    4bs V/t, of the loss, in float32; no rank ever holds V of a token
 
 2sbh of the activations are the masks of dropout, and 5as/h, scores, are not kept where scaled_dot_product_attention
-recomputes them. Sequence parallelism also sums the gradients of norms over the ranks: 8h a layer.
+recomputes them. Sequence parallelism also sums the gradients of norms over the ranks, 8h a layer, and sends 2bsh more
+for embedding and head.
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]          (python …: a world of one)
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, §3; Korthikanti et al. 2022, sequence parallelism,
