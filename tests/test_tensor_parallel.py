@@ -146,6 +146,11 @@ def strided(x):
     return torch.stack((x, x + 1), -1)[..., 0]
 
 
+def transposed(x):
+    """A copy that is not contiguous, but has no gaps: clone() leaves it so."""
+    return x.mT.contiguous().mT
+
+
 def body_operators():
     group, t, rank = pool.group(), pool.world_size(), pool.rank()
     same, own = randn(4 * t, 3, 2 * t), [randn(t, 3, 2 * t, seed=1 + r) for r in range(t)]
@@ -159,7 +164,8 @@ def body_operators():
         (partial(tp.gather_from_region, dim=0), own[rank], torch.cat(own), True),
         (tp.reduce_scatter_to_sequence, own[rank], mine(sum(own)), False),
     ]
-    for (operator, x, expected, same_gradient), copied in itertools.product(cases, (torch.clone, strided)):
+    copies = torch.clone, strided, transposed if rank else torch.clone  # each rank may have a layout of its own
+    for (operator, x, expected, same_gradient), copied in itertools.product(cases, copies):
         leaf = copied(x).requires_grad_()
         y = operator(leaf, process_group=group)
         bitwise(leaf.detach(), x)
@@ -177,6 +183,7 @@ def body_operators():
         if x is same:
             assert all(torch.equal(grad, other) for other in everyone(grad))
         assert (y is leaf) == (t == 1)
+        assert t == 1 or operator is tp.copy_to_region or not y._is_view()  # one may change it in place
     A, B = randn(2 * t, 3 * t), randn(3 * t, 2 * t, seed=1)
     close(tp.parallel_mlp(same, mine(A, 1), mine(B), group), F.gelu(same @ A) @ B)
     x = randn(2 * t, 3).requires_grad_()
@@ -659,6 +666,8 @@ def body_inner_dropout():
     assert not torch.equal(*masks)
     masks = everyone(ours.dropout1(torch.ones(50)))
     assert torch.equal(*masks)
+    ours = tp.parallelize(nn.TransformerEncoderLayer(8, 2, 8, 0.5), {"self_attn": "attention"}, pool.group())
+    assert torch.equal(*everyone(ours.dropout(torch.ones(50))))  # linear1 is whole, so all ranks have the same features
     twice = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     twice.append(twice[0])
     before = {name: value.clone() for name, value in twice.state_dict().items()}
@@ -699,8 +708,8 @@ def body_encoder(masked):
     plain.eval(), ours.eval()
     with torch.no_grad():
         close(ours(x, **keywords)[real], plain(x, **keywords)[real])
-    ours_attention, y, per_head = ours.layers[0].self_attn, torch.ones_like(x), torch.zeros(12, 5, 5)
-    wrong = [((x, x, x), {}), ((x[0], x[0], x[0]), mask), ((x, y, y), mask), ((x, x, y), mask)]
+    ours_attention, one, y, per_head = ours.layers[0].self_attn, x[0], torch.ones_like(x), torch.zeros(12, 5, 5)
+    wrong = [((x, x, x), {}), ((one, one, one), mask), ((x, y, y), mask), ((x, x, y), mask)]
     for tensors, keywords in [*wrong, ((x, x, x), {**mask, "attn_mask": per_head})]:
         with pytest.raises(ValueError, match="need_weights=False"):
             ours_attention(*tensors, **keywords)
@@ -793,7 +802,7 @@ def body_low_precision(autocast):
         ours.bfloat16()
     x = randn(8, 16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = ours(x.float() if autocast else x.bfloat16())
+        y = ours((x.float() if autocast else x.bfloat16()).requires_grad_())
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     plain(x).sum().backward()
