@@ -349,7 +349,7 @@ class Zero1(torch.optim.Optimizer):
     def _units(self, parameters):
         """-> [(which of these parameters may share buckets, bytes at which a bucket closes)]"""
         cap = self.bucket_cap_mb * 2**20
-        if dist.get_backend(self.process_group) == "gloo":
+        if is_gloo(self._device(), self.process_group):
             cap = min(cap, 4 * 2**20)  # larger messages are no faster there, and these stay in the cache
         return [(parameters, cap)]
 
@@ -974,10 +974,15 @@ def gathered(part, process_group):
     return whole
 
 
+def is_gloo(device, process_group):
+    """Whether it carries the tensors on `device`: a group may have another backend for another device."""
+    return f"{device.type}:gloo" in dist.get_backend_config(process_group)
+
+
 def start_reduce_scatter(flat, process_group):
     """Send part r of `flat` to rank r. -> what to wait for, and the parts that add up to this rank's sum."""
     N, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if dist.get_backend(process_group) == "gloo":  # its reduce-scatter is an all-reduce inside, in an order of its own
+    if is_gloo(flat.device, process_group):  # its reduce-scatter is an all-reduce inside, in an order of its own
         if flat.is_cuda:
             received = torch.empty_like(flat)
             return [dist.all_to_all_single(received, flat, group=process_group, async_op=True)], received.chunk(N)
@@ -991,7 +996,7 @@ def start_reduce_scatter(flat, process_group):
 def start_all_gather(whole, shard, process_group):
     """Fill `whole` with all ranks' shards in rank order. -> what to wait for."""
     N, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    if dist.get_backend(process_group) == "gloo" and not whole.is_cuda:  # half the time of its all-gather
+    if is_gloo(whole.device, process_group) and not whole.is_cuda:  # half the time of its all-gather
         parts = whole.chunk(N)
         if parts[rank].data_ptr() != shard.data_ptr():
             parts[rank].copy_(shard)

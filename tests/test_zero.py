@@ -261,6 +261,43 @@ def test_one_device(N, stage):
     pool.run(N, body_against_one_device, mlp, stage, ["AdamW"], 2, torch.float64, {"bucket_cap_mb": 1e-4})
 
 
+def body_backend_by_device(stage):
+    """A group that has a backend for each device, as init_process_group() makes it, is gloo to a CPU as well."""
+    group = dist.new_group(backend="cpu:gloo")
+    ours, plain = mlp(), mlp()
+    optimizer = stage(ours, torch.optim.SGD, group, lr=0.1)
+    loss_of(ours, pool.rank(), 0).backward()
+    one_device_backward(plain, pool.world_size(), [0])
+    same(optimizer.full_gradients(), [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backend_by_device(stage):
+    pool.run(4, body_backend_by_device, stage)
+
+
+def body_other_ranks(stage):
+    """A group's ranks are not the world's."""
+    group = dist.new_group([1, 3])
+    if pool.rank() in (1, 3):
+        ours, plain = mlp(), mlp()
+        optimizer, theirs = stage(ours, torch.optim.SGD, group, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            loss_of(ours, group.rank(), step).backward()
+            one_device_backward(plain, 2, [step])
+            optimizer.step()
+            theirs.step()
+            same(whole_parameters(optimizer, ours), plain.parameters())
+        same_state(optimizer.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_other_ranks(stage):
+    pool.run(4, body_other_ranks, stage)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("N", [2, 3])
 def test_odd_models(N, stage):
