@@ -55,7 +55,7 @@ from collections import defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from enum import Enum
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -226,7 +226,8 @@ class Zero1(torch.optim.Optimizer):
         if not float(norm_type) > 0:
             raise ValueError(f"norm_type is {norm_type}; it must be positive or inf, to be made up of those of parts")
         buckets = list(self._reduced())
-        norms = [torch.zeros((), dtype=self._buckets[0].wide, device=self._device())]
+        wide = reduce(torch.promote_types, [bucket.wide.to_real() for bucket in buckets], torch.float32)
+        norms = [torch.zeros((), dtype=wide, device=self._device())]
         for bucket in buckets:
             for slot, here, segment in bucket.pieces:
                 if segment.numel() and counted(bucket.parameters[slot]):
@@ -238,8 +239,7 @@ class Zero1(torch.optim.Optimizer):
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {total}, so they cannot be clipped")
         for bucket in buckets:
-            bucket.grad_sum.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
-            bucket.grad_changed()
+            bucket.scale_gradients((max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
     @torch.no_grad()
@@ -656,6 +656,15 @@ class Bucket:
             first, *rest = parts if self.grad_sum is None else [self.grad_sum, *parts]
             self.grad_sum, self.reducing = sum(rest, first.to(self.wide)).to(self.flat.dtype), None
             self.grad_changed()
+
+    def scale_gradients(self, factor):
+        """Also those that a rank has whole (Zero1), which are reduced again once a backward has added to them."""
+        self.grad_sum.mul_(factor)
+        self.grad_changed()
+        for grad in (p.grad for p in self.parameters):
+            if grad is not None:
+                grad.mul_(factor)
+                grad.reduced_at = grad._version
 
     def grad_changed(self):
         """Where the update is on another device, its copy of grad_sum begins here."""

@@ -632,6 +632,60 @@ def test_backward_after_clip(stage):
     pool.run(2, body_backward_after_clip, stage)
 
 
+def body_clip_then_look(stage):
+    """Clipped gradients stay clipped: for who looks at them, and under what a backward adds."""
+    ours, plain = mlp(torch.float64), mlp(torch.float64)
+    optimizer = stage(ours, torch.optim.SGD, pool.group(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in range(2):
+        loss_of(ours, pool.rank(), batch, torch.float64).backward()
+        before = [p.grad for p in plain.parameters()]
+        for p in plain.parameters():
+            p.grad = None
+        one_device_backward(plain, pool.world_size(), [batch], torch.float64)
+        for p, gradient in zip(plain.parameters(), before, strict=True):
+            p.grad += 0 if gradient is None else gradient
+        optimizer.clip_grad_norm_(0.01)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        for _ in range(2):
+            same(optimizer.full_gradients(), [p.grad for p in plain.parameters()], exact=False)
+    optimizer.step()
+    theirs.step()
+    same(whole_parameters(optimizer, ours), plain.parameters(), exact=False)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clip_then_look(stage):
+    pool.run(2, body_clip_then_look, stage)
+
+
+class Kinds(nn.Module):
+    """Parameters of several dtypes; the last, whose bucket is the first, are integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(6, 9, dtype=torch.float64), nn.Linear(9, 3)
+        self.integers = nn.ParameterList([nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)])
+
+    def forward(self, x):
+        return self.narrow(self.wide(x.double()).float()) * self.integers[0]
+
+
+def body_clip_kinds(stage):
+    torch.manual_seed(1)
+    plain = Kinds()
+    ours = copy.deepcopy(plain)
+    optimizer = stage(ours, torch.optim.SGD, pool.group(), lr=0.1)
+    loss_of(ours, pool.rank(), 0).backward()
+    one_device_backward(plain, pool.world_size(), [0])
+    torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clip_kinds(stage):
+    pool.run(2, body_clip_kinds, stage)
+
+
 def body_reduce_again(stage):
     """A second step and a backward after step() act on the gradients that a plain .grad would have."""
     ours, plain = mlp(), mlp()
