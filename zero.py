@@ -310,6 +310,9 @@ class Zero1(torch.optim.Optimizer):
             problem = error
         names = {p: name for name, p in self.module.named_parameters()} if self.module else {}
         named = [(names.get(p, f"parameter {number}"), p) for number, p in enumerate(self._parameters())]
+        named += self.module.named_buffers() if self.module else []
+        # A part of a bucket: of another size where ranks have other groups or another bucket_cap_mb.
+        named += [(f"bucket of group {b.group}", torch.empty(b.size, device="meta")) for b in buckets]
         verify_same_model(named, self.process_group, problem)
         for bucket in reversed(buckets):  # in the order of the model: a random init draws in that order
             if self.module and dist.get_backend(self.process_group) != "fake":  # no data moves there, and none is made
@@ -327,7 +330,7 @@ class Zero1(torch.optim.Optimizer):
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive")
         for name, module in self.module.named_modules() if self.module else ():
-            if getattr(module, "sparse", False):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
                 raise ValueError("sparse gradients are not reduced; use nn.Embedding(..., sparse=False)")
             if is_unmade(module) and not reset_of(module):
                 kind = type(module).__name__

@@ -1482,6 +1482,19 @@ def body_wrong(stage):
     with pytest.raises(ValueError, match="sparse"):
         stage(nn.Sequential(nn.Embedding(3, 3, sparse=True)), torch.optim.SGD, group)
     model = mlp()
+    model.register_buffer("buffer", torch.ones(3 + pool.rank()))
+    with pytest.raises(ValueError, match=r"'buffer': shape \(3,\).*rank 1 has 'buffer': shape \(4,\)"):
+        stage(model, torch.optim.SGD, group, lr=0.1)
+    if stage is not zero.Zero3:  # whose buckets are its modules
+        with pytest.raises(ValueError, match="'bucket of group"):
+            stage(mlp(), torch.optim.SGD, group, bucket_cap_mb=25 if pool.rank() else 1e-4, lr=0.1)
+    model = mlp()
+    first, *others = model.parameters()
+    groups = [{"params": [first, *others[: pool.rank()]]}, {"params": others[pool.rank() :]}]
+    with pytest.raises(ValueError, match="'bucket of group"):
+        stage(model, torch.optim.SGD, group, params=groups, lr=0.1)
+    model = mlp()
+    model.sparse = True  # means something else
     optimizer = stage(model, torch.optim.SGD, group, lr=0.1)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [model[0].weight]})
