@@ -269,8 +269,9 @@ class Zero1(torch.optim.Optimizer):
             everyone = [None] * self.N
             dist.all_gather_object(everyone, bucket.state_here(), group=self.process_group)
             entries = {slot: entry for theirs, _ in everyone for slot, entry in theirs.items()}
-            for key in bucket.keys:
-                whole = torch.cat([parts[key] for _, parts in everyone]).to(bucket.flat.device)
+            nothing = torch.zeros(bucket.size, dtype=bucket.wide)
+            for key in {key for _, parts in everyone for key in parts}:
+                whole = torch.cat([parts.get(key, nothing) for _, parts in everyone]).to(bucket.flat.device)
                 for slot, view in enumerate(bucket.views_into(whole)):
                     if key in entries.get(slot, {}):
                         entries[slot][key] = view.clone()
@@ -757,22 +758,25 @@ class Bucket:
 
     def state_here(self):
         """-> {number of a parameter: {name: value, or None if it is sharded}}, {name: this rank's part of it}"""
-        entries, parts = {}, {key: torch.zeros(self.size, dtype=self.wide) for key in self.keys}
+        entries, parts = {}, {}
         for slot, here, segment in self.pieces:
             entry = dict(self.optimizer.state.get(segment, {}))
             # Without other state it is the parameter itself, and Adam takes a state that is not empty for a whole one.
             if "master" in self.keys and (entry or len(self.keys) == 1):
                 entry["master"] = segment
-            for key in entry.keys() & parts.keys():
-                parts[key][here], entry[key] = entry[key], None
+            for key, value in entry.items():
+                if has_shape(value, segment.shape):
+                    parts.setdefault(key, torch.zeros(self.size, dtype=self.wide))[here], entry[key] = value, None
             if entry:
                 entries[slot] = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
         return entries, parts
 
     def load_state(self, whole, group, state):
         """Take this rank's part of {parameter: {name: whole value}}."""
+        # Other options than ours were may have left other state. (The shape of a scalar's does not tell.)
+        found = {k for p in self.parameters for k, v in whole[p].items() if p.dim() and has_shape(v, p.shape)}
         whole, mine, parts = [whole[parameter] for parameter in self.parameters], {}, {}
-        for key in {*self.keys, "master"}:
+        for key in {*self.keys, "master", *found}:
             flat = torch.zeros(self.N * self.size, dtype=self.wide, device=self.master.device)
             for view, entry in zip(self.views_into(flat), whole, strict=True):
                 view.copy_(entry.get(key, view))
@@ -908,7 +912,7 @@ def elementwise_state(make_optimizer, options, device=None):
             on_parts.step()
         if torch.allclose(whole.flatten(), torch.cat(parts), rtol=1e-4, atol=1e-6):
             state = on_whole.state[whole].items()
-            return [key for key, value in state if isinstance(value, torch.Tensor) and value.shape == whole.shape]
+            return [key for key, value in state if has_shape(value, whole.shape)]
     except Exception as error:
         reason = error
     raise ValueError(
@@ -916,6 +920,10 @@ def elementwise_state(make_optimizer, options, device=None):
         f"and as parts of 5 and 19, are updated differently{f' ({reason})' if reason else ''}. Use an elementwise "
         "optimizer, such as SGD, Adam or AdamW"
     ) from reason
+
+
+def has_shape(value, shape):
+    return isinstance(value, torch.Tensor) and value.shape == shape
 
 
 def units_of(module, cap_bytes):

@@ -764,6 +764,39 @@ def test_state_moves_to_three_ranks():
     same_state(at_1["optimizer"], at_4["optimizer"])
 
 
+def body_other_options(stage, cls, before, after):
+    """State that the options at construction did not ask for: loaded, or from when a group's options changed."""
+    ours, plain, trained = mlp(), mlp(), mlp()
+    source = cls(trained.parameters(), **{**before, **after})
+    loss_of(trained, 0, 0).backward()
+    source.step()
+    optimizer, theirs = stage(ours, cls, pool.group(), **before), cls(plain.parameters(), **before)
+    for loaded in (False, True):
+        for o in (optimizer, theirs):
+            o.param_groups[0].update(after)
+            if loaded:
+                o.load_state_dict(source.state_dict())
+        for step in range(2):
+            optimizer.zero_grad()
+            theirs.zero_grad()
+            loss_of(ours, pool.rank(), step).backward()
+            one_device_backward(plain, pool.world_size(), [step])
+            optimizer.step()
+            theirs.step()
+            same(whole_parameters(optimizer, ours), plain.parameters())
+            same_state(optimizer.state_dict(), theirs.state_dict())
+        optimizer, theirs = (
+            stage(ours, cls, pool.group(), **before) if stage is not zero.Zero3 else optimizer,
+            cls(plain.parameters(), **before),
+        )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_other_options(stage):
+    pool.run(2, body_other_options, stage, torch.optim.SGD, {"lr": 0.1}, {"momentum": 0.9})
+    pool.run(2, body_other_options, stage, torch.optim.Adam, {"lr": 0.01}, {"amsgrad": True})
+
+
 def body_bad_state(stage):
     model = mlp()
     optimizer = stage(model, torch.optim.AdamW, pool.group())
