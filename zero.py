@@ -535,8 +535,9 @@ class Zero3(Zero2):
             state_dict.update((k, v.clone()) for k, v in state_dict.items() if isinstance(v, torch.Tensor))
         return state_dict
 
-    def _refuse_state_dict(self, *_):
-        if any(bucket.state is not State.WHOLE for bucket in self._buckets):
+    def _refuse_state_dict(self, module, *_):
+        buckets = [self._bucket_of[p] for p in module._parameters.values() if p in self._bucket_of]  # a copy has others
+        if any(bucket.state is not State.WHOLE for bucket in buckets):
             raise RuntimeError("this module's parameters are sharded: call the optimizer's module_state_dict() instead")
 
     # ---- Refinements. Gather ahead, in the order seen the last time:
@@ -591,8 +592,7 @@ class Zero3(Zero2):
             module.register_forward_hook(weak(self._after_forward), always_call=True)
             module._parameters = WatchedParameters(module._parameters)
             module._parameters.on_read = weak(self._on_read)
-        if not self._needs:
-            self.module.register_state_dict_pre_hook(weak(self._refuse_state_dict))
+            module.register_state_dict_pre_hook(weak(self._refuse_state_dict))
         self._needs = needs
 
 

@@ -1183,8 +1183,14 @@ def body_zero3_surface():
     assert all(p.isnan().all() for p in model.parameters())
     same(optimizer.module_state_dict().values(), plain.state_dict().values())
     assert list(optimizer.module_state_dict()) == list(plain.state_dict())
-    with pytest.raises(RuntimeError, match="module_state_dict"):
-        model.state_dict()
+    for part in (model, model.inputs):
+        with pytest.raises(RuntimeError, match="module_state_dict"):
+            part.state_dict()
+    with optimizer.full_parameters():
+        average = copy.deepcopy(model)
+    same(average.state_dict().values(), plain.state_dict().values())  # a copy is not sharded
+    with torch.no_grad():
+        assert torch.equal(average(batch_of(0, 0)), plain(batch_of(0, 0)))
     with optimizer.full_parameters():
         same(model.state_dict().values(), plain.state_dict().values())
         with optimizer.full_parameters():
