@@ -475,10 +475,16 @@ class Zero3(Zero2):
 
     def _after_forward(self, module, args, output):
         held = self._running.pop()
+        handed = []  # what it returns a parameter of, or a view of one, is read in the module around it
+        if held and self._running:
+            tensors = [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
+            returned = {tensor.untyped_storage()._cdata for tensor in tensors}
+            handed = [bucket for bucket in held if bucket.flat.untyped_storage()._cdata in returned]
+            self._running[-1].extend(handed)
         if held and torch.is_grad_enabled():  # the module's backward begins with the gradient of an output
             outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
             register_multi_grad_hook(outputs, lambda _: self._before_backward(held), mode="any")
-        self._release(held, "forward")
+        self._release([bucket for bucket in held if bucket not in handed], "forward")
         if not self._running and not self._in_backward:
             self._end_pass("forward")
 

@@ -1280,6 +1280,48 @@ def test_transformer():
     pool.run(2, body_transformer)
 
 
+class Lends(nn.Module):
+    """A module that returns its parameter, or a view of it, as learned positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.views = nn.Parameter(torch.randn(6, 6)), False
+
+    def forward(self):
+        return self.weight[:4] if self.views else self.weight
+
+
+class Borrows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.linear = Lends(), Lends(), nn.Linear(6, 3)
+        self.second.views = True
+
+    def forward(self, x):
+        return self.linear(torch.tanh(x @ self.first()) @ self.second().t() @ self.second())
+
+
+def body_lends():
+    torch.manual_seed(1)
+    plain = Borrows()
+    model = copy.deepcopy(plain)
+    optimizer = zero.Zero3(model, torch.optim.SGD, pool.group(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        loss_of(model, pool.rank(), step).backward()
+        one_device_backward(plain, pool.world_size(), [step])
+        optimizer.step()
+        theirs.step()
+        same(whole_parameters(optimizer, model), plain.parameters())
+        assert all(bucket.state is zero.State.SHARDED for bucket in optimizer._buckets)
+
+
+def test_lends():
+    pool.run(2, body_lends)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
