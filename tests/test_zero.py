@@ -111,7 +111,7 @@ def same(ours, theirs, exact=True):
 def same_state(ours, theirs):
     assert ours.keys() == theirs.keys()
     assert ours["param_groups"] == theirs["param_groups"]
-    assert ours["state"].keys() == theirs["state"].keys()
+    assert list(ours["state"]) == list(theirs["state"])  # in this order
     for number, state in theirs["state"].items():
         assert ours["state"][number].keys() == state.keys()
         for key, value in state.items():
@@ -119,6 +119,7 @@ def same_state(ours, theirs):
                 mine = ours["state"][number][key]
                 assert (mine.shape, mine.dtype) == (value.shape, value.dtype), (number, key)
                 assert torch.equal(mine, value), (number, key)
+                assert mine.untyped_storage().nbytes() == mine.nbytes, (number, key)  # torch.save writes no more
             else:
                 assert ours["state"][number][key] == value
 
@@ -447,6 +448,42 @@ def body_no_sync(stage, last_outside):
         same(whole_parameters(optimizer, ours), theirs.parameters())
 
 
+def body_no_sync_inside(stage):
+    optimizer = stage(mlp(), torch.optim.SGD, pool.group(), lr=0.1)
+    with optimizer.no_sync():
+        with optimizer.no_sync():
+            pass
+        loss_of(optimizer.module, pool.rank(), 0).backward()
+        assert all(p.grad is not None for p in optimizer.module.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_inside(stage):
+    pool.run(2, body_no_sync_inside, stage)
+
+
+def body_closure(stage):
+    ours, plain = mlp(), mlp()
+    optimizer = stage(ours, torch.optim.SGD, pool.group(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(ours, pool.rank(), 0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == loss_of(plain, pool.rank(), 0)
+    one_device_backward(plain, pool.world_size(), [0])
+    theirs.step()
+    same(whole_parameters(optimizer, ours), plain.parameters())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_closure(stage):
+    pool.run(2, body_closure, stage)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync(stage):
     pool.run(2, body_no_sync, stage, True)
@@ -611,6 +648,24 @@ def body_clip(stage, norm_type, max_norm):
 def test_clip(stage):
     for norm_type, max_norm in ((2.0, 0.1), (float("inf"), 0.02), (1.0, 1e9)):
         pool.run(3, body_clip, stage, norm_type, max_norm)
+
+
+def body_clip_odd(stage, dtype):
+    """Empty and scalar parameters, of an inf-norm, and the norm of 16-bit gradients, which is taken in 32."""
+    ours, plain = odd(dtype), odd(dtype)
+    optimizer = stage(ours, torch.optim.SGD, pool.group(), lr=0.1)
+    loss_of(ours, 0, 0, dtype).backward()
+    loss_of(plain, 0, 0, dtype).backward()
+    gradients = [p.grad.float() for p in plain.parameters() if p.grad is not None and p.grad.numel()]
+    for norm_type in (float("inf"), 2.0):
+        expected = nn.utils.get_total_norm(gradients, norm_type)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(1e9, norm_type), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_clip_odd(stage, dtype):
+    pool.run(2, body_clip_odd, stage, dtype)
 
 
 def body_backward_after_clip(stage):
@@ -795,6 +850,38 @@ def body_other_options(stage, cls, before, after):
 def test_other_options(stage):
     pool.run(2, body_other_options, stage, torch.optim.SGD, {"lr": 0.1}, {"momentum": 0.9})
     pool.run(2, body_other_options, stage, torch.optim.Adam, {"lr": 0.01}, {"amsgrad": True})
+
+
+def body_loaded_state_is_copied(stage):
+    optimizer = stage(mlp(), torch.optim.AdamW, pool.group())
+    loss_of(optimizer.module, pool.rank(), 0).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    before = copy.deepcopy(state)
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    same_state(state, before)
+
+
+def body_master_into_fp32(stage):
+    """What was trained in 16 bits goes on in 32, from its master weights."""
+    low, high = mlp(torch.bfloat16), mlp()
+    trained = stage(low, torch.optim.AdamW, pool.group(), lr=0.01)
+    loss_of(low, pool.rank(), 0, torch.bfloat16).backward()
+    trained.step()
+    state = trained.state_dict()
+    optimizer = stage(high, torch.optim.AdamW, pool.group(), lr=0.01)
+    optimizer.load_state_dict(state)
+    loss_of(high, pool.rank(), 0).backward()
+    optimizer.param_groups[0].update(lr=0.0)
+    optimizer.step()
+    same(whole_parameters(optimizer, high), [entry["master"] for entry in state["state"].values()])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loaded_state(stage):
+    pool.run(2, body_loaded_state_is_copied, stage)
+    pool.run(2, body_master_into_fp32, stage)
 
 
 def body_bad_state(stage):
@@ -1435,6 +1522,87 @@ def test_frozen_parameters_are_freed():
     pool.run(2, body_frozen)
 
 
+class Pair(nn.Module):
+    """Frozen, called by keyword, with two outputs of which one is not used; hooked before it is sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.randn(64, 64), requires_grad=False), []
+        self.register_forward_pre_hook(lambda module, args: self.seen.append(module.weight.sum().item()))
+
+    def forward(self, *, x):
+        return torch.tanh(x @ self.weight), x @ self.weight
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.pairs = nn.Linear(6, 64), nn.ModuleList(Pair() for _ in range(6))
+
+    def forward(self, x):
+        x = self.first(x)
+        for pair in self.pairs:
+            x, _ = pair(x=x)
+        return x
+
+
+def body_pairs():
+    torch.manual_seed(1)
+    plain, model = Pairs(), Pairs()
+    model.load_state_dict(plain.state_dict())
+    optimizer = zero.Zero3(model, torch.optim.SGD, pool.group(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with Peak(optimizer._buckets) as peak:
+        loss_of(model, pool.rank(), 0).backward()
+    assert peak.most < 3.5 * 4 * 64 * 64  # each frozen one is freed when backward is done with it
+    one_device_backward(plain, pool.world_size(), [0])
+    optimizer.step()
+    theirs.step()
+    same(whole_parameters(optimizer, model), plain.parameters())
+    assert [pair.seen for pair in model.pairs] == [pair.seen[:1] for pair in plain.pairs]
+
+
+def test_pairs():
+    pool.run(2, body_pairs)
+
+
+class Around(nn.Module):
+    """Runs the parts of a module, but not the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Reversed()
+
+    def forward(self, x):
+        return self.inner.second(self.inner.first(x))
+
+
+class Reversed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        raise AssertionError
+
+
+def body_parts():
+    torch.manual_seed(1)
+    plain = Around()
+    model = copy.deepcopy(plain)
+    optimizer = zero.Zero3(model, torch.optim.SGD, pool.group(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss_of(model, pool.rank(), 0).backward()
+    one_device_backward(plain, pool.world_size(), [0])
+    optimizer.step()
+    theirs.step()
+    same(whole_parameters(optimizer, model), plain.parameters())
+
+
+def test_parts():
+    pool.run(2, body_parts)
+
+
 def body_prefetch():
     model = deep()
     optimizer = zero.Zero3(model, torch.optim.SGD, pool.group(), lr=0.1)
@@ -1534,6 +1702,10 @@ def body_meta():
     same(model.buffers(), plain.buffers())
     model(torch.arange(8)[None]).sum().backward()
     optimizer.step()
+    with torch.device("meta"):
+        frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    zero.Zero3(frozen, torch.optim.AdamW, pool.group())
+    assert [p.requires_grad for p in frozen.parameters()] == [True, True, False, False]
     with torch.device("meta"):
         strange = nn.Sequential(nn.Linear(2, 2), Reader(nn.ParameterList([nn.Parameter(torch.ones(3))])))
     with pytest.raises(ValueError, match="has no reset_parameters"):
