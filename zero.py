@@ -106,7 +106,7 @@ class Zero1(torch.optim.Optimizer):
         optimizer_class: any elementwise optimizer; `optimizer_kwargs` are its arguments.
         process_group: the ranks that share the work (None: the default group).
         offload: "cpu" keeps optimizer state and master weights in host memory and updates there; a directory keeps
-            them in files there, which have no names and are mapped into memory.
+            them in a file there, which has no name and is mapped into memory.
         bucket_cap_mb: a bucket closes once it holds this many MiB; the largest module that Zero3 gathers at once.
         params: parameter groups, when they are not all of module.parameters() with the same options.
 
@@ -302,11 +302,11 @@ class Zero1(torch.optim.Optimizer):
     @torch.no_grad()
     def _shard(self, groups):
         """Lay the parameters of these groups (by number) into buckets, after a check that leaves all as it is."""
-        buckets, files, problem = [], [], None
+        buckets, file, used, problem = [], None, 0, None
         try:
             buckets = self._plan(groups)
             if self.offload not in (None, "cpu"):
-                files = map_files(self.offload, [bucket.state_bytes() for bucket in buckets])
+                file = map_file(self.offload, sum(bucket.state_bytes() for bucket in buckets))
         except (ValueError, OSError) as error:
             problem = error
         names = {p: name for name, p in self.module.named_parameters()} if self.module else {}
@@ -320,7 +320,9 @@ class Zero1(torch.optim.Optimizer):
                 make(self.module, set(bucket.parameters), self._device())
             broadcast(bucket.parameters, self.process_group)
             self._attach(bucket)
-            bucket.file = files.pop() if files else None
+            if self.offload is not None:
+                bucket.file, bucket.begins_at = file, used
+                used += bucket.state_bytes()
             bucket.make_optimizer(self._make_optimizer, self.param_groups[bucket.group], self.state)
         self._buckets += buckets
 
@@ -807,7 +809,8 @@ class OffloadedBucket(Bucket):
     """Whose master weights and optimizer state are in host memory, or in a file that is mapped into it."""
 
     def state_bytes(self):
-        return len({*self.keys, "master"}) * self.size * self.wide.itemsize
+        """In whole pages, so that the kernel can let go of this bucket's alone."""
+        return -(-len({*self.keys, "master"}) * self.size * self.wide.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def make_master(self):
         self.master = self.shard.to("cpu", self.wide)
@@ -815,8 +818,9 @@ class OffloadedBucket(Bucket):
             self.master, self.stream = self.master.pin_memory(), torch.cuda.Stream(self.flat.device)
             self.host = torch.empty(self.shard.shape, dtype=self.flat.dtype, pin_memory=True)
         if self.file:
-            rows = torch.frombuffer(self.file, dtype=self.wide).split(self.size)
-            self.rows = dict(zip(dict.fromkeys(["master", *self.keys]), rows, strict=True))
+            names = dict.fromkeys(["master", *self.keys])
+            state = torch.frombuffer(self.file, dtype=self.wide, count=len(names) * self.size, offset=self.begins_at)
+            self.rows = dict(zip(names, state.split(self.size), strict=True))
             self.master = self.rows["master"].copy_(self.shard)
 
     def grad_changed(self):
@@ -844,28 +848,29 @@ class OffloadedBucket(Bucket):
                     value = state.get(segment, {}).get(key)
                     if value is not None and value.data_ptr() != row[here].data_ptr():
                         state[segment][key] = row[here].copy_(value)
-            self.file.madvise(mmap.MADV_DONTNEED)  # they stay in the file, and are read from it again
+            # They stay in the file, and are read from it again.
+            self.file.madvise(mmap.MADV_DONTNEED, self.begins_at, self.state_bytes())
 
 
-def map_files(directory, sizes):
-    """-> memory in new files of `sizes` bytes in `directory`: without names, so that none is left, whatever happens."""
-    files = []
+def map_file(directory, size):
+    """-> memory in a new file of `size` bytes in `directory`: without a name, so that it is gone, whatever happens.
+
+    One for all buckets: a process may open but so many.
+    """
     try:
         os.makedirs(directory, exist_ok=True)
         free = shutil.disk_usage(directory).free
-        if sum(sizes) > free:
-            need = f"this rank's optimizer state takes {sum(sizes)} bytes and {free} are free"
+        if size > free:
+            need = f"this rank's optimizer state takes {size} bytes and {free} are free"
             raise OSError(errno.ENOSPC, f"{need}; use another directory or more ranks")
-        for size in sizes:
-            with tempfile.TemporaryFile(dir=directory) as file:
-                file.truncate(size)
-                if hasattr(os, "posix_fallocate"):  # macOS has none
-                    # Claim the blocks now: where a disk fills up under a mapped page, the kernel kills the process.
-                    os.posix_fallocate(file.fileno(), 0, size)
-                files.append(mmap.mmap(file.fileno(), size))
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.truncate(size)
+            if hasattr(os, "posix_fallocate"):  # macOS has none
+                # Claim the blocks now: where a disk fills up under a mapped page, the kernel kills the process.
+                os.posix_fallocate(file.fileno(), 0, size)
+            return mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise OSError(error.errno, f"offload={str(directory)!r}: {error.strerror}") from error
-    return files
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import gc
+import mmap
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -980,7 +982,24 @@ def body_files(folder):
 
 def test_files_hold_master_and_state(tmp_path):
     psi = sum(p.numel() for p in mlp().parameters())
-    assert 12 * psi <= sum(pool.run(2, body_files, str(tmp_path))) <= 12 * (psi + 8 * 16)
+    assert 12 * psi <= sum(pool.run(2, body_files, str(tmp_path))) <= 12 * (psi + 8 * 16) + 2 * mmap.PAGESIZE
+
+
+def body_many_buckets(folder):
+    """More of them than files may be open."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(200)))
+    open_now = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 50, limits[1]))
+    try:
+        optimizer = zero.Zero2(model, torch.optim.AdamW, pool.group(), folder, bucket_cap_mb=1e-4)
+        assert len(optimizer._buckets) > 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_many_buckets(tmp_path):
+    pool.run(2, body_many_buckets, str(tmp_path))
 
 
 def body_no_room(stage, folder, problem):
