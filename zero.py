@@ -232,7 +232,7 @@ class Zero1(torch.optim.Optimizer):
             for slot, here, segment in bucket.pieces:
                 if segment.numel() and counted(bucket.parameters[slot]):
                     norm = torch.linalg.vector_norm(bucket.grad_sum[here], norm_type, dtype=bucket.wide)
-                    norms.append((norm / bucket.divisor).to(norms[0]))
+                    norms.append(norm / bucket.divisor)
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         for group in (self.process_group, *process_groups):
             total = torch.linalg.vector_norm(gathered(total[None], group), norm_type)

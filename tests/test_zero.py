@@ -858,7 +858,9 @@ def body_loaded_state_is_copied(stage):
     optimizer = stage(mlp(), torch.optim.AdamW, pool.group())
     loss_of(optimizer.module, pool.rank(), 0).backward()
     optimizer.step()
+    held = zero.held_by(optimizer)
     state = optimizer.state_dict()
+    assert zero.held_by(optimizer) == held
     before = copy.deepcopy(state)
     optimizer.load_state_dict(state)
     optimizer.step()
@@ -1276,6 +1278,24 @@ def body_order():
 
 def test_order():
     pool.run(2, body_order)
+
+
+def body_order_of_groups():
+    """A bucket is full when the gradient of its first parameter has come; what is frozen is not sent."""
+    model = deep()
+    model[3:5].requires_grad_(False)
+    layers = [list(layer.parameters()) for layer in model]
+    groups = [{"params": layers[0] + layers[7]}, {"params": [p for layer in layers[1:7] for p in layer]}]
+    optimizer = zero.Zero2(model, torch.optim.SGD, pool.group(), params=groups, bucket_cap_mb=0.03, lr=0.1)
+    assert [bucket.group for bucket in optimizer._buckets] == [1, 1, 1, 0]
+    with zero.SentBytes() as sent:
+        model(torch.randn(2, 64)).sum().backward()
+    trainable = sum(4 * b.flat.numel() for b in optimizer._buckets if any(p.requires_grad for p in b.parameters))
+    assert sent.total == trainable / 2 < sum(4 * b.flat.numel() for b in optimizer._buckets) / 2
+
+
+def test_order_of_groups():
+    pool.run(2, body_order_of_groups)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
