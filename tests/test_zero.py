@@ -863,6 +863,7 @@ def body_loaded_state_is_copied(stage):
     assert zero.held_by(optimizer) == held
     before = copy.deepcopy(state)
     optimizer.load_state_dict(state)
+    assert zero.held_by(optimizer) == held
     optimizer.step()
     same_state(state, before)
 
@@ -871,6 +872,7 @@ def body_master_into_fp32(stage):
     """What was trained in 16 bits goes on in 32, from its master weights."""
     low, high = mlp(torch.bfloat16), mlp()
     trained = stage(low, torch.optim.AdamW, pool.group(), lr=0.01)
+    assert trained.state_dict()["state"] == {}  # as of a plain one before its first step
     loss_of(low, pool.rank(), 0, torch.bfloat16).backward()
     trained.step()
     state = trained.state_dict()
@@ -1848,6 +1850,11 @@ def body_moved(stage):
     optimizer.step()
     theirs.step()
     same(whole_parameters(optimizer, ours), plain.parameters())
+    if stage is not zero.Zero3:
+        optimizer.zero_grad()
+        loss_of(ours.double(), pool.rank(), 1, torch.float64).backward()
+        with pytest.raises(RuntimeError, match=r"from torch.float32 on cpu to torch.float64.*after module.to"):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
