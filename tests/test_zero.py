@@ -113,7 +113,7 @@ def same(ours, theirs, exact=True):
 def same_state(ours, theirs):
     assert ours.keys() == theirs.keys()
     assert ours["param_groups"] == theirs["param_groups"]
-    assert list(ours["state"]) == list(theirs["state"])  # in this order
+    assert list(ours["state"]) == sorted(theirs["state"])  # in the order of the parameters
     for number, state in theirs["state"].items():
         assert ours["state"][number].keys() == state.keys()
         for key, value in state.items():
