@@ -795,9 +795,7 @@ class Bucket:
                 k: parts[k][here].clone() if k in parts else copy.deepcopy(v) for k, v in whole[slot].items()
             }
             segment.copy_(mine[number].pop("master", segment))
-        self.optimizer.load_state_dict(
-            {"state": {n: entry for n, entry in mine.items() if entry}, "param_groups": [{**group, "params": [*mine]}]}
-        )
+        self.optimizer.load_state_dict({"state": mine, "param_groups": [{**group, "params": [*mine]}]})
         self.keep_state(state)
 
 
