@@ -256,9 +256,17 @@ class ColumnParallelLinear(ParallelModule):
     matrices = 1  # one above the other, each of them split
 
     def __init__(
-        self, in_features, out_features, bias=True, *, gather_output=False, make_vocab_size_divisible_by=None, **split
+        self,
+        in_features,
+        out_features,
+        bias=True,
+        *,
+        gather_output=False,
+        sequence_parallel=False,
+        process_group=None,
+        make_vocab_size_divisible_by=None,
     ):
-        super().__init__(**split)
+        super().__init__(process_group=process_group, sequence_parallel=sequence_parallel)
         self.gather_output = gather_output
         part = divide("output features", out_features // self.matrices, self.t, make_vocab_size_divisible_by)
         self.padding = part.rows - len(part.held(self.rank))
@@ -282,8 +290,17 @@ class RowParallelLinear(ParallelModule):
 
     LIKE = ("in_features", "out_features")
 
-    def __init__(self, in_features, out_features, bias=True, *, input_is_parallel=True, **split):
-        super().__init__(**split)
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        bias=True,
+        *,
+        input_is_parallel=True,
+        sequence_parallel=False,
+        process_group=None,
+    ):
+        super().__init__(process_group=process_group, sequence_parallel=sequence_parallel)
         self.input_is_parallel = input_is_parallel
         part = divide("input features", in_features, self.t)
         self._take(nn.Linear(in_features, out_features, bias), weight=Sharding(1, (part,)))
