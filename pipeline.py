@@ -497,14 +497,14 @@ class Pipeline(nn.Module):
         """
         key = action.rstrip(string.digits), batch.signatures[parse(action)[2]]
         value = batch.values.pop((action, receiver(action)), None)
-        format = describe(value)
+        form = describe(value)
         if key not in self._formats:
-            box = [format]
+            box = [form]
             (dist.send_object_list if sending else dist.recv_object_list)(box, peer, self.process_group)
             self._formats[key] = box[0]
         known = self._formats[key]
-        if value is not None and not fits(action, format, known):
-            text = f"its output was {known} before, from inputs of the same shapes, and is now {format}"
+        if value is not None and not fits(action, form, known):
+            text = f"its output was {known} before, from inputs of the same shapes, and is now {form}"
             batch.failure, value = batch.failure or (action, RuntimeError(text)), None
         return Message(known, value, self._wire)
 
