@@ -1945,22 +1945,23 @@ def test_clip_two_dtypes_and_part_of_a_unit():
     pool.run(2, body_clip_two_dtypes)
 
 
-def body_state_dict_while_unsharded():
+def body_state_dict_while_unsharded(assign):
     """An evaluation without no_grad leaves the units unsharded; what is saved and loaded are shards all the same."""
     model = blocks(reshard_after_forward=False)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
+    loss_of(model(make_batch(pool.rank(), 0)))
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     loss = loss_of(model(make_batch(pool.rank(), 0)))
-    now = model.state_dict()
-    assert all(torch.equal(now[name], value) for name, value in saved.items())
-    model.load_state_dict({name: value + 1 for name, value in saved.items()}, assign=True)
+    model.load_state_dict({name: value + 1 for name, value in saved.items()}, assign=assign)
     loss.backward()  # of what forward has used
     assert_at_rest(model)
     assert all(torch.equal(value, saved[name] + 1) for name, value in model.state_dict().items())
     assert torch.equal(fsdp.full_state_dict(model)["head.bias"], blocks(sharded=False).head.bias + 1)
 
 
-def test_state_dict_while_unsharded():
-    pool.run(2, body_state_dict_while_unsharded)
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_while_unsharded(assign):
+    pool.run(2, body_state_dict_while_unsharded, assign)
 
 
 def body_float16_sum():
@@ -2105,7 +2106,8 @@ def body_on_meta_then_a_block():
     with pytest.raises(RuntimeError, match="still on the meta device"):
         model(make_batch(0, 0))
     fsdp.load_full_state_dict(model, blocks(sharded=False).state_dict())
-    loss_of(model.blocks[1](make_batch(pool.rank(), 0))).backward()
+    with torch.no_grad():
+        model.blocks[1](make_batch(pool.rank(), 0))
     assert_at_rest(model)
 
 
