@@ -347,8 +347,7 @@ class Pipeline(nn.Module):
             late = {parameter for parameter, _ in deferred}
             early = [p for p in module.parameters() if p.grad is not None and p not in late]
             deferred += [(p, functools.partial(torch.zeros_like, p)) for p in early]
-        if deferred:  # autograd runs what was made last first: the order of a whole backward
-            torch.autograd.backward([Deferred.apply(*item) for item in reversed(deferred)])
+        backward_deferred(deferred)
 
     def _exchange(self, batch, actions):
         """Start to send and to receive outputs of actions, in one batch."""
@@ -748,10 +747,14 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, gradient):
         (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
         rows, gradients = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        defer_gradient(weight, lambda: gradients.t() @ rows)
+        deferred = [(weight, lambda: gradients.t() @ rows)]
         if bias is not None and bias.requires_grad:
             terms = gradients if x.is_contiguous() else gradient  # PyTorch flattens a contiguous x only
-            defer_gradient(bias, lambda: terms.sum_to_size(bias.shape))
+            deferred.append((bias, lambda: terms.sum_to_size(bias.shape)))
+        if queue is None:  # a backward of the stage's own, of a loss inside of its forward
+            backward_deferred(deferred)
+        else:
+            queue.extend(deferred)
         return None, (gradients @ weight).view(x.shape) if ctx.needs_input_grad[1] else None, None
 
 
@@ -790,6 +793,13 @@ class Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         return ctx.compute(), None
+
+
+@torch.enable_grad()
+def backward_deferred(deferred):
+    """Add the gradients to .grad: [(parameter, compute), …] in the order in which a whole backward comes to them."""
+    if deferred:  # autograd runs what was made last first
+        torch.autograd.backward([Deferred.apply(*item) for item in reversed(deferred)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -462,6 +462,28 @@ def test_conjugate_views():
     pool.run(2, body_conjugate)
 
 
+class LocalLoss(nn.Module):
+    """Runs a backward of its own within forward, as layers that are trained on a loss beside them do."""
+
+    def __init__(self):
+        super().__init__()
+        self.beside, self.linear = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.beside(x.detach()).square().mean().backward()
+        return self.linear(x)
+
+
+def body_local_loss(schedule):
+    check_against_one_device(LocalLoss, schedule, 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_backward_within_forward(schedule):
+    pool.run(2, body_local_loss, schedule)
+
+
 class Sometimes(nn.Module):
     """Passes on a transposed layout, and something that the next stage uses in every other micro-batch only."""
 
