@@ -23,7 +23,8 @@ Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit
           reshard_after_forward=False: + Ψ      + 3u                   2Ψ(N-1)/N: no all-gather in backward
 
 In fp32 the first three sum to 16Ψ/N bytes at rest. 2u: the unit that computes and the one being gathered. 3u: the
-gradient being made, and the one that travels with what arrives for it.
+gradient being made, and the one that travels with what arrives for it. (While the graph of an earlier forward is alive
+as well, a backward may come to it, and keeps all units until it ends.)
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
 Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
@@ -843,7 +844,8 @@ def no_sync(module):
 def clip_grad_norm_(module, max_norm, norm_type=2.0, error_if_nonfinite=False):
     """Scale all gradients so that their total norm, over all ranks' shards, is at most `max_norm`; -> that norm.
 
-    All ranks must call it. RuntimeError on all of them when the norm is not finite and `error_if_nonfinite`.
+    All ranks must call it. RuntimeError on all of them when the norm is not finite and `error_if_nonfinite`, ValueError
+    when a parameter that trains is in no unit.
     """
     norm_type, total = float(norm_type), 0.0
     infinite = norm_type == math.inf
