@@ -240,6 +240,8 @@ class Zero1(torch.optim.Optimizer):
             raise RuntimeError(f"the gradients' norm of order {norm_type} is {total}, so they cannot be clipped")
         for bucket in buckets:
             bucket.scale_gradients((max_norm / (total + 1e-6)).clamp(max=1.0))
+        for grad in (p.grad for bucket in buckets for p in bucket.parameters if p.grad is not None):
+            grad.reduced_at = grad._version  # only now: gradients that are views of one tensor share its version
         return total
 
     @torch.no_grad()
@@ -673,10 +675,8 @@ class Bucket:
         """Also those that a rank has whole (Zero1), which are reduced again once a backward has added to them."""
         self.grad_sum.mul_(factor)
         self.grad_changed()
-        for grad in (p.grad for p in self.parameters):
-            if grad is not None:
-                grad.mul_(factor)
-                grad.reduced_at = grad._version
+        for grad in (p.grad for p in self.parameters if p.grad is not None):
+            grad.mul_(factor)
 
     def grad_changed(self):
         """Where the update is on another device, its copy of grad_sum begins here."""

@@ -22,6 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from shared import Collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -714,6 +715,29 @@ def body_clip_then_look(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_clip_then_look(stage):
     pool.run(2, body_clip_then_look, stage)
+
+
+def body_clip_views():
+    """Gradients that are views of one tensor, as a sum over tensor-parallel ranks leaves them, share its version."""
+    ours, plain = mlp(torch.float64), mlp(torch.float64)
+    optimizer = zero.Zero1(ours, torch.optim.SGD, pool.group(), bucket_cap_mb=1e-4, lr=0.1)
+    assert len(optimizer._buckets) > 1
+    loss_of(ours, pool.rank(), 0, torch.float64).backward()
+    flat = torch.cat([p.grad.flatten() for p in ours.parameters()])
+    for p, view in zip(ours.parameters(), flat.split([p.numel() for p in ours.parameters()]), strict=True):
+        p.grad = view.view_as(p)
+    one_device_backward(plain, pool.world_size(), [0], torch.float64)
+    optimizer.clip_grad_norm_(1e-2)
+    with Collectives() as sent:
+        optimizer.step()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    same(ours.parameters(), plain.parameters(), exact=False)
+    assert sent.bytes_of("send") == sum(bucket.shard.nbytes for bucket in optimizer._buckets)  # no second reduction
+
+
+def test_clip_of_gradients_that_are_views():
+    pool.run(2, body_clip_views)
 
 
 class Kinds(nn.Module):
