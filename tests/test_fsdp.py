@@ -1690,10 +1690,10 @@ class Kinds(nn.Module):
 class Integers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.w = nn.Parameter(torch.arange(1000, 1018).view(3, 6), requires_grad=False)
+        self.w = nn.Parameter(torch.arange(1000, 1018, dtype=torch.int16).view(3, 6), requires_grad=False)
 
     def forward(self, x):
-        assert self.w.dtype == torch.int64
+        assert self.w.dtype == torch.int16
         return x @ self.w.t().to(x.dtype)
 
 
@@ -1707,7 +1707,7 @@ def body_cast_what_floats():
         z = integers(torch.ones(2, 6))
     assert model.seen == [(torch.int64, torch.bfloat16)]
     assert y.dtype == z.dtype == torch.float64
-    assert torch.equal(fsdp.full_state_dict(integers)["w"], torch.arange(1000, 1018).view(3, 6))
+    assert torch.equal(fsdp.full_state_dict(integers)["w"], torch.arange(1000, 1018, dtype=torch.int16).view(3, 6))
 
 
 def test_what_floats_is_cast_and_nothing_else():
