@@ -160,6 +160,19 @@ def test_a_scale_that_cannot_grow_stays():
         assert scaler.get_scale() == torch.tensor(3e38).item()
 
 
+def test_an_interval_below_the_steps_already_counted():
+    """No growth before the next overflow."""
+    for kind in (amp.GradScaler, torch.amp.GradScaler):
+        scaler, ([weight, _], [optimizer, _]) = kind("cpu", 8.0, growth_interval=10), two_optimizers()
+        for step in range(5):
+            if step == 3:
+                scaler.set_growth_interval(2)
+            weight.grad = scaler.scale(torch.ones(2))
+            scaler.step(optimizer)
+            scaler.update()
+        assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (8.0, 5)
+
+
 def test_scalers_load_each_others_state():
     ours, theirs = amp.GradScaler("cpu", 8.0, 3.0, 0.25, 5), torch.amp.GradScaler("cpu")
     weight, at_first = nn.Parameter(torch.ones(1)), ours.state_dict()
@@ -203,6 +216,7 @@ def test_scale_keeps_containers_and_never_overflows_an_fp16_loss():
         scaler.scale(3)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_disabled_scaler_steps_plainly():
     scaler, ([weight, _], [optimizer, _]) = amp.GradScaler("cpu", enabled=False), two_optimizers()
     assert scaler.scale(weight) is weight
@@ -215,6 +229,7 @@ def test_a_disabled_scaler_steps_plainly():
     scaler.load_state_dict({})
     assert (weight == -INF).all()
     assert not scaler.is_enabled()
+    assert not amp.GradScaler("cuda", enabled=False).is_enabled()
     if not torch.cuda.is_available():
         with pytest.warns(UserWarning, match="CUDA is not available"):
             assert not amp.GradScaler().is_enabled()
@@ -229,9 +244,18 @@ def test_scaler_refuses_fp16_gradients_closures_and_unscaled_losses():
     with pytest.raises(RuntimeError, match="Closure"):
         scaler.step(optimizer, closure=lambda: None)
     half = nn.Parameter(weight.detach().half())
-    half.grad = torch.ones_like(half)
-    with pytest.raises(ValueError, match="FP16"):
-        scaler.unscale_(torch.optim.SGD([half]))
+    weight.grad, half.grad = torch.ones_like(weight), torch.ones_like(half)
+    with pytest.raises(ValueError, match="FP16"):  # also where only one is
+        scaler.unscale_(torch.optim.SGD([weight, half]))
+
+
+@pytest.mark.parametrize("kind", [amp.GradScaler, torch.amp.GradScaler], ids=["ours", "theirs"])
+def test_the_gradient_of_a_weight_frozen_since_is_unscaled(kind):  # the optimizer would step it
+    scaler, ([weight, _], [optimizer, _]) = kind("cpu", 8.0), two_optimizers()
+    scaler.scale(weight.sum()).backward()
+    weight.requires_grad_(False)
+    scaler.unscale_(optimizer)
+    assert weight.grad.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("kind", [amp.GradScaler, torch.amp.GradScaler], ids=["ours", "theirs"])
@@ -364,6 +388,19 @@ def test_masters_by_hand(name, dtype, clip):
             assert torch.equal(master, mine)
             assert mine.grad is None
     assert (skipped > 0) == (dtype == torch.float16)
+
+
+def test_masters_of_float64_are_float64():
+    weight = nn.Parameter(torch.full((3,), 1 / 3, dtype=torch.float64))
+    plain = nn.Parameter(weight.detach().clone())
+    ours, theirs = (torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in (weight, plain))
+    ours = amp.MixedPrecisionOptimizer(ours, torch.float64)
+    for _ in range(3):
+        for p, optimizer in ((weight, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            p.square().sum().backward()
+            optimizer.step()
+    assert torch.equal(weight, plain)
 
 
 def body_data_parallel(dtype, name, scaled):
@@ -704,6 +741,14 @@ def test_dtypes_of_results(dtype, given):
             assert theirs.dtype == x.dtype, f"{operation} differs no more"
 
 
+@pytest.mark.parametrize("region", [amp.autocast(torch.bfloat16), torch.autocast("cpu", torch.bfloat16)])
+def test_keyword_arguments_are_cast(region):
+    x = A.bfloat16()
+    with region:
+        assert torch.mm(input=A, mat2=A).dtype == F.linear(x, weight=A, bias=V).dtype == torch.bfloat16
+        assert torch.addcmul(x, tensor1=A, tensor2=x).dtype == F.mse_loss(input=x, target=A).dtype == torch.float32
+
+
 # Not in torch's lists for CUDA: other names of what is, compositions of what is, and what is in fp32 only here.
 MORE = """__matmul__ __rmatmul__ __pow__ __rpow__ multi_head_attention_forward lstm gru rnn_tanh rnn_relu vecdot
     multi_dot softmin gumbel_softmax normalize norm pairwise_distance cross_entropy interpolate upsample
@@ -909,7 +954,9 @@ def test_fp8_linear_multiplies_rounded_factors():
     assert torch.equal(layer.bias.grad, dy.sum(0))
     other = amp.Fp8Linear(nn.Linear(6, 4))
     other.load_state_dict(layer.state_dict())
-    assert torch.equal(other.eval()(x), layer.eval()(x))
+    with torch.no_grad():  # nothing wants a hook
+        y = other.eval()(x)
+    assert torch.equal(y, layer.eval()(x))
 
 
 def test_fp8_training_follows_fp32():

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -207,7 +208,9 @@ def test_autocast_and_strided_inputs():
     assert adapted.lora_A["default"].grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("arguments", [{"r": 0}, {"r": 2.5}, {"lora_dropout": 1.0}, {"quantize": "int8"}])
+@pytest.mark.parametrize(
+    "arguments", [{"r": 0}, {"r": 2.5}, {"lora_dropout": 1.0}, {"lora_dropout": -0.1}, {"quantize": "int8"}]
+)
 def test_unusable_arguments_leave_the_model_alone(arguments):
     model = make_net()
     with pytest.raises(ValueError, match=next(iter(arguments))):
@@ -215,6 +218,13 @@ def test_unusable_arguments_leave_the_model_alone(arguments):
     assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(ValueError, match="init_lora_weights"):
         lora.inject_lora(model, init_lora_weights="pissa")
+
+
+def test_factors_are_where_the_weight_is():  # on the CPU only meta shows it
+    for arguments in ({"use_dora": True}, {"quantize": "nf4", "double_quant": True}):
+        model = make_net().to("meta" if "use_dora" in arguments else "cpu")
+        lora.inject_lora(model, target_modules=ALL, **arguments).to("meta")
+        assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
 # ---- injection
@@ -246,10 +256,10 @@ def test_target_modules(target_modules, expected):
 
 
 def test_names_are_whole_and_adapted_layers_are_not_looked_into():
-    model = nn.ModuleDict({"a_b": nn.Linear(2, 2), "a": nn.ModuleDict({"b": nn.Linear(2, 2)})})
+    model = nn.ModuleDict({"a_b": nn.Linear(2, 2), "a": nn.ModuleDict({"b": nn.Linear(2, 2), "bc": nn.Linear(2, 2)})})
     assert trained_names(lora.inject_lora(model, target_modules=["a.b"])) == {"a.b"}
     lora.inject_lora(model, adapter_name="second")
-    assert trained_names(model) == {"a_b", "a.b"}
+    assert trained_names(model) == {"a_b", "a.b", "a.bc"}
     assert type(model["a"]["b"].base_layer) is nn.Linear
 
 
@@ -304,7 +314,11 @@ def test_modules_that_read_weights_without_calling_see_the_adapter(target, grad)
         with torch.set_grad_enabled(grad):
             ours, theirs = model.train(training)(x), plain.train(training)(x)
         assert_equal(ours.detach(), theirs.detach(), exact=False)
-        assert not torch.allclose(ours, block.train(training)(x))
+        lora.set_adapter(model, None)
+        with torch.set_grad_enabled(grad):
+            assert_equal(model(x).detach(), block.train(training)(x).detach(), exact=False)
+        lora.set_adapter(model, "default")
+        assert not torch.allclose(ours, block(x))
         if grad:
             ours.square().sum().backward()
             assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
@@ -363,6 +377,7 @@ def test_merge_and_unmerge(dora, quantize, dtype):
     assert torch.equal(model.eval()(TOKENS), merged)  # a gradient may be wanted of the input
     for layer in lora.lora_layers(model).values():
         assert layer.base_layer.weight.dtype == dtype  # dense, also where W was quantised
+        assert not layer.base_layer.weight.requires_grad
         assert not torch.equal(layer.base_layer.weight, layer.unmerged[0]) if quantize is None else True
     scale = output.double().abs().max()
     assert (merged - output).abs().max() <= (1e-12 if dtype == torch.float64 else 2**-5) * scale
@@ -410,6 +425,9 @@ def test_several_adapters_switched_by_name():
     assert not torch.equal(first, second)
     with pytest.raises(ValueError, match="no adapter 'third'; there are default, second"):
         lora.set_adapter(model, "third")
+    lora.inject_lora(model, target_modules=["down"], adapter_name="fourth")  # elsewhere: switches all others off
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    assert trained_names(model) == {"mlp.down"}
     with pytest.raises(ValueError, match=r"mlp\.up .* has an adapter 'default' already"):
         lora.inject_lora(model, target_modules=["up"])
 
@@ -453,12 +471,22 @@ def test_an_adapter_is_loaded_as_it_was_saved(tmp_path, target_modules, injected
     assert lora.load_adapter(other, tmp_path, adapter_name="mine") is other
     assert torch.equal(other.eval()(TOKENS), model(TOKENS))  # with the file's α
     assert trained_names(other) == trained_names(model)
+    lora.load_adapter(fill(other), tmp_path, adapter_name="beside")
+    assert torch.equal(other(TOKENS), model(TOKENS))
+    assert {name.rpartition(".")[2] for name, p in other.named_parameters() if p.requires_grad} == {"beside"}
     lora.merge(other)
     with pytest.raises(ValueError, match="merged already"):
         lora.load_adapter(other, tmp_path, adapter_name="mine")
 
 
 UP, BASE = "base_model.model.mlp.up.lora_A.weight", "base_model.model.embed.base_layer.weight"
+
+
+class Evil:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('ran')",)
+
+
 SPOILT = [
     (lambda f, t: t.pop(UP), r"mlp\.up\.lora_A\.weight is missing in the file, \(2, 6\) in the model"),
     (
@@ -474,6 +502,8 @@ SPOILT = [
     (lambda f, t: f.update(peft_type="IA3"), "peft_type 'IA3'"),
     (lambda f, t: f.update(bias="all"), "bias 'all'"),
     (lambda f, t: f.update(target_modules=["q_proj"]), "q_proj"),
+    (lambda f, t: t.update(evil=Evil()), "(?i)weights.only"),
+    *((lambda f, t, n=name: f.update({n: True}), f"not supported: {name} True") for name in lora.UNSUPPORTED),
 ]
 
 
@@ -487,7 +517,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, spoil, message, monkeypat
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
     torch.save(tensors, tmp_path / "adapter_model.bin")
     model, plain = make_net(), make_net()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, pickle.UnpicklingError), match=message):
         lora.load_adapter(model, tmp_path)
     assert torch.equal(model(TOKENS), plain(TOKENS))
 
@@ -500,6 +530,9 @@ def test_a_base_model_of_other_shapes_and_a_missing_package(tmp_path, monkeypatc
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     key = "base_model.model.0.base_layer.weight"
     torch.save(torch.load(tmp_path / "adapter_model.bin") | {key: model[0].weight}, tmp_path / "adapter_model.bin")
+    fields = json.loads((tmp_path / "adapter_config.json").read_text()) | {"target_modules": ["0"]}
+    fields |= {"alpha_pattern": {}, "fan_in_fan_out": False, "layer_replication": None}  # as peft writes what is unused
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
     lora.load_adapter(model, tmp_path)  # a weight of the base model, as peft saves for embeddings, but the same
     with pytest.raises(ValueError, match="no adapter 'x'"):
         lora.save_adapter(model, tmp_path, "x")
@@ -605,6 +638,37 @@ def test_nf4_takes_4_127_bits_a_parameter():
     assert ((rounded - exact).abs() <= 0.0704 / 2 * scales * 1.001).all()  # half the widest gap of the 8-bit values
 
 
+@pytest.mark.parametrize("block_size", [32, 64, 128, 256, 512, 1024, 2048, 4096])
+def test_any_dtype_is_quantised_in_fp32_and_no_padding_is_held(block_size):
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        weight = torch.randn(5001, generator=torch.Generator().manual_seed(0)).to(dtype)
+        for double_quant in (False, True):
+            ours, exact = (lora.quantize_nf4(w, block_size, double_quant) for w in (weight, weight.float()))
+            for name, buffer in exact.named_buffers():
+                assert buffer.untyped_storage().nbytes() == buffer.nbytes
+                assert getattr(ours, name).dtype == buffer.dtype
+                assert torch.equal(getattr(ours, name), buffer)
+
+
+def test_nf4_rounds_as_bitsandbytes_does():
+    weight = torch.randn(64 * 3000, generator=torch.Generator().manual_seed(0))
+    plain, double = (lora.quantize_nf4(weight, double_quant=d) for d in (False, True))
+    assert torch.equal(double.mean, plain.absmax.mean(0, keepdim=True))
+    values = torch.tensor(lora.NF4_VALUES)
+    middle = (values[:-1] + values[1:]) / 2
+    for absmax in torch.tensor(
+        [3.0, 7.0, 11.0, 0.3, 0.7]
+    ):  # edges by the product with the reciprocal, not the quotient
+        for x in middle * absmax:
+            code = lora.quantize_nf4(torch.stack([absmax, x])).packed[0].item() & 15
+            assert code == torch.bucketize(x * (1 / absmax), middle)
+    values = lora.dynamic_map(torch.device("cpu"))  # its create_dynamic_map()
+    assert len(values) == 256
+    assert values[:1].tolist() == pytest.approx([-0.99296875])
+    assert values[127:130].tolist() == pytest.approx([0.0, 5.5e-7, 3.25e-6])
+    assert values[253:].tolist() == pytest.approx([0.97890625, 0.99296875, 1.0])
+
+
 def test_what_cannot_be_quantised():
     for weight in (torch.ones(0), torch.arange(9), torch.tensor([1.0, float("nan")])):
         with pytest.raises(ValueError, match="a weight of"):
@@ -657,6 +721,13 @@ def test_a_quantised_layer_is_the_layer_with_the_rounded_weight(bias, dtype):
         assert torch.equal(getattr(quantised, factor)["default"].grad, getattr(adapted, factor)["default"].grad)
     names = {name for name, _ in quantised.named_parameters()} - {"base_layer.bias"}
     assert names == {"lora_A.default", "lora_B.default"}
+
+
+def test_a_quantised_layer_takes_an_input_of_another_dtype():
+    layer, x = lora.LoRALinear(nn.Linear(64, 48, bias=False), quantize="nf4"), torch.randn(3, 64).bfloat16()
+    layer(x.requires_grad_()).sum().backward()
+    weight = lora.dequantize_nf4(layer.base_layer.weight, torch.bfloat16)
+    assert torch.equal(x.grad, torch.ones(3, 48).bfloat16() @ weight)
 
 
 def test_no_dequantised_weight_is_kept_and_bytes_survive_casts_and_state_dicts():
