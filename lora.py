@@ -423,9 +423,8 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
     """
     if block_size not in (32, 64, 128, 256, 512, 1024, 2048, 4096):
         raise ValueError(f"block_size is {block_size}; it must be a power of 2 from 32 to 4096")
-    if not weight.is_floating_point() or weight.numel() == 0 or not torch.isfinite(weight).all():
-        raise ValueError(f"a weight of {weight.dtype}, {tuple(weight.shape)}: it must have values, all finite floats")
-    values = torch.tensor(NF4_VALUES, device=weight.device)
+    check_quantisable(weight, "a weight")
+    values = torch.tensor(NF4_VALUES, dtype=torch.float32, device=weight.device)
     codes, absmax = quantize_blocks(weight.flatten().float(), values, block_size)
     packed = codes[::2] << 4 | F.pad(codes[1::2], (0, weight.numel() % 2), value=7)  # the first in the high half
     if not double_quant:
@@ -465,6 +464,7 @@ class NF4(nn.Module):
     device = property(lambda self: self.packed.device)
 
     def _apply(self, fn, recurse=True):  # as bytes: model.half() must not round the scales
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
         return super()._apply(lambda buffer: fn(buffer.view(torch.uint8)).view(buffer.dtype), recurse)
 
 
@@ -513,13 +513,13 @@ def quantize_blocks(flat, values, block_size):
 def nf4_quads(device):
     """For two bytes, as one little-endian number, their four float32 values; complex128, to move 16 bytes at once."""
     nibbles = torch.arange(2**16)[:, None] >> torch.tensor([4, 0, 12, 8]) & 15
-    return torch.tensor(NF4_VALUES)[nibbles].view(torch.complex128).flatten().to(device)
+    return torch.tensor(NF4_VALUES, dtype=torch.float32)[nibbles].view(torch.complex128).flatten().to(device)
 
 
 @functools.cache
 def dynamic_map(device):
     """bitsandbytes' 256 signed 8-bit values: 7 decades, each twice as fine as the one below (arXiv 2110.02861 §2.2)."""
-    edges = [torch.linspace(0.1, 1, 2**i + 1) for i in range(7)]
+    edges = [torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32) for i in range(7)]
     positive = torch.cat([10.0 ** (i - 6) * ((edge[:-1] + edge[1:]) / 2) for i, edge in enumerate(edges)])
     return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values.to(device)
 

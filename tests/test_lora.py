@@ -723,6 +723,18 @@ def test_a_quantised_layer_is_the_layer_with_the_rounded_weight(bias, dtype):
     assert names == {"lora_A.default", "lora_B.default"}
 
 
+def test_a_cast_quantised_layer_is_of_that_dtype():
+    block = nn.TransformerEncoderLayer(64, 2, 64, batch_first=True)
+    model, x = lora.inject_lora(block, quantize="nf4").bfloat16().eval(), torch.randn(2, 5, 64).bfloat16()
+    assert model.linear1.weight.dtype == model.linear1.base_layer.weight.dtype == torch.bfloat16
+    for step in (lambda model: None, lora.merge):
+        step(model)
+        for grad in (True, False):  # without: the path that reads .weight
+            with torch.set_grad_enabled(grad):
+                assert model(x).dtype == torch.bfloat16
+    assert model.linear1.base_layer.weight.dtype == torch.bfloat16
+
+
 def test_a_quantised_layer_takes_an_input_of_another_dtype():
     layer, x = lora.LoRALinear(nn.Linear(64, 48, bias=False), quantize="nf4"), torch.randn(3, 64).bfloat16()
     layer(x.requires_grad_()).sum().backward()
