@@ -329,6 +329,7 @@ PEFT_FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"
 # Fields that change what an adapter computes without a trace in the names and shapes of its tensors.
 UNSUPPORTED = ("alpha_pattern", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens", "arrow_config")
 UNSUPPORTED += ("kasa_config", "monteclora_config", "velora_config", "use_bdlora", "use_qalora")
+INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # others have changed the weights of the base model as well
 
 
 def adapter_state_dict(model, adapter_name=None, state_dict=None):
@@ -375,7 +376,9 @@ def load_adapter(model, directory, adapter_name="default"):
     file = Path(directory) / "adapter_model.safetensors"
     fields = json.loads(file.with_name("adapter_config.json").read_text())
     supported = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(UNSUPPORTED)
-    if wrong := [name for name, value in supported.items() if (fields.get(name) or value) != value]:
+    wrong = [name for name, value in supported.items() if (fields.get(name) or value) != value]
+    wrong += [] if fields.get("init_lora_weights", True) in INITIAL else ["init_lora_weights"]
+    if wrong:
         raise ValueError(f"{directory}: not supported: {', '.join(f'{name} {fields[name]!r}' for name in wrong)}")
     if not file.exists():
         tensors = torch.load(file.with_suffix(".bin"), map_location="cpu", weights_only=True)
@@ -383,7 +386,9 @@ def load_adapter(model, directory, adapter_name="default"):
         tensors = safetensors.load_file(file)
     else:
         raise ImportError(f"to read {file}: pip install safetensors")
-    config = {name: fields[name] for name in PEFT_FIELDS if name in fields} | {"adapter_name": adapter_name}
+    config = {name: fields[name] for name in PEFT_FIELDS if name in fields}
+    config |= {"adapter_name": adapter_name, "init_lora_weights": True}  # whichever it was
+    undo = None
     if not any(adapter_name in getattr(layer, "configs", ()) for layer in model.modules()):
         inject_lora(model, **config)
     layers, own = lora_layers(model, merged=False), adapter_state_dict(model, adapter_name)

@@ -501,6 +501,7 @@ SPOILT = [
     (lambda f, t: f.update(alpha_pattern={"up": 3}), r"not supported: alpha_pattern \{'up': 3\}"),
     (lambda f, t: f.update(peft_type="IA3"), "peft_type 'IA3'"),
     (lambda f, t: f.update(bias="all"), "bias 'all'"),
+    (lambda f, t: f.update(init_lora_weights="pissa"), "not supported: init_lora_weights 'pissa'"),
     (lambda f, t: f.update(target_modules=["q_proj"]), "q_proj"),
     (lambda f, t: t.update(evil=Evil()), "(?i)weights.only"),
     *((lambda f, t, n=name: f.update({n: True}), f"not supported: {name} True") for name in lora.UNSUPPORTED),
@@ -539,6 +540,18 @@ def test_a_base_model_of_other_shapes_and_a_missing_package(tmp_path, monkeypatc
     (tmp_path / "adapter_model.bin").rename(tmp_path / "adapter_model.safetensors")
     with pytest.raises(ImportError, match="pip install safetensors"):
         lora.load_adapter(model, tmp_path)
+
+
+@needs("peft")
+@pytest.mark.filterwarnings("ignore:.*eva")
+@pytest.mark.parametrize("init", [False, "orthogonal", "eva"])
+def test_how_peft_has_initialised_an_adapter_is_of_no_account(tmp_path, init):
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=init)
+    theirs = fill(peft.get_peft_model(make_net(), config))
+    theirs.save_pretrained(tmp_path)
+    assert_equal(lora.load_adapter(make_net(), tmp_path)(TOKENS), theirs(TOKENS), exact=False)
 
 
 @needs("peft")
