@@ -152,8 +152,11 @@ class LoRALayer(nn.Module):
         config = self.configs[self.active]
         # In the dtype of y, which is that of x, or autocast's. A and B are small: casting them costs little.
         A, B = self.lora_A[self.active].to(y.dtype), self.lora_B[self.active].to(y.dtype)
-        if config.lora_dropout and x.is_floating_point():
-            x = F.dropout(x, config.lora_dropout, self.training)
+        if config.lora_dropout and self.training and x.is_floating_point():
+            x = F.dropout(x, config.lora_dropout)
+            if config.use_dora:  # as peft's, it rescales what the dropped x gives, and leaves the rest of y
+                base = self.base_layer(x)
+                return y + (rescale(self, self.correct(base.clone(), x, A, B, config.scaling)) - base)
         y = self.correct(y, x, A, B, config.scaling)
         return rescale(self, y) if config.use_dora else y
 
@@ -270,7 +273,7 @@ def dora_gain(layer):
 
 def rescale(layer, y):
     gain = dora_gain(layer).squeeze(0).to(y.dtype)  # an input to a convolution may be without a batch
-    return gain * y if layer.bias is None else gain * y + (1 - gain) * layer.bias.view_as(gain)  # the bias stays
+    return gain * y if layer.bias is None else gain * y + (1 - gain) * layer.bias.view_as(gain).to(y.dtype)  # it stays
 
 
 # ---------------------------------------------------------------------------------------------------------------------

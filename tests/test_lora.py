@@ -186,6 +186,49 @@ def test_dropout_is_before_A_only_and_off_in_eval():
     assert torch.equal(embedding(TOKENS), embedding(TOKENS))  # tokens are not dropped
 
 
+def test_dora_rescales_what_dropout_leaves_of_W_x():
+    layer = fill(lora.LoRALinear(nn.Linear(50, 4).double(), lora_dropout=0.5, use_dora=True))
+    x, g = torch.randn(3, 50).double(), lora.dora_gain(layer)
+    A, B, W = layer.lora_A["default"], layer.lora_B["default"], layer.base_layer.weight
+    torch.manual_seed(1)
+    ours = layer(x)
+    torch.manual_seed(1)
+    dropped = F.dropout(x, 0.5)
+    assert_equal(
+        ours, layer.base_layer(x) + (g - 1) * (dropped @ W.t()) + g * 2 * (dropped @ A.t() @ B.t()), exact=False
+    )
+    with torch.no_grad():
+        B.zero_()
+        layer.lora_magnitude["default"].copy_(lora.channel_norm(layer))
+    assert torch.equal(layer(x), layer.base_layer(x))  # at the start
+
+
+class ReluLinear(nn.Linear):
+    def forward(self, x):
+        return F.relu(super().forward(x))  # which keeps its output for backward
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, ReluLinear])
+def test_the_output_of_the_base_layer_is_its_own(kind):
+    layer, held = fill(lora.LoRALinear(kind(4, 3).double(), r=2)), []
+    layer.base_layer.register_forward_hook(lambda module, inputs, output: held.append(output))
+    other = lora.LoRALinear(kind(4, 3))
+    other.base_layer.register_full_backward_hook(lambda *gradients: None)
+    other(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    x = torch.randn(2, 5, 4).double().requires_grad_()
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(held[0], layer.base_layer(x.flatten(0, 1)))
+    assert_equal(y, layer.base_layer(x) + 8 * x @ layer.lora_A["default"].t() @ layer.lora_B["default"].t(), False)
+
+
+def test_embeddings_scale_gradients_by_frequency():
+    layer = fill(lora.LoRAEmbedding(nn.Embedding(9, 4, scale_grad_by_freq=True).double(), r=2))
+    layer(torch.tensor([1, 1, 1, 2])).sum().backward()
+    gradient = layer.lora_B["default"].grad
+    assert_equal(gradient[1], gradient[2], exact=False)
+
+
 def test_a_frozen_layers_input_is_not_kept_and_no_tensor_of_the_outputs_size_is():
     layer = lora.LoRALinear(nn.Linear(40, 4000), r=2)
     saved = []
@@ -205,6 +248,7 @@ def test_autocast_and_strided_inputs():
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(adapted(x), layer(x))
         fill(adapted)(x).sum().backward()
+        assert lora.LoRALinear(layer, use_dora=True)(x).dtype == torch.bfloat16
     assert adapted.lora_A["default"].grad.dtype == torch.float32
 
 
