@@ -192,8 +192,11 @@ class LoRALinear(LoRALayer):
     def correct(self, y, x, A, B, scaling):
         # Both factors lie as r rows: matrices of r columns multiply several times slower, above all in backward (MKL).
         hidden = scaling * (A @ x.flatten(0, -2).t())
-        # y += in one product: the correction by itself, of y's size, never exists.
-        y.flatten(0, -2).addmm_(hidden.t(), B.t().contiguous())
+        rows, factors, base = y.flatten(0, -2), (hidden.t(), B.t().contiguous()), self.base_layer
+        hooked = base._forward_hooks or base._backward_hooks or base._backward_pre_hooks
+        if hooked or type(base) not in (nn.Linear, NF4Linear):  # who may keep y
+            return torch.addmm(rows, *factors).view_as(y)
+        rows.addmm_(*factors)  # y += in one product: the correction by itself, of y's size, never exists
         return y
 
 
@@ -239,7 +242,8 @@ class LoRAEmbedding(LoRALayer):
         nn.init.normal_(self.lora_A[self.active])  # as peft's
 
     def correct(self, y, x, A, B, scaling):
-        return y + scaling * F.embedding(x, B, self.base_layer.padding_idx) @ A
+        base = self.base_layer
+        return y + scaling * F.embedding(x, B, base.padding_idx, scale_grad_by_freq=base.scale_grad_by_freq) @ A
 
 
 class LoRAConv(LoRALayer):
