@@ -309,9 +309,10 @@ def merge(model):
 def unmerge(model):
     """Put back what merge(model) took out: the same bits, and tied if it was; ValueError when not merged."""
     for layer in lora_layers(model, merged=True).values():
-        (weight,), layer.unmerged = layer.unmerged, ()
+        (weight,), merged, layer.unmerged = layer.unmerged, layer.base_layer.weight, ()
+        moved = weight.to(merged.device, merged.dtype)  # as the model, since; `weight` itself where it is NF4 or there
         del layer.base_layer.weight  # nn.Module refuses a module in the place of a parameter
-        layer.base_layer.weight = weight
+        layer.base_layer.weight = moved if moved is weight else nn.Parameter(moved, requires_grad=False)
 
 
 def set_adapter(model, adapter_name):

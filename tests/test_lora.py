@@ -446,6 +446,21 @@ def test_merge_and_unmerge(dora, quantize, dtype):
         lora.merge(make_net())
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_what_is_unmerged_is_where_the_model_is_and_in_its_dtype(quantize):
+    tied = nn.Linear(64, 64)
+    for move in ({"dtype": torch.float16}, {"device": "meta"}):
+        model = nn.Sequential(copy.deepcopy(tied), nn.Linear(64, 64))
+        model[1].weight = model[0].weight
+        model = lora.inject_lora(model, target_modules=["0"], quantize=quantize)
+        lora.merge(model)
+        lora.unmerge(model.to(**move))
+        weight, bias = model[0].base_layer.weight, model[0].base_layer.bias
+        assert (weight.dtype, weight.device, model[0].weight.dtype) == (bias.dtype, bias.device, bias.dtype)
+        assert (weight is model[1].weight) == (quantize is None and "dtype" in move)
+        assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
+
+
 def test_several_adapters_switched_by_name():
     plain = make_net()
     model = fill(lora.inject_lora(copy.deepcopy(plain), target_modules=["up"]))
