@@ -100,7 +100,7 @@ class LoRAConfig:
     adapter_name: str = "default"  # a model may hold several; it uses the last injected, or set_adapter()'s
 
     def __post_init__(self):
-        if not isinstance(self.r, int) or self.r < 1:
+        if type(self.r) is not int or self.r < 1:  # True would be one
             raise ValueError(f"r is {self.r}; a rank is an integer, at least 1")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout is {self.lora_dropout}; it must be at least 0 and below 1")
@@ -108,6 +108,18 @@ class LoRAConfig:
             raise ValueError(f"quantize is {self.quantize!r}; it must be None or 'nf4'")
         if self.init_lora_weights not in (True, "gaussian"):
             raise ValueError(f"init_lora_weights is {self.init_lora_weights!r}; it must be True or 'gaussian'")
+        name = self.adapter_name  # a key of nn.ParameterDict, which makes it an attribute
+        if not isinstance(name, str) or not name or "." in name or hasattr(nn.ParameterDict(), name):
+            raise ValueError(f"adapter_name is {name!r}; it must be a string without a dot, and no attribute of a dict")
+        try:
+            re.compile(self.pattern)
+        except (TypeError, re.error) as error:
+            raise ValueError(f"target_modules is {self.target_modules!r}: {error}") from None
+
+    @property
+    def pattern(self):
+        wanted = self.target_modules
+        return wanted if isinstance(wanted, str) else "|".join(rf"(.*\.)?{re.escape(end)}" for end in wanted)
 
     @property
     def scaling(self):
@@ -202,12 +214,18 @@ class LoRALinear(LoRALayer):
 
 def find_targets(model, config):
     """{layer: its paths} of what config.target_modules names; ValueError where it cannot be adapted."""
-    wanted, targets, adaptable, inside = config.target_modules, {}, [], "."
-    pattern = wanted if isinstance(wanted, str) else "|".join(rf"(.*\.)?{re.escape(end)}" for end in wanted)
+    wanted, pattern, name = config.target_modules, config.pattern, config.adapter_name
+    targets, adaptable, inside = {}, [], "."
     for path, layer in model.named_modules(remove_duplicate=False):
         if not path or path.startswith(inside):  # the model itself, or what an adapted layer consists of
             continue
         inside, base = (f"{path}.", layer.base_layer) if isinstance(layer, LoRALayer) else (inside, layer)
+        if layer is not base and layer.unmerged:
+            raise ValueError(f"{path} is merged; unmerge(model) first")
+        if layer is not base and name in layer.configs:
+            known = dataclasses.replace(layer.configs[name], target_modules=wanted)
+            if known != config:
+                raise ValueError(f"{path} has an adapter {name!r} of another configuration, {known}; here: {config}")
         kind, parent = kind_of(base), model.get_submodule(path.rpartition(".")[0])
         adaptable += [path] if kind else []
         in_attention = isinstance(parent, nn.MultiheadAttention)
@@ -220,8 +238,10 @@ def find_targets(model, config):
             raise ValueError(f"{path} has {base.groups} groups; a product B A corrects convolutions of one")
         if in_attention and (config.lora_dropout or config.quantize):
             raise ValueError(f"nn.MultiheadAttention only reads {path}.weight: no lora_dropout, no quantize for it")
-        if layer is not base and (layer.unmerged or config.adapter_name in layer.configs):
-            raise ValueError(f"{path} is merged, or has an adapter {config.adapter_name!r} already")
+        if layer is not base and name in layer.configs:
+            raise ValueError(f"{path} has an adapter {name!r} already")
+        if config.quantize and isinstance(base, nn.Linear):
+            check_quantisable(base.weight, f"{path}.weight")
     if not targets:
         raise ValueError(f"target_modules {wanted!r} finds no layer; there are {', '.join(adaptable[:9]) or 'none'}")
     return targets
@@ -363,7 +383,8 @@ def save_adapter(model, directory, adapter_name=None, state_dict=None):
     config = next(iter(adapted.values()))
     fields = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "bias": "none"}
     fields |= {name: getattr(config, name) for name in PEFT_FIELDS}
-    if config.target_modules == "all-linear":  # peft takes this word for models of transformers only
+    # Injected more than once; or as "all-linear", which peft takes for models of transformers only.
+    if config.target_modules == "all-linear" or len({config.pattern for config in adapted.values()}) > 1:
         fields["target_modules"] = "|".join(map(re.escape, adapted))
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2, sort_keys=True, default=sorted))
@@ -398,6 +419,7 @@ def load_adapter(model, directory, adapter_name="default"):
     config |= {"adapter_name": adapter_name, "init_lora_weights": True}  # whichever it was
     undo = None
     if not any(adapter_name in getattr(layer, "configs", ()) for layer in model.modules()):
+        undo = undo_of_inject(model, LoRAConfig(**config))
         inject_lora(model, **config)
     layers, own = lora_layers(model, merged=False), adapter_state_dict(model, adapter_name)
     base = {f"base_model.model.{key}": value for key, value in model.state_dict().items()}
@@ -407,6 +429,8 @@ def load_adapter(model, directory, adapter_name="default"):
     if wrong := [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key not in same]:
         text = "{} is {} in the file, {} in the model"
         sides = (text.format(key, theirs.get(key, "missing"), ours.get(key, "missing")) for key in wrong)
+        if undo:
+            undo()
         raise ValueError(f"{directory} does not fit: {'; '.join(sides)}")
     for key, parameter in own.items():
         parameter.copy_(tensors[key])
@@ -414,6 +438,26 @@ def load_adapter(model, directory, adapter_name="default"):
         if adapter_name in layer.configs:
             layer.configs[adapter_name] = dataclasses.replace(layer.configs[adapter_name], **config)
     return model
+
+
+def undo_of_inject(model, config):
+    """-> a function that takes out what inject_lora() is about to put in."""
+    targets, trained = find_targets(model, config), [(p, p.requires_grad) for p in model.parameters()]
+    active = [(layer, layer.active) for layer in model.modules() if isinstance(layer, LoRALayer)]
+
+    def undo():
+        for layer, paths in targets.items():
+            for path in paths:
+                model.set_submodule(path, layer)
+        for layer, name in active:
+            for named in (layer.configs, layer.lora_A, layer.lora_B, layer.lora_magnitude):
+                if config.adapter_name in named:
+                    del named[config.adapter_name]
+            layer.active = name
+        for parameter, flag in trained:
+            parameter.requires_grad_(flag)
+
+    return undo
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -444,6 +488,11 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
         return NF4(weight, block_size, packed, absmax)
     mean = absmax.mean(0, keepdim=True)
     return NF4(weight, block_size, packed, *quantize_blocks(absmax - mean, dynamic_map(weight.device), 256), mean)
+
+
+def check_quantisable(weight, name):
+    if not weight.is_floating_point() or weight.numel() == 0 or not torch.isfinite(weight).all():
+        raise ValueError(f"{name} of {weight.dtype}, {tuple(weight.shape)}: to quantize, it must have finite floats")
 
 
 @torch.no_grad()

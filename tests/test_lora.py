@@ -252,14 +252,20 @@ def test_autocast_and_strided_inputs():
     assert adapted.lora_A["default"].grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"r": 0}, {"r": 2.5}, {"lora_dropout": 1.0}, {"lora_dropout": -0.1}, {"quantize": "int8"}]
-)
+UNUSABLE = [{"r": 0}, {"r": 2.5}, {"r": True}, {"lora_dropout": 1.0}, {"lora_dropout": -0.1}, {"quantize": "int8"}]
+UNUSABLE += [{"quantize": "nf4"}, *({"adapter_name": name} for name in ("a.b", "values", "training", "", None))]
+UNUSABLE += [{"target_modules": wanted} for wanted in ("(", None, [1])]
+
+
+@pytest.mark.parametrize("arguments", UNUSABLE, ids=str)
 def test_unusable_arguments_leave_the_model_alone(arguments):
     model = make_net()
+    if "quantize" in arguments:  # found in the second of two
+        model.mlp["down"].weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match=next(iter(arguments))):
         lora.inject_lora(model, **arguments)
     assert all(p.requires_grad for p in model.parameters())
+    assert not any(isinstance(layer, lora.LoRALayer) for layer in model.modules())
     with pytest.raises(ValueError, match="init_lora_weights"):
         lora.inject_lora(model, init_lora_weights="pissa")
 
@@ -487,8 +493,15 @@ def test_several_adapters_switched_by_name():
     lora.inject_lora(model, target_modules=["down"], adapter_name="fourth")  # elsewhere: switches all others off
     assert torch.equal(model(TOKENS), plain(TOKENS))
     assert trained_names(model) == {"mlp.down"}
-    with pytest.raises(ValueError, match=r"mlp\.up .* has an adapter 'default' already"):
+    with pytest.raises(ValueError, match=r"mlp\.up has an adapter 'default' already"):
         lora.inject_lora(model, target_modules=["up"])
+    with pytest.raises(ValueError, match=r"mlp\.up has an adapter 'default' of another configuration, .*r=8.*r=4"):
+        lora.inject_lora(model, r=4, target_modules=["embed"])
+    lora.set_adapter(model, "default")
+    lora.merge(model)
+    with pytest.raises(ValueError, match=r"mlp\.up is merged; unmerge\(model\) first"):
+        lora.inject_lora(model, target_modules=["embed"], adapter_name="fifth")
+    assert type(model.embed) is nn.Embedding
 
 
 # ---- files
@@ -538,6 +551,12 @@ def test_an_adapter_is_loaded_as_it_was_saved(tmp_path, target_modules, injected
         lora.load_adapter(other, tmp_path, adapter_name="mine")
 
 
+def test_an_adapter_injected_in_two_parts_is_saved_as_one(tmp_path):
+    model = lora.inject_lora(make_net(), r=2, target_modules=["up"])
+    lora.save_adapter(fill(lora.inject_lora(model, r=2, target_modules=["conv"])), tmp_path)
+    assert torch.equal(lora.load_adapter(make_net(), tmp_path)(TOKENS), model(TOKENS))
+
+
 UP, BASE = "base_model.model.mlp.up.lora_A.weight", "base_model.model.embed.base_layer.weight"
 
 
@@ -580,6 +599,15 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, spoil, message, monkeypat
     with pytest.raises((ValueError, pickle.UnpicklingError), match=message):
         lora.load_adapter(model, tmp_path)
     assert torch.equal(model(TOKENS), plain(TOKENS))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert all(p.requires_grad for p in model.parameters())
+    adapted = fill(lora.inject_lora(plain, target_modules=["up"], adapter_name="first"))
+    before, names = adapted(TOKENS), [*adapted.state_dict()]
+    with pytest.raises((ValueError, pickle.UnpicklingError), match=message):
+        lora.load_adapter(adapted, tmp_path)
+    assert torch.equal(adapted(TOKENS), before)
+    assert [*adapted.state_dict()] == names
+    assert trained_names(adapted) == {"mlp.up"}
 
 
 def test_a_base_model_of_other_shapes_and_a_missing_package(tmp_path, monkeypatch):
