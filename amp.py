@@ -437,13 +437,19 @@ class autocast(ContextDecorator, TorchFunctionMode):
         if not getattr(self.regions, "entered", None):
             self.regions.entered, self.regions.casts = [], {}
         self.regions.entered.append(self)
+        self._let_torch_know()
         return super().__enter__()
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
         self.regions.entered.pop()
+        self._let_torch_know()
         if not self.regions.entered:
             self.regions.casts.clear()
+
+    def _let_torch_know(self):
+        """nn.LSTM takes an input of another dtype than its weights' where torch casts for a device: one nobody has."""
+        torch.set_autocast_enabled("ipu", bool(self.regions.entered) and self.regions.entered[-1].enabled)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -898,6 +898,23 @@ def test_whole_layers(kind):
         assert torch.equal(first(run()), y)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_take_what_a_layer_before_makes(kind):
+    torch.manual_seed(0)
+    model, x, results = nn.Sequential(nn.Linear(4, 4), kind(4, 4)), torch.randn(3, 4), []
+    for region in (amp.autocast(torch.bfloat16), torch.autocast("cpu", torch.bfloat16)):
+        with region:
+            y = model(x)[0]
+        results.append([y, *torch.autograd.grad(y.float().sum(), list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with amp.autocast(torch.bfloat16):
+        with amp.autocast(torch.bfloat16, enabled=False), pytest.raises(ValueError, match="dtype"):
+            model[1](x.bfloat16())
+        model[1](x.bfloat16())
+    with pytest.raises(ValueError, match="dtype"):
+        model[1](x.bfloat16())
+
+
 # ---- fp8
 
 
