@@ -121,12 +121,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         graded = {master: weight.grad for weight, master in self._masters.items() if weight.grad is not None}
         gradients, device = list(graded.values()), next(iter(self._masters)).device
         # A scaler looks at the masters' gradients. Without one look at these: half the bytes.
-        self._found_inf = not self.scaler.is_enabled() and unscale_gradients(gradients, 1.0, device)
+        found_inf = not self.scaler.is_enabled() and unscale_gradients(gradients, 1.0, device)
         for master in graded:
             master.grad = torch.empty_like(master)
         if graded:
             torch._foreach_copy_([master.grad for master in graded], gradients)  # few kernels for many tensors
         self.scaler.unscale_(self.optimizer)
+        self._found_inf = found_inf
 
     def clip_grad_norm_(self, max_norm):
         """Clip the unscaled gradients to a joint norm of `max_norm`; -> their norm before, in fp32."""
@@ -136,16 +137,21 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def step(self):
         """Update the masters, unless a gradient is not finite, and round them into the model."""
         self.unscale_()
-        if not self._found_inf:
-            self.scaler.step(self.optimizer)
-        self._write_weights()
-        self._end_step()
+        try:
+            if not self._found_inf:
+                self.scaler.step(self.optimizer)
+            self._write_weights()
+        finally:
+            self._end_step()
 
     def _end_step(self):
         self._found_inf = None
-        self.scaler.update()
         for master in self._masters.values():
             master.grad = None  # 4 bytes per parameter that nobody needs before the next step
+        try:
+            self.scaler.update()
+        except AssertionError:  # no rank had a gradient: forget the step, keep the scale
+            self.scaler.update(self.scaler.get_scale())
 
     def zero_grad(self, set_to_none=True):
         if self._found_inf is not None:  # clipped, and then not stepped

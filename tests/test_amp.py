@@ -606,6 +606,33 @@ def test_a_step_given_up_after_clipping(kind):
     assert weight.tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("kind", [amp.GradScaler, torch.amp.GradScaler], ids=["ours", "theirs"])
+@pytest.mark.parametrize("method", ["step", "clip_grad_norm_", "an optimizer's"])
+def test_after_a_refused_step(method, kind):
+    weight, scaler = nn.Parameter(torch.ones(2)), kind("cpu", 4.0)
+    inner = torch.optim.SGD([weight], lr=0.5)
+    optimizer = amp.MixedPrecisionOptimizer(inner, torch.float16, scaler)
+    with pytest.raises(AssertionError, match="scale"):
+        optimizer.step()
+    optimizer.scale(weight.sum())  # and no backward
+    if method == "clip_grad_norm_":
+        optimizer.clip_grad_norm_(1.0)
+    elif method == "step":
+        with pytest.raises(AssertionError, match="No inf checks"):
+            optimizer.step()
+    else:
+        weight.grad, inner.step = torch.ones_like(weight), lambda: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        del inner.step
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.scale(weight.sum()).backward()
+        optimizer.step()
+    assert weight.tolist() == [0, 0]
+    assert scaler.get_scale() == 4.0
+
+
 def test_wrong_dtypes():
     for dtype, arguments in ((torch.int8, {}), (torch.float16, {"stochastic_rounding": True})):
         with pytest.raises(ValueError, match=str(dtype)):
