@@ -398,15 +398,15 @@ def stochastic_round(values, generator=None):
 # Names in torch, torch.Tensor and torch.nn.functional, without the prefixes special_ and linalg_.
 LISTS = {
     "low": """matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv addr addbmm baddbmm chain_matmul multi_dot vecdot
-        einsum linear prelu convolution _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
-        conv_transpose3d scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
-        lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""",
+        matrix_power einsum linear prelu convolution _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d conv_transpose3d scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh
+        rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""",
     "fp32": """acos asin cosh erfinv exp exp2 expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt sinh tan
         softplus softmax softmin log_softmax gumbel_softmax logsumexp layer_norm native_layer_norm rms_norm group_norm
         normalize sum nansum prod cumsum cumprod mean nanmean var std var_mean std_mean norm vector_norm matrix_norm
         frobenius_norm nuclear_norm renorm dist cdist pdist pairwise_distance cosine_similarity cross_entropy kl_div
         binary_cross_entropy binary_cross_entropy_with_logits interpolate upsample""",  # and what ends in _loss
-    "common": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sample index_put scatter_add tensordot",
+    "common": "addcdiv addcmul atan2 bilinear cross dot vdot inner grid_sample index_put scatter_add tensordot",
 }
 KIND = {name: kind for kind, names in LISTS.items() for name in names.split()}
 CASTABLE = {torch.float32, torch.float16, torch.bfloat16}

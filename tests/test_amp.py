@@ -742,7 +742,7 @@ ALIKE = """
     torch.addcmul(x, A, B); torch.addcmul(x, x, x)
     F.nll_loss(x, LABELS); F.cross_entropy(x, LABELS); F.mse_loss(x, A); F.l1_loss(x, B)
     F.binary_cross_entropy(x * 0.5, A); F.embedding(LABELS, x); x.double() @ A.double(); LABELS.sum()
-    x.clone().addmm_(x, x); torch.prod(x)"""
+    x.clone().addmm_(x, x); torch.prod(x); torch.linalg.matrix_power(x, 3)"""
 # Not so: in 16 bits torch leaves these as they are on the CPU (on CUDA only the last four), ours are in fp32.
 UNLIKE = """x.softmax(-1); F.log_softmax(x, -1); F.layer_norm(x, (2,)); F.group_norm(x[None], 1); x.sum(); torch.exp(x)
     x.log(); x**2; 2**x; torch.rsqrt(x); x.norm(); torch.linalg.vector_norm(x); x.logsumexp(0); F.normalize(x)
@@ -778,8 +778,8 @@ def test_keyword_arguments_are_cast(region):
 
 # Not in torch's lists for CUDA: other names of what is, compositions of what is, and what is in fp32 only here.
 MORE = """__matmul__ __rmatmul__ __pow__ __rpow__ multi_head_attention_forward lstm gru rnn_tanh rnn_relu vecdot
-    multi_dot softmin gumbel_softmax normalize norm pairwise_distance cross_entropy interpolate upsample
-    binary_cross_entropy exp2 mean nanmean nansum var std var_mean std_mean"""
+    multi_dot matrix_power inner softmin gumbel_softmax normalize norm pairwise_distance cross_entropy interpolate
+    upsample binary_cross_entropy exp2 mean nanmean nansum var std var_mean std_mean"""
 
 
 def test_the_lists_are_those_that_torch_has_for_cuda():
@@ -814,6 +814,7 @@ def test_regions_nest_and_end():
                 assert (A @ A).dtype == torch.bfloat16
             assert (A @ A).dtype == torch.bfloat16
         assert (A @ A).dtype == torch.float16
+        assert torch.inner(A.half(), A).dtype == torch.float32  # a tensordot, which torch refuses on the CPU
         found = []
         thread = threading.Thread(target=lambda: found.extend([(A @ A).dtype, inner(torch.mm)(A, A).dtype]))
         thread.start()
