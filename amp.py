@@ -88,7 +88,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     Any optimizer will do, and learning rate schedulers work on either. Buffers, and weights that it does not hold, are
     for the caller to convert: model.to(dtype), afterwards. `scaler`, ours or PyTorch's, is for this optimizer alone:
     step() also updates it. Without one a rank skips a step where a gradient of its own is not finite.
-    `stochastic_rounding`, of bf16, does without masters (section 4).
+    `stochastic_rounding`, of bf16, does without masters (section 4); else values written into the model through
+    weight.data go unseen: write under no_grad.
     """
 
     def __init__(self, optimizer, dtype, scaler=None, *, stochastic_rounding=False):
@@ -177,14 +178,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             round_away(self._masters, self._roundings)
         else:
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))
-        self._versions = [weight._version for weight in self._masters]
+        self._versions = [(weight._version, weight.data_ptr()) for weight in self._masters]
 
     def _read_weights(self):
         """Masters take over what somebody else has written into the model since the last step, as load_state_dict()."""
         for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
             if self.stochastic_rounding:
                 master.data = weight.data.to(master.dtype)
-            elif weight._version != version:  # where the two still agree, the master has more bits
+            elif (weight._version, weight.data_ptr()) != version:  # where the two still agree, the master has more bits
                 master.data = torch.where(master.data.to(self.dtype) == weight.data, master.data, weight.data)
 
     # ---- State, and more weights.

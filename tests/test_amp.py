@@ -560,6 +560,9 @@ def test_what_is_written_into_the_model_counts():
     optimizer.step()
     assert weight.tolist() == [1.0, 5.0]
     assert optimizer.param_groups[0]["params"][0].tolist() == [1.0 + 2**-12, 5.0]  # the other keeps its bits
+    weight.data = torch.tensor([1.0, 7.0]).bfloat16()
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"][0].tolist() == [1.0 + 2**-12, 7.0]
 
 
 def test_zero_grad_and_unused_parameters():
