@@ -356,12 +356,13 @@ class GradScaler:
 
 def unscale_gradients(gradients, scale, device):
     """Divide `gradients` by `scale`, in place. -> on `device`, 1.0 where one of them is not finite, else 0.0."""
-    alike, found_inf = {}, torch.zeros((), device=device)
+    alike, found_inf = {}, torch.zeros((), dtype=torch.float32, device=device)
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
         alike.setdefault((values.device, values.dtype), []).append(values)
     for (place, _), group in alike.items():
-        found_here, inverse = torch.zeros((), device=place), torch.full((), 1.0 / scale, device=place)
+        found_here = torch.zeros((), dtype=torch.float32, device=place)
+        inverse = torch.full((), 1.0 / scale, dtype=torch.float32, device=place)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_here, inverse)  # one pass for both
         found_inf = torch.maximum(found_inf, found_here.to(device))
     return found_inf
@@ -498,7 +499,8 @@ class Fp8Linear(nn.Module):
     def __init__(self, linear, history=16):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.register_buffer("amaxes", torch.zeros(3, history, device=linear.weight.device))  # of x, W and dy
+        amaxes = torch.zeros(3, history, dtype=torch.float32, device=linear.weight.device)
+        self.register_buffer("amaxes", amaxes)  # of x, W and dy
 
     def forward(self, x):
         y = F.linear(self._round(x, 0, torch.float8_e4m3fn), self._round(self.weight, 1, torch.float8_e4m3fn))

@@ -151,6 +151,48 @@ def test_any_sequence_of_calls_and_overflows(calls, init_scale, growth, backoff,
         assert all(torch.equal(a, b) for a, b in zip(our_weights, their_weights, strict=True))
 
 
+@pytest.fixture
+def default_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_float64")
+def test_another_default_dtype():
+    for scaler in (amp.GradScaler("cpu"), None):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = amp.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), torch.bfloat16, scaler)
+        optimizer.scale(weight.sum()).backward()
+        optimizer.step()
+        assert weight.tolist() == [0.5] * 3
+    assert amp.Fp8Linear(nn.Linear(2, 2)).amaxes.dtype == torch.float32
+
+
+MISUSES = [
+    lambda scaler: scaler.load_state_dict({"foo": 1}),
+    lambda scaler: scaler.load_state_dict({"scale": 2.0}),
+    lambda scaler: scaler.update(4.0),
+    lambda scaler: scaler.scale(torch.ones(1)).sum() and scaler.update(torch.ones(2)),
+    lambda scaler: scaler.scale(torch.ones(1)).sum() and scaler.update(torch.ones(1, requires_grad=True)),
+    lambda scaler: scaler.scale(torch.ones(1)).sum() and scaler.update(INF),
+]
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_of_a_scaler(misuse):
+    results = []
+    for kind in (amp.GradScaler, torch.amp.GradScaler):
+        scaler, raised = kind("cpu", 8.0), None
+        try:
+            misuse(scaler)
+        except (KeyError, AssertionError) as error:
+            raised = type(error), error.args if isinstance(error, KeyError) else None
+        results.append((raised, scaler.get_scale()))
+    assert results[0][0] == results[1][0]
+    assert results[0][1] == (INF if misuse is MISUSES[-1] else 8.0)
+
+
 def test_a_scale_that_cannot_grow_stays():
     for kind in (amp.GradScaler, torch.amp.GradScaler):
         scaler, ([weight, _], [optimizer, _]) = kind("cpu", 3e38, growth_interval=1), two_optimizers()

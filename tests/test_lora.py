@@ -769,6 +769,16 @@ def test_nf4_rounds_as_bitsandbytes_does():
     assert values[253:].tolist() == pytest.approx([0.97890625, 0.99296875, 1.0])
 
 
+def test_tables_are_float32():
+    torch.set_default_dtype(torch.float64)
+    try:
+        for table in (lora.nf4_quads, lora.dynamic_map):  # without their caches
+            assert torch.equal(table.__wrapped__(torch.device("cpu")), table(torch.device("cpu")))
+        assert lora.quantize_nf4(torch.ones(64)).absmax.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_what_cannot_be_quantised():
     for weight in (torch.ones(0), torch.arange(9), torch.tensor([1.0, float("nan")])):
         with pytest.raises(ValueError, match="a weight of"):
