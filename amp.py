@@ -279,19 +279,24 @@ class GradScaler:
         """Divide the gradients of `optimizer` by the scale, in place, and find out whether all ranks' are finite."""
         if not self._enabled:
             return
-        group = (self._process_group and self._process_group()) or dist.group.WORLD  # None: nobody has set one up
-        alone = group is None or dist.get_world_size(group) == 1
-        if alone and not self._has_scaled:  # of several ranks, one that computes no loss has none to scale
-            raise AssertionError("Attempted unscale_ or step before scaler.scale(loss)")
+        group = self._peers()
         if optimizer in self._found:
             raise RuntimeError("unscale_() or step() has already been called on this optimizer since the last update()")
         gradients = [p.grad for options in optimizer.param_groups for p in options["params"] if p.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32")
         found = unscale_gradients(gradients, self._state["scale"], self._device) + (len(gradients) > 0)
-        if not alone:
+        if group:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         self._found[optimizer] = found
+
+    def _peers(self):
+        """-> the group whose ranks skip together; None for one rank alone, which must have called scale()."""
+        group = (self._process_group and self._process_group()) or dist.group.WORLD  # None: nobody has set one up
+        alone = group is None or dist.get_world_size(group) == 1
+        if alone and not self._has_scaled:  # of several ranks, one that computes no loss has none to scale
+            raise AssertionError("Attempted unscale_, step or update before scaler.scale(loss)")
+        return None if alone else group
 
     def step(self, optimizer, *args, **kwargs):
         """-> optimizer.step(*args, **kwargs); or None, and no step, where a gradient is not finite."""
@@ -313,18 +318,25 @@ class GradScaler:
         """Set the scale to `new_scale`, or adapt it to what was found since the last update."""
         if not self._enabled:
             return
-        state, found = self._state, max((found.item() for found in self._found.values()), default=0)
-        if new_scale is None:
+        state = self._state
+        if new_scale is not None:
+            self._peers()
+            new_scale = torch.as_tensor(new_scale, dtype=torch.float32)
+            if new_scale.numel() != 1 or new_scale.requires_grad:
+                raise AssertionError(f"new_scale is {new_scale}; it must be one number, and need no gradient")
+            state["scale"] = new_scale.item()
+        else:
+            found = max((found.item() for found in self._found.values()), default=0)
             if found == 0:
                 raise AssertionError("No inf checks were recorded prior to update")
-            new_scale = state["scale"]
+            factor = 1.0
             state["_growth_tracker"] += 1
             if found == 2:
-                new_scale, state["_growth_tracker"] = new_scale * state["backoff_factor"], 0
+                factor, state["_growth_tracker"] = state["backoff_factor"], 0
             elif state["_growth_tracker"] == state["growth_interval"]:
-                new_scale, state["_growth_tracker"] = new_scale * state["growth_factor"], 0
-        new_scale = torch.as_tensor(new_scale, dtype=torch.float32).item()
-        state["scale"] = new_scale if math.isfinite(new_scale) else state["scale"]
+                factor, state["_growth_tracker"] = state["growth_factor"], 0
+            scale = torch.tensor(state["scale"] * factor, dtype=torch.float32).item()
+            state["scale"] = scale if math.isfinite(scale) else state["scale"]
         self._found, self._stepped = {}, set()
 
     def get_scale(self):
@@ -344,9 +356,11 @@ class GradScaler:
         return dict(self._state) if self._enabled else {}
 
     def load_state_dict(self, state_dict):
-        if self._enabled and not state_dict:
+        if not self._enabled:
+            return
+        if not state_dict:
             raise RuntimeError("The source state dict is empty, possibly that of a disabled GradScaler")
-        self._state.update(state_dict)
+        self._state = {key: state_dict[key] for key in self._state}
 
     def __getstate__(self):
         if self._found:

@@ -133,7 +133,7 @@ def test_any_sequence_of_calls_and_overflows(calls, init_scale, growth, backoff,
                 "unscale": [lambda s=scaler, o=optimizer: s.unscale_(o)],
                 "step": [lambda s=scaler, o=optimizer: s.step(o)],
                 "update": [scaler.update],
-                "set": [lambda s=scaler, v=value: s.update(v if v < INF else 7.0)],
+                "set": [lambda s=scaler, v=value: s.update(7.0 if v != v else v)],
                 "load": [lambda s=scaler: s.load_state_dict(s.state_dict())],
                 "empty": [lambda w=weight: setattr(w, "grad", None)],
             }
