@@ -232,7 +232,8 @@ class GradScaler:
 
     Arguments, defaults, methods, state and types of errors are those of torch.amp.GradScaler. Besides, `process_group`
     holds the ranks that skip together (None: the default group, where there is one): all unscale or step the same
-    optimizers in the same order, with gradients or without, and each time all-reduce 4 bytes.
+    optimizers in the same order, with gradients or without, and each time all-reduce 4 bytes. With one it cannot be
+    pickled; its state_dict() can.
     """
 
     def __init__(
@@ -440,10 +441,12 @@ class autocast(ContextDecorator, TorchFunctionMode):
     `enabled` leaves all alone. `cache_enabled`: a weight is cast once in the outermost region, not once per use.
 
     Unlike torch.autocast's,
-    - the lists are those for CUDA on all devices (its own for the CPU keep sums, softmax and layer_norm in 16 bits),
-      and those that Python calls: attention, LSTM and GRU as a whole, compositions (normalize, cross_entropy), and
-      binary_cross_entropy, which it refuses; mean, var, std, exp2 and nansum are in fp32 too;
-    - no cast is reused that was made under no_grad where a gradient is needed, or of a weight that has changed since;
+    - the lists are those for CUDA on all devices (its own for the CPU keep sums, softmax and layer_norm in 16 bits, and
+      compute tensordot and inner so), and those that Python calls: attention, LSTM and GRU as a whole, compositions
+      (normalize, cross_entropy), and binary_cross_entropy, which it refuses; mean, var, std, exp2 and nansum are in
+      fp32 too;
+    - no cast is reused that was made under no_grad where a gradient is needed, or of a weight that has changed since.
+      Through .data, as under fsdp.py and zero.py, it changes unseen: leave the region between steps, as with torch's;
     - the recomputation of a checkpoint is outside: give it context_fn=lambda: (nullcontext(), autocast(dtype)).
     """
 
@@ -507,7 +510,8 @@ class Fp8Linear(nn.Module):
 
     x and W are E4M3 (to 448, 3 bits of mantissa), dy is E5M2 (to 57344, 2 bits). Delayed scaling, Transformer Engine's
     recipe: the scale of a tensor comes from its largest absolute values in the last `history` training steps, since
-    that of this step would take a pass of its own. Numerics only: it runs no faster. Micikevicius et al. 2022, §3.
+    that of this step would take a pass of its own; the recomputation of a checkpoint counts as one more. Numerics
+    only: it runs no faster. Micikevicius et al. 2022, §3.
     """
 
     def __init__(self, linear, history=16):
