@@ -204,7 +204,8 @@ class LoRALinear(LoRALayer):
     def correct(self, y, x, A, B, scaling):
         # Both factors lie as r rows: matrices of r columns multiply several times slower, above all in backward (MKL).
         hidden = scaling * (A @ x.flatten(0, -2).t())
-        rows, factors, base = y.flatten(0, -2), (hidden.t(), B.t().contiguous()), self.base_layer
+        rows, factors = y.flatten(0, -2), (hidden.t(), B.t().contiguous())
+        base = self._modules["base_layer"]  # the attribute takes several times as long
         hooked = base._forward_hooks or base._backward_hooks or base._backward_pre_hooks
         if hooked or type(base) not in (nn.Linear, NF4Linear):  # who may keep y
             return torch.addmm(rows, *factors).view_as(y)
