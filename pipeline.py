@@ -43,6 +43,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import statistics
 import string
@@ -379,7 +380,7 @@ class Pipeline(nn.Module):
         try:
             self._adopt(stages, schedule)
             mine = self.schedule, [list(names) for names in tied]
-        except ValueError as error:
+        except Exception as error:  # a TypeError, too: the others would wait for this rank
             problem = str(error)
         everyone = self._all_gather((problem, mine, torch.initial_seed() if seed is None else seed))
         for rank, (theirs, what, _) in enumerate(everyone):
@@ -498,6 +499,10 @@ class Pipeline(nn.Module):
         value = batch.values.pop((action, receiver(action)), None)
         form = describe(value)
         if key not in self._formats:
+            try:
+                pickle.dumps(form)
+            except Exception as error:  # what else is in the output cannot travel
+                batch.failure, form, value = batch.failure or (action, error), None, None
             box = [form]
             (dist.send_object_list if sending else dist.recv_object_list)(box, peer, self.process_group)
             self._formats[key] = box[0]

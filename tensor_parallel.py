@@ -242,6 +242,10 @@ class ParallelModule(nn.Module):
         super().__setstate__(state)
         self._mark()
 
+    def _load_from_state_dict(self, *args):  # with assign=True it does as well
+        super()._load_from_state_dict(*args)
+        self._mark()
+
 
 class ColumnParallelLinear(ParallelModule):
     """nn.Linear with its outputs split over the ranks: the same (…, in) on all ranks to this rank's (…, out/t).
@@ -466,6 +470,8 @@ def vocab_parallel_cross_entropy(
     V = vocab_size or padded
     if padded < V:
         raise ValueError(f"vocab_size is {V}, but all ranks' shards have {padded} logits")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(f"target is {tuple(target.shape)}; logits {tuple(logits_shard.shape)} need one per token")
     target = target.unsqueeze(-1)
@@ -809,9 +815,10 @@ BETWEEN = {"norm1": "norm", "dropout1": "dropout", "norm2": "norm", "dropout2": 
 def clip_grad_norm_(parameters, max_norm, norm_type=2.0, process_group=None):
     """torch.nn.utils.clip_grad_norm_ of the whole model; -> its norm, identical on all ranks. All must call it.
 
-    `parameters` may be a module. Those without .grad, the same on all ranks, are left out.
+    `parameters` may be a module, or one. Those without .grad, the same on all ranks, are left out.
     """
     parameters = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     some, rank = parameters[0].grad if parameters else torch.zeros(()), world(process_group)[0]
     counted = [some.new_zeros(1)]  # all ranks' together are the whole model's gradients, once

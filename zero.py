@@ -33,7 +33,8 @@ Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py is a worl
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021, ZeRO-Offload, 2101.06840, §4;
           Rajbhandari et al. 2021, ZeRO-Infinity, 2104.07857, §5
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's stages 1, 2, 3
-Left out: parameters offloaded, loss scaling (amp.py), sparse gradients. Sharded weights under any optimizer: fsdp.py
+Left out: parameters offloaded, loss scaling (amp.py), sparse gradients, second-order ones under Zero3. Sharded weights
+          under any optimizer: fsdp.py
 """
 
 import argparse
@@ -102,7 +103,8 @@ class Zero1(torch.optim.Optimizer):
 
     Args:
         module: the model, or what any optimizer takes: parameters, or dicts of them (not Zero3: it needs the modules).
-            Parameters and buffers are overwritten with those of the group's rank 0. Do not wrap it in DDP.
+            Its buffers, and the parameters to be trained, are overwritten with those of the group's rank 0. Do not
+            wrap it in DDP.
         optimizer_class: any elementwise optimizer; `optimizer_kwargs` are its arguments.
         process_group: the ranks that share the work (None: the default group).
         offload: "cpu" keeps optimizer state and master weights in host memory and updates there; a directory keeps
@@ -142,7 +144,12 @@ class Zero1(torch.optim.Optimizer):
         self._sync = True  # False inside no_sync()
         if params is None:
             params = module.parameters() if self.module else module
-        super().__init__(params, self._make_optimizer([torch.zeros(4, 6)]).defaults)
+        problem = None
+        try:
+            super().__init__(params, self._make_optimizer([torch.zeros(4, 6)]).defaults)
+        except Exception as error:  # on this rank perhaps alone: the others would wait for it
+            problem = error
+        verify_same_model([], self.process_group, problem)
         self._shard(range(len(self.param_groups)))
         if self.module:
             broadcast(list(self.module.buffers()), self.process_group)
@@ -454,8 +461,8 @@ class Zero3(Zero2):
     Gathered as one are the largest modules that hold no list of modules and at most bucket_cap_mb. While one runs, the
     next is gathered in the order seen before. All ranks must run the same modules in the same order, in backward too,
     and modules return tensors, or lists, tuples, dicts or dataclasses of them. Outside of forward and backward a
-    parameter has its shape but reads NaN, and cannot be written: see full_parameters(). A model too large for one rank
-    is made on the meta device.
+    parameter has its shape but reads NaN, and must not be written: see full_parameters(). A model too large for one
+    rank is made on the meta device.
 
     Source: Rajbhandari et al. 2020, §5.3 and §7.2.2; prefetch and parameters that others read: 2021, §6.2 and §7.1.
     """

@@ -443,6 +443,21 @@ def test_what_the_last_stage_returns():
     pool.run(2, body_end)
 
 
+class Unsendable(nn.Module):
+    def forward(self, x):
+        return {"input": x, "of": lambda: 0}
+
+
+def body_unsendable():
+    pipeline = Pipeline(Unsendable(), "1f1b", 2, lambda y, target: y["input"].sum(), pool.group())
+    with pytest.raises((AttributeError, RuntimeError), match=r"pickle .*Unsendable\.forward\.<locals>\.<lambda>"):
+        pipeline.step(*make_batch(0, 4))
+
+
+def test_an_output_that_cannot_travel_is_an_error_on_all_ranks():
+    pool.run(2, body_unsendable)
+
+
 class Conjugate(nn.Module):
     """Its output is a view with a flag, as are the gradients of the next stage's."""
 
@@ -1105,6 +1120,8 @@ def body_refused(case):
         schedule = "gpipe"
     elif case == "stages" and wrong:
         stages = [stages, nn.Linear(6, 6)]
+    elif case == "integers" and wrong:
+        schedule = [[1, 2], [3, 4]]
     elif case == "ranks":
         schedule = build_schedule("1f1b", p + 1, m)
     elif case == "microbatches":
@@ -1129,7 +1146,7 @@ def body_refused(case):
         kwargs = {"weight": lambda target: (target != -100).tokens}
     try:
         Pipeline(stages, schedule, m, F.mse_loss, pool.group(), **kwargs).step(inputs, targets)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return str(error)
     finally:
         torch.set_grad_enabled(True)
@@ -1140,6 +1157,7 @@ def body_refused(case):
     [
         ("schedule", "rank 1 has another schedule"),
         ("stages", "another schedule"),
+        ("integers", "expected str"),
         ("ranks", "rank 0 of 2 has 1 stages and 4 micro-batches; the schedule is for 3 ranks"),
         ("microbatches", "and 5 micro-batches"),
         ("deadlock", "0B0 (rank 0) waits for 0F0"),

@@ -748,6 +748,7 @@ REFUSED = {
     "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, vocab_size=7)": r"outside of \[0, 7\)",
     "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"target is \(1,\); logits \(3, 4\) need one",
     "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, vocab_size=9)": "is 9, but .* have 8 logits",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, label_smoothing=1.5)": "label_smoothing is 1.5",
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, sparse=True), **g)": "sparse",
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, max_norm=1.0), **g)": "max_norm",
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, scale_grad_by_freq=True), **g)": "scale_grad_by_freq",
@@ -781,6 +782,21 @@ def body_refuse():
 
 def test_wrong_sizes_are_an_error_before_any_collective():
     run(2, body_refuse)
+
+
+def body_assigned():
+    """Parameters that load_state_dict(assign=True) puts in are known as shards, as those before."""
+    group = pool.group()
+    layer = tp.ColumnParallelLinear(4, 6, process_group=group)
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    assert layer.weight.tensor_parallel.dim == 0
+    layer.weight.grad = torch.full_like(layer.weight, 1.0 + pool.rank())
+    theirs = torch.cat([torch.full_like(layer.weight, 1.0 + rank) for rank in range(pool.world_size())])
+    assert torch.allclose(tp.clip_grad_norm_(layer.weight, 1e9, process_group=group), theirs.norm())
+
+
+def test_assigned_parameters_are_marked():
+    run(2, body_assigned)
 
 
 def body_not_a_member():

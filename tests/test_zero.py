@@ -1795,6 +1795,8 @@ def body_wrong(stage):
         stage(mlp(), torch.optim.SGD, group, True)
     with pytest.raises(ValueError, match="Invalid learning rate"):
         stage(mlp(), torch.optim.SGD, group, lr=-1.0)
+    with pytest.raises(ValueError, match="Invalid learning rate"):  # of rank 1 alone
+        stage(mlp(), torch.optim.SGD, group, lr=-1.0 if pool.rank() else 0.1)
     with pytest.raises(ValueError, match="LBFGS needs whole parameters"):
         stage(mlp(), torch.optim.LBFGS, group)
     with pytest.raises(ValueError, match="sparse"):
