@@ -255,10 +255,10 @@ class Unit:
             self.began = None
         if self.state is State.UNSHARDED:
             self.reshard()
-        gradients = {p: self.take_gradient(p) for p in self.in_flat if p.shard.requires_grad or p.keeps}
+        gradients = {p: self.take_gradient(p) for p in self.in_flat if p.shard.requires_grad or p.owed}
         for p, gradient in gradients.items():
-            p.keeps = not self.sync
-            if p.keeps and gradient is not None:
+            p.owed = not self.sync
+            if p.owed and gradient is not None:
                 p.kept = gradient.to(self.reduce_dtype())
         if not self.sync:
             return iter(())
@@ -386,7 +386,7 @@ class Unit:
         return [buffer, *(rows[p] for p in self.alone if p in rows)]
 
     def divisors(self):
-        """By what to divide before the sum, and after it: after, since at 3 ranks one before rounds each term."""
+        """By what to divide before the sum, and after it. Before it, at 3 ranks, every term would be rounded."""
         ranks = math.prod(group.size() for group in self.groups)
         return (ranks, 1) if self.reduce_dtype() == torch.float16 else (1, ranks)  # sums of fp16 overflow at 65504
 
@@ -543,7 +543,7 @@ class ShardedParameter:
 
     def __init__(self, parameter, slots, N, rank, unit_name):
         self.slots, self.name = [(module, name) for _, module, name in slots], slots[0][0]
-        self.keeps, self.kept = False, None  # has there been a no_sync since the last reduction; what it accumulated
+        self.owed, self.kept = False, None  # has there been a no_sync since the last reduction; its gradient
         self.label = parameter._fsdp_name = f"{self.name!r} of {unit_name}"  # who else has it is told this
         self.shape, self.requires_grad = parameter.shape, parameter.requires_grad
         rows, *self.row_shape = parameter.shape or (1,)  # a scalar is one row
