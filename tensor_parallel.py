@@ -34,8 +34,9 @@ Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]  
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, §3; Korthikanti et al. 2022, sequence parallelism,
           2205.05198, §4; Narayanan et al. 2021, 2104.04473, §3.2
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: cross-attention, convolutions, communication in fp8. Selective recomputation: torch.utils.checkpoint around
-          the attention works as it is. Pipeline stages: pipeline.py; both, and data parallelism: parallel_3d.py
+Left out: cross-attention, convolutions, communication in fp8, second-order gradients. Selective recomputation:
+          torch.utils.checkpoint around the attention works as it is. Pipeline stages: pipeline.py; both, and data
+          parallelism: parallel_3d.py
 """
 
 import argparse
