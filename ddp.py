@@ -83,6 +83,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             reduction keeps its .grad: None, after zero_grad().
         gradient_as_bucket_view: .grad is a view into a bucket, which saves Ψ elements and a copy.
         device_ids: [gpu] moves the inputs of forward there; None leaves them where they are.
+        output_device: the same gpu, or None.
 
     Raises:
         ValueError: an argument is unusable, or ranks hold different parameters or buffers (named, with the rank).
@@ -102,6 +103,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view=False,
         *,
         device_ids=None,
+        output_device=None,
     ):
         super().__init__()
         Joinable.__init__(self)
@@ -114,9 +116,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.device_ids = device_ids
+        self.device_ids, self.output_device = device_ids, output_device
         self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        verify_same_model(self._named_states(), self.process_group, problem=self._find_problem())
+        verify_same_model(self._agreed(), self.process_group, problem=self._find_problem())
         broadcast([state for _, state in self._named_states()], self.process_group)
         self._start()
 
@@ -132,12 +134,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._armed = False  # does the running, or else the next, backward synchronise?
         self._in_backward = False
         self._unfinished = None  # what the previous backward left undone
-        self._hooks = []
+        self._hooks, self._trainable, self._has_gradient = [], [], set()
         self._named_parameters = [(name, s) for name, s in self._named_states() if isinstance(s, nn.Parameter)]
         self._build_buckets()
 
     def _build_buckets(self):
-        self._layout = self._current_layout()
+        self._layout, before = self._current_layout(), {self._trainable[i][0] for i in self._has_gradient}
         self._trainable = [(name, parameter) for name, parameter in self._named_parameters if parameter.requires_grad]
         parameters = [parameter for _, parameter in self._trainable]
         assignment = assign_buckets(parameters, self.bucket_cap_mb * 2**20)
@@ -146,7 +148,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             for number, positions in enumerate(assignment)
         ]
         self._sent = 0  # buckets 0 to _sent - 1 are on their way
-        self._has_gradient = set()  # positions in _trainable that got a gradient since the last reduction
+        # positions in _trainable that got a gradient since the last reduction
+        self._has_gradient = {i for i, (name, _) in enumerate(self._trainable) if name in before}
         for hook in self._hooks:
             hook.remove()
         wrapper = weakref.ref(self)  # a strong reference would keep a discarded wrapper alive, and reducing
@@ -225,7 +228,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Send what waits for unused parameters, wait for all buckets, and hand out the means."""
         self._in_backward = self._armed = False
         unused = set(range(len(self._trainable))) - self._has_gradient
-        if len(unused) == len(self._trainable) and not self.find_unused_parameters:
+        if not any(bucket.ready for bucket in self._buckets) and not self.find_unused_parameters:
             return  # torch.autograd.grad(): no .grad was touched
         if unused and not self.find_unused_parameters:
             self._unfinished = unused
@@ -266,6 +269,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())  # PyTorch's name for the exceptions
         return [(name, state) for name, state in named if name not in ignored]
 
+    def _agreed(self):
+        """What ranks must have in common: states, and what decides which elements lie side by side in a bucket."""
+        states = self._named_states()
+        parameters = [(name, state) for name, state in states if isinstance(state, nn.Parameter)]
+        names = ("bucket_cap_mb", "find_unused_parameters", "broadcast_buffers")
+        arguments = ", ".join(f"{name} {getattr(self, name)}" for name in names)
+        return [*states, *((f"strides {p.stride()} of {n}", p) for n, p in parameters), (arguments, torch.empty(0))]
+
     def _current_layout(self):
         return [(parameter.requires_grad, parameter.dtype, parameter.device) for _, parameter in self._named_parameters]
 
@@ -277,6 +288,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             return ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be positive")
         if self.device_ids and (len(self.device_ids) > 1 or self.device.type == "cpu"):
             return ValueError(f"device_ids is {self.device_ids} for a module on {self.device}; pass [gpu] or None")
+        if self.output_device not in (None, *(self.device_ids or ())):
+            return ValueError(f"output_device is {self.output_device}; outputs stay on {self.device_ids}")
         if any(getattr(module, "sparse", False) for module in self.module.modules()):
             return ValueError("sparse gradients are not reduced; use nn.Embedding(..., sparse=False)")
         return None

@@ -142,7 +142,8 @@ def fully_shard(
     Args:
         mesh: one dimension shards; two are hybrid sharding: (replicate, shard).
         process_group: the ranks to shard over, instead of a mesh (None: the default group).
-        reshard_after_forward: False keeps the gathered parameters until backward has used them.
+        reshard_after_forward: False keeps the gathered parameters until backward has used them; so long the module
+            has them, too.
         mp_policy: MixedPrecisionPolicy, this file's or PyTorch's.
         offload_policy: CPUOffloadPolicy keeps shards, gradients and so the optimizer's state in host memory.
 
@@ -350,7 +351,7 @@ class Unit:
             yield
             work.wait()
         sums = zip(parameters, total.split(chunks), strict=True)
-        nobody = {p for p, part in sums if p in unused and all(map(is_minus_zero, part[:1].tolist()))}
+        nobody = {p for p, part in sums if p in unused and p.chunk and is_minus_zero(part[0].item())}
         if self.order.failed:
             return
         total /= self.divisors()[1]
@@ -443,7 +444,11 @@ class Unit:
     def adopt_shards(self):
         """Take over what the module holds now: .to(), .to_empty() and load_state_dict(assign=True) replace shards."""
         shards = [p.get() for p in self.parameters]
-        if any(a is not p.shard or a.data_ptr() != p.address for a, p in zip(shards, self.parameters, strict=True)):
+        same = (self.flat.dtype, self.flat.device) if shards else ()  # shards without rows have no address
+        if any(
+            a is not p.shard or a.data_ptr() != p.address or (a.dtype, a.device) != same
+            for a, p in zip(shards, self.parameters, strict=True)
+        ):
             if len({shard.dtype for shard in shards}) > 1:
                 dtypes = ", ".join(f"{p.name}: {a.dtype}" for a, p in zip(shards, self.parameters, strict=True))
                 raise ValueError(f"{self.name} has parameters of several dtypes now ({dtypes}); a unit has one")
@@ -522,7 +527,8 @@ class Unit:
         everyone = mine.new_empty(self.N * p.chunk)
         as_bytes = (everyone.view(torch.uint8), mine.view(torch.uint8))  # gloo has no int16, no float8
         all_gather_single(*as_bytes, group=self.shard_group)
-        return everyone[: p.shape.numel()].view(p.shape).cpu()
+        whole = everyone[: p.shape.numel()].view(p.shape).cpu()
+        return whole if whole.numel() == everyone.numel() else whole.clone()  # torch.save() would write the padding
 
     def reduce_dtype(self):
         return self.mp_policy.reduce_dtype or self.dtype
@@ -631,11 +637,15 @@ class Order:
     def __init__(self, outermost):
         self.outermost, self.units = outermost, units_in(outermost.module)
         for number, unit in enumerate(self.units):
+            if unit.order and unit.order.outermost not in self.units:
+                both = f"{outermost.name} and {unit.order.outermost.name}"
+                raise RuntimeError(f"{unit.name} is in two outermost units, {both}; fully_shard a module that has both")
             unit.order, unit.number = self, number
         for name, module in outermost.module.named_modules():
             if unit := unit_of(module):
                 unit.name = name or type(module).__name__
         self.set_order(list(tour(outermost.module)))
+        self.training = torch.is_grad_enabled()
         self.recorded = []  # the first forward's starts and ends; None once all ranks know rank 0's
         self.events = None  # a list: log what happens, (what, unit's name, began, ended)
         self.clock = itertools.count()
@@ -853,10 +863,12 @@ def clip_grad_norm_(module, max_norm, norm_type=2.0, error_if_nonfinite=False):
     sharded = {p.shard for unit in units for p in unit.parameters}
     if alone := [n for n, p in module.named_parameters() if p.requires_grad and p not in sharded]:
         raise ValueError(f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too")
-    dtype = functools.reduce(torch.promote_types, (unit.flat.dtype.to_real() for unit in units))  # on all ranks
+    dtypes = (unit.flat.dtype.to_real() for unit in units)  # on all ranks; the squares of fp16 overflow soon
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     for group, unit in {unit.shard_group: unit for unit in units}.items():
         shards = [p.shard for u in units if u.shard_group is group for p in u.parameters]
-        norms = [torch.linalg.vector_norm(s.grad, norm_type) for s in shards if s.grad is not None and s.numel()]
+        gradients = [s.grad.abs() if s.is_complex() else s.grad for s in shards if s.grad is not None and s.numel()]
+        norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients]
         mine = torch.stack([norm.to(unit.wire, dtype) for norm in norms or [torch.zeros(())]])
         mine = mine.max() if infinite else mine.pow(norm_type).sum()
         dist.all_reduce(mine, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
@@ -904,8 +916,9 @@ def load_full_state_dict(module, state_dict):
     for unit in units:
         unit.leave_meta()
     owners = {p.shard: p for unit in units for p in unit.parameters}
-    targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
-    mine = {n: tuple(value.shape) for n, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    tensors = lambda d: {n: t for n, t in d.items() if isinstance(t, torch.Tensor) and not is_extra(n)}  # noqa: E731
+    targets = tensors(module.state_dict(keep_vars=True))
+    mine = {n: tuple(value.shape) for n, value in tensors(state_dict).items()}
     fits = {n: tuple(owners.get(target, target).shape) for n, target in targets.items()}
     wrong = [f"{n}: {mine.get(n, 'missing')}, not {fits.get(n)}" for n in mine | fits if mine.get(n) != fits.get(n)]
     everyone = units[0].everyone((bool(state_dict), wrong if state_dict else []))
@@ -918,7 +931,7 @@ def load_full_state_dict(module, state_dict):
         if not all(has for has, _ in everyone):
             value = units[0].broadcast(value.to(target.dtype))
         target.copy_(owners[target].cut(value) if target in owners else value)
-    extra = {n: value for n, value in state_dict.items() if n.endswith("_extra_state")}
+    extra = {n: value for n, value in state_dict.items() if is_extra(n)}
     for n, value in (extra if all(has for has, _ in everyone) else units[0].everyone(extra)[0]).items():
         module.get_submodule(n.rpartition(".")[0]).set_extra_state(value)
 
@@ -986,8 +999,9 @@ def materialize(module, init_fn=reset_parameters):
     def visit(module, unit):
         unit = unit_of(module) or unit
         cut = unit_of(module) and unit.on_meta()
-        if cut:
+        if unit_of(module):
             unit.leave_meta_buffers()
+        if cut:
             for p in unit.parameters:
                 whole = torch.empty_like(p.whole, dtype=p.shard.dtype)
                 p.put(nn.Parameter(whole, requires_grad=p.shard.requires_grad))
@@ -1027,6 +1041,11 @@ def all_units(module):
     if not units:
         raise ValueError(f"this {type(module).__name__} has no unit; call fully_shard first")
     return units
+
+
+def is_extra(name):
+    """Of a state dict: what a module's get_extra_state() has returned."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def tour(module):

@@ -203,7 +203,7 @@ class Trainer:
         self.config, self.grid, self.args, self.device = config, grid, args, torch.device(device)
         self.dtype, self.scaler = getattr(torch, args.dtype), None
         self.num_stages = grid.pp * args.stages_per_rank
-        self.microbatches = args.global_batch_size // (args.micro_batch_size * grid.dp)
+        self.microbatches = args.global_batch_size // max(args.micro_batch_size * grid.dp, 1)
         if problem := self.find_problem():
             raise ValueError(problem)
         mine = range(grid.at["pp"], self.num_stages, grid.pp)
@@ -223,15 +223,17 @@ class Trainer:
 
     def find_problem(self):
         args, grid, config = self.args, self.grid, self.config
-        if args.global_batch_size != args.micro_batch_size * self.microbatches * grid.dp or not self.microbatches:
+        if args.global_batch_size != args.micro_batch_size * self.microbatches * grid.dp or self.microbatches < 1:
             return (
                 f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
                 f"{args.micro_batch_size} × {grid.dp} data-parallel ranks"
             )
         if self.num_stages > config.L or (grid.pp == 1 and args.stages_per_rank > 1):
             return f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks, and 1 rank 1 stage"
-        if args.sequence_length > config.P:
+        if not 1 <= args.sequence_length <= config.P:
             return f"--sequence-length {args.sequence_length}; the model has {config.P} positions"
+        if not args.clip_grad >= 0:
+            return f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none"
         if args.zero1 and self.dtype == torch.float16:
             return "--zero1 does not scale the loss, which float16 needs; use --dtype bfloat16"
         return None

@@ -1282,3 +1282,45 @@ def test_the_same_bytes_at_scale(N, rank):
     command = [sys.executable, "-c", FAKE, str(N), str(rank)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "ok\n", done.stderr
+
+
+def body_ranks_that_differ():
+    """Elements that lie otherwise in a bucket, or buckets that do, would be added to others."""
+    late = pool.rank() == 1
+    layer = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last if late else torch.contiguous_format)
+    with pytest.raises(ValueError, match=r"'strides \(27, 9, 3, 1\) of weight'.*rank 1 has 'strides \(27, 1, 9, 3\)"):
+        ddp.DDP(layer, pool.group())
+    for name, value in {"bucket_cap_mb": 1, "find_unused_parameters": True, "broadcast_buffers": False}.items():
+        with pytest.raises(ValueError, match=f"rank 1 has '.*{name} {value}"):
+            ddp.DDP(nn.Linear(3, 3), pool.group(), **({name: value} if late else {}))
+    with pytest.raises(ValueError, match="output_device is 1; outputs stay on None"):
+        ddp.DDP(nn.Linear(3, 3), pool.group(), output_device=1)
+
+
+def test_ranks_that_differ_are_an_error():
+    pool.run(2, body_ranks_that_differ)
+
+
+def body_part_in_no_sync(then):
+    """After a backward in no_sync() through a part of the model."""
+    first, second, third = (nn.Linear(4, 4) for _ in range(3))
+    model = ddp.DDP(nn.ModuleList([first, second, third]), pool.group(), find_unused_parameters=then == "freeze")
+    model.module.forward = lambda x, *layers: sum(layer(x) for layer in layers)
+    x = torch.full((2, 4), 1.0 + pool.rank())
+    with model.no_sync():
+        model(x, first).sum().backward()
+    if then == "freeze":  # what no_sync has left in first is reduced by the next backward all the same
+        third.requires_grad_(False)
+        model(x, second).sum().backward()
+        assert torch.equal(first.weight.grad, torch.full((4, 4), 3.0))
+    else:  # a gradient penalty touches no .grad, and is no backward that did not reach all
+        output = model(x, first, second, third)
+        torch.autograd.grad(output.sum(), second.weight, retain_graph=True)
+        output.sum().backward()
+        model(x, first, second, third).sum().backward()
+        assert torch.equal(first.weight.grad, torch.full((4, 4), 9.0))
+
+
+@pytest.mark.parametrize("then", ["freeze", "autograd.grad"])
+def test_after_a_part_in_no_sync(then):
+    pool.run(2, body_part_in_no_sync, then)

@@ -2113,3 +2113,70 @@ def body_on_meta_then_a_block():
 
 def test_a_block_alone_after_a_forward_that_raised():
     pool.run(2, body_on_meta_then_a_block)
+
+
+class WithBuffer(nn.Module):
+    """A root without parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)  # rank 1 has no row
+        self.register_buffer("last_extra_state", torch.ones(4))  # a name that only looks like one of extra state
+
+    def forward(self, x):
+        return self.layer(x * self.last_extra_state)
+
+    def get_extra_state(self):
+        return torch.arange(self.size) if hasattr(self, "size") else torch.zeros(0)
+
+    def set_extra_state(self, state):
+        self.size = len(state)
+
+
+def body_no_rows_here():
+    with torch.device("meta"):
+        model = WithBuffer()
+    for part in (model.layer, model):
+        fully_shard(part, process_group=pool.group())
+    with torch.device("meta"):
+        materialized = fully_shard(WithBuffer(), process_group=pool.group())
+    fsdp.materialize(materialized)
+    assert not materialized.last_extra_state.is_meta
+    plain = WithBuffer()
+    plain.size = 3
+    fsdp.load_full_state_dict(model, plain.state_dict())
+    assert model.size == 3
+    saved = fsdp.full_state_dict(model)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in saved.items())
+    assert saved["layer.weight"].untyped_storage().nbytes() == saved["layer.weight"].nbytes  # without padding
+    model, plain, x = model.double(), plain.double(), torch.ones(2, 4, dtype=torch.float64)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_rank_without_rows_and_a_root_without_parameters():
+    pool.run(2, body_no_rows_here)
+
+
+def body_clip_float16():
+    layer = fully_shard(nn.Linear(4, 4, bias=False).half(), process_group=pool.group())
+    layer(torch.full((1, 4), 512.0).half()).sum().backward()  # a norm of 2048: its square is no fp16
+    assert fsdp.clip_grad_norm_(layer, 1024.0).item() == pytest.approx(2048.0)
+    assert torch.equal(whole(layer.weight.grad, (4, 4)), torch.full((4, 4), 256.0).half())
+
+
+def test_the_norm_of_float16_does_not_overflow():
+    pool.run(2, body_clip_float16)
+
+
+def body_two_outermost():
+    shared = Block()
+    roots = [nn.Sequential(shared, nn.Linear(6, 3)) for _ in range(2)]
+    for part in (shared, *roots):
+        fully_shard(part, process_group=pool.group())
+    loss_of(roots[0](make_batch(pool.rank(), 0))).backward()
+    with pytest.raises(RuntimeError, match="in two outermost units"):
+        roots[1](make_batch(pool.rank(), 0))
+
+
+def test_a_unit_in_two_outermost_units_is_an_error():
+    pool.run(2, body_two_outermost)

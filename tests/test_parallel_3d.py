@@ -312,7 +312,13 @@ def test_progress_in_a_log(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [(("--tp", 3), "must divide"), (("--steps", 0), "--steps 0: at least 1")]
+    ("flags", "message"),
+    [
+        (("--tp", 3), "must divide"),
+        (("--steps", 0), "--steps 0: at least 1"),
+        (("--clip-grad", -1), "--clip-grad -1.0; it must be positive"),
+        (("--micro-batch-size", 0), "multiple of --micro-batch-size 0"),
+    ],
 )
 def test_wrong_command_lines(flags, message):
     done = run(*flags, ranks=2)
