@@ -230,14 +230,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         unused = set(range(len(self._trainable))) - self._has_gradient
         if not any(bucket.ready for bucket in self._buckets) and not self.find_unused_parameters:
             return  # torch.autograd.grad(): no .grad was touched
-        if unused and not self.find_unused_parameters:
-            self._unfinished = unused
-        else:
-            for bucket in self._buckets[self._sent :]:
-                for slot in bucket.missing():
-                    bucket.set_aside(slot)
-                    self._fill(bucket, slot)
-                self._send(bucket)
+        self._unfinished = None if self.find_unused_parameters else unused
+        if self._unfinished:
+            return  # until the backward of another loss reaches the others; or else the next forward raises
+        for bucket in self._buckets[self._sent :]:
+            for slot in bucket.missing():
+                bucket.set_aside(slot)
+                self._fill(bucket, slot)
+            self._send(bucket)
         unused_by_all = self._unused_by_all() if self.find_unused_parameters else ()
         for bucket in self._buckets[: self._sent]:
             bucket.wait()

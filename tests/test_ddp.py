@@ -1324,3 +1324,26 @@ def body_part_in_no_sync(then):
 @pytest.mark.parametrize("then", ["freeze", "autograd.grad"])
 def test_after_a_part_in_no_sync(then):
     pool.run(2, body_part_in_no_sync, then)
+
+
+def body_two_losses():
+    """A backward for each of two losses, which reach parts of the model: reduced once both have run, as PyTorch's."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        model.forward = lambda x: [layer(x) for layer in model]
+        wrapped = wrap(model)
+        for step in range(2):
+            for loss in wrapped(torch.full((2, 4), 1.0 + pool.rank() + step)):
+                loss.square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for cap in (25, 1e-6):
+        ours = run(lambda m, cap=cap: ddp.DDP(m, pool.group(), bucket_cap_mb=cap))
+        theirs = run(lambda m: nn.parallel.DistributedDataParallel(m, process_group=pool.group()))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_backward_for_each_of_two_losses():
+    pool.run(2, body_two_losses)
