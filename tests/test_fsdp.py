@@ -2139,7 +2139,9 @@ def body_no_rows_here():
     for part in (model.layer, model):
         fully_shard(part, process_group=pool.group())
     with torch.device("meta"):
-        materialized = fully_shard(WithBuffer(), process_group=pool.group())
+        materialized = WithBuffer()
+    for part in (materialized.layer, materialized):
+        fully_shard(part, process_group=pool.group())
     fsdp.materialize(materialized)
     assert not materialized.last_extra_state.is_meta
     plain = WithBuffer()
@@ -2155,6 +2157,25 @@ def body_no_rows_here():
 
 def test_a_rank_without_rows_and_a_root_without_parameters():
     pool.run(2, body_no_rows_here)
+
+
+class MaybeEmpty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.empty = nn.Linear(6, 6), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x, with_empty):
+        return self.layer(x) + (self.empty.sum() if with_empty else 0.0)
+
+
+def body_empty_on_one_rank():
+    model = fully_shard(MaybeEmpty(), process_group=pool.group())
+    loss_of(model(make_batch(pool.rank(), 0), with_empty=pool.rank() == 0)).backward()
+    assert model.empty.grad.shape == (0, 3)  # on both: an optimizer must not have state on one alone
+
+
+def test_an_empty_parameter_used_on_one_rank():
+    pool.run(2, body_empty_on_one_rank)
 
 
 def body_clip_float16():
