@@ -87,8 +87,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Raises:
         ValueError: an argument is unusable, or ranks hold different parameters or buffers (named, with the rank).
-        RuntimeError: no parameter requires a gradient; or, from forward, the previous backward did not reach all
-            parameters (named) and find_unused_parameters is False.
+        RuntimeError: no parameter requires a gradient; or, from forward, the backwards since the last one did not reach
+            all parameters (named) and find_unused_parameters is False.
 
     Freezing or unfreezing parameters between steps works when all ranks do it. Source: Li et al. 2020, §3.2, §4.
     """

@@ -178,7 +178,7 @@ class State(Enum):
 
     SHARDED = "a 1/N in `flat`; the module's parameters are this rank's shards, views into it"
     GATHERING = "as SHARDED, and all ranks' shards are on their way into `received`"
-    UNSHARDED = "as SHARDED, and the whole parameters have memory; the module has them while it runs"
+    UNSHARDED = "as SHARDED, and the whole parameters have memory; the module has them once it has begun to run"
 
 
 # On gloo, shards of so many bytes go from where they lie to where they are needed, each in a message of its own: that

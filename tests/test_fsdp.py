@@ -2201,3 +2201,22 @@ def body_two_outermost():
 
 def test_a_unit_in_two_outermost_units_is_an_error():
     pool.run(2, body_two_outermost)
+
+
+def body_first_forward_in_a_hook():
+    """As a teacher's, whose first forward is in another model's backward."""
+    model, plain = blocks(), blocks(sharded=False)
+    batch, outputs = make_batch(pool.rank(), 0), []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 1.0
+    y.register_hook(lambda _: outputs.append(model(batch)))
+    y.sum().backward()
+    assert torch.equal(outputs[0], plain(batch))
+    assert_at_rest(model)
+    loss_of(model(batch)).backward()
+    one_device(plain, [[make_batch(r, 0)] for r in range(pool.world_size())])
+    assert_same(model, plain)
+
+
+def test_the_first_forward_in_a_hook_of_backward():
+    pool.run(2, body_first_forward_in_a_hook)
