@@ -139,10 +139,10 @@ class DistributedDataParallel(nn.Module):
     ):
         super().__init__()
         theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+        if others.get("output_device") in (device_ids or ()):
+            del others["output_device"]  # where outputs are anyway
         for name, value in others.items():
-            if name not in theirs or (
-                value != theirs[name].default and (name, [value]) != ("output_device", device_ids)
-            ):
+            if name not in theirs or value != theirs[name].default:
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
         cap = 25 if bucket_cap_mb is None else bucket_cap_mb
         if cap <= 0 or len(device_ids or [0]) > 1:
@@ -199,10 +199,8 @@ class DistributedDataParallel(nn.Module):
             return  # no_sync: it stays in .grad, where the next synchronised backward adds to it
         self._start_backward()
         if parameter not in bucket.missing:
-            message = f"a parameter of shape {tuple(parameter.shape)} got a second gradient before it was reduced"
-            raise RuntimeError(
-                f"Expected to mark a variable ready only once: {message}; add up losses for one backward"
-            )
+            what = f"a parameter of shape {tuple(parameter.shape)} got a second gradient before it was reduced"
+            raise RuntimeError(f"Expected to mark a variable ready only once: {what}; add up losses for one backward")
         self._fill(bucket, parameter)
         if self.gradient_as_bucket_view:
             parameter.grad = bucket.views[parameter]  # now: what autograd has made is memory for the gradients to come
@@ -338,27 +336,28 @@ def main():
 
 
 def show_overlap(demo, model, width=80):
-    """When each bucket filled, left and arrived in one more backward, measured: a line per bucket."""
-    times = {bucket: [] for bucket in model._buckets}  # its gradients, ..., it leaves, it arrives
+    """When each bucket was full and left, and when its mean arrived, measured in one more backward."""
+    times = {}  # seconds: bucket to when it left, when it arrived
 
     def timed_all_reduce(group, bucket):
-        times[bucket].append(time.perf_counter())
+        times[bucket] = [time.perf_counter()]
         future = allreduce_hook(group, bucket)
         return future.then(lambda mean: (times[bucket].append(time.perf_counter()), mean.value())[1])
 
-    for bucket in model._buckets:
-        for parameter in bucket.parameters():
-            parameter.register_hook(lambda _, bucket=bucket: times[bucket].append(time.perf_counter()))
     model.register_comm_hook(None, timed_all_reduce)
-    loss = language_loss(model(demo.part(demo.batch(0)[0])), demo.part(demo.batch(0)[1]))
-    start = time.perf_counter()
+    inputs, targets = map(demo.part, demo.batch(0))
+    loss = language_loss(model(inputs), targets)
+    begin = start = time.perf_counter()
     loss.backward()
-    duration = time.perf_counter() - start
-    demo.show(f"overlap     a backward of {1e3 * duration:.0f} ms: = gradients fill a bucket, ~ its all-reduce runs")
-    for bucket, at in times.items():
-        first, left, arrived = (round(width * (at[i] - start) / duration) for i in (0, -2, -1))
-        line = " " * first + "=" * (left - first) + "~" * (arrived - left)
+    scale = width / (time.perf_counter() - start)
+    demo.show(
+        f"overlap     a backward of {1e3 * width / scale:.0f} ms: = a bucket fills and leaves, ~ its mean comes back"
+    )
+    for bucket, (left, arrived) in times.items():
+        first, second, third = (round(scale * (at - start)) for at in (begin, left, arrived))
+        line = " " * first + "=" * (second - first) + "~" * (third - second)
         demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {line}")
+        begin = left
 
 
 # ---------------------------------------------------------------------------------------------------------------------
