@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# ./run_all.sh [-n RANKS] [NAME ...]    set up, run the technique files (all, or those named) under torchrun, one table
+# ./run_all.sh [-n RANKS] [NAME ...]      set up, run the technique files (all, or those named) under torchrun, one table
 # ./run_all.sh tests [PYTEST ARGUMENTS]  set up, run the test suite
-# The exit status is the number of files that failed, or pytest's.
+# RANKS is 2 unless given, and 4 for parallel_3d. The exit status is the number of files that failed, or pytest's.
 set -u
+if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
+    sed -n '2,4s/^# //p' -- "${BASH_SOURCE[0]}"
+    exit
+fi
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" || exit 1
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -30,15 +34,16 @@ set_up() {
     python=$PWD/.venv/bin/python
 }
 
-set_up
 if [ "${1-}" = tests ]; then
     shift
+    set_up
     exec "$python" -m pytest "$@"
 fi
 
-ranks=2
+given=
 if [ "${1-}" = -n ]; then
-    ranks=${2:?-n needs the number of ranks}
+    given=${2-}
+    [[ $given =~ ^[1-9][0-9]*$ ]] || fail "-n ${given:-without a number}: give a number of ranks, from 1 on"
     shift 2
 fi
 names=("$@")
@@ -50,17 +55,20 @@ fi
 for name in "${names[@]}"; do
     [ -f "${name%.py}.py" ] || fail "there is no ${name%.py}.py here"
 done
+set_up
 
 # One thread per rank and core: torchrun would take 1, and say so.
 cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
 logs=$(mktemp -d) || exit 1
 trap 'rm -rf -- "$logs"' EXIT
 failed=0
 for name in "${names[@]}"; do
     name=${name%.py}
+    ranks=${given:-2}
+    [ "$name" = parallel_3d ] && ranks=${given:-4}
+    threads=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
     printf '\n$ torchrun --standalone --nproc-per-node %s %s.py\n' "$ranks" "$name"
-    "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$name.py" 2>&1 | tee "$logs/$name"
+    OMP_NUM_THREADS=$threads "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$name.py" 2>&1 | tee "$logs/$name"
     status=${PIPESTATUS[0]}
     echo "$status" >"$logs/$name.status"
     [ "$status" -eq 0 ] || failed=$((failed + 1))
@@ -73,24 +81,27 @@ import sys
 from pathlib import Path
 
 logs, *names = sys.argv[1:]
-rows = [("file", "ranks", "largest difference", "held/rank MB", "sent/rank MB", "time ms (1 device)", "verdict")]
+rows = [("file", "run", "ranks", "equal to one device", "held/rank MB", "sent/rank MB", "time ms (1 device)", "verdict")]
 for name in names:
     name = name.removesuffix(".py")
     text, status = (Path(logs) / name).read_text(), (Path(logs) / f"{name}.status").read_text().strip()
+    runs = re.split(r"^(?=\w+ · \d+ ranks? ·)", text, flags=re.MULTILINE)[1:]  # zero.py has three
+    for run in runs or [text]:
 
-    def find(pattern, text=text):
-        match = re.search(pattern, text, re.MULTILINE)
-        return " / ".join(match.groups()) if match else "-"
+        def find(pattern, run=run):
+            match = re.search(pattern, run, re.MULTILINE)
+            return " / ".join(match.groups()) if match else "-"
 
-    differences = re.findall(r"max \|Δ\w+\| (\S+?),", find(r"^vs 1 device (.*)"))
-    difference = max(differences, key=float) if differences else find(r"^vs 1 device .*(bitwise) equal").replace("bitwise", "0, bitwise")
-    held = find(r"^held/rank +params (\S+) MB +grads (\S+) MB +optimizer (\S+) MB")
-    time = re.sub(r" / (\S+)", r" (\1)", find(r"^time +(\S+) ms per step +\(1 device: (\S+)\)"))
-    ranks, sent = find(r"· (\d+) ranks? ·"), find(r"^sent/rank +(\S+) MB")
-    rows.append((f"{name}.py", ranks, difference, held, sent, time, "ok" if status == "0" else f"FAILED ({status})"))
+        equal = find(r"^vs 1 device .*?(NOT equal|bitwise|within \S+(?=:))")
+        held = find(r"^held/rank +params (\S+) MB +grads (\S+) MB +optimizer (\S+) MB")
+        time = re.sub(r" / (\S+)", r" (\1)", find(r"^time +(\S+) ms per step +\(1 device: (\S+)\)"))
+        ranks, sent, verdict = find(r"· (\d+) ranks? ·"), find(r"^sent/rank +(\S+) MB"), f"FAILED ({status})"
+        verdict = "ok" if status == "0" else verdict
+        rows.append((f"{name}.py", find(r"^(\w+) ·"), ranks, equal, held, sent, time, verdict))
 widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 print()
 for row in rows:
     print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 EOF
+printf '\nNext: read a file from its top, or ./run_all.sh tests. README.md says what the columns mean.\n'
 exit "$failed"

@@ -5,6 +5,7 @@ import socket
 import sys
 
 import pytest
+import torch
 from launch import ROOT, TORCHRUN, launch
 
 SCRIPT = """
@@ -89,17 +90,13 @@ def demo(tmp_path, *arguments, ranks=1, name="ddp.py"):
     return errors[0]
 
 
-def test_a_batch_smaller_than_the_world(tmp_path):
-    assert "--batch-size 1: must be a multiple of 2" in demo(tmp_path, "--batch-size", "1", ranks=2)
-
-
 def test_data_that_is_not_there(tmp_path):
     assert "--data nothing.txt: No such file or directory" in demo(tmp_path, "--data", "nothing.txt", ranks=2)
 
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(0, "0 bytes; one sequence and its targets take 65"), (64, "64 bytes"), (None, "Is a directory")],
+    [(0, "--steps 30 on 0 bytes"), (65, "on 65 bytes: at least 1 step, on 66 bytes"), (None, "Is a directory")],
 )
 def test_data_that_is_too_short(tmp_path, size, words):
     path = tmp_path / "text"
@@ -108,13 +105,19 @@ def test_data_that_is_too_short(tmp_path, size, words):
 
 
 def test_data_of_one_sequence_is_enough(tmp_path):
-    (tmp_path / "text").write_bytes(b"x" * 65)
+    (tmp_path / "text").write_bytes(b"x" * 66)
     done = launch([sys.executable, ROOT / "ddp.py", "--data", "text", "--steps", "1"], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def test_numbers_that_make_no_sense(tmp_path):
-    assert "--steps 0: at least 1" in demo(tmp_path, "--steps", "0")
+    assert "--steps 0 on " in demo(tmp_path, "--steps", "0")
+    assert "argument --steps: invalid int value: 'many'" in demo(tmp_path, "--steps", "many")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_device_that_is_not_there(tmp_path):
+    assert "argument --device: invalid choice: 'cuda' (choose from" in demo(tmp_path, "--device", "cuda")
 
 
 def test_a_port_in_use(tmp_path):
