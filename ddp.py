@@ -33,7 +33,6 @@ import argparse
 import copy
 import functools
 import inspect
-import itertools
 import os
 import statistics
 import sys
@@ -115,10 +114,8 @@ class Bucket:
 class DistributedDataParallel(nn.Module):
     """Averages the gradients of `module` over the ranks of `process_group` during each backward.
 
-    Arguments as PyTorch's; those that are not named here must have PyTorch's default values.
-        device_ids: [gpu]: forward moves its inputs to the module's GPU.
-        find_unused_parameters: a backward need not reach all. What no rank has used keeps its .grad, such as None.
-        gradient_as_bucket_view: .grad is a view into a bucket, which saves Ψ elements and a copy.
+    Arguments as PyTorch's; `others` must have PyTorch's default values. gradient_as_bucket_view saves Ψ elements and a
+    copy. With find_unused_parameters, what no rank has used keeps its .grad (None, after zero_grad).
 
     Raises ValueError for an unusable argument, or where ranks hold different parameters or buffers (named, with the
     rank). RuntimeError: in forward, where the last backward did not reach all parameters (named); in backward, for a
@@ -135,18 +132,16 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers=True,
         find_unused_parameters=False,
         gradient_as_bucket_view=False,
+        output_device=None,
         **others,
     ):
         super().__init__()
         theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-        if others.get("output_device") in (device_ids or ()):
-            del others["output_device"]  # where outputs are anyway
         for name, value in others.items():
             if name not in theirs or value != theirs[name].default:
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
-        cap = 25 if bucket_cap_mb is None else bucket_cap_mb
-        if cap <= 0 or len(device_ids or [0]) > 1:
-            raise ValueError(f"bucket_cap_mb {cap}, device_ids {device_ids}: must be positive, and at most one GPU")
+        if len(device_ids or []) > 1 or output_device not in (None, *(device_ids or [])):
+            raise ValueError(f"device_ids={device_ids}, output_device={output_device}: a process has one GPU, or None")
         if dist.get_rank(process_group) < 0:  # its world size is -1 here, and dividing by that reverses gradients
             raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members can be replicas")
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -162,11 +157,11 @@ class DistributedDataParallel(nn.Module):
         self.require_forward_param_sync = True  # buffers do not travel between micro-batches, as in PyTorch
         self._reduce = self._in_backward = False
         self._used = set()  # parameters with a gradient since the last reduction
-        buckets = assign_buckets(parameters, cap * 2**20)
+        buckets = assign_buckets(parameters, (bucket_cap_mb or 25) * 2**20)
         self._buckets = [Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)]
         self._waiting = list(self._buckets)  # to be sent, in this order
         for bucket in self._buckets:
-            for parameter in bucket.parameters():
+            for parameter in bucket.views:
                 parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket))
 
     def forward(self, *inputs, **kwargs):
@@ -238,15 +233,15 @@ class DistributedDataParallel(nn.Module):
             return  # the next forward raises
         for bucket in self._buckets:
             bucket.wait()
-        unused = self._unused_by_all_ranks() if self.find_unused_parameters else set()
+        unused = self._unused_by_all_ranks() if self.find_unused_parameters else ()
         for bucket in self._buckets:
-            for parameter in bucket.views.keys() - unused:
-                if self.gradient_as_bucket_view:
-                    parameter.grad = bucket.views[parameter]
-                elif parameter.grad is None:
-                    parameter.grad = bucket.views[parameter].clone()
+            for parameter, view in bucket.views.items():
+                if parameter in unused:
+                    continue  # its .grad stays what it was
+                if self.gradient_as_bucket_view or parameter.grad is None:  # None: only other ranks have used it
+                    parameter.grad = view if self.gradient_as_bucket_view else view.clone()
                 else:
-                    parameter.grad.copy_(bucket.views[parameter])
+                    parameter.grad.copy_(view)
             bucket.clear()
         self._waiting, self._used, self._reduce = list(self._buckets), set(), False
 
@@ -254,7 +249,7 @@ class DistributedDataParallel(nn.Module):
         parameters = [parameter for bucket in self._buckets for parameter in bucket.views]
         used = torch.tensor([p in self._used for p in parameters], dtype=torch.int32, device=parameters[0].device)
         dist.all_reduce(used, group=self.process_group)
-        return set(itertools.compress(parameters, (used == 0).tolist()))
+        return {parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count == 0}
 
     def _check_finished(self):
         self._in_backward = False  # the last one may have raised
@@ -300,12 +295,12 @@ def broadcast(tensors, process_group):
 
 def verify_same_model(module, process_group):
     """Raise ValueError on all ranks where one holds other states than rank 0: their sum would abort, or be garbage."""
-    states = itertools.chain(module.named_parameters(), module.named_buffers())
+    states = [*module.named_parameters(), *module.named_buffers()]
     mine = [f"{name!r}: {tuple(s.shape)}, {s.dtype}, requires_grad={s.requires_grad}" for name, s in states]
     everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
+    dist.all_gather_object(everyone, [*mine, "nothing more"], group=process_group)
     for rank, theirs in enumerate(everyone):
-        for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing more"):
+        for first, other in zip(everyone[0], theirs, strict=False):
             if first != other:
                 raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
 

@@ -109,7 +109,16 @@ def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
     assert done.returncode == 2
     *_, table, last = done.stdout.split("\n\n")
     assert [re.split(r"  +", line) for line in table.splitlines()] == [
-        ["file", "run", "ranks", "equal to one device", "held/rank MB", "sent/rank MB", "time ms (1 device)", "verdict"],
+        [
+            "file",
+            "run",
+            "ranks",
+            "equal to one device",
+            "held/rank MB",
+            "sent/rank MB",
+            "time ms (1 device)",
+            "verdict",
+        ],
         ["bad.py", "-", "-", "-", "-", "-", "-", "FAILED (1)"],
         ["good.py", "good", "2", "within 1e-09", "1.0 / 2.0 / 3.0", "4.0", "5 (6)", "ok"],
         ["worse.py", "-", "-", "-", "-", "-", "-", "FAILED (1)"],
@@ -145,4 +154,6 @@ def test_run_all_tests_hands_its_arguments_to_pytest(tmp_path):
 def test_run_all_of_one_technique(command):
     done = run_script(ROOT / command.split()[0], *command.split()[1:])
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^ddp\.py +ddp +2 +bitwise +7\.5 / 7\.5 / 15\.0 +7\.5 +\d+ \(\d+\) +ok$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^ddp\.py +ddp +2 +bitwise +7\.5 / 7\.5 / 15\.0 +7\.5 +\d+ \(\d+\) +ok$", done.stdout, re.MULTILINE
+    )

@@ -46,8 +46,8 @@ def test_demo(path, launcher, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # no warnings, no progress in a log
     lines = iter(done.stdout.splitlines())
-    for pattern in LINES:  # in this order, with others between them
-        pattern = pattern.format(ranks="2 ranks" if torchrun else "1 rank")
+    for line_of_any in LINES:  # in this order, with others between them
+        pattern = line_of_any.format(ranks="2 ranks" if torchrun else "1 rank")
         match = next((found for line in lines if (found := re.fullmatch(pattern, line))), None)
         assert match, f"no line {pattern!r} in\n{done.stdout}"
         if "sent" in pattern:
