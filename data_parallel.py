@@ -26,6 +26,7 @@ import statistics
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
@@ -73,9 +74,8 @@ def replicate(module, devices):
 
 
 def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
-    """-> each module's output for its inputs (a tuple or a tensor) and kwargs, on its device, in a thread of its own,
-    with this thread's modes, and its streams, on which inputs and parameters arrive. Raises, once all threads have
-    ended, what the first replica that failed raised, with its number.
+    """-> each module's output for its inputs (a tuple or a tensor) and kwargs, on its device, in a thread of its own
+    with this one's modes and streams. Raises, once all have ended, what the first that failed raised, with its number.
     """
     inputs = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     devices = devices or [next(x.device for x in tree_leaves(args) if torch.is_tensor(x)) for args in inputs]
@@ -85,7 +85,7 @@ def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
     streams = [torch.cuda.stream(torch.cuda.current_stream(d) if kind == "cuda" else None) for d in devices]
 
     def work(number):
-        start.wait()  # else the pool gives a second replica to a thread that is done with its first
+        start.wait()  # each in its thread: else, the pool takes one again that is done
         try:
             with torch.set_grad_enabled(with_gradients), torch.autocast(kind, **autocast), streams[number]:
                 return modules[number](*inputs[number], **kwargs_tup[number])
@@ -101,6 +101,8 @@ def gather(outputs, device, dim=0):
     """-> the outputs as one, on `device`: tensors joined along `dim`, scalars to a vector; None stays None."""
 
     def join(*pieces):  # TypeError for other types, as tree_map's ValueError for structures that differ
+        if torch.is_tensor(pieces[0]) and pieces[0].dim() == 0:
+            warnings.warn("replicas return scalars, gathered as a vector: a mean of losses may not be the loss")
         return None if {*pieces} == {None} else torch.cat([torch.atleast_1d(x).to(device) for x in pieces], dim)
 
     return tree_map(join, *outputs)
@@ -138,8 +140,8 @@ def main():
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        # the loss of the gathered outputs, added up chunk by chunk as on the one device: right, as all are of one size
-        loss = sum(map(language_loss, model(inputs).chunk(N), targets.chunk(N))) / N
+        outputs = model(inputs)  # their loss, but added up as the one device does: the chunks are of one size
+        loss = sum(map(language_loss, outputs.chunk(N), targets.chunk(N))) / N
         loss.backward()
         optimizer.step()
         return loss
@@ -156,15 +158,14 @@ def main():
     loss.backward()
     demo.sent.total = held_bytes(copies) + sum(back)
     status = demo.report(here, "2Ψ(N-1)", 2 * psi * (N - 1))
-    sizes = held_bytes(copies), sum(back), 2 * psi * (N - 1) / N, sum(here), held_bytes(copies) / (N - 1)
-    out, back, ddp, first, other = (f"{size / 1e6:.1f} MB" for size in sizes)
-    demo.show(f"traffic     device 0 sends {out} of parameters, gets {back} of gradients; in DDP each sends {ddp}")
-    demo.show(f"memory      device 0: {first}, model, gradients, Adam's state; others: {other}, a replica, in a step")
+    ddp, first, other = (size / 1e6 for size in (2 * psi * (N - 1) / N, sum(here), held_bytes(copies) / (N - 1)))
+    demo.show(f"traffic     all by device 0 or to it: parameters out, gradients back (DDP: {ddp:.1f} MB by each rank)")
+    demo.show(f"memory      device 0: {first:.1f} MB, as one device; others: {other:.1f} MB, a replica, for one step")
     demo.show(
-        f"pitfall     for {len(inputs)} sequences, the loss of the gathered outputs is {loss:.4f}; the mean of a loss per"
+        f"pitfall     {len(inputs)} sequences: the loss of the gathered outputs is {loss:.4f}, the mean of a loss"
     )
     demo.show(
-        f"            replica is {mean:.4f}: the last one's only sequence counts double. Let forward return outputs."
+        f"            per replica {mean:.4f}: the last one's only sequence counts double. Return outputs, not losses"
     )
     return status
 
