@@ -53,7 +53,7 @@ def scatter(inputs, devices, dim=0):
     if len({len(chunks) for chunks in pieces if torch.is_tensor(chunks[0])}) > 1:
         shapes = [tuple(leaf.shape) for leaf in leaves if torch.is_tensor(leaf)]
         raise ValueError(f"tensors of shapes {shapes} give different numbers of chunks for {N} devices")
-    rows = zip(devices, *pieces, strict=False) if leaves else []
+    rows = zip(devices, *pieces, strict=False)  # ends where the chunks do
     return [tree_unflatten([x.to(d) if torch.is_tensor(x) else x for x in row], structure) for d, *row in rows]
 
 
@@ -121,7 +121,7 @@ class DataParallel(nn.Module):
     def forward(self, *inputs, **kwargs):
         if len(self.devices) == 1:
             return self.module(*inputs, **kwargs)
-        chunks = scatter((inputs, kwargs), self.devices) or [(inputs, kwargs)]  # no inputs: once
+        chunks = scatter((inputs, kwargs), self.devices) if inputs or kwargs else [(inputs, kwargs)]
         devices = self.devices[: len(chunks)]
         outputs = parallel_apply(replicate(self.module, devices), *zip(*chunks, strict=True), devices)
         return gather(outputs, self.devices[0])
@@ -147,9 +147,8 @@ def main():
         return loss
 
     demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
-    here, psi, back = held(model.parameters(), optimizer), held_bytes(model.parameters()), []
+    here, replicas, back = held(model.parameters(), optimizer), replicate(model.module, devices), []
     inputs, targets = (tensor[: 2 * N - 1] for tensor in demo.batch(0))  # 2 sequences a device, but 1 for the last
-    replicas = replicate(model.module, devices)
     copies = [t for m in nn.ModuleList(replicas[1:]).modules() for t in vars(m).values() if torch.is_tensor(t)]
     for tensor in copies:
         tensor.register_hook(lambda gradient: back.append(gradient.nbytes))
@@ -157,15 +156,13 @@ def main():
     mean, loss = sum(map(language_loss, outputs.chunk(N), targets.chunk(N))) / N, language_loss(outputs, targets)
     loss.backward()
     demo.sent.total = held_bytes(copies) + sum(back)
-    status = demo.report(here, "2Ψ(N-1)", 2 * psi * (N - 1))
-    ddp, first, other = (size / 1e6 for size in (2 * psi * (N - 1) / N, sum(here), held_bytes(copies) / (N - 1)))
+    status = demo.report(here, "2Ψ(N-1)", 2 * here[0] * (N - 1))
+    ddp, first, other = (size / 1e6 for size in (2 * here[0] * (N - 1) / N, sum(here), held_bytes(copies) / (N - 1)))
     demo.show(f"traffic     all by device 0 or to it: parameters out, gradients back (DDP: {ddp:.1f} MB by each rank)")
     demo.show(f"memory      device 0: {first:.1f} MB, as one device; others: {other:.1f} MB, a replica, for one step")
+    demo.show(f"pitfall     {len(inputs)} sequences: the loss of the gathered outputs is {loss:.4f}, the mean of those")
     demo.show(
-        f"pitfall     {len(inputs)} sequences: the loss of the gathered outputs is {loss:.4f}, the mean of a loss"
-    )
-    demo.show(
-        f"            per replica {mean:.4f}: the last one's only sequence counts double. Return outputs, not losses"
+        f"            of the replicas {mean:.4f}: the last one's only sequence counts double. Return outputs instead"
     )
     return status
 
