@@ -160,9 +160,11 @@ def main():
     ddp, first, other = (size / 1e6 for size in (2 * here[0] * (N - 1) / N, sum(here), held_bytes(copies) / (N - 1)))
     demo.show(f"traffic     all by device 0 or to it: parameters out, gradients back (DDP: {ddp:.1f} MB by each rank)")
     demo.show(f"memory      device 0: {first:.1f} MB, as one device; others: {other:.1f} MB, a replica, for one step")
-    demo.show(f"pitfall     {len(inputs)} sequences: the loss of the gathered outputs is {loss:.4f}, the mean of those")
     demo.show(
-        f"            of the replicas {mean:.4f}: the last one's only sequence counts double. Return outputs instead"
+        f"pitfall     {len(inputs)} sequences: the gathered outputs' loss is {loss:.4f}, the mean of replicas' losses"
+    )
+    demo.show(
+        f"            {mean:.4f}: there the last replica's only sequence counts double. Return outputs, not a loss"
     )
     return status
 
