@@ -61,15 +61,17 @@ def replicate(module, devices):
     """-> a replica of `module`, which is on devices[0], for each device; gradients of all flow back into it.
     Their parameters are plain tensors, the first's views: a Parameter would be a leaf, where the gradient stays.
     """
-    replicas, tensors = [], [*module.parameters(), *module.buffers()]
-    for number, device in enumerate(devices):
-        copies = {tensor: tensor.to(device, copy=True) if number else tensor.view_as(tensor) for tensor in tensors}
+    replicas, tensors = [], {tensor: tensor for tensor in (*module.parameters(), *module.buffers())}
+    for number, device in reversed([*enumerate(devices)]):
+        # Views of the next one's: backward adds along this chain, in the order of the devices, whichever is faster.
+        tensors = {original: tensor.view_as(tensor) for original, tensor in tensors.items()}
+        copies = {original: tensor.to(device, copy=number > 0) for original, tensor in tensors.items()}
         twins = {original: original._replicate_for_data_parallel() for original in module.modules()}  # shallow copies
         for original, twin in twins.items():
             twin._modules = {name: twins.get(child) for name, child in original._modules.items()}
             for name, tensor in (*original._parameters.items(), *original._buffers.items()):
                 setattr(twin, name, copies.get(tensor))  # setattr: nn.LSTM keeps a list of its weights up with it
-        replicas.append(twins[module])
+        replicas.insert(0, twins[module])
     return replicas
 
 
@@ -140,8 +142,7 @@ def main():
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        outputs = model(inputs)  # their loss, but added up as the one device does: the chunks are of one size
-        loss = sum(map(language_loss, outputs.chunk(N), targets.chunk(N))) / N
+        loss = sum(map(language_loss, model(inputs).chunk(N), targets.chunk(N))) / N  # as one device adds it up
         loss.backward()
         optimizer.step()
         return loss
@@ -157,15 +158,15 @@ def main():
     loss.backward()
     demo.sent.total = held_bytes(copies) + sum(back)
     status = demo.report(here, "2Ψ(N-1)", 2 * here[0] * (N - 1))
-    ddp, first, other = (size / 1e6 for size in (2 * here[0] * (N - 1) / N, sum(here), held_bytes(copies) / (N - 1)))
-    demo.show(f"traffic     all by device 0 or to it: parameters out, gradients back (DDP: {ddp:.1f} MB by each rank)")
-    demo.show(f"memory      device 0: {first:.1f} MB, as one device; others: {other:.1f} MB, a replica, for one step")
+    first, other = sum(here) / 1e6, held_bytes(copies) / (N - 1) / 1e6
     demo.show(
-        f"pitfall     {len(inputs)} sequences: the gathered outputs' loss is {loss:.4f}, the mean of replicas' losses"
+        "traffic     all by device 0 or to it: parameters out, gradients back. DDP: 2Ψ(N-1)/N by each rank, at once"
     )
+    demo.show(f"memory      device 0: {first:.1f} MB, as one device; each other: {other:.1f} MB, a replica, for a step")
     demo.show(
-        f"            {mean:.4f}: there the last replica's only sequence counts double. Return outputs, not a loss"
+        f"pitfall     {len(inputs)} sequences: the gathered outputs' loss is {loss:.4f}, the replicas' own have a"
     )
+    demo.show(f"            mean of {mean:.4f}: there the last one's only sequence counts double. So return outputs")
     return status
 
 
