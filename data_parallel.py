@@ -63,9 +63,9 @@ def replicate(module, devices):
     """
     replicas, tensors = [], {tensor: tensor for tensor in (*module.parameters(), *module.buffers())}
     for number, device in reversed([*enumerate(devices)]):
-        # Views of the next one's: backward adds along this chain, in the order of the devices, whichever is faster.
-        tensors = {original: tensor.view_as(tensor) for original, tensor in tensors.items()}
-        copies = {original: tensor.to(device, copy=number > 0) for original, tensor in tensors.items()}
+        # A chain of views, along which backward adds: in the order of the devices, whichever of them is done first.
+        tensors = {own: tensor.view_as(tensor) for own, tensor in tensors.items()}
+        copies = {own: tensor.to(device, copy=True) if number else tensor for own, tensor in tensors.items()}
         twins = {original: original._replicate_for_data_parallel() for original in module.modules()}  # shallow copies
         for original, twin in twins.items():
             twin._modules = {name: twins.get(child) for name, child in original._modules.items()}
@@ -124,9 +124,8 @@ class DataParallel(nn.Module):
         if len(self.devices) == 1:
             return self.module(*inputs, **kwargs)
         chunks = scatter((inputs, kwargs), self.devices) if inputs or kwargs else [(inputs, kwargs)]
-        devices = self.devices[: len(chunks)]
-        outputs = parallel_apply(replicate(self.module, devices), *zip(*chunks, strict=True), devices)
-        return gather(outputs, self.devices[0])
+        replicas = replicate(self.module, self.devices[: len(chunks)])
+        return gather(parallel_apply(replicas, *zip(*chunks, strict=True), self.devices), self.devices[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,14 +158,12 @@ def main():
     demo.sent.total = held_bytes(copies) + sum(back)
     status = demo.report(here, "2Ψ(N-1)", 2 * here[0] * (N - 1))
     first, other = sum(here) / 1e6, held_bytes(copies) / (N - 1) / 1e6
-    demo.show(
-        "traffic     all by device 0 or to it: parameters out, gradients back. DDP: 2Ψ(N-1)/N by each rank, at once"
-    )
+    demo.show("traffic     all by device 0 or to it: parameters out, gradients back. DDP: 2Ψ(N-1)/N by each rank")
     demo.show(f"memory      device 0: {first:.1f} MB, as one device; each other: {other:.1f} MB, a replica, for a step")
     demo.show(
-        f"pitfall     {len(inputs)} sequences: the gathered outputs' loss is {loss:.4f}, the replicas' own have a"
+        f"pitfall     {len(inputs)} sequences: the gathered outputs' loss is {loss:.4f}, the mean of replicas' own"
     )
-    demo.show(f"            mean of {mean:.4f}: there the last one's only sequence counts double. So return outputs")
+    demo.show(f"            {mean:.4f}: there the last one's only sequence counts double. Let forward return outputs")
     return status
 
 
