@@ -160,10 +160,8 @@ def main():
     first, other = sum(here) / 1e6, held_bytes(copies) / (N - 1) / 1e6
     demo.show("traffic     all by device 0 or to it: parameters out, gradients back. DDP: 2Ψ(N-1)/N by each rank")
     demo.show(f"memory      device 0: {first:.1f} MB, as one device; each other: {other:.1f} MB, a replica, for a step")
-    demo.show(
-        f"pitfall     {len(inputs)} sequences: the gathered outputs' loss is {loss:.4f}, the mean of replicas' own"
-    )
-    demo.show(f"            {mean:.4f}: there the last one's only sequence counts double. Let forward return outputs")
+    demo.show(f"pitfall     {len(inputs)} sequences: the gathered outputs' loss is {loss:.4f}, the mean of replicas'")
+    demo.show(f"            losses {mean:.4f}: there the last one's only row counts double. Let forward return outputs")
     return status
 
 
