@@ -1,8 +1,6 @@
 """data_parallel.py against one device that works through the same chunks, and against torch.nn.DataParallel."""
 
-import gc
 import threading
-import weakref
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -28,26 +26,23 @@ def test_training_is_bitwise_that_of_one_device_chunk_by_chunk(cls, n, rows, kin
     optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (plain, model)]
     for step in range(4):
         x = make_batch(0, step, torch.float32 if kind == "mixed" else dtype, rows=rows).requires_grad_()
-        outputs, input_gradients, buffers = [], [], None
+        chunks, outputs, buffers = x.detach().clone().chunk(n), [], None
         for o in optimizers:
             o.zero_grad()
         whole = model(x)
         weights = torch.linspace(0.5, 2.0, whole.numel(), dtype=whole.dtype).view_as(whole)
         (whole * weights).sum().backward()
-        for chunk, weight in zip(x.detach().chunk(n), weights.chunk(n), strict=True):
+        for chunk, weight in zip(chunks, weights.chunk(n), strict=True):
             outputs.append(plain(chunk.requires_grad_()))
             (outputs[-1] * weight).sum().backward()
-            input_gradients.append(chunk.grad)
             buffers = buffers or [buffer.clone() for buffer in plain.buffers()]
-        for buffer, kept in zip(plain.buffers(), buffers, strict=True):
-            buffer.copy_(kept)
         for o in optimizers:
             o.step()
         assert_equal(whole, torch.cat(outputs), exact=True, what="output")
-        assert_equal(x.grad, torch.cat(input_gradients), exact=True, what="gradient of the inputs")
+        assert_equal(x.grad, torch.cat([chunk.grad for chunk in chunks]), exact=True, what="gradient of the inputs")
         assert_same_parameters(model.module, plain, exact=True, what=f"step {step}")
-        for a, b in zip(model.buffers(), plain.buffers(), strict=True):
-            assert_equal(a, b, exact=True, what="buffer")
+        for ours, theirs, kept in zip(model.buffers(), plain.buffers(), buffers, strict=True):
+            assert_equal(ours, theirs.copy_(kept), exact=True, what="buffer")
 
 
 @implementation
@@ -73,32 +68,28 @@ def test_scatter_and_gather_go_into_lists_tuples_and_dicts():
     assert more["y"][0].tolist() == ordered["z"].tolist() == [[6, 7], [8, 9]]
     assert (more["y"][1], pair.b, type(ordered)) == (None, "text", OrderedDict)
     assert kwargs["marker"] is marker is first[1]["marker"]
-    assert [chunk.tolist() for chunk in dp.scatter(y, ["cpu"] * 3, dim=1)] == [y[:, :1].tolist(), y[:, 1:].tolist()]
     with pytest.raises(ValueError, match=r"\[\(5,\), \(1, 2\)\] give different numbers of chunks for 2 devices"):
         dp.scatter((x, torch.zeros(1, 2)), ["cpu"] * 2)
-
-    together = dp.gather([Pair({"a": x, "b": [y]}, None), Pair({"a": x[:1], "b": [y[:2]]}, None)], "cpu")
-    assert type(together) is Pair
+    columns = dp.scatter(y, ["cpu"] * 3, dim=1)
+    assert [column.shape for column in columns] == [(5, 1)] * 2
+    assert torch.equal(dp.gather(columns, "cpu", dim=1), y)
+    together = dp.gather([Pair({"a": x}, [y, None]), Pair({"a": x[:1]}, [y[:2], None])], "cpu")
     assert together.a["a"].tolist() == [0, 1, 2, 3, 4, 0]
-    assert torch.equal(together.a["b"][0], torch.cat([y, y[:2]]))
-    assert together.b is None
-    assert torch.equal(dp.gather([y[:, :1], y[:, 1:]], "cpu", dim=1), y)
-
-
-@pytest.mark.parametrize("outputs", [[{"a": 1}, {"b": 1}], [1, 2], [None, torch.ones(1)], [torch.ones(1), None]])
-def test_what_cannot_be_gathered_is_an_error(outputs):
-    with pytest.raises((ValueError, TypeError)):
-        dp.gather(outputs, "cpu")
+    assert torch.equal(together.b[0], torch.cat([y, y[:2]]))
+    assert together.b[1] is None
+    for wrong in ([{"a": x}, {"b": x}], [1, 2], [None, x], [x, None]):
+        with pytest.raises((ValueError, TypeError)):
+            dp.gather(wrong, "cpu")
 
 
 def test_each_device_gets_its_own_of_everything():
-    """The meta device stands for the second one. Replica 0 shares the module's memory."""
+    """The meta device stands for the second. Replica 0 shares the module's memory; a module computes where its input is."""
     module, devices = nn.BatchNorm1d(6), ["cpu", "meta"]
     chunks, replicas = dp.scatter(torch.randn(4, 6), devices), dp.replicate(module, devices)
     for device, chunk, replica in zip(devices, chunks, replicas, strict=True):
         assert {chunk.device.type, replica.weight.device.type, replica.running_mean.device.type} == {device}
     assert replicas[0].weight.data_ptr() == module.weight.data_ptr()
-    assert [output.device.type for output in dp.parallel_apply(replicas, chunks, None, devices)] == devices
+    assert [output.device.type for output in dp.parallel_apply(replicas, chunks)] == devices
     assert dp.gather([torch.ones(2), torch.ones(2, device="meta")], "meta").device.type == "meta"
 
 
@@ -119,6 +110,7 @@ class Sees(nn.Module):
 
 @implementation
 def test_each_replica_in_a_thread_with_its_rows_and_this_threads_modes(cls):
+    """Fewer rows have fewer replicas; what one raises is raised again, with its number, when all threads have ended."""
     model = cls(Sees(), ["cpu"] * 3)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert model.eval()(torch.ones(7, 6), scale=2).dtype == torch.bfloat16
@@ -131,85 +123,42 @@ def test_each_replica_in_a_thread_with_its_rows_and_this_threads_modes(cls):
     assert output.dtype == torch.float32
     assert model.module.unused.weight.grad is None
     assert not hasattr(model.module, "scale")  # what a replica sets is lost
-
-
-@implementation
-def test_an_exception_in_a_replica_is_raised_again_with_its_number(cls):
-    model, before = cls(Sees(), ["cpu"] * 3), threading.active_count()
     with pytest.raises(KeyError, match=r"KeyError in replica 1 on device cpu: -1\.0"):
         model(-torch.arange(3.0).view(3, 1).expand(3, 6))  # the third raises as well
-    assert threading.active_count() == before
-    model(torch.ones(3, 6)).sum().backward()
-
-
-def test_the_functions_take_what_torchs_take():
-    """Inputs as tensors or tuples of them; keyword arguments and devices may be left out."""
-    modules, x = dp.replicate(Sees(), ["cpu"] * 2), torch.ones(4, 6)
-    for inputs in (dp.scatter(x, ["cpu"] * 2), dp.scatter((x,), ["cpu"] * 2)):
-        assert torch.equal(dp.gather(dp.parallel_apply(modules, inputs), "cpu"), modules[0](x))
-    outputs = dp.parallel_apply(modules, inputs, [{"scale": 2}, {"scale": 3}], ["cpu"] * 2)
-    assert torch.equal(dp.gather(outputs, "cpu"), modules[0](x) * torch.tensor([[2], [2], [3], [3]]))
+    assert not [thread for thread in threading.enumerate() if thread.name in {s[4] for s in model.module.seen}]
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights")
 def test_a_replica_has_the_structure_of_the_module():
     """Weights in lists, a module used twice, a child that is None, a frozen weight, no bias; no Parameters."""
-    module = nn.ModuleDict({"lstm": nn.LSTM(6, 4), "twice": nn.Linear(4, 4, bias=False), "none": nn.Identity()})
+    module = nn.ModuleDict({"lstm": nn.LSTM(6, 4), "twice": nn.Linear(4, 4, bias=False)})
     module["again"], module["list"] = module["twice"], nn.ParameterList([torch.ones(4), torch.ones(4)])
-    module._modules["none"] = None
+    module.register_module("none", None)
     module["list"][0].requires_grad_(False)
     replicas = dp.replicate(module, ["cpu"] * 2)
     for replica in replicas:
         assert replica["twice"] is replica["again"] is not module["twice"]
-        assert replica["twice"].bias is replica["none"] is None
+        assert replica["twice"].bias is replica.none is None
         assert [weight.requires_grad for weight in replica["list"]] == [False, True]
         assert not isinstance(replica["twice"].weight, nn.Parameter)
-        (replica["lstm"](torch.ones(1, 3, 6))[0] * replica["list"][1]).sum().backward()
-    assert all(p.grad is not None for p in [*module["lstm"].parameters(), module["list"][1]])
     own, first, second = ({w.data_ptr() for w in m["lstm"]._flat_weights} for m in (module, *replicas))
     assert first == own
     assert not second & own
 
 
 @implementation
-def test_replicas_live_for_one_step(cls):
-    replicas = []
+def test_what_has_no_batch_and_what_returns_a_loss(cls):
+    """No input: once. No tensor: on all devices. A scalar: a vector, with a warning, whose mean is not the loss."""
 
-    class Keeps(nn.Linear):
-        def forward(self, x):
-            replicas.append(weakref.ref(self))
-            return super().forward(x)
+    class Loss(nn.Linear):
+        def forward(self, x=2, times=1):
+            return super().forward(x).square().mean() if torch.is_tensor(x) else self.bias.expand(x * times, 2)
 
-    model = cls(Keeps(6, 2), ["cpu"] * 2)
-    model(make_batch(0, 0)).sum().backward()
-    gc.collect()
-    assert [replica() for replica in replicas] == [None, None]
-
-
-@implementation
-def test_without_a_batch_to_cut(cls):
-    """Nothing to share out is done once; what is not a tensor goes to all devices, as in torch's."""
-
-    class Repeats(nn.Embedding):
-        def forward(self, times=1):
-            return self.weight.expand(times, 2)
-
-    model = cls(Repeats(1, 2), ["cpu"] * 3)
-    assert model().shape == (1, 2)
-    assert model(2).shape == model(times=2).shape == (6, 2)
-
-
-@implementation
-def test_the_mean_of_replicas_losses_is_not_the_loss(cls):
-    """Scalars come back as a vector, with a warning: that of two rows, and that of one."""
-
-    class WithLoss(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).square().mean()
-
-    module, x = WithLoss(6, 2), make_batch(0, 0, rows=3)
+    module, x = Loss(6, 2), make_batch(0, 0, rows=3)
+    model = cls(module, ["cpu"] * 2)
+    assert [model().shape[0], model(3).shape[0], model(times=4).shape[0]] == [2, 6, 16]
     with pytest.warns(UserWarning, match="scalars"):
-        losses = cls(module, ["cpu"] * 2)(x)
+        losses = model(x)
     assert not torch.allclose(losses.mean(), module(x))
     torch.testing.assert_close((2 * losses[0] + losses[1]) / 3, module(x))
     assert cls(module, ["cpu"])(x).shape == ()  # one device has nothing to gather
