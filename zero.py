@@ -13,8 +13,8 @@ all-reduce may be taken apart, at no extra cost, and each rank updates (and stor
     Zero2 also gradients. A bucket is reduced as soon as backward has filled it, and its .grad are freed at once.
     Zero3 also parameters. A unit's are gathered before its forward and again before its backward, and freed after.
 
-Bytes held, for Ψ 16-bit parameters with Adam and its fp32 master weights (for fp32 parameters: 4Ψ, 4Ψ, 8Ψ, no master);
-and elements sent, per rank; in all that is sent a factor (N-1)/N is left out:
+Per rank, bytes held for Ψ 16-bit parameters with Adam and its fp32 master weights (fp32 parameters: 4Ψ, 4Ψ, 8Ψ), and
+elements sent, each times (N-1)/N:
 
               parameters  gradients  optimizer   sent per step               with m backwards per step
     DDP       2Ψ          2Ψ         12Ψ         2Ψ: all-reduce              2Ψ (no_sync)
@@ -86,7 +86,7 @@ def sharded_step(parameters, shard, optimizer, process_group=None):
 
 
 def start_reduce_scatter(flat, group):
-    """Send part r of `flat` to rank r. -> what to wait for, and the parts whose sum (in 16 bits: mean) is this rank's."""
+    """Send part r of `flat` to rank r. -> what to wait for, and parts whose sum (in 16 bits: mean) is this rank's."""
     N, rank = dist.get_world_size(group), dist.get_rank(group)
     if not is_gloo(flat.device, group):
         mine, kind = flat.new_empty(flat.numel() // N), dist.ReduceOp
@@ -152,19 +152,25 @@ class Bucket:
         self.shard = self.own.clone() if sharded else self.own
         self.low = first.is_floating_point() and first.itemsize < 4
         self.master = self.shard.to(offload or first.device, torch.float32 if self.low else first.dtype)
-        ends = [(start - self.begin, start - self.begin + p.numel()) for start, p in zip(self.offsets, parameters)]
-        self.slices = [slice(*(min(max(end, 0), size) for end in both)) for both in ends]  # the segments
+        ends = [(start - self.begin, p.numel()) for start, p in zip(self.offsets, parameters, strict=True)]
+        self.slices = [slice(min(max(low, 0), size), min(max(low + numel, 0), size)) for low, numel in ends]
         self.segments = [self.master[part] for part in self.slices]
         self.divisor = 1 if self.low else self.N  # what makes `grad` the mean
         self.forget()
 
     def forget(self):
-        """grad: this rank's part of the gradients, added over ranks and backwards; used: which parameters have one."""
+        """The gradients: their sum over ranks and backwards, which parameters have one, what is on its way."""
         self.grad, self.used, self.reducing = None, [False] * len(self.parameters), None
 
     def views_into(self, flat):
         layout = zip(self.parameters, self.strides, self.offsets, strict=True)
         return [flat.as_strided(p.shape, stride, offset) for p, stride, offset in layout]
+
+    def segment_of(self, tensor, slot):
+        """A copy of this rank's segment of what has the shape of parameter number `slot`."""
+        flat = torch.empty(self.N * len(self.shard), dtype=self.master.dtype)
+        self.views_into(flat)[slot].copy_(tensor)
+        return flat[self.begin :][self.slices[slot]].to(self.master.device, copy=True)
 
     def place(self, tensors):
         """Make the parameters look into `tensors`, if they still look where they were made to look."""
@@ -280,14 +286,14 @@ class Zero1(torch.optim.Optimizer):
     def _shard(self, offload, cap_bytes):
         """Lay the parameters into buckets, in the order in which backward fills them."""
         for buffer in self.module.buffers():
-            values = buffer.contiguous()
-            dist.broadcast(values, group=self.process_group, group_src=0)
-            buffer.copy_(values)
+            dist.broadcast(buffer, group=self.process_group, group_src=0)
         group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         ordered = [parameter for parameter in self.module.parameters() if parameter in group_of]
         if len(ordered) < len(group_of):
             raise ValueError("params has parameters that are not among module.parameters(); give those only")
         kinds = {p: (p.dtype, p.requires_grad, group_of[p], self._owner.get(p)) for p in ordered}
+        if is_gloo(ordered[0].device, self.process_group):  # larger messages are no faster there, and leave the cache
+            cap_bytes = min(cap_bytes, 4 * 2**20)
         for parameters in assign_buckets(ordered, kinds, math.inf if self._owner else cap_bytes):
             group = group_of[parameters[0]]
             self._buckets.append(Bucket(parameters, group, self.process_group, offload, sharded=bool(self._owner)))
@@ -317,10 +323,8 @@ class Zero1(torch.optim.Optimizer):
 
     def _reduce_waiting(self):
         """Reduce what is in any rank's .grad. All ranks must send the same, so they agree on what that is first."""
-        used = [(p, used) for b in self._buckets for p, used in zip(b.parameters, b.used, strict=True)]
-        flags = torch.tensor(
-            [used if p.grad is None else 2 for p, used in used], dtype=torch.uint8, device=used[0][0].device
-        )
+        flags = [u if p.grad is None else 2 for b in self._buckets for p, u in zip(b.parameters, b.used, strict=True)]
+        flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         flags = iter(flags.tolist())
         for bucket in self._buckets:
@@ -358,11 +362,10 @@ class Zero1(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, *, counted=lambda parameter: True, process_groups=()):
-        """Scale the mean gradients so that the norm of all of them together is at most `max_norm`. -> that norm
+        """Scale the mean gradients so that their norm, over all shards, is at most `max_norm`. -> that norm, everywhere
 
-        The identical number on all ranks. Where other groups of ranks hold other parts of the model (tensor or pipeline
-        parallelism), `process_groups` are those over which the norm goes on, and `counted(parameter)` is false where
-        another rank there counts it.
+        Where other ranks hold other parts of the model (tensor or pipeline parallelism), `process_groups` are those
+        over which the norm goes on, and `counted(parameter)` is false for what another rank there counts.
         """
         self._reduce_waiting()
         total = torch.zeros((), dtype=torch.float64, device=self._buckets[0].flat.device)
@@ -404,16 +407,15 @@ class Zero1(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {p: state_dict["state"].get(number, {}) for p, number in zip(parameters, numbers, strict=True)}
         for bucket in self._buckets:
-            layout = zip(bucket.parameters, bucket.strides, bucket.segments, bucket.slices, bucket.offsets, strict=True)
-            for parameter, stride, segment, part, offset in layout:
+            for slot, (parameter, segment) in enumerate(zip(bucket.parameters, bucket.segments, strict=True)):
                 entry = copy.deepcopy(state[parameter])
                 for name in entry.keys() - PER_TENSOR:
-                    flat = torch.empty_strided(parameter.shape, stride, dtype=segment.dtype).copy_(entry[name])
-                    begin = bucket.begin + part.start - offset  # of the segment in the parameter
-                    flat = flat.as_strided([parameter.numel()], [1])[begin:][: segment.numel()]
-                    entry[name] = flat.to(segment.device, copy=True)
-                segment.copy_(entry.pop("master", bucket.shard[part]))
-                self._optimizer.state[segment] = entry
+                    entry[name] = bucket.segment_of(entry[name], slot)
+                segment.copy_(entry.get("master", bucket.shard[bucket.slices[slot]]))
+                entry.pop("master", None)
+                self._optimizer.state[segment] = (
+                    {**entry, "master": segment} if bucket.low and state[parameter] else entry
+                )
             for work in bucket.publish():
                 work.wait()
 
@@ -478,7 +480,6 @@ class Zero3(Zero2):
 
     A unit is the largest module without a list of modules in it. All other parameters, and those that several units
     share, are whole from the first to the last unit of a pass.
-
     Source: Rajbhandari et al. 2020, §5.3, §7.2.2; prefetch: ZeRO-Infinity, arXiv 2104.07857, §6.2.
     """
 
@@ -486,24 +487,27 @@ class Zero3(Zero2):
         self._held = 0  # how many full_parameters() there are around
         self._last = None  # the (unit, in backward?) that was entered last
         self._next = {}  # the same -> the unit that was entered after it
-        self._unit_of, self._owner = assign_units(module)
         super().__init__(module, *args, **kwargs)
         for part in self._unit_of:
             part.register_forward_pre_hook(weak(self._enter), prepend=True)
             part.register_forward_hook(weak(self._after_forward), with_kwargs=True)
             part.register_state_dict_pre_hook(weak(self._refuse_state_dict))
 
+    def _shard(self, offload, cap_bytes):
+        self._unit_of, self._owner = assign_units(self.module)
+        super()._shard(offload, cap_bytes)
+
     @torch.no_grad()
     def _enter(self, module, _=None):
         """`module` runs, forward or backward: free what it does not need, gather what it does, start what is next."""
-        if in_backward():
+        unit, in_backward = self._unit_of.get(module), torch._C._current_graph_task_id() != -1  # a copy has no unit
+        if in_backward:  # in which checkpointed forwards run as well
             self._start_backward()
-        needed = self._needed(self._unit_of.get(module))  # a copy of the module has no unit
+        needed = self._needed(unit)
         if all(bucket.whole for bucket in needed):  # it is in the unit that was entered last, or around it
             return
         # Autograd runs nodes in the reverse order of their creation: no other unit is to run before this one is done.
-        self._next[self._last] = self._unit_of[module]
-        self._last = (self._unit_of[module], in_backward())
+        self._next[self._last], self._last = unit, (unit, in_backward)
         ahead = self._needed(self._next.get(self._last))
         for bucket in self._buckets:
             if bucket not in needed and bucket not in ahead:
@@ -524,7 +528,7 @@ class Zero3(Zero2):
             # A tensor that was only handed through is the output of another unit: its gradient comes later.
             if torch.is_tensor(tensor) and tensor.grad_fn and not any(tensor is other for other in inputs):
                 tensor.register_hook(functools.partial(weak(self._enter), module))
-        if module is self.module and not in_backward():
+        if module is self.module and not self._in_backward:
             self._free_all()
 
     def _finish_backward(self):
@@ -532,30 +536,30 @@ class Zero3(Zero2):
         self._free_all()
 
     def _free_all(self):
-        if not self._held:
-            for bucket in self._buckets:
-                bucket.free()
-            self._last = None
+        for bucket in self._buckets if not self._held else ():
+            bucket.free()
+        self._last = None
 
     def _reduce_waiting(self):
-        self._free_all()  # what the forward of a part has left: it is about to change
+        self._free_all()  # also what the forward of a part has left: it is about to change
+        for bucket in self._buckets if self._held else ():
+            bucket.adopt()
         super()._reduce_waiting()
 
     @contextmanager
+    @torch.no_grad()  # not what it is around
     def full_parameters(self):
         """In here the module has whole parameters, and what is written to them, alike on all ranks, stays."""
         self._held += 1
-        with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.gather()
+        for bucket in self._buckets:
+            bucket.gather()
         try:
             yield
         finally:
             self._held -= 1
-            with torch.no_grad():
-                for bucket in self._buckets:
-                    bucket.adopt()
-                self._free_all()
+            for bucket in self._buckets:
+                bucket.adopt()
+            self._free_all()
 
     def module_state_dict(self):
         """The module's state dict with whole parameters, on every rank, which must all call this.
@@ -584,10 +588,6 @@ def assign_units(root):
     return unit_of, owner
 
 
-def in_backward():
-    return torch._C._current_graph_task_id() != -1
-
-
 def weak(method):
     """A hook that keeps the optimizer neither alive nor in copies of the module."""
     method = weakref.WeakMethod(method)
@@ -612,9 +612,7 @@ def check_arguments(module, optimizer_class, process_group, offload, bucket_cap_
     name = getattr(optimizer_class, "__name__", optimizer_class)
     if dist.get_rank(process_group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only")
-    if not isinstance(module, nn.Module) or any(
-        type(m).__name__ == "DistributedDataParallel" for m in module.modules()
-    ):
+    if not isinstance(module, nn.Module) or "DistributedDataParallel" in {type(m).__name__ for m in module.modules()}:
         raise ValueError(f"module is a {type(module).__name__}; it must be the model, without DDP, which also averages")
     if not {parent.__name__ for parent in getattr(optimizer_class, "__mro__", ())} & ELEMENTWISE:
         raise ValueError(f"{name} may need whole parameters, and ZeRO gives it parts: use one of {sorted(ELEMENTWISE)}")
@@ -641,43 +639,44 @@ def main():
     demo, status, rows = Demo(), 0, []
     N = demo.ranks
     for stage, passes, paper in ((Zero1, 2, 4 + 12 / N), (Zero2, 2, 2 + 14 / N), (Zero3, 3, 16 / N)):
-        model = demo.start(stage.__name__.lower(), bitwise=True)
-        optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
-
-        def step(inputs, targets, model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = language_loss(model(demo.part(inputs)), demo.part(targets))
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        demo.train(step, functools.partial(whole, optimizer))
-        psi, holds, sixteen = held_bytes(demo.model.parameters()), held_by(optimizer), bytes_per_parameter(demo, stage)
+        optimizer = stage(demo.start(stage.__name__, bitwise=True), torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
+        demo.train(functools.partial(step, demo, optimizer), functools.partial(whole, optimizer))
+        psi, holds = held_bytes(demo.model.parameters()), held_by(optimizer)
         status |= demo.report(holds, f"{passes}Ψ(N-1)/N", passes * psi * (N - 1) / N)
-        ms = 1e3 * statistics.median(ours for ours, _ in demo.times)
-        sizes = "".join(f"{n / 1e6:8.1f} MB" for n in (*holds, demo.sent.total))
-        rows.append(f"{stage.__name__} {sizes} {ms:8.0f} ms {sixteen:12.2f} (paper: {paper:.2f})")
         demo.show()
+        low = stage(copy.deepcopy(demo.model).bfloat16(), torch.optim.AdamW, bucket_cap_mb=2)
+        step(demo, low, *demo.batch(0))  # makes the state
+        step(demo, low, *demo.batch(1), update=False)
+        each, ms = sum(held_by(low)) * 4 / psi, 1e3 * statistics.median(t for t, _ in demo.times)
+        sizes = "".join(f"{n / 1e6:8.1f} MB" for n in (*holds, demo.sent.total))
+        rows.append(f"{stage.__name__} {sizes} {ms:8.0f} ms {each:12.2f} (paper: {paper:.2f})")
     demo.show("stage      params       grads   optimizer   sent/step   time/step   bytes per parameter in 16 bits")
     demo.show("\n".join(rows))
     demo.show(
-        "In MB what a rank holds after a step and sends in one. Last, what it holds of the same model in bf16 with AdamW"
+        "What a rank holds after a step, and sends in one. Last, what it holds of the same model in bf16 with AdamW"
     )
-    demo.show(f"after a backward, beside 4 + 12/N, 2 + 14/N and 16/N of Rajbhandari et al., figure 1, at N = {N}.")
+    demo.show(f"before a step, beside 4 + 12/N, 2 + 14/N, 16/N of Rajbhandari et al., figure 1, at N = {N}.")
     return status
 
 
-def whole(optimizer):
-    """-> gradients, parameters"""
+def step(demo, optimizer, inputs, targets, update=True):
+    optimizer.zero_grad()
+    loss = language_loss(optimizer.module(demo.part(inputs)), demo.part(targets))
+    loss.backward()
+    if update:
+        optimizer.step()
+    return loss
+
+
+def whole(optimizer):  # -> gradients, parameters
     gradients = {}
     for bucket in optimizer._buckets:
         flat = torch.empty_like(bucket.flat)
         for work in start_all_gather(flat, bucket.grad, optimizer.process_group):
             work.wait()
         gradients.update(zip(bucket.parameters, bucket.views_into(flat / bucket.divisor), strict=True))
-    parameters = list(optimizer.module.parameters())
     with optimizer.full_parameters() if isinstance(optimizer, Zero3) else nullcontext():
-        return [gradients[parameter] for parameter in parameters], [p.detach().clone() for p in parameters]
+        return [gradients[p] for p in optimizer.module.parameters()], [p.clone() for p in optimizer.module.parameters()]
 
 
 def held_by(optimizer):
@@ -688,15 +687,6 @@ def held_by(optimizer):
     state = tree_leaves(list(optimizer._optimizer.state.values()))
     state += [bucket.master for bucket in buckets if bucket.master is not bucket.shard]
     return tuple(held_bytes(filter(torch.is_tensor, tensors)) for tensors in (parameters, gradients, state))
-
-
-def bytes_per_parameter(demo, stage):
-    """Of parameters and gradients after a backward, and optimizer state after a step, of the demo's model in bf16."""
-    optimizer = stage(copy.deepcopy(demo.model).bfloat16(), torch.optim.AdamW, bucket_cap_mb=2)
-    inputs, targets = map(demo.part, demo.batch(0))
-    language_loss(optimizer.module(inputs), targets).backward()
-    (*before, _), _ = held_by(optimizer), optimizer.step()
-    return (sum(before) + held_by(optimizer)[2]) / sum(p.numel() for p in demo.model.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
