@@ -250,8 +250,8 @@ class Bucket:
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over the ranks of `process_group` and steps; each rank holds 1/N of the optimizer state.
 
-    Gradients are each rank's own, in .grad, until step() moves them away. Clip them with clip_grad_norm_() below:
-    torch.nn.utils.clip_grad_norm_ would take each rank's own norm.
+    Until step() moves them, gradients are each rank's own, in .grad: torch.nn.utils.clip_grad_norm_ would clip by each
+    rank's own norm, so use clip_grad_norm_() of this class.
 
     Args:
         module: the model, not in DDP, and where it is to stay. Its parameters and buffers become those of rank 0.
@@ -272,7 +272,6 @@ class Zero1(torch.optim.Optimizer):
         self, module, optimizer_class, process_group=None, offload=None, bucket_cap_mb=25, *, params=None, **kwargs
     ):
         check_arguments(module, optimizer_class, process_group, offload, bucket_cap_mb)
-        check_same_on_all_ranks([*module.named_parameters(), *module.named_buffers()], process_group)
         self.module, self.process_group, self._buckets = module, process_group, []
         self._in_flight = None  # the bucket whose gradients are on their way
         self._sync = True  # False inside no_sync()
@@ -285,12 +284,13 @@ class Zero1(torch.optim.Optimizer):
     @torch.no_grad()
     def _shard(self, offload, cap_bytes):
         """Lay the parameters into buckets, in the order in which backward fills them."""
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, group=self.process_group, group_src=0)
         group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         ordered = [parameter for parameter in self.module.parameters() if parameter in group_of]
         if len(ordered) < len(group_of):
             raise ValueError("params has parameters that are not among module.parameters(); give those only")
+        check_same_on_all_ranks([*self.module.named_parameters(), *self.module.named_buffers()], self.process_group)
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, group=self.process_group, group_src=0)
         kinds = {p: (p.dtype, p.requires_grad, group_of[p], self._owner.get(p)) for p in ordered}
         if is_gloo(ordered[0].device, self.process_group):  # larger messages are no faster there, and leave the cache
             cap_bytes = min(cap_bytes, 4 * 2**20)
@@ -343,9 +343,10 @@ class Zero1(torch.optim.Optimizer):
         self._in_flight = bucket
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, reduced or not."""
+        """Drop all gradients, reduced or not, also those of a backward that raised."""
         super().zero_grad()
-        self._reduce(None)  # of a backward that raised
+        self._in_backward = False
+        self._reduce(None)
         for bucket in self._buckets:
             bucket.forget()
 
@@ -428,16 +429,15 @@ PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 class Zero2(Zero1):
     """Zero1 whose gradients are sharded too: backward reduces each bucket once it is full, and frees its .grad.
 
-    Gradients are not in .grad after backward: torch.nn.utils.clip_grad_norm_ would clip nothing, silently, and
-    module.zero_grad() drop nothing; use clip_grad_norm_() and zero_grad() of this class.
-
-    Several backwards before a step add up in the shard; inside no_sync(), whole and unsent in .grad. Each backward must
-    reach a parameter on every rank, not necessarily the same. Source: Rajbhandari et al. 2020, §5.2.
+    After backward .grad is None: torch.nn.utils.clip_grad_norm_ would clip nothing, silently, and module.zero_grad()
+    drop nothing; use clip_grad_norm_() and zero_grad() of this class. Several backwards before a step add up in the
+    shard; inside no_sync(), whole and unsent, in .grad. Each backward must reach a parameter on every rank, not
+    necessarily the same. Source: Rajbhandari et al. 2020, §5.2.
     """
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
         self._in_backward = False
+        super().__init__(*args, **kwargs)
         for parameter in (p for bucket in self._buckets for p in bucket.parameters if p.requires_grad):
             parameter.register_post_accumulate_grad_hook(weak(self._on_gradient))
 
@@ -463,23 +463,18 @@ class Zero2(Zero1):
         self._reduce(None)
         self._in_backward = False
 
-    def zero_grad(self, set_to_none=True):
-        self._in_backward = False  # it may have raised
-        super().zero_grad()
-
 
 class Zero3(Zero2):
     """Zero2 whose parameters are sharded too, and whole only while a unit that needs them runs.
 
-    As with Zero2, use clip_grad_norm_() and zero_grad() of this class; and module_state_dict(), as module.state_dict()
-    is refused. Outside of forward and backward of its unit a parameter has its shape, but reads NaN and cannot be
-    written: see full_parameters(). All ranks must run the same modules in the same order.
+    As with Zero2, use clip_grad_norm_() and zero_grad() of this class; and module_state_dict(): module.state_dict() is
+    refused. A unit is a module without a list of modules in it, the largest such. What is in none, or in several, is
+    whole as long as any of them. Outside of forward and backward of its unit a parameter has its shape, but reads NaN
+    and cannot be written: see full_parameters(). All ranks must run the same modules in the same order.
 
-        forward of unit 0     of unit 1          ...  backward of unit 1   of unit 0
-        gather 0, start 1     free 0, start 2         gather 1, start 0    free 1
+        forward   unit 0: gather 0, start 1     unit 1: free 0, start 2     unit 2: free 1        end: free 2
+        backward  unit 2: gather 2, start 1     unit 1: free 2, start 0     unit 0: free 1        end: free 0
 
-    A unit is the largest module without a list of modules in it. All other parameters, and those that several units
-    share, are whole from the first to the last unit of a pass.
     Source: Rajbhandari et al. 2020, §5.3, §7.2.2; prefetch: ZeRO-Infinity, arXiv 2104.07857, §6.2.
     """
 
@@ -562,10 +557,7 @@ class Zero3(Zero2):
             self._free_all()
 
     def module_state_dict(self):
-        """The module's state dict with whole parameters, on every rank, which must all call this.
-
-        To load one: `with optimizer.full_parameters(): module.load_state_dict(state_dict)`.
-        """
+        """The module's, whole. Load one by `with optimizer.full_parameters(): module.load_state_dict(state_dict)`."""
         with self.full_parameters():
             return copy.deepcopy(self.module.state_dict())
 

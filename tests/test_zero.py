@@ -150,8 +150,8 @@ def same_state(ours, theirs):
         same(ours["state"][number].values(), [state[name] for name in ours["state"][number]])
 
 
-def train(stage, make, steps, name="SGD", loss=loss_of, micro_batches=1, **arguments):
-    """Both train from rank 0's weights and are equal, bit by bit, after each step. -> optimizer, model, plain, theirs"""
+def train(stage, make, steps, name="SGD", loss=loss_of, micro_batches=1, exact=True, **arguments):
+    """Train both from rank 0's weights, and compare them after each step. -> optimizer, model, plain model, theirs"""
     N, rank = pool.world_size(), pool.rank()
     cls, options = OPTIMIZERS[name] if name in OPTIMIZERS else (getattr(torch.optim, name), {"lr": 0.01})
     model, plain = make(), make()
@@ -169,7 +169,7 @@ def train(stage, make, steps, name="SGD", loss=loss_of, micro_batches=1, **argum
             loss(model, rank, batch).backward()
         optimizer.step()
         theirs.step()
-        same(whole(optimizer, model), plain.parameters())
+        same(whole(optimizer, model), plain.parameters(), exact)
     return optimizer, model, plain, theirs
 
 
@@ -291,20 +291,6 @@ def test_other_optimizers_are_refused(name):
     optimizer_class = getattr(torch.optim, name, type(name, (torch.optim.Optimizer,), {}))  # Muon is of torch 2.9
     with pytest.raises(ValueError, match=f"{name} may need whole parameters.*AdamW"):
         zero.Zero1(mlp(), optimizer_class, pool.group())
-
-
-@each_stage
-@on(3)
-def test_transformer(stage):
-    def make():
-        torch.manual_seed(3)
-        return zero.language_model(C=24, heads=2, layers=2)
-
-    def loss(model, rank, step):
-        tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(9 * step + rank))
-        return zero.language_loss(model(tokens[:, :-1]), tokens[:, 1:])
-
-    train(stage, make, 3, "AdamW", loss)
 
 
 class Reader(nn.Module):
@@ -493,26 +479,6 @@ def test_clipping_by_the_norm_of_all(stage, max_norm):
 
 
 @each_stage
-@on(2)
-def test_clipping_and_accumulation(stage):
-    """What was clipped stays clipped under what a backward adds."""
-    ours, plain = mlp(torch.float64), mlp(torch.float64)
-    optimizer = stage(ours, torch.optim.SGD, pool.group(), lr=0.1)
-    for batch in range(2):
-        loss_of_64(ours, pool.rank(), batch).backward()
-        before = [p.grad for p in plain.parameters()]
-        plain.zero_grad()
-        one_device_backward(plain, pool.world_size(), [batch], loss_of_64)
-        for p, gradient in zip(plain.parameters(), before, strict=True):
-            p.grad += 0 if gradient is None else gradient
-        ours_norm, norm = optimizer.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-        torch.testing.assert_close(ours_norm, norm, rtol=1e-12, atol=0)
-    optimizer.step()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    same(whole(optimizer, ours), plain.parameters(), exact=False)
-
-
-@each_stage
 @on(4)
 def test_clipping_across_model_parallel_groups(stage):
     """Ranks 0, 1 hold one half of a model, 2, 3 the other, with a layer in common, which the first half counts."""
@@ -574,13 +540,6 @@ def test_state_moves_between_world_sizes_and_stages(name, dtype):
     same(state["model"].values(), through["model"].values())
     at_3 = pool.run(3, body_part_of_chain, zero.Zero2, state, name, 10, 0, dtype)[2]
     same_state(at_3["optimizer"], state["optimizer"])
-
-
-@on(2)
-def test_a_state_of_other_groups_is_refused():
-    optimizer = zero.Zero1(mlp(), torch.optim.AdamW, pool.group())
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({"state": {}, "param_groups": []})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -836,18 +795,11 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("stage", STAGES[1:])
 @on(2)
 def test_checkpointed_blocks(stage, reentrant):
-    torch.manual_seed(1)
-    plain = Checkpointed(reentrant).double()
-    ours = copy.deepcopy(plain)
-    optimizer, theirs = stage(ours, torch.optim.SGD, pool.group(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        theirs.zero_grad()
-        one_device_backward(plain, pool.world_size(), [step], loss_of_64)
-        loss_of_64(ours, pool.rank(), step).backward()
-        optimizer.step()
-        theirs.step()
-        same(whole(optimizer, ours), plain.parameters(), exact=False)
+    def make():
+        torch.manual_seed(1)
+        return Checkpointed(reentrant).double()
+
+    train(stage, make, 3, "momentum", loss_of_64, exact=False)
 
 
 class Strange(nn.Module):
@@ -981,9 +933,9 @@ def test_wrong_arguments(stage):
         stage(mlp(), torch.optim.SGD, group, lr=-1.0)
     with pytest.raises(ValueError, match="without DDP, which also averages"):
         stage(nn.parallel.DistributedDataParallel(mlp(), process_group=group), torch.optim.SGD, group)
-    with pytest.raises(ValueError, match="module is a list"):
+    with pytest.raises(ValueError, match="it must be the model, without DDP"):
         stage(list(mlp().parameters()), torch.optim.SGD, group)
-    with pytest.raises(ValueError, match="not among module.parameters"):
+    with pytest.raises(ValueError, match=r"not among module.parameters"):
         stage(mlp(), torch.optim.SGD, group, params=mlp().parameters(), lr=0.1)
 
 
