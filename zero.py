@@ -483,6 +483,8 @@ class Zero3(Zero2):
         self._last = None  # the (unit, in backward?) that was entered last
         self._next = {}  # the same -> the unit that was entered after it
         super().__init__(module, *args, **kwargs)
+        owners = {bucket: self._owner[bucket.parameters[0]] for bucket in self._buckets}
+        self._needed = {u: [b for b in owners if owners[b] in (u, module)] for u in {*self._unit_of.values()}}
         for part in self._unit_of:
             part.register_forward_pre_hook(weak(self._enter), prepend=True)
             part.register_forward_hook(weak(self._after_forward), with_kwargs=True)
@@ -495,15 +497,15 @@ class Zero3(Zero2):
     @torch.no_grad()
     def _enter(self, module, _=None):
         """`module` runs, forward or backward: free what it does not need, gather what it does, start what is next."""
-        unit, in_backward = self._unit_of.get(module), torch._C._current_graph_task_id() != -1  # a copy has no unit
+        unit, in_backward = self._unit_of.get(module), torch._C._current_graph_task_id() != -1
         if in_backward:  # in which checkpointed forwards run as well
             self._start_backward()
-        needed = self._needed(unit)
+        needed = self._needed.get(unit, [])  # of a copy of the module, none
         if all(bucket.whole for bucket in needed):  # it is in the unit that was entered last, or around it
             return
         # Autograd runs nodes in the reverse order of their creation: no other unit is to run before this one is done.
         self._next[self._last], self._last = unit, (unit, in_backward)
-        ahead = self._needed(self._next.get(self._last))
+        ahead = self._needed.get(self._next.get(self._last), [])
         for bucket in self._buckets:
             if bucket not in needed and bucket not in ahead:
                 bucket.free()
@@ -513,9 +515,6 @@ class Zero3(Zero2):
             bucket.gather()
         for bucket in ahead:
             bucket.gather(wait=False)
-
-    def _needed(self, unit):
-        return [b for b in self._buckets if unit and self._owner[b.parameters[0]] in (unit, self.module)]
 
     def _after_forward(self, module, args, kwargs, output):
         inputs = tree_leaves((args, kwargs))
