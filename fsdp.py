@@ -19,18 +19,17 @@ Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit
           in forward, backward     + 2u         + 3u                   3Ψ(N-1)/N: two all-gathers, one reduce-scatter
           reshard_after_forward=False: + Ψ      + 3u                   2Ψ(N-1)/N: no all-gather in backward
 
-2u: the unit that computes and the one being gathered. 3u: the gradient being made, and the one that travels with what
-arrives for it. At rest, in fp32, that is 16Ψ/N bytes.
+2u: the unit that computes and the one being gathered. 3u: the gradient being made, the one sent, and what arrives.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
 Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1's FlatParameter (§3.2): what is gathered
-          lands in place. FSDP2 cuts the rows of each parameter: shards keep their dimensions, and in return every
-          gather is copied apart, every gradient copied together, and each parameter's rows are padded to N.
-Left out: ranks that run different units, or in another order (PyTorch does not have that either); outputs that are no
-          lists, tuples or dicts of tensors; loading from rank 0 alone; second-order gradients. A unit of which one
-          parameter trains is reduced whole: give frozen ones their own. Units in reentrant checkpoints are reduced
-          when backward ends. An optimizer that shards for itself is zero.py
+          lands in place. FSDP2 cuts rows of each parameter: shards keep their dimensions, but all is copied apart and
+          together again, and padded to N rows.
+Left out: ranks that run different units, or in another order (as in PyTorch); outputs that are not tensors in lists,
+          tuples and dicts; loading from rank 0 alone; second-order gradients; norms but the 2-norm. A unit of which one
+          parameter trains is reduced whole: give frozen ones their own. Units in reentrant checkpoints are reduced when
+          backward ends. An optimizer that shards for itself: zero.py
 """
 
 import argparse
@@ -52,6 +51,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
@@ -88,19 +88,18 @@ def reduce_scatter(whole, group, tag=0):
 
 
 def by_messages(tensor, group):
-    """On gloo. Its own all-gather takes twice as long, and its reduce-scatter adds around a ring."""
+    """On gloo, whose own all-gather takes twice as long, and whose reduce-scatter adds around a ring."""
     return tensor.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def exchange(sent, received, group, tag):
-    """Send sent[r] to each other rank r, and fill received[r] from it."""
-    N, rank, transfers = len(received), dist.get_rank(group), []
-    for distance in range(1, N if received[0].numel() else 0):
-        to, source = (rank + distance) % N, (rank - distance) % N
-        peers = [dist.get_global_rank(group or dist.group.WORLD, r) for r in (to, source)]
-        transfers.append(dist.P2POp(dist.isend, sent[to], peers[0], group, tag))
-        transfers.append(dist.P2POp(dist.irecv, received[source], peers[1], group, tag))
-    return dist.batch_isend_irecv(transfers) if transfers else []
+    """Send sent[r] to each other rank r, and fill received[r] from it. Another tag is another unit's: it waits."""
+    works = []
+    for r in range(len(received)):
+        if r != dist.get_rank(group) and received[r].numel():
+            peer = dist.get_global_rank(group or dist.group.WORLD, r)
+            works += [dist.isend(sent[r], peer, group, tag), dist.irecv(received[r], peer, group, tag)]
+    return works
 
 
 def wait(works):
@@ -126,7 +125,7 @@ class AllGather(torch.autograd.Function):
 
 
 def forward_sharded(module, pieces, *inputs, process_group=None):
-    """`module(*inputs)`, of whose parameters {name: this rank's 1/N of the elements, the last ones padded} are kept.
+    """`module(*inputs)` with the parameters {name: this rank's 1/N of the elements, the last ranks' padded}.
 
     The checkpoint forgets what was gathered after forward, and gathers (and computes) again in backward.
     """
@@ -168,12 +167,12 @@ class Place:
         memory = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
         return memory.as_strided((whole.numel(),), (1,))[self.mine].clone()
 
-    def view(self, flat):
-        return flat.as_strided(self.shape, self.stride, self.offset)
-
     def join(self, pieces):
         """The whole parameter, from all ranks' elements."""
         return torch.cat(pieces).as_strided(self.shape, self.stride)
+
+    def view(self, flat):
+        return flat.as_strided(self.shape, self.stride, self.offset)
 
     def get(self):
         return self.slots[0][0]._parameters[self.slots[0][1]]
@@ -184,9 +183,9 @@ class Place:
 
 
 class State(Enum):
-    SHARDED = "`flat` has memory: this rank's piece, of which each shard is a view. The module shows shards"
+    SHARDED = "`flat` has memory: this rank's piece, of which each shard is a view"
     GATHERING = "`gathered` has memory, too, and all ranks' pieces are on their way into it"
-    UNSHARDED = "`gathered` has arrived; each whole parameter is a view of it. The module shows them while it runs"
+    UNSHARDED = "`gathered` has arrived; each whole parameter is a view of it"
 
 
 class Unit:
@@ -200,9 +199,11 @@ class Unit:
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.param_dtype = (mp_policy.param_dtype if self.dtype.is_floating_point else None) or self.dtype
         self.reduce_dtype, self.cast_inputs_to = mp_policy.reduce_dtype or self.param_dtype, mp_policy.param_dtype
-        self.device = compute_device(groups[-1])
-        self.home = torch.device("cpu") if offload_policy else self.device
-        self.pinned = bool(offload_policy and offload_policy.pin_memory and self.device.type == "cuda")
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+        if self.device.type in ("cpu", "meta"):
+            nccl = dist.get_backend(groups[-1]) == "nccl"
+            self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self.offload_policy = offload_policy
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
         offsets, self.chunk = layout([p.numel() for p in parameters], 64 // self.param_dtype.itemsize, self.N)
         start = dist.get_rank(groups[-1]) * self.chunk
@@ -210,13 +211,17 @@ class Unit:
         self.state, self.works, self.flat = State.SHARDED, [], None
         self.sync, self.kept = True, None  # False within no_sync; the gradient that it keeps
         self.calls = weakref.WeakSet()  # forwards whose graph is alive, and through which no backward has come
+        for parameter in parameters:
+            parameter._fsdp_unit = self
         if not any(parameter.is_meta for parameter in parameters):
             self.build(parameters)
 
     @torch.no_grad()
     def build(self, parameters):
         """Replace whole parameters, of which the first rank's count, by shards."""
-        self.flat = torch.zeros(self.chunk, dtype=self.dtype, device=self.home, pin_memory=self.pinned)
+        home = torch.device("cpu") if self.offload_policy else self.device
+        pinned = home != self.device and self.offload_policy.pin_memory
+        self.flat = torch.zeros(self.chunk, dtype=self.dtype, device=home, pin_memory=pinned)
         self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
         for place, whole in zip(self.places, parameters, strict=True):
             trains, whole = place.get().requires_grad, whole.detach().to(self.device, copy=True).contiguous()
@@ -258,18 +263,17 @@ class Unit:
 
     def reshard(self):
         """Free them."""
-        if self.state is State.GATHERING:
-            self.unshard()
-        if self.state is State.UNSHARDED:
+        if self.state is not State.SHARDED:
+            wait(self.works)
             self.gathered.untyped_storage().resize_(0)
-        self.state = State.SHARDED
+            self.works, self.sending, self.state = [], None, State.SHARDED
 
     @torch.no_grad()
     def reduce(self):
         """Begin to reduce what gradients there are. -> what add_gradients takes, or None where nothing was sent."""
         if self.kept is None and not any(place.shard.requires_grad for place in self.places):
             return None
-        # -0.0 + x is x for all x: what no rank has used is still -0.0 after the sum. So used gradients have none.
+        # -0.0 + x is x for every x: what no rank has used is still -0.0 after the sum. Used gradients have no -0.0.
         flat = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
@@ -296,28 +300,24 @@ class Unit:
         total = total.to(self.flat.device, self.dtype)
         for place in self.places:
             mean, shard = total[place.here], place.shard
-            untouched = place in unused and ((mean[:1] == 0) & mean[:1].signbit()).all()
-            if not untouched:
+            if place not in unused or not ((mean[:1] == 0) & mean[:1].signbit()).all():
                 shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
-
-    def show(self, what):
-        for place in self.places:
-            place.put(getattr(place, what))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The order of the moves, the same on all ranks. Three blocks, units 0 1 2; "wait" is where communication must be over:
+# 3. The order of the moves, the same on all ranks. Three blocks, units 0 1 2; before what is waited for, the rest overlaps:
 #
-#   forward        gather 0, wait 0   gather 1   compute 0   free 0   wait 1   gather 2   compute 1   free 1   wait 2  …
+#   forward        gather 0, wait 0   gather 1   compute 0   free 0   wait 1   gather 2   compute 1   free 1   wait 2 …
 #   backward       gather 2, wait 2   gather 1   compute 2
 #     reaches 1    reduce 2, free 2   wait 1     gather 0   compute 1
-#     reaches 0    wait for reduce 2, reduce 1, free 1   wait 0   compute 0
-#     ends         wait for reduce 1, reduce 0, free 0   wait for reduce 0
+#     reaches 0    wait for reduce 2, reduce 1, free 1      wait 0   compute 0
+#     ends         wait for reduce 1, reduce 0, free 0      wait for reduce 0
 #
 # Blocks may nest or be called twice: when is 2 past? Autograd runs nodes in reverse order of creation. So once it reaches
 # a call that had ended before the first call of unit 2 began, it is through with all of unit 2.
 
 clock = itertools.count()
+running_backward = torch._C._current_graph_task_id  # -1: none. In one, a forward is a checkpoint's that computes again
 
 
 @dataclasses.dataclass(eq=False)
@@ -335,8 +335,9 @@ class Order:
 
     def __init__(self, units):
         self.units, self.outermost, self.backward = units, None, None
-        self.script, self.started, self.ended = deque(), units, []  # to come; of the latest forward
+        self.script, self.ended = deque(), []  # units to come; those of the latest forward that have a backward
         self.pending, self.reduction = [], None  # calls that backward has reached, of units not yet reduced
+        units[0].script = units  # of its forward as the outermost unit; later as the latest one was
         for number, unit in enumerate(units):
             unit.order, unit.number = self, number
 
@@ -349,22 +350,24 @@ class Order:
             self.script[0].gather()
 
     def before_forward(self, unit, args, kwargs):
-        if in_autograd():  # a checkpoint computes again
+        if running_backward() != -1:
             self.begin_backward()
             unit.unshard()
         else:
             if self.outermost in (None, unit):
                 self.settle()
-                self.outermost, self.script, self.started, self.ended = unit, deque(self.started), [], []
-            self.started.append(unit)
+                self.outermost, self.script, unit.script, self.ended = unit, deque(unit.script), [], []
+            self.outermost.script.append(unit)
             self.advance(unit)
-        unit.show("whole")
+        for place in unit.places:
+            place.put(place.whole)
         unit.start, dtype = next(clock), unit.cast_inputs_to
         cast = lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x  # noqa: E731
         return tree_map(cast, (args, kwargs)) if dtype else (args, kwargs)
 
     def after_forward(self, unit, output):
-        unit.show("shard")
+        for place in unit.places:  # outside of forward, the module always shows its shards
+            place.put(place.shard)
         nodes = {x.grad_fn for x in tree_leaves(output) if torch.is_tensor(x)} - {None}
         if nodes:
             call = Call(unit, unit.start, next(clock))
@@ -372,7 +375,7 @@ class Order:
             self.ended.append(unit)
         for node in nodes:
             node.register_prehook(lambda _: unit.order.enter_backward(call))
-        if not in_autograd() and (unit.reshard_after_forward or not nodes):
+        if running_backward() == -1 and (unit.reshard_after_forward or not nodes):
             unit.reshard()
         if unit is self.outermost:
             for other in self.units:
@@ -402,24 +405,21 @@ class Order:
         self.advance(call.unit)
 
     def reduce(self, unit):
-        self.finish_reduction()  # of the unit before, which has travelled while this one computed
+        """Begin to reduce `unit`. The one before has travelled while this one computed."""
+        if self.reduction:
+            self.reduction[0].add_gradients(*self.reduction[1:])
         self.pending = [call for call in self.pending if call.unit is not unit]
         unit.calls = weakref.WeakSet(call for call in unit.calls if call.backward is not self.backward)
         self.reduction = unit.reduce()
         unit.reshard()
 
-    def finish_reduction(self):
-        if self.reduction:
-            unit, *sent = self.reduction
-            unit.add_gradients(*sent)
-        self.reduction = None
-
     def end_backward(self):
-        left_out = [unit for unit in self.units if unit.kept is not None and unit.sync]  # what no_sync has kept
-        for unit in dict.fromkeys([call.unit for call in self.pending] + left_out):
+        kept = [unit for unit in self.units if unit.kept is not None and unit.sync]  # by no_sync; not reached now
+        for unit in dict.fromkeys([call.unit for call in self.pending] + kept):
             self.reduce(unit)
-        self.finish_reduction()
-        self.backward = None
+        if self.reduction:
+            self.reduction[0].add_gradients(*self.reduction[1:])
+        self.backward = self.reduction = None
         self.settle()
 
     def settle(self):
@@ -436,21 +436,14 @@ class Order:
         self.script.clear()
 
 
-def in_autograd():
-    """Does a backward run? Then a forward is a checkpoint's, which computes again."""
-    return torch._C._current_graph_task_id() != -1
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. What users call. Precision and offloading are policies of a unit.
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """param_dtype: gather and compute in it, and cast floating-point inputs to it. reduce_dtype: add gradients in it.
-
-    None: the parameters' dtype; and param_dtype. Shards, .grad and optimizer keep the parameters' dtype.
-    """
+    """param_dtype: gather and compute in it, and cast floating-point inputs to it (None: the parameters' dtype).
+    reduce_dtype: add gradients in it (None: param_dtype). Shards, .grad and optimizer keep the parameters' dtype."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -474,21 +467,19 @@ def fully_shard(
 ):
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
-    Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are from then
-    on this rank's shards: 1-D nn.Parameters under their old names, the elements that lie in this rank's piece of the
-    flat buffer, perhaps none. After backward their .grad are those of the mean gradient, or None where no rank has one.
+    Call it on the blocks first, then on the whole model; then make the optimizer. From then on `module.parameters()`
+    are this rank's shards: 1-D nn.Parameters under their old names, the elements that lie in this rank's piece of the
+    flat buffer, perhaps none. After backward their .grad are those of the mean gradient; None where no rank has one.
     The values are those of the group's first rank; buffers stay each rank's own.
 
-    torch.nn.utils.clip_grad_norm_ would take each rank's own norm: use clip_grad_norm_ of this file. To save, use
-    full_state_dict. All ranks must run the same units in the same order.
+    torch.nn.utils.clip_grad_norm_ would take each rank's own norm, and module.state_dict() raises: clip_grad_norm_ and
+    full_state_dict of this file do what they did. All ranks must run the same units in the same order.
 
     Args:
         mesh: one dimension shards; two are hybrid sharding: (replicate, shard).
         process_group: the ranks to shard over, instead of a mesh (None: the default group).
         reshard_after_forward: False keeps what was gathered until backward has used it.
         mp_policy, offload_policy: MixedPrecisionPolicy and CPUOffloadPolicy, this file's or PyTorch's.
-
-    A module on the meta device stays there until `materialize` or `load_full_state_dict`.
 
     Raises:
         ValueError: an argument is unusable; ranks hold different parameters; a parameter is in two units (tied).
@@ -514,9 +505,9 @@ def fully_shard(
         if hasattr(submodule, "_fsdp_unit"):
             submodule._fsdp_unit.name = name or type(module).__name__
     before = lambda _, args, kwargs: unit.order.before_forward(unit, args, kwargs)  # noqa: E731
-    after = lambda _, args, output: unit.order.after_forward(unit, output)  # noqa: E731
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)  # also when forward raises
+    # always_call: also when forward raises
+    module.register_forward_hook(lambda _, args, output: unit.order.after_forward(unit, output), always_call=True)
     for owner in {owner for place in unit.places for owner, _ in place.slots}:
         owner.register_state_dict_pre_hook(refuse_state_dict)
         owner.register_load_state_dict_pre_hook(refuse_state_dict)
@@ -528,30 +519,23 @@ def refuse_state_dict(module, _, keep_vars, *load):
         raise RuntimeError("this module's parameters are sharded: call full_state_dict or load_full_state_dict instead")
 
 
-def compute_device(group=None):
-    gpu = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-
-
 def find_parameters(module, groups):
     """-> (parameter, name, [(module, attribute), …]) of a unit to be. ValueError where they cannot be one."""
     taken = {m for inner in module.modules() if hasattr(inner, "_fsdp_unit") for m in inner.modules()}
     found, mine = {}, type(module).__name__
     for path, owner in module.named_modules():
-        for attribute, parameter in owner._parameters.items():
-            if parameter is not None and owner not in taken:
+        for attribute, parameter in owner._parameters.items() if owner not in taken else ():
+            if parameter is not None:
                 entry = found.setdefault(parameter, (parameter, f"{path}.{attribute}".lstrip("."), []))
                 entry[2].append((owner, attribute))
     for parameter, name, _ in found.values():
         if other := getattr(parameter, "_fsdp_unit", None):
             raise ValueError(f"{name!r} of {mine} is tied to {other.name}, another unit; one unit must have both")
-    if len({parameter.dtype for parameter in found}) > 1:
-        dtypes = sorted({str(parameter.dtype) for parameter in found})
-        raise ValueError(f"{mine} has parameters of {' and '.join(dtypes)}; make a unit for each dtype")
+    if len(dtypes := {str(parameter.dtype) for parameter in found}) > 1:
+        raise ValueError(f"{mine} has parameters of {' and '.join(sorted(dtypes))}; make a unit for each dtype")
     everyone = [[f"{n!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}" for p, n, _ in found.values()]]
     for group in groups:
-        theirs = gather_objects(everyone, group)
-        everyone = list(itertools.chain(*theirs))
+        everyone = list(itertools.chain(*gather_objects(everyone, group)))
     for rank, theirs in enumerate(everyone):
         for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing more"):
             if first != other:
@@ -566,7 +550,7 @@ def gather_objects(mine, group):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Refinements: accumulation, clipping; whole state dicts, and models too large for one device, which all ranks call.
+# 5. Refinements: accumulation, clipping; whole state dicts, and models too large for one device. All ranks call them.
 
 
 @contextmanager
@@ -594,44 +578,40 @@ def clip_grad_norm_(module, max_norm):
     for gradient in gradients:
         total += torch.linalg.vector_norm(gradient, dtype=dtype).to(total.device) ** 2
     dist.all_reduce(total, group=units[0].groups[-1])
-    total = total.sqrt()
+    scale = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_((max_norm / (total + 1e-6)).clamp(max=1.0).to(gradient.device))
-    return total
+        gradient.mul_(scale.to(gradient.device))
+    return total.sqrt()
 
 
 @torch.no_grad()
 def full_state_dict(module):
     """What the plain module's state_dict() would be, in host memory, on every rank."""
-    places = places_of(module)
-    state_dict = {n: t for n, t in module.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
-    join = lambda t: places[t].join(gather_objects(t.to("cpu", copy=True), t._fsdp_unit.groups[-1]))  # noqa: E731
-    return {name: join(t) if t in places else t.to("cpu", copy=True) for name, t in state_dict.items()}
+    places, state_dict = places_of(module), module.state_dict(keep_vars=True)
+    whole = {name: tensor.to("cpu", copy=True) for name, tensor in state_dict.items()}
+    for name, tensor in state_dict.items():
+        if tensor in places:
+            whole[name] = places[tensor].join(gather_objects(whole[name], tensor._fsdp_unit.groups[-1]))
+    return whole
 
 
 @torch.no_grad()
 def load_full_state_dict(module, state_dict):
     """Load, on every rank, what full_state_dict() or the plain module's state_dict() returned at any world size.
 
-    A module on the meta device becomes real. RuntimeError where names or shapes do not match.
+    A module on the meta device is materialized first. RuntimeError where names or shapes do not match.
     """
+    if any(unit.flat is None for unit in units_of(module)):
+        materialize(module)
     places, ours = places_of(module), module.state_dict(keep_vars=True)
-    shapes = {name: tuple(places.get(tensor, tensor).shape) for name, tensor in ours.items() if torch.is_tensor(tensor)}
-    theirs = {name: tuple(tensor.shape) for name, tensor in state_dict.items() if torch.is_tensor(tensor)}
-    if wrong := [f"{n}: {theirs.get(n)}, not {shapes.get(n)}" for n in shapes | theirs if shapes.get(n) != theirs.get(n)]:
+    shapes = {name: tuple(places.get(tensor, tensor).shape) for name, tensor in ours.items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    if wrong := [
+        f"{n}: {theirs.get(n)}, not {shapes.get(n)}" for n in shapes | theirs if shapes.get(n) != theirs.get(n)
+    ]:
         raise RuntimeError(f"the state dict does not fit {type(module).__name__}: {'; '.join(wrong)}")
-    values = {places[ours[name]]: state_dict[name] for name in shapes if ours[name] in places}
-    for unit in units_of(module):
-        if unit.flat is None:
-            unit.build([values[place] for place in unit.places])
-    for name in shapes:
-        owner, (path, _, attribute) = places.get(ours[name]), name.rpartition(".")
-        if owner:
-            owner.shard.copy_(owner.cut(state_dict[name]))
-        elif ours[name].is_meta:
-            module.get_submodule(path)._buffers[attribute] = state_dict[name].to(compute_device(), copy=True)
-        else:
-            ours[name].copy_(state_dict[name])
+    for name, tensor in ours.items():
+        tensor.copy_(places[tensor].cut(state_dict[name]) if tensor in places else state_dict[name])
 
 
 @torch.no_grad()
@@ -643,12 +623,14 @@ def full_optimizer_state_dict(module, optimizer):
     places, state_dict, whole = places_of(module), optimizer.state_dict(), {}
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
     for i, shard in enumerate(shards):
-        mine = copy.deepcopy(state_dict["state"].get(i))
-        states = gather_objects(mine, shard._fsdp_unit.groups[-1]) if shard in places else [mine]
-        states = [state for state in states if state]  # of a shard without elements, a rank may have none
+        mine = {
+            k: v.to("cpu", copy=True) if torch.is_tensor(v) else v for k, v in state_dict["state"].get(i, {}).items()
+        }
+        # A rank without elements of a parameter may be without its state.
+        states = [state for state in gather_objects(mine, shard._fsdp_unit.groups[-1]) if state]
         for key, value in states[0].items() if states else ():
-            piece = shard in places and torch.is_tensor(value) and value.dim()
-            whole.setdefault(i, {})[key] = places[shard].join([s[key].cpu() for s in states]) if piece else value
+            is_piece = torch.is_tensor(value) and value.dim()
+            whole.setdefault(i, {})[key] = places[shard].join([state[key] for state in states]) if is_piece else value
     return {"state": whole, "param_groups": state_dict["param_groups"]}
 
 
@@ -658,9 +640,9 @@ def load_full_optimizer_state_dict(module, optimizer, state_dict):
     places, mine = places_of(module), copy.deepcopy(state_dict["state"])
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
     for i, state in mine.items():
-        place = places.get(shards[i])
+        place = places[shards[i]]
         for key, value in state.items():
-            if place and torch.is_tensor(value) and value.shape == place.shape and key != "step":
+            if torch.is_tensor(value) and value.shape == place.shape and key != "step":
                 state[key] = place.cut(value)
     optimizer.load_state_dict({"state": mine, "param_groups": state_dict["param_groups"]})
 
@@ -669,25 +651,28 @@ def load_full_optimizer_state_dict(module, optimizer, state_dict):
 def materialize(module):
     """Give a module that was built, and sharded, on the meta device its values; before an optimizer sees it.
 
-    As module.to_empty(device=…).apply(lambda m: m.reset_parameters()), bitwise, under the first rank's seed; but units
-    are cut as soon as their modules have been visited.
+    Bitwise those of module.to_empty(device=…).apply(lambda m: m.reset_parameters()) under the first rank's seed. But a
+    unit is cut as soon as its modules have been visited, so no rank holds the whole model.
     """
-    for child in module.children():
-        materialize(child)
-    if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-        module.to_empty(device=compute_device(), recurse=False).reset_parameters()
-    unit = getattr(module, "_fsdp_unit", None)
-    if unit and unit.flat is None:
-        unit.build([place.get() for place in unit.places])
+    device = units_of(module)[0].device
+
+    def visit(module):
+        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            module.to_empty(device=device, recurse=False).reset_parameters()
+        unit = getattr(module, "_fsdp_unit", None)
+        if unit and unit.flat is None:
+            unit.build([place.get() for place in unit.places])
+
+    module.apply(visit)
 
 
 def units_of(module):
-    """The units that `module`'s parameters are in, with nothing on its way."""
+    """The units that `module`'s parameters are in, all at rest. ValueError where there is none."""
     units = list(dict.fromkeys(p._fsdp_unit for p in module.parameters() if hasattr(p, "_fsdp_unit")))
     if not units:
         raise ValueError(f"this {type(module).__name__} has no unit; call fully_shard first")
-    for order in {unit.order for unit in units}:
-        order.settle()
+    for unit in units:
+        unit.order.settle()
     return units
 
 
@@ -706,7 +691,8 @@ def main():
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    moves = watch(units_of(model))
+    units, timeline = units_of(model), []
+    moves = watch(units)
 
     def step(inputs, targets):
         moves.clear()
@@ -714,14 +700,208 @@ def main():
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         moves.append((time.perf_counter(), None, "loss"))
         loss.backward()
+        timeline[:] = moves
         optimizer.step()
         return loss
 
     def whole():
-        parameters = full_state_dict(model)
-        shards = [shard.detach().clone() for shard in model.parameters()]
-        ...
+        gradients = [place.join(gather_objects(shard.grad.cpu(), None)) for shard, place in places_of(model).items()]
+        return [[t.to(demo.device) for t in tensors] for tensors in (gradients, full_state_dict(model).values())]
 
-    psi, N = held_bytes(demo.model.parameters()), demo.ranks
     demo.train(step, whole)
-    return demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", 3 * psi * (N - 1) / N)
+    psi, N = held_bytes(demo.model.parameters()), demo.ranks
+    status = demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", 3 * psi * (N - 1) / N)
+    demo.show("\nunit    elements  padding    piece")
+    for unit in units:
+        elements = sum(place.shape.numel() for place in unit.places)
+        demo.show(f"{unit.name:4}{elements:12,}{N * unit.chunk - elements:9,}{unit.chunk:9,}")
+    demo.show(draw_timeline(timeline))
+    return status
+
+
+SIGNS = {"gather": "·", "unshard": "F", "reshard": " ", "reduce": "-", "add_gradients": " "}  # what follows a move
+
+
+def watch(units):
+    """-> a list that fills with (when, unit, move) as the moves of units return."""
+    moves = []
+
+    def noted(unit, name, move, *args):
+        result = move(*args)
+        moves.append((time.perf_counter(), unit, name))
+        return result
+
+    for unit in units:
+        for name in SIGNS:
+            setattr(unit, name, functools.partial(noted, unit, name, getattr(unit, name)))
+    return moves
+
+
+def draw_timeline(moves, width=100):
+    """A line per unit, a column per so many milliseconds."""
+    (start, *_), (end, *_), signs, lines, now = moves[0], moves[-1], dict(SIGNS), {}, {}
+    for at, unit, move in moves:
+        if unit is None:
+            signs["unshard"] = "B"  # the loss is there
+        elif move != "reshard" or now.get(unit) != "-":  # freed while its gradient travels
+            line, sign = lines.get(unit, ""), now.get(unit, " ")
+            columns = round(width * (at - start) / (end - start)) - len(line)
+            lines[unit], now[unit] = line + sign * max(columns, sign != " "), signs[move]
+    title = "forward F, backward B; · on its way to all ranks (all-gather), - its gradient (reduce-scatter)"
+    title = f"\nunit  the last step, {1e3 * (end - start):.0f} ms, until backward's end: {title}"
+    return "\n".join([title, *(f"{unit.name:5} {line}" for unit, line in lines.items())])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, in this world and on one device. The same text in every file.
+
+
+class Block(nn.Module):
+    def __init__(self, C, heads):
+        super().__init__()
+        self.head_dim, self.norm1, self.norm2 = C // heads, nn.LayerNorm(C), nn.LayerNorm(C)
+        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+
+def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+    blocks = [Block(C, heads) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
+
+    # operator: (how often its payload goes around the ring, which argument the payload is)
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
+    total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
+            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
+            self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+
+
+class Demo:
+    """Trains a technique and the same model on one device, step by step, and compares: in float64 where not bitwise."""
+
+    def __init__(self, flags=None):
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
+        for flag, options in {**numbers, **(flags or {})}.items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        try:
+            text = Path(self.args.data).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {self.args.data}: {error.strerror}")
+        if self.args.steps < 1 or len(text) < 66:
+            self.stop(f"--steps {self.args.steps} on {len(text)} bytes: at least 1 step, on 66 bytes")
+        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+        if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
+
+    def stop(self, message):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(9)  # it is wrong on all ranks: the first says so, and torchrun ends the others
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        torch.manual_seed(self.args.seed)
+        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
+        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer.zero_grad()
+        for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
+            losses.append(language_loss(self.model(inputs), targets))
+            losses[-1].backward()
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+        self.optimizer.step()
+        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+
+    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+        self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
+        for number in range(self.args.steps):
+            batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
+            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+                loss = step(*batch)
+            loss, middle = None if loss is None else loss.item(), time.perf_counter()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, time.perf_counter() - middle))
+            dist.all_gather_object(losses, loss)
+            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
+            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            if terminal or number % -(-self.args.steps // 3) == 0:
+                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+
+    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+        largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = bool(largest <= self.tolerance)
+        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        curve = torch.tensor(self.losses[:: -(-len(self.losses) // 30)]).nan_to_num()
+        curve = (7 * (curve - curve.min()) / (curve.max() - curve.min()).clamp(min=1e-9)).round().int()
+        params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
+        plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
+        ms = [1e3 * statistics.median(times) for times in zip(*self.times, strict=True)]
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}   {''.join('▁▂▃▄▅▆▇█'[i] for i in curve)}")
+        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
+        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
+        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
+        return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()  # who leaves early breaks the others' connections
+    dist.destroy_process_group()
+    sys.exit(status)
