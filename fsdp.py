@@ -23,13 +23,11 @@ Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
 Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
-Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1's FlatParameter (§3.2): what is gathered
-          lands in place. FSDP2 cuts rows of each parameter: shards keep their dimensions, but all is copied apart and
-          together again, and padded to N rows.
-Left out: ranks that run different units, or in another order (as in PyTorch); outputs that are not tensors in lists,
-          tuples and dicts; loading from rank 0 alone; second-order gradients; norms but the 2-norm. A unit of which one
-          parameter trains is reduced whole: give frozen ones their own. Units in reentrant checkpoints are reduced when
-          backward ends. An optimizer that shards for itself: zero.py
+Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): what is gathered lands in place.
+          FSDP2 cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
+Left out: ranks that run different units or in another order (as in PyTorch); outputs that are not tensors in lists, tuples
+          and dicts; loading from rank 0 alone; second-order gradients. A unit of which one parameter trains is reduced
+          whole: give frozen ones their own. Units in reentrant checkpoints are reduced when backward ends
 """
 
 import argparse
@@ -87,8 +85,7 @@ def reduce_scatter(whole, group, tag=0):
     return exchange(parts, terms, group, tag), terms  # in rank order, as one device adds them
 
 
-def by_messages(tensor, group):
-    """On gloo, whose own all-gather takes twice as long, and whose reduce-scatter adds around a ring."""
+def by_messages(tensor, group):  # gloo's own all-gather takes twice as long; its reduce-scatter adds around a ring
     return tensor.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
 
 
@@ -125,17 +122,14 @@ class AllGather(torch.autograd.Function):
 
 
 def forward_sharded(module, pieces, *inputs, process_group=None):
-    """`module(*inputs)` with the parameters {name: this rank's 1/N of the elements, the last ranks' padded}.
-
-    The checkpoint forgets what was gathered after forward, and gathers (and computes) again in backward.
-    """
+    """`module(*inputs)` with the parameters {name: this rank's 1/N of the elements, the last ranks' padded}."""
 
     def forward(*inputs):
-        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         whole = {name: AllGather.apply(piece, process_group) for name, piece in pieces.items()}
-        whole = {name: flat[: shapes[name].numel()].view(shapes[name]) for name, flat in whole.items()}
+        whole = {name: whole[name][: p.numel()].view(p.shape) for name, p in module.named_parameters()}
         return functional_call(module, whole, inputs)
 
+    # It forgets what was gathered after forward, and gathers (and computes) again in backward.
     return checkpoint(forward, *inputs, use_reentrant=False)
 
 
@@ -195,14 +189,13 @@ class Unit:
         self.name, self.groups, self.reshard_after_forward = type(module).__name__, groups, reshard_after_forward
         self.N, self.ranks = dist.get_world_size(groups[-1]), math.prod(map(dist.get_world_size, groups))
         found = find_parameters(module, groups)
-        parameters = [parameter for parameter, _, _ in found]
+        parameters = [parameter for parameter, *_ in found]
         self.dtype = parameters[0].dtype if parameters else torch.float32
         self.param_dtype = (mp_policy.param_dtype if self.dtype.is_floating_point else None) or self.dtype
         self.reduce_dtype, self.cast_inputs_to = mp_policy.reduce_dtype or self.param_dtype, mp_policy.param_dtype
-        self.device = parameters[0].device if parameters else torch.device("cpu")
-        if self.device.type in ("cpu", "meta"):
-            nccl = dist.get_backend(groups[-1]) == "nccl"
-            self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        here = parameters[0].device if parameters and not parameters[0].is_meta else torch.device("cpu")
+        nccl = dist.get_backend(groups[-1]) == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else here
         self.offload_policy = offload_policy
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
         offsets, self.chunk = layout([p.numel() for p in parameters], 64 // self.param_dtype.itemsize, self.N)
@@ -223,8 +216,8 @@ class Unit:
         pinned = home != self.device and self.offload_policy.pin_memory
         self.flat = torch.zeros(self.chunk, dtype=self.dtype, device=home, pin_memory=pinned)
         self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
-        for place, whole in zip(self.places, parameters, strict=True):
-            trains, whole = place.get().requires_grad, whole.detach().to(self.device, copy=True).contiguous()
+        for place, parameter in zip(self.places, parameters, strict=True):
+            trains, whole = parameter.requires_grad, parameter.detach().to(self.device, copy=True).contiguous()
             for group in self.groups:
                 first = dist.get_global_rank(group or dist.group.WORLD, 0)
                 dist.broadcast(whole.view(-1).view(torch.uint8), first, group=group)
@@ -248,8 +241,8 @@ class Unit:
                 raise ValueError(f"{place.name!r} of {self.name} was moved or replaced; call .to() before fully_shard")
         # The storage stays the same: what autograd has saved in forward are views of it.
         self.gathered.untyped_storage().resize_(self.gathered.nbytes)
-        self.sending = self.flat.to(self.device, self.param_dtype, non_blocking=True)
-        self.works = all_gather(self.gathered, self.sending, self.groups[-1], self.number)
+        piece = self.flat.to(self.device, self.param_dtype, non_blocking=True)
+        self.works = all_gather(self.gathered, piece, self.groups[-1], self.number)
         self.state = State.GATHERING
 
     def unshard(self):
@@ -257,7 +250,7 @@ class Unit:
         if self.state is State.SHARDED:
             self.gather()
         wait(self.works)
-        self.works, self.sending, self.state = [], None, State.UNSHARDED
+        self.works, self.state = [], State.UNSHARDED
         for place in self.places:
             place.whole.requires_grad_(place.shard.requires_grad)
 
@@ -266,7 +259,7 @@ class Unit:
         if self.state is not State.SHARDED:
             wait(self.works)
             self.gathered.untyped_storage().resize_(0)
-            self.works, self.sending, self.state = [], None, State.SHARDED
+            self.works, self.state = [], State.SHARDED
 
     @torch.no_grad()
     def reduce(self):
@@ -305,7 +298,7 @@ class Unit:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The order of the moves, the same on all ranks. Three blocks, units 0 1 2; before what is waited for, the rest overlaps:
+# 3. The order of the moves, the same on all ranks. Three blocks, units 0 1 2; a gather or reduce travels until its wait:
 #
 #   forward        gather 0, wait 0   gather 1   compute 0   free 0   wait 1   gather 2   compute 1   free 1   wait 2 …
 #   backward       gather 2, wait 2   gather 1   compute 2
@@ -313,8 +306,8 @@ class Unit:
 #     reaches 0    wait for reduce 2, reduce 1, free 1      wait 0   compute 0
 #     ends         wait for reduce 1, reduce 0, free 0      wait for reduce 0
 #
-# Blocks may nest or be called twice: when is 2 past? Autograd runs nodes in reverse order of creation. So once it reaches
-# a call that had ended before the first call of unit 2 began, it is through with all of unit 2.
+# Blocks may nest or be called twice: when is 2 past? Autograd runs nodes in reverse order of creation. So once it
+# reaches a call that had ended before the first call of unit 2 began, it is through with all of unit 2.
 
 clock = itertools.count()
 running_backward = torch._C._current_graph_task_id  # -1: none. In one, a forward is a checkpoint's that computes again
@@ -467,22 +460,18 @@ def fully_shard(
 ):
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
-    Call it on the blocks first, then on the whole model; then make the optimizer. From then on `module.parameters()`
-    are this rank's shards: 1-D nn.Parameters under their old names, the elements that lie in this rank's piece of the
-    flat buffer, perhaps none. After backward their .grad are those of the mean gradient; None where no rank has one.
-    The values are those of the group's first rank; buffers stay each rank's own.
+    Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
+    rank's shards: 1-D nn.Parameters under their old names, those elements that lie in this rank's piece of the flat
+    buffer, perhaps none. After backward their .grad are those of the mean gradient; None where no rank has one. The
+    values are those of the group's first rank; buffers stay each rank's own. All ranks run the same units in one order.
 
-    torch.nn.utils.clip_grad_norm_ would take each rank's own norm, and module.state_dict() raises: clip_grad_norm_ and
-    full_state_dict of this file do what they did. All ranks must run the same units in the same order.
+    torch.nn.utils.clip_grad_norm_ would take each rank's own norm: use clip_grad_norm_ of this file. To save and load,
+    use full_state_dict, …; module.state_dict() raises. A module on the meta device stays there until `materialize`.
 
-    Args:
-        mesh: one dimension shards; two are hybrid sharding: (replicate, shard).
-        process_group: the ranks to shard over, instead of a mesh (None: the default group).
-        reshard_after_forward: False keeps what was gathered until backward has used it.
-        mp_policy, offload_policy: MixedPrecisionPolicy and CPUOffloadPolicy, this file's or PyTorch's.
-
-    Raises:
-        ValueError: an argument is unusable; ranks hold different parameters; a parameter is in two units (tied).
+    mesh, instead of process_group: one dimension shards; two are hybrid sharding (replicate, shard).
+    reshard_after_forward: False keeps what was gathered until backward has used it.
+    mp_policy, offload_policy: MixedPrecisionPolicy and CPUOffloadPolicy, this file's or PyTorch's.
+    ValueError: an argument is unusable; ranks hold different parameters; a parameter is in two units (tied).
     """
     if mesh is not None and (process_group is not None or mesh.ndim > 2):
         raise ValueError(f"pass process_group, or a mesh of 1 or 2 dimensions; this mesh has {mesh.ndim}")
@@ -691,8 +680,7 @@ def main():
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    units, timeline = units_of(model), []
-    moves = watch(units)
+    moves, timeline = watch(units_of(model)), []
 
     def step(inputs, targets):
         moves.clear()
@@ -711,10 +699,6 @@ def main():
     demo.train(step, whole)
     psi, N = held_bytes(demo.model.parameters()), demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", 3 * psi * (N - 1) / N)
-    demo.show("\nunit    elements  padding    piece")
-    for unit in units:
-        elements = sum(place.shape.numel() for place in unit.places)
-        demo.show(f"{unit.name:4}{elements:12,}{N * unit.chunk - elements:9,}{unit.chunk:9,}")
     demo.show(draw_timeline(timeline))
     return status
 
@@ -747,8 +731,8 @@ def draw_timeline(moves, width=100):
             line, sign = lines.get(unit, ""), now.get(unit, " ")
             columns = round(width * (at - start) / (end - start)) - len(line)
             lines[unit], now[unit] = line + sign * max(columns, sign != " "), signs[move]
-    title = "forward F, backward B; · on its way to all ranks (all-gather), - its gradient (reduce-scatter)"
-    title = f"\nunit  the last step, {1e3 * (end - start):.0f} ms, until backward's end: {title}"
+    title = f"\nunit  the last step until backward's end, {1e3 * (end - start):.0f} ms: F forward, B backward, "
+    title += "· all-gather on its way, - reduce-scatter on its way"
     return "\n".join([title, *(f"{unit.name:5} {line}" for unit, line in lines.items())])
 
 
