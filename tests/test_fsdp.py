@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from launch import ROOT, launch
 from shared import OPTIMIZERS, Collectives, assert_equal, loss_of, make_batch, make_model
@@ -225,6 +225,7 @@ def body_train(impl, kind, dtype, optimizer, reshard, micro_batches, set_to_none
 @example(3, "plain", torch.float32, "adamw", True, 1, True, True)
 @example(3, "odd", torch.float32, "sgd", True, 2, True, False)
 @example(4, "frozen", torch.float32, "momentum", False, 2, False, True)
+@settings(max_examples=12)
 def test_bitwise_equal_to_one_device_at_every_world_size(
     N, kind, dtype, optimizer, reshard, micro_batches, set_to_none, sync
 ):
@@ -302,3 +303,993 @@ def test_units_are_called_as_one_likes(calls, reshard):
 @pytest.mark.parametrize("calls", ["changing order", "twice, with others between"])
 def test_pytorchs_units_are_called_as_one_likes(calls):
     pool.run(2, body_calls, PyTorchs, CALLS[calls], True)
+
+
+def body_several_forwards(reshard, joint):
+    """Two graphs alive, a forward without one between; one backward for both, or two."""
+    rank, (ours, plain) = pool.rank(), pair(reshard_after_forward=reshard)
+    a, b = [loss_of(ours(make_batch(rank, s))) for s in (0, 1)]
+    with torch.no_grad():
+        ours(make_batch(rank, 2))
+    if joint:
+        (a + b).backward()
+        both = lambda m, batches: sum(loss_of(m(batch)) for batch in batches)  # noqa: E731
+        one_device(plain, [[[make_batch(r, 0), make_batch(r, 1)]] for r in range(pool.world_size())], both)
+    else:
+        a.backward()
+        b.backward()
+        one_device(plain, everywhere(0))
+        one_device(plain, everywhere(1))
+    assert_same(ours, plain)
+    assert_at_rest(ours)
+    ours.zero_grad()
+    plain.zero_grad()
+    loss = loss_of(ours(make_batch(rank, 5)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for _ in range(2):
+        one_device(plain, everywhere(5))
+    assert_same(ours, plain, what="retained graph")
+    assert_at_rest(ours)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_several_forwards_and_backwards(reshard, joint):
+    pool.run(2, body_several_forwards, reshard, joint)
+
+
+CHECKPOINTS = {
+    "around": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "inside": lambda block, x: block(x),
+    "segments": lambda block, x: block(x),
+}
+
+
+def body_checkpoints(how, reshard, calls):
+    rank, (ours, plain) = pool.rank(), pair(reshard_after_forward=reshard)
+    for model in (ours, plain):
+        if how == "inside":
+            for block in model.blocks:
+                block.forward = lambda x, b=block: checkpoint(type(b).forward, b, x, use_reentrant=False)
+        elif how == "segments":
+            rest = nn.Sequential(*model.blocks[1:])
+            model.forward = lambda x, *_, m=model, rest=rest: m.head(
+                checkpoint(rest, checkpoint(m.blocks[0], x, use_reentrant=False), use_reentrant=False)
+            )
+    run = lambda m, x: loss_of(m(x.requires_grad_(), calls, CHECKPOINTS[how]))  # noqa: E731
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
+    for step in range(3):
+        for o in optimizers:
+            o.zero_grad()
+        with Collectives() as sent:
+            run(ours, make_batch(rank, step)).backward()
+        one_device(plain, everywhere(step), run)
+        for o in optimizers:
+            o.step()
+        assert_same(ours, plain, what=f"step {step}")
+        assert_at_rest(ours)
+    if calls is None:  # what the checkpoint gathers, backward uses
+        moves = 3 if reshard else 2
+        assert [name for name, _ in sent.calls].count("send") == moves * len(units(ours))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_activation_checkpoints(how, reshard):
+    pool.run(2, body_checkpoints, how, reshard, None)
+
+
+@pytest.mark.parametrize("calls", [[0, 1, 0, 2], [0, 1, 2, 1, 0, 3]], ids=str)
+@pytest.mark.parametrize("how", ["around", "reentrant"])
+def test_checkpoints_of_units_that_are_called_again(how, calls):
+    pool.run(2, body_checkpoints, how, True, calls)
+
+
+def body_eval_between(reshard):
+    rank, (ours, plain) = pool.rank(), pair(reshard_after_forward=reshard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
+
+    def look():
+        for mode in (torch.no_grad, torch.inference_mode, nullcontext):  # the last one leaves a graph
+            with mode():
+                assert torch.equal(ours(make_batch(0, 9)), plain(make_batch(0, 9)))
+                assert torch.equal(ours.blocks[1](make_batch(0, 9)), plain.blocks[1](make_batch(0, 9)))
+
+    for step in range(3):
+        look()
+        loss = loss_of(ours(make_batch(rank, step)))
+        look()
+        loss.backward()
+        one_device(plain, everywhere(step))
+        look()
+        for o in optimizers:
+            o.step()
+        look()
+        assert_same(ours, plain, what=f"step {step}")
+        for o in optimizers:
+            o.zero_grad()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_eval_at_any_time_sees_the_present_weights(reshard):
+    pool.run(2, body_eval_between, reshard)
+
+
+class Broken(Exception):
+    pass
+
+
+def raises(*_):
+    raise Broken
+
+
+def body_exceptions(where, reshard, then):
+    def how(block, x):
+        if where in ("forward", "interrupt") and block is ours.blocks[2]:
+            raise Broken if where == "forward" else KeyboardInterrupt
+        x = block(x)
+        if where == "backward" and block is ours.blocks[1]:
+            x.register_hook(raises)
+        return x
+
+    rank, (ours, plain) = pool.rank(), pair(reshard_after_forward=reshard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
+    for step in range(3):
+        earlier = loss_of(ours(make_batch(rank, step))) if then == "another graph" else None
+        if where == "inside":
+            ours.blocks[2].two.forward = raises
+        with pytest.raises(KeyboardInterrupt if where == "interrupt" else Broken):
+            loss_of(ours(make_batch(rank, 7), None, how)).backward()
+        if where == "inside":
+            del ours.blocks[2].two.forward
+        for o in optimizers:
+            o.zero_grad()
+        if then == "saved":
+            assert all(torch.equal(v, plain.state_dict()[n]) for n, v in fsdp.full_state_dict(ours).items())
+            assert_at_rest(ours)
+        (earlier if then == "another graph" else loss_of(ours(make_batch(rank, step)))).backward()
+        one_device(plain, everywhere(step))
+        for o in optimizers:
+            o.step()
+        assert_same(ours, plain, what=f"step {step}")
+        assert_at_rest(ours)
+
+
+@pytest.mark.parametrize("then", ["another forward", "another graph", "saved"])
+@pytest.mark.parametrize(
+    ("where", "reshard"),
+    [("forward", True), ("inside", False), ("backward", True), ("backward", False), ("interrupt", True)],
+)
+def test_nothing_is_left_of_what_raised(where, reshard, then):
+    pool.run(2, body_exceptions, where, reshard, then)
+
+
+class Outputs(nn.Module):
+    """Outputs in containers, one of them a view, one not used, one the input itself; inputs by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, *, deep=None):
+        a, b = self.one(x), self.two(x).view(2, -1, 3)
+        return {"a": [a], "b": (b, None), "x": x}
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.nested = Outputs(), Outputs(), nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        first = self.first(x)
+        first["a"][0].mul_(2.0)  # changed in place
+        x = first["a"][0] + first["b"][0].reshape(x.shape)
+        second = self.second(x, deep={"y": x})
+        return self.nested(second["a"][0] + second["x"])
+
+
+def body_outputs(impl):
+    dtype = torch.float32 if impl.exact else torch.float64
+    plain = Outer().to(dtype)
+    ours = copy.deepcopy(plain)
+    for m in (ours.first, ours.second, ours.nested[1], ours.nested, ours):  # nested: a unit in a unit in a unit
+        impl.shard(m)
+    for step in range(3):
+        x = [[batch[:4] for batch in batches] for batches in everywhere(step, dtype)]
+        loss_of(ours(x[pool.rank()][0])).backward()
+        one_device(plain, x)
+        assert_same(ours, plain, impl.exact, f"step {step}")  # gradients accumulate
+
+
+@BOTH
+def test_outputs_of_every_kind_and_nested_units(impl):
+    pool.run(2, body_outputs, impl)
+
+
+def body_without_a_root():
+    """Blocks alone are units; the rest of the model is replicated and not our business. Then the whole, too."""
+    torch.manual_seed(3)
+    plain = Blocks()
+    ours = copy.deepcopy(plain)
+    for block in ours.blocks:
+        Ours.shard(block)
+    for step in range(2):
+        loss_of(ours(make_batch(pool.rank(), step))).backward()
+        one_device(plain, everywhere(step))
+    assert_same(ours.blocks, plain.blocks)
+    with pytest.raises(ValueError, match=r"head\.weight, head\.bias: in no unit"):
+        fsdp.clip_grad_norm_(ours, 1.0)
+    Ours.shard(ours)
+    ours.zero_grad()
+    plain.zero_grad()
+    loss_of(ours(make_batch(pool.rank(), 3))).backward()
+    one_device(plain, everywhere(3))
+    assert_same(ours, plain)
+
+
+def test_blocks_without_a_root():
+    pool.run(2, body_without_a_root)
+
+
+def body_inputs_only():
+    ours, plain = pair()
+    x = make_batch(pool.rank(), 0).requires_grad_()
+    (gradient,), (expected,) = (torch.autograd.grad(loss_of(m(x)), x) for m in (ours, plain))
+    assert torch.equal(gradient, expected)
+    assert all(p.grad is None for p in ours.parameters())
+    assert_at_rest(ours)
+
+
+def test_gradients_of_inputs_only():
+    pool.run(2, body_inputs_only)
+
+
+# ---- Frozen, unused, tied.
+
+
+class LoRA(nn.Module):
+    """The frozen weight's backward comes after those of A and B."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.A, self.B = nn.Linear(6, 6), nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.B(self.A(x)))
+
+
+def body_lora():
+    plain = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), *[LoRA() for _ in range(3)])
+    ours = copy.deepcopy(plain)
+    for layer in (*ours, ours):
+        Ours.shard(layer)
+    for step in range(4):
+        if step % 2 == 0:  # at first A and B train, later the base
+            for m in (ours, plain):
+                for layer in list(m)[1:]:
+                    layer.A.requires_grad_(step == 0)
+                    layer.base.requires_grad_(step == 2)
+            optimizers = [OPTIMIZERS["adamw"]([p for p in m.parameters() if p.requires_grad]) for m in (ours, plain)]
+        for m in (ours, plain):
+            m.zero_grad()
+        with Collectives() as sent:
+            loss_of(ours(make_batch(pool.rank(), step))).backward()
+        one_device(plain, everywhere(step))
+        for o in optimizers:
+            o.step()
+        assert_same(ours, plain, what=f"step {step}")
+        assert_at_rest(ours)
+        # five units: the frozen one needs no backward, so it is gathered once and never reduced
+        assert [name for name, _ in sent.calls].count("send") == (pool.world_size() - 1) * (3 * 3 + 1)
+
+
+@pytest.mark.parametrize("N", [2, 3])
+def test_frozen_and_trained_parameters_in_one_unit(N):
+    pool.run(N, body_lora)
+
+
+class Choice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(rows, 6)) for rows in (5, 6, 1))
+
+    def forward(self, x, names):
+        if names == "negative zero":
+            return -0.0 * (self.a.sum() + self.b.sum() + self.c.sum())
+        return sum((x @ getattr(self, name).t()).sum(1) for name in names)
+
+
+def body_unused_parameters():
+    """None where no rank has a gradient, the mean with zeros where one has; what trains follows."""
+    rank, plain = pool.rank(), Choice()
+    ours = Ours.shard(copy.deepcopy(plain))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5) for m in (ours, plain)]
+    for step, names in enumerate([["a", "ab"], ["b", "b"], ["c", "a"], ["abc", "abc"], ["b", "a"]]):
+        for m in (ours, plain):
+            m.zero_grad()
+        loss_of(ours(make_batch(rank, step), names[rank % 2])).backward()
+        runs = [[(make_batch(r, step), names[r % 2])] for r in range(pool.world_size())]
+        one_device(plain, runs, lambda model, batch: loss_of(model(*batch)))
+        for o in optimizers:
+            o.step()
+        assert_same(ours, plain, what=f"step {step}")
+    ours.zero_grad()  # zero gradients of either sign are gradients: not None
+    if rank == 0:
+        ours(make_batch(rank, step), "negative zero").backward()
+    else:
+        ours(make_batch(rank, step), "a").sum().backward()
+    assert all(p.grad is not None for p in ours.parameters() if p.numel())
+
+
+@pytest.mark.parametrize("N", [1, 2, 3])
+def test_parameters_that_no_rank_or_one_rank_uses(N):
+    pool.run(N, body_unused_parameters)
+
+
+def body_tied_across():
+    tied = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 8, bias=False))
+    tied[2].weight = tied[0].weight
+    Ours.shard(tied[0])
+    with pytest.raises(ValueError, match=r"'2.weight' of Sequential is tied to Embedding, another unit"):
+        Ours.shard(tied)
+    shared = nn.Linear(6, 6)
+    twice = nn.ModuleList([nn.Sequential(shared), nn.Sequential(shared)])
+    Ours.shard(twice[0])
+    with pytest.raises(ValueError, match="tied"):
+        Ours.shard(twice[1])
+
+
+def test_tied_across_units_is_an_error_that_names_both():
+    pool.run(2, body_tied_across)
+
+
+# ---- Accumulation, clipping.
+
+
+def body_no_sync_sends_nothing():
+    N, rank, (ours, plain) = pool.world_size(), pool.rank(), pair()
+    for step in range(2):
+        with Collectives() as sent, fsdp.no_sync(ours):
+            loss_of(ours(make_batch(rank, 0))).backward()
+        assert sent.bytes_of("send") == (N - 1) * 2 * sum(u.flat.nbytes for u in units(ours))  # gathers
+        assert all(p.grad is None for p in ours.parameters())
+        loss_of(ours(make_batch(rank, 1), [0, 2])).backward()  # which leaves out units that have gradients
+        kept = [[(make_batch(r, 0), None), (make_batch(r, 1), [0, 2])] for r in range(N)]
+        one_device(plain, kept, lambda model, batch: loss_of(model(*batch)))
+        assert_same(ours, plain, what=f"step {step}")
+        assert_at_rest(ours)
+        ours.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("N", [2, 3])
+def test_no_sync_sends_nothing_and_loses_nothing(N):
+    pool.run(N, body_no_sync_sends_nothing)
+
+
+def body_frozen_after_no_sync():
+    """What no_sync has kept is reduced by the next backward, frozen in between or not: as .grad would be there."""
+    ours, plain = pair()
+    with fsdp.no_sync(ours):
+        loss_of(ours(make_batch(pool.rank(), 0))).backward()
+    ours.head.requires_grad_(False)
+    loss_of(ours(make_batch(pool.rank(), 1))).backward()
+    one_device(plain, everywhere(0))
+    assert_equal(whole(ours.head.weight.grad, plain.head.weight), plain.head.weight.grad, True)
+
+
+def test_frozen_after_no_sync():
+    pool.run(2, body_frozen_after_no_sync)
+
+
+def body_clip(impl, max_norm):
+    dtype, rank = torch.float64, pool.rank()
+    ours, plain = pair(impl, dtype)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, plain)]
+    for step in range(3):
+        for o in optimizers:
+            o.zero_grad()
+        loss_of(ours(make_batch(rank, step, dtype), [0, 2])).backward()  # two blocks have no gradients
+        one_device(plain, everywhere(step, dtype), lambda model, batch: loss_of(model(batch, [0, 2])))
+        norm = impl.clip(ours, max_norm)
+        assert_equal(norm, nn.utils.clip_grad_norm_(plain.parameters(), max_norm), False, "norm")
+        for o in optimizers:
+            o.step()
+        assert_same(ours, plain, False, f"step {step}")
+        everyone = [None] * pool.world_size()
+        dist.all_gather_object(everyone, norm, group=pool.group())
+        assert all(torch.equal(norm, other) for other in everyone)
+
+
+@BOTH
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clip_grad_norm(impl, max_norm):
+    pool.run(3, body_clip, impl, max_norm)
+
+
+def body_clip_where_a_rank_has_nothing():
+    layer = Ours.shard(nn.Linear(1, 1, bias=False).half())
+    layer(torch.full((1, 1), 512.0).half()).sum().backward()  # its square is no fp16
+    assert fsdp.clip_grad_norm_(layer, 256.0).item() == 512.0
+    assert layer.weight.grad.tolist() == [256.0] * (pool.rank() == 0)
+    layer.zero_grad()
+    assert fsdp.clip_grad_norm_(layer, 1.0) == 0
+    with pytest.raises(ValueError, match="has no unit"):
+        fsdp.clip_grad_norm_(nn.Linear(1, 1).requires_grad_(False), 1.0)
+
+
+def test_clip_where_a_rank_has_nothing_and_fp16_would_overflow():
+    pool.run(3, body_clip_where_a_rank_has_nothing)
+
+
+# ---- Policies.
+
+
+def body_mixed_precision(param, reduce, offload):
+    (ours, _), (theirs, _) = [
+        pair(impl, mp_policy=impl.Policy(param, reduce), **({"offload_policy": impl.Offload(False)} if offload else {}))
+        for impl in (Ours, PyTorchs)
+    ]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    seen = set()
+    ours.blocks[1].one.register_forward_hook(lambda m, i, o: seen.add((i[0].dtype, m.weight.dtype, o.dtype)))
+    for step in range(3):
+        outputs = []
+        for m in (ours, theirs):
+            m.zero_grad()
+            outputs.append(m(make_batch(pool.rank(), step)))
+            loss_of(outputs[-1].float()).backward()
+        assert outputs[0].dtype == (param or torch.float32)
+        assert torch.equal(*outputs)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert a.dtype == torch.float32
+            theirs_whole = b.grad.full_tensor()
+            bound = 0 if pool.world_size() == 2 else 4 * torch.finfo(reduce or param).eps  # at 3 ranks in another order
+            assert (whole(a.grad, b) - theirs_whole).abs().max() <= bound * theirs_whole.abs().max()
+            flat = theirs_whole.flatten()  # from here on alike
+            place = next(p for u in units(ours) for p in u.places if p.shard is a)
+            a.grad.copy_(flat[place.mine])
+        for o in optimizers:
+            o.step()
+    assert seen == {((param or torch.float32),) * 3}
+    assert {v.dtype for v in fsdp.full_state_dict(ours).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("N", [2, 3])
+@pytest.mark.parametrize(
+    ("param", "reduce", "offload"),
+    [
+        (torch.bfloat16, torch.float32, False),
+        (torch.bfloat16, None, True),
+        (torch.float16, torch.float32, False),
+        (None, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_mixed_precision_as_pytorchs(N, param, reduce, offload):
+    pool.run(N, body_mixed_precision, param, reduce, offload)
+
+
+def body_no_sync_in_reduce_dtype():
+    ours, _ = pair(mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    kept = []
+    for _ in range(3):
+        with fsdp.no_sync(ours):
+            loss_of(ours(make_batch(pool.rank(), 0))).backward()
+        kept.append([unit.kept.clone() for unit in units(ours)])
+    for one, two, three in zip(*kept, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(two, one + one)
+        assert torch.equal(three, one + one + one)  # which bfloat16 would round
+
+
+def test_no_sync_adds_in_the_reduce_dtype():
+    pool.run(2, body_no_sync_in_reduce_dtype)
+
+
+def body_float16_sum():
+    layer = Ours.shard(nn.Linear(4, 4).half())
+    (layer(torch.ones(1, 4).half()).sum() * 40000).backward()
+    assert torch.equal(whole(layer.bias.grad, torch.empty(4)), torch.full((4,), 40000.0).half())
+
+
+@pytest.mark.parametrize("N", [2, 4])
+def test_a_sum_of_float16_does_not_overflow(N):
+    pool.run(N, body_float16_sum)
+
+
+def body_offload():
+    ours, plain = pair(offload_policy=fsdp.CPUOffloadPolicy())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
+    for step in range(2):
+        for o in optimizers:
+            o.zero_grad()
+        loss_of(ours(make_batch(pool.rank(), step))).backward()
+        one_device(plain, everywhere(step))
+        for o in optimizers:
+            o.step()
+        assert_same(ours, plain)
+        assert all(p.device.type == p.grad.device.type == "cpu" for p in ours.parameters())
+
+
+def test_offload_is_bitwise_equal_to_none():
+    pool.run(2, body_offload)
+
+
+def body_hybrid(impl):
+    """2 × 2: as one device, each replica as the other; the replicas exchange shards of gradients only."""
+    dtype, rank = torch.float64, pool.rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plain, ours = make_model("plain", dtype), make_model("plain", dtype, seed=1 + rank * impl.exact)
+    shard(ours, impl, mesh=mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
+    for step in range(3):
+        for o in optimizers:
+            o.zero_grad()
+        with Collectives() as sent:
+            loss_of(ours(make_batch(rank, step, dtype))).backward()
+        one_device(plain, everywhere(step, dtype))
+        norm = impl.clip(ours, 0.1)
+        assert_equal(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1), False, "norm")
+        for o in optimizers:
+            o.step()
+        if impl is Ours:
+            assert sent.bytes_of("allreduce_") == sum(u.flat.nbytes for u in units(ours))
+            for name, value in fsdp.full_state_dict(ours).items():
+                assert_equal(value, plain.state_dict()[name], False, name)
+            everyone = [None] * 4
+            dist.all_gather_object(everyone, [(p.detach().clone(), p.grad.clone()) for p in ours.parameters()])
+            for a, b in ((0, 2), (1, 3)):
+                for one, other in zip(everyone[a], everyone[b], strict=True):
+                    assert all(map(torch.equal, one, other))
+        else:
+            for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+                assert_equal(p.full_tensor().detach(), q.detach(), False, name)
+
+
+@BOTH
+def test_hybrid_sharding(impl):
+    pool.run(4, body_hybrid, impl)
+
+
+# ---- Saving, loading, the meta device.
+
+
+class Everything(nn.Module):
+    """Odd parameters, a buffer, a buffer that is not saved, tied weights, a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), nn.BatchNorm1d(6), Block())
+        self.odd = make_model("odd")
+        self.tied = make_model("tied")
+        self.tied.second.bias.requires_grad_(False)
+        self.register_buffer("left_out", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        return self.odd(self.tied(self.blocks(x))[:, :6])
+
+
+def everything(seed=0, sharded=True, optimizer="adamw"):
+    model = Everything()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.0 + seed)
+    for child in (*model.blocks, model.odd, model) if sharded else ():
+        Ours.shard(child)
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model(make_batch(0, step))).backward()  # the same on all ranks: their number does not matter
+        optimizer.step()
+
+
+def body_save(optimizer):
+    model, optimizer = everything(optimizer=optimizer)
+    train(model, optimizer, range(2))
+    saved, state = fsdp.full_state_dict(model), fsdp.full_optimizer_state_dict(model, optimizer)
+    before = copy.deepcopy((saved, state))
+    train(model, optimizer, [2])
+    for a, b in zip(before, (saved, state), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)  # what was saved does not change
+    return saved, state, fsdp.full_state_dict(model)
+
+
+def body_load(saved, state, after, optimizer):
+    model, optimizer = everything(7, optimizer=optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.3
+    before = copy.deepcopy(state)
+    fsdp.load_full_state_dict(model, saved)
+    fsdp.load_full_optimizer_state_dict(model, optimizer, state)
+    assert optimizer.param_groups[0]["lr"] != 0.3
+    train(model, optimizer, [2])
+    torch.testing.assert_close(before, state, rtol=0, atol=0)
+    result = fsdp.full_state_dict(model)
+    return max((result[n] - v).abs().max().item() for n, v in after.items() if v.numel())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_save_at_four_ranks_and_load_at_three_at_one_and_into_the_plain_model(optimizer):
+    saved, state, after = pool.run(4, body_save, optimizer)[0]
+    plain, plain_optimizer = everything(5, sharded=False, optimizer=optimizer)
+    assert list(saved) == list(plain.state_dict())
+    plain.load_state_dict(saved)
+    plain_optimizer.load_state_dict(copy.deepcopy(state))
+    train(plain, plain_optimizer, [2])
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
+    assert pool.run(4, body_load, saved, state, after, optimizer) == [0.0] * 4  # bitwise where it continues
+    for N in (3, 1):
+        assert max(pool.run(N, body_load, saved, state, after, optimizer)) < 1e-6
+    # and what the plain model saves, the sharded one loads
+    plain_saved = copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict()))  # they are references
+    assert plain_saved[1]["state"].keys() == state["state"].keys()
+    train(plain, plain_optimizer, [2])
+    assert max(pool.run(2, body_load, *plain_saved, plain.state_dict(), optimizer)) < 1e-5
+
+
+def body_state_of_what_some_ranks_lack():
+    """Of a parameter that only some ranks have elements of, and only rank 0 has used, all ranks save the state."""
+    model = Ours.shard(Choice())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model(make_batch(pool.rank(), 0), "ac" if pool.rank() == 0 else "a")).backward()
+    optimizer.step()
+    state = fsdp.full_optimizer_state_dict(model, optimizer)["state"]
+    assert {i: tuple(s["exp_avg"].shape) for i, s in state.items()} == {0: (5, 6), 2: (1, 6)}
+    assert all(s["step"] == 1 for s in state.values())
+    fsdp.load_full_optimizer_state_dict(
+        model, optimizer, {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    torch.testing.assert_close(fsdp.full_optimizer_state_dict(model, optimizer)["state"], state, rtol=0, atol=0)
+
+
+def test_optimizer_state_of_parameters_that_some_ranks_have_nothing_of():
+    pool.run(4, body_state_of_what_some_ranks_lack)
+
+
+def body_bad_state_dicts():
+    model, plain = pair()
+    saved = fsdp.full_state_dict(model)
+    for change, words in (
+        (lambda d: d.pop("head.bias"), r"head.bias: None, not \(3,\)"),
+        (lambda d: d.update(more=torch.ones(1)), r"more: \(1,\), not None"),
+        (lambda d: d.update({"head.bias": torch.ones(4)}), r"head.bias: \(4,\), not \(3,\)"),
+    ):
+        bad = dict(saved)
+        change(bad)
+        with pytest.raises(RuntimeError, match=words):
+            fsdp.load_full_state_dict(model, bad)
+    for part in (model, model.blocks[0].one):
+        with pytest.raises(RuntimeError, match="call full_state_dict"):
+            part.state_dict()
+        with pytest.raises(RuntimeError, match="load_full_state_dict"):
+            part.load_state_dict(plain.state_dict())
+    fsdp.load_full_state_dict(model, {n: v.double() for n, v in saved.items()})
+    assert_same(model, plain)
+
+
+def test_state_dicts_that_do_not_fit_and_the_modules_own_are_errors():
+    pool.run(2, body_bad_state_dicts)
+
+
+def body_meta(how):
+    """Under other seeds on other ranks; no rank holds more than the largest unit, and one module more."""
+    with torch.device("meta"):
+        model, plain = Blocks(5), Blocks(5)
+        for m in (model, plain):
+            m.blocks[1].norm = nn.BatchNorm1d(3)
+    model.head.bias.requires_grad_(False)
+    shard(model)
+    for call in (lambda: model(make_batch(0, 0)), lambda: model.blocks[1](make_batch(0, 0))):
+        with pytest.raises(RuntimeError, match=r"meta device.*materialize"):
+            call()
+    assert all(p.is_meta for p in model.parameters())
+    plain.to_empty(device="cpu").apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    torch.manual_seed(0)
+    plain.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    if how == "load":
+        fsdp.load_full_state_dict(model, plain.state_dict())
+    else:
+        torch.manual_seed(pool.rank())
+        with Peak(lambda: storages([p for p in model.parameters() if p.dim() > 1 and not p.is_meta])) as peak:
+            fsdp.materialize(model)
+        assert peak.peak <= 2 * 4 * sum(p.numel() for p in Block().parameters())
+    assert_at_rest(model)
+    for name, value in fsdp.full_state_dict(model).items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["head.bias"]
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model(make_batch(0, 0))).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["materialize", "load"])
+def test_a_model_on_the_meta_device_becomes_real_unit_by_unit(how):
+    pool.run(3, body_meta, how)
+
+
+# ---- What it costs.
+
+
+class Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most that `measure` returns after any operator."""
+
+    def __init__(self, measure):
+        super().__init__()
+        self.measure, self.peak = measure, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, self.measure())
+        return result
+
+
+def live_bytes():
+    time.sleep(0.05)  # gloo's thread may hold what it has sent a little longer
+    gc.collect()
+    return storages([t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)])
+
+
+def body_memory(reshard):
+    N, count, width = pool.world_size(), 12, 40
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
+    for layer in (*model, model):
+        Ours.shard(layer, reshard_after_forward=reshard)
+    optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(1, width)
+    unit = 4 * width * width
+    psi, order = count * unit, model._fsdp_unit.order
+
+    def gradients():
+        made = [place.whole.grad for u in units(model) for place in u.places if place.whole.grad is not None]
+        return storages(made + (order.reduction[2] if order.reduction else []))  # made, sent and arriving
+
+    for step in range(3):
+        optimizer.zero_grad()
+        with Peak(lambda: gathered_bytes(model)) as peak:
+            loss = model(x).square().mean()
+        assert peak.peak == (2 * unit if reshard else psi), (peak.peak / unit, "in forward", step)
+        with Peak(lambda: gathered_bytes(model)) as peak, Peak(gradients) as peak_of_gradients:
+            loss.backward()
+        assert peak.peak == (2 * unit if reshard else psi), (peak.peak / unit, "in backward", step)
+        assert 2 * unit <= peak_of_gradients.peak <= 3 * unit, peak_of_gradients.peak / unit
+        assert gathered_bytes(model) == gradients() == 0
+        optimizer.step()
+    del loss
+    parameters = list(model.parameters())
+    state = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    assert storages(parameters) == storages([p.grad for p in parameters]) == psi // N
+    assert storages(state) == 2 * psi // N
+    del parameters, state
+    assert 16 * psi // 4 // N <= live_bytes() <= 16 * psi // 4 // N + 20_000  # nothing else that is large: 16Ψ/N
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_memory_at_rest_and_at_its_peak(reshard):
+    pool.run(2, body_memory, reshard)
+
+
+def body_a_kept_loss():
+    """It does not hold up the next backward's reductions, nor does a graph that nobody goes through."""
+    (model, _), kept = pair(count=6), []
+    for step in range(2):
+        model(make_batch(0, 9))
+        kept.append(loss_of(model(make_batch(0, step))))
+        with Peak(lambda: sum(any(p.whole.grad is not None for p in u.places) for u in units(model))) as peak:
+            kept[-1].backward()
+        assert peak.peak <= 3  # the root's, and two blocks'
+
+
+def test_a_kept_loss_holds_up_nothing():
+    pool.run(2, body_a_kept_loss)
+
+
+def body_cost(reshard):
+    N, (model, _) = pool.world_size(), pair(reshard_after_forward=reshard)
+    psi = sum(4 * u.N * u.flat.numel() for u in units(model))  # padded
+    with Collectives() as sent:
+        loss_of(model(make_batch(pool.rank(), 0))).backward()
+    moves = 3 if reshard else 2
+    assert [name for name, _ in sent.calls].count("send") == moves * len(units(model)) * (N - 1)
+    assert {name for name, _ in sent.calls} == {"send", "recv_"}
+    assert sent.bytes_of("send") == moves * psi * (N - 1) // N
+    for unit in units(model):
+        unit.unshard()
+        assert all(place.whole.data_ptr() % 64 == 0 for place in unit.places)  # as torch aligns what it allocates
+        unit.reshard()
+
+
+@pytest.mark.parametrize("N", [2, 3])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_sent_bytes_and_number_of_collectives(reshard, N):
+    pool.run(N, body_cost, reshard)
+
+
+def body_overlap():
+    """The next gather is issued before this unit computes, and a reduction is waited for after the next has computed."""
+    (model, _), order = pair(), []
+    loss_of(model(make_batch(0, 0))).backward()
+    moves = fsdp.watch(units(model))
+    for unit in units(model):
+        for module in (unit.places[0].slots[0][0],):
+            module.register_forward_hook(lambda *_, u=unit: moves.append((0, u, "forward")))
+            module.register_full_backward_hook(lambda *_, u=unit: moves.append((0, u, "backward")))
+    root, *blocks = units(model)
+    loss = loss_of(model(make_batch(0, 0)))
+    order = [(unit, move) for _, unit, move in moves]
+    at = {event: i for i, event in enumerate(order)}
+    for this, following in zip(blocks, blocks[1:], strict=False):
+        assert at[following, "gather"] < at[this, "forward"] < at[following, "unshard"]
+    moves.clear()
+    loss.backward()
+    order = [(unit, move) for _, unit, move in moves]
+    at = {event: i for i, event in reversed(list(enumerate(order)))}  # the first time
+    for this, following in zip(blocks[::-1], blocks[-2::-1], strict=False):
+        assert at[following, "gather"] < at[this, "backward"] < at[following, "unshard"]
+        assert at[this, "reduce"] < at[following, "backward"] < at[this, "add_gradients"]
+
+
+def test_communication_is_issued_early_and_waited_for_late():
+    pool.run(2, body_overlap)
+
+
+def body_fake(N, rank):
+    """In one process, rank `rank` of N: torch's fake process group moves nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=N)
+    try:
+        model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
+        psi = 4 * sum(p.numel() for p in model.parameters())
+        for layer in (*model, model):
+            fsdp.fully_shard(layer)
+        for _ in range(2):
+            with fsdp.SentBytes() as sent:
+                model(torch.randn(2, 1024)).sum().backward()
+        return sent.total, storages(model.parameters()), psi
+    finally:
+        dist.destroy_process_group()
+
+
+def test_cost_at_scale():
+    sizes = (1, 8, 64, 1024)
+    code = f"import test_fsdp\nfor N in {sizes}: print(*test_fsdp.body_fake(N, N - 1))"
+    done = launch([sys.executable, "-c", code], ROOT / "tests", env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert len(done.stdout.splitlines()) == len(sizes), done.stderr
+    for N, line in zip(sizes, done.stdout.splitlines(), strict=True):
+        sent, held, psi = map(float, line.split())
+        assert sent == 3 * psi * (N - 1) / N
+        assert held == psi / N
+
+
+# ---- Errors, groups, lifetimes.
+
+
+def body_errors():
+    group, model = pool.group(), Blocks()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    late = pool.rank() == 1
+    different = (nn.Linear(3 + late, 2), nn.Linear(3, 2).requires_grad_(not late))
+    different += (nn.Linear(3, 2).to(torch.float64 if late else torch.float32),)
+    other = dist.new_group([0], use_local_synchronization=True) if not late else dist.GroupMember.NON_GROUP_MEMBER
+    cases = [
+        (model.blocks, {}, "ModuleList has no forward"),
+        (model.head, {"reshard_after_forward": None}, "is None; it must be True or False"),
+        (model.head, {"mesh": mesh}, "pass process_group, or a mesh"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), {}, r"float32 and torch.float64; make a unit for"),
+        *((module, {}, "rank 1 has 'weight'") for module in different),
+    ]
+    for module, kwargs, words in cases:
+        with pytest.raises(ValueError, match=words):
+            fsdp.fully_shard(module, process_group=group, **kwargs)
+    Ours.shard(model.head)
+    with pytest.raises(ValueError, match="a unit already"):
+        Ours.shard(model.head)
+    with pytest.raises(ValueError, match="over other ranks"):
+        Ours.shard(model, mesh=mesh)
+    if late:
+        with pytest.raises(ValueError, match="rank 1 is not a member"):
+            fsdp.fully_shard(nn.Linear(2, 2), process_group=other)
+
+
+def test_errors_on_every_rank():
+    pool.run(2, body_errors)
+
+
+def body_hybrid_errors():
+    for odd_one in range(4):
+        with pytest.raises(ValueError, match="ranks must hold the same model"):
+            Ours.shard(nn.Linear(3 + (pool.rank() == odd_one), 2), mesh=init_device_mesh("cpu", (2, 2)))
+    with pytest.raises(ValueError, match="this mesh has 3"):
+        Ours.shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 2, 2)))
+
+
+def test_a_hybrid_mesh_where_one_rank_differs_is_an_error():
+    pool.run(4, body_hybrid_errors)
+
+
+def body_moved():
+    (model, _), batch = pair(), make_batch(0, 0)
+    model.blocks[1].double()
+    with pytest.raises(ValueError, match=r"'one\.weight' of blocks\.1 was moved or replaced"):
+        model(batch)
+    (model, plain), batch = pair(), make_batch(pool.rank(), 0)
+    model.to("cpu").float()  # which changes nothing
+    assert torch.equal(model(batch), plain(batch))
+    model.head.bias = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"'head\.bias'"):
+        model(batch)
+
+
+def test_a_model_that_is_moved_after_sharding_is_an_error():
+    pool.run(2, body_moved)
+
+
+def body_groups():
+    """Two models on two groups side by side, of other numbers of steps."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, rank = pairs[pool.rank() // 2], pool.rank() % 2
+    torch.manual_seed(3)
+    plain = Blocks()
+    ours = copy.deepcopy(plain)
+    for part in (*ours.blocks, ours):
+        fsdp.fully_shard(part, process_group=mine)
+    for step in range(2 + pool.rank() // 2):
+        loss_of(ours(make_batch(rank, step))).backward()
+        one_device(plain, [[make_batch(r, step)] for r in range(2)])
+    everyone = [None] * 2
+    dist.all_gather_object(everyone, [p.grad.clone() for p in ours.parameters()], group=mine)
+    for a, b, p in zip(*everyone, plain.parameters(), strict=True):
+        assert torch.equal(torch.cat([a, b]).view(p.shape), p.grad)
+    dist.barrier()
+
+
+def test_two_groups_side_by_side():
+    pool.run(4, body_groups)
+
+
+def body_lifetime():
+    model, _ = pair()
+    loss_of(model(make_batch(0, 0))).backward()
+    gone = [weakref.ref(model), weakref.ref(units(model)[1]), weakref.ref(model.head.weight)]
+    del model
+    gc.collect()
+    assert not any(ref() for ref in gone)
+
+
+def test_a_discarded_model_is_freed():
+    pool.run(2, body_lifetime)
+
+
+def body_forward_in_a_hook():
+    """As a teacher's, whose forward is in another model's backward."""
+    (model, plain), batch, outputs = pair(), make_batch(pool.rank(), 0), []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 1.0
+    y.register_hook(lambda _: outputs.append(model(batch)))
+    y.sum().backward()
+    assert torch.equal(outputs[0], plain(batch))
+    assert_at_rest(model)
+    loss_of(model(batch)).backward()
+    one_device(plain, everywhere(0))
+    assert_same(model, plain)
+
+
+def test_a_forward_in_a_hook_of_backward():
+    pool.run(2, body_forward_in_a_hook)
+
+
+def test_timeline():
+    """A unit is gathered, computes, is free; computes in backward, and is reduced."""
+    unit = nn.Linear(1, 1)
+    unit.name = "a"
+    moves = [(0, unit, "gather"), (2, unit, "unshard"), (4, unit, "reshard"), (5, None, "loss"), (5, unit, "unshard")]
+    moves += [(7, unit, "reduce"), (7, unit, "reshard"), (9, unit, "add_gradients"), (10, unit, "reshard")]
+    assert fsdp.draw_timeline(moves, 10).splitlines()[-1] == "a     ··FF BB-- "
