@@ -171,10 +171,6 @@ class Place:
     def get(self):
         return self.slots[0][0]._parameters[self.slots[0][1]]
 
-    def put(self, parameter):
-        for module, attribute in self.slots:
-            module._parameters[attribute] = parameter
-
 
 class State(Enum):
     SHARDED = "`flat` has memory: this rank's piece, of which each shard is a view"
@@ -226,7 +222,7 @@ class Unit:
             # .data: what lands in `gathered` later is no change of what autograd has saved
             place.whole = nn.Parameter(place.view(self.gathered).data, requires_grad=trains)
             place.shard._fsdp_unit = self
-            place.put(place.shard)
+        self.show("shard")
         self.gathered.untyped_storage().resize_(0)
 
     @torch.no_grad()
@@ -256,6 +252,7 @@ class Unit:
 
     def reshard(self):
         """Free them."""
+        self.show("shard")
         if self.state is not State.SHARDED:
             wait(self.works)
             self.gathered.untyped_storage().resize_(0)
@@ -295,6 +292,11 @@ class Unit:
             mean, shard = total[place.here], place.shard
             if place not in unused or not ((mean[:1] == 0) & mean[:1].signbit()).all():
                 shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+
+    def show(self, what):
+        for place in self.places:
+            for module, attribute in place.slots:
+                module._parameters[attribute] = getattr(place, what)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,15 +354,12 @@ class Order:
                 self.outermost, self.script, unit.script, self.ended = unit, deque(unit.script), [], []
             self.outermost.script.append(unit)
             self.advance(unit)
-        for place in unit.places:
-            place.put(place.whole)
+        unit.show("whole")
         unit.start, dtype = next(clock), unit.cast_inputs_to
         cast = lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x  # noqa: E731
         return tree_map(cast, (args, kwargs)) if dtype else (args, kwargs)
 
     def after_forward(self, unit, output):
-        for place in unit.places:  # outside of forward, the module always shows its shards
-            place.put(place.shard)
         nodes = {x.grad_fn for x in tree_leaves(output) if torch.is_tensor(x)} - {None}
         if nodes:
             call = Call(unit, unit.start, next(clock))
@@ -368,8 +367,10 @@ class Order:
             self.ended.append(unit)
         for node in nodes:
             node.register_prehook(lambda _: unit.order.enter_backward(call))
-        if running_backward() == -1 and (unit.reshard_after_forward or not nodes):
-            unit.reshard()
+        if running_backward() == -1:
+            unit.show("shard")  # to an optimizer, even if they are whole
+            if unit.reshard_after_forward or not nodes:
+                unit.reshard()
         if unit is self.outermost:
             for other in self.units:
                 if other.state is State.GATHERING:  # it was not called this time
@@ -396,6 +397,7 @@ class Order:
                 self.reduce(unit)
         self.pending.append(call)
         self.advance(call.unit)
+        call.unit.show("whole")  # to a checkpoint inside, which computes again
 
     def reduce(self, unit):
         """Begin to reduce `unit`. The one before has travelled while this one computed."""
@@ -419,7 +421,8 @@ class Order:
         """All units SHARDED, nothing on its way; and of a backward that has raised nothing left."""
         wait(self.reduction[1] if self.reduction else [])
         for unit in self.units:
-            unit.reshard()
+            if unit.flat is not None:
+                unit.reshard()
             if self.backward is not None:
                 unit.calls = weakref.WeakSet(call for call in unit.calls if call.backward is not self.backward)
                 unit.kept = None
