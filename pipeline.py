@@ -267,25 +267,27 @@ linear = F.linear
 
 
 class SplitLinear(torch.autograd.Function):
-    """F.linear as a small graph of its own: I asks it for the input's gradient, W, later, for those of the weights."""
+    """F.linear as a small graph of its own: I asks it for the input's gradient, W, later, for those of the weights.
+
+    These are no inputs of this node, which would run their hooks in I as well; the anchor makes autograd come here.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, queue):
+    def forward(ctx, anchor, x, weights, queue):
         # Without the hooks of a checkpoint around it, which would compute everything again for I, and again for W
         keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with torch.enable_grad(), keep:
             ctx.x = leaf(x)
-            y = linear(ctx.x, weight, bias)
-        ctx.root, ctx.queue = root_of(y), queue
-        ctx.weights = [w for w in (weight, bias) if w is not None and w.requires_grad]
+            y = linear(ctx.x, *weights)
+        ctx.root, ctx.weights, ctx.queue = root_of(y), weights, queue
         return y.detach()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.queue.append((ctx.root, gradient, ctx.weights))
-        wanted = ctx.needs_input_grad[0]
+        ctx.queue.append((ctx.root, gradient, [w for w in ctx.weights if w is not None and w.requires_grad]))
+        wanted = ctx.needs_input_grad[1]
         dx = torch.autograd.grad(ctx.root, ctx.x, gradient, retain_graph=True)[0] if wanted else None
-        return dx, None, None, None
+        return None, dx, None, None
 
 
 @contextmanager
@@ -297,7 +299,7 @@ def split_linears(queue):
 
     def split(x, weight, bias=None):
         if torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf):
-            return SplitLinear.apply(x, weight, bias, queue)
+            return SplitLinear.apply(torch.empty((), requires_grad=True), x, (weight, bias), queue)
         return before(x, weight, bias)
 
     before = F.linear
