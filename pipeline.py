@@ -31,21 +31,29 @@ Left out: tied parameters, data parallelism around stages, clipping (parallel_3d
           the gradient of inputs; layouts on the wire (all arrives contiguous); W for layers that are not linear
 """
 
+import argparse
 import collections
-import csv
+import copy
 import functools
 import graphlib
 import itertools
+import json
+import os
 import re
-import string
+import statistics
+import sys
 import time
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. The idea: GPipe with blocking sends.
@@ -122,18 +130,16 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     return schedule
 
 
-class Simulation(NamedTuple):
-    start: dict  # action -> time
-    end: dict
-    bubble_fraction: float  # idle time over all time, of all ranks together
-    peak_activations: list  # for each rank, the most micro-batches, per stage, between F and B or W
+Simulation = collections.namedtuple("Simulation", "start end bubble_fraction peak_activations")
 
 
 def simulate(schedule, cost=COST):
     """When each action runs if a rank follows its list and an action waits for what it needs; transfers take no time.
 
     `cost`: time by kind ("F"), or by stage and kind ("2F"), which goes first.
-    ValueError: an action is missing, repeated or misplaced, or the schedule deadlocks (with the cycle).
+
+    -> start and end, by action; the share of all ranks' time that is idle; for each rank, the most micro-batches, of
+    each stage, that are between F and B or W. ValueError: an action is missing or repeated, or there is a deadlock.
     """
     schedule = flat(schedule)
     check(schedule)
@@ -144,7 +150,7 @@ def simulate(schedule, cost=COST):
 
 
 def run_times(schedule, cost=COST):
-    """-> {action: start}, {action: end}, in an order in which all of them can run."""
+    """-> {action: start}, {action: end}, in an order in which all of them can run. ValueError: there is none."""
     rank_of = {action: rank for rank, actions in enumerate(schedule) for action in actions}
     before = {}  # action: the one before it on its rank, and those whose outputs it takes
     for actions in schedule:
@@ -156,8 +162,9 @@ def run_times(schedule, cost=COST):
     start, end = {}, {}
     try:
         for action in graphlib.TopologicalSorter(before).static_order():
+            stage, kind, _ = parse(action)
             start[action] = max((end[a] for a in before[action]), default=0)
-            end[action] = start[action] + cost.get(action.rstrip(string.digits), cost[parse(action)[1]])
+            end[action] = start[action] + cost.get(f"{stage}{kind}", cost[kind])
     except graphlib.CycleError as error:
         cycle = [f"{action} (rank {rank_of[action]})" for action in reversed(error.args[1])]
         raise ValueError(f"the schedule deadlocks: {' waits for '.join(cycle)}") from None
@@ -199,14 +206,12 @@ def flat(schedule):
 
 def schedule_to_csv(schedule, path):
     """A line per rank, as PyTorch's _load_csv(path, format="compute_only") reads it."""
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(flat(schedule))
+    Path(path).write_text("".join(",".join(actions) + "\n" for actions in flat(schedule)))
 
 
 def schedule_from_csv(path):
     """Read what PyTorch's _dump_csv writes, in both of its formats."""
-    with open(path, newline="") as file:
-        return flat(csv.reader(file))
+    return flat(line.split(",") for line in Path(path).read_text().splitlines())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -553,3 +558,227 @@ def split(layers, num_stages):
         return min((max(largest, sum(sizes[b:end])), [*at, end]) for b, largest, at in cuts)
 
     return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(best(num_stages, len(layers))[1])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo.
+
+
+def main():
+    flags = {
+        "--schedule": {"choices": SCHEDULES, "default": "1f1b"},
+        "--microbatches": {"type": int, "default": 4, "metavar": "M"},
+        "--stages-per-rank": {"type": int, "metavar": "V", "help": "default: 2 interleaved, 1 otherwise"},
+        "--trace": {"metavar": "FILE", "help": "write both timelines as Chrome trace JSON (ui.perfetto.dev)"},
+    }
+    demo = Demo(flags)
+    name, m, p, rank = demo.args.schedule, demo.args.microbatches, demo.ranks, demo.rank
+    v, layers, batch = demo.args.stages_per_rank or 1 + (name == "interleaved_1f1b"), len(language_model()), 8 * p
+    if m < 1 or batch % m or not 1 <= p * v <= layers:
+        demo.stop(
+            f"{p} × {v} stages of {layers} layers, {m} micro-batches of {batch} sequences: use fewer, or a divisor"
+        )
+    model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)  # losses times 1/4, say, are exact
+    plain, stages = split(demo.model, p * v), split(model, p * v)[rank::p]
+    pipeline = Pipeline(stages, name, m, language_loss)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, targets)
+        optimizer.step()
+        return loss
+
+    def whole():  # each rank compares the stages that it has
+        held_here = [stages[s // p] if s % p == rank else plain[s] for s in range(p * v)]
+        parameters = list(nn.Sequential(*held_here).parameters())
+        return [parameter.grad for parameter in parameters], parameters
+
+    demo.train(step, whole)
+    bsh = batch // m * 64 * 192 * next(demo.model.parameters()).itemsize
+    sent = ("(2v-1)m·bsh", (2 * v - 1) * m * bsh) if p > 1 else ("0", 0)
+    status = demo.report(held(pipeline.parameters(), optimizer), *sent)
+    show_timelines(demo, pipeline)
+    return status
+
+
+def show_timelines(demo, pipeline, width=100):
+    """The last step's beside what simulate() predicts from the median time of each stage's actions."""
+    measured, durations, events = pipeline._all_gather(pipeline.timeline), collections.defaultdict(list), []
+    for action, start, end in itertools.chain(*measured):
+        durations["{}{}".format(*parse(action))].append(end - start)
+    times = simulate(pipeline.schedule, {key: statistics.median(values) for key, values in durations.items()})
+    predicted = [[(action, times.start[action], times.end[action]) for action in row] for row in pipeline.schedule]
+    demo.show(
+        "|0F2-- is stage 0's forward of micro-batch 2, as long as it takes; F forward, B backward, or instead of it"
+    )
+    demo.show("I backward for the input and W for the weights; where it is blank the rank waits: the bubble")
+    for title, rows in ("predicted", predicted), ("measured", measured):
+        begin, end = min(row[0][1] for row in rows), max(row[-1][2] for row in rows)
+        busy = sum(end - start for _, start, end in itertools.chain(*rows))
+        demo.show(f"{title}: {1e3 * (end - begin):.0f} ms, bubble {1 - busy / (end - begin) / len(rows):.0%}")
+        for rank, row in enumerate(rows):
+            line = ""
+            for action, *span in row:
+                a, b = (round((t - begin) / (end - begin) * width) for t in span)
+                line = line.ljust(a) + f"|{action}".ljust(b - a, "-")[: b - a]
+                event = {"name": action, "ph": "X", "ts": 1e6 * span[0], "dur": 1e6 * (span[1] - span[0])}
+                events.append(event | {"pid": title, "tid": rank})
+            demo.show(f"  rank {rank:<4} {line}")
+    if demo.args.trace and demo.rank == 0:
+        Path(demo.args.trace).write_text(json.dumps({"traceEvents": events}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, in this world and on one device. The same text in every file.
+
+
+class Block(nn.Module):
+    def __init__(self, C, heads):
+        super().__init__()
+        self.head_dim, self.norm1, self.norm2 = C // heads, nn.LayerNorm(C), nn.LayerNorm(C)
+        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+
+def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+    blocks = [Block(C, heads) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
+
+    # operator: (how often its payload goes around the ring, which argument the payload is)
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
+    total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
+            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
+            self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+
+
+class Demo:
+    """Trains a technique and the same model on one device, step by step, and compares: in float64 where not bitwise."""
+
+    def __init__(self, flags=None):
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
+        for flag, options in {**numbers, **(flags or {})}.items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        try:
+            text = Path(self.args.data).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {self.args.data}: {error.strerror}")
+        if self.args.steps < 1 or len(text) < 66:
+            self.stop(f"--steps {self.args.steps} on {len(text)} bytes: at least 1 step, on 66 bytes")
+        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+        if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
+
+    def stop(self, message):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(9)  # it is wrong on all ranks: the first says so, and torchrun ends the others
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        torch.manual_seed(self.args.seed)
+        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
+        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer.zero_grad()
+        for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
+            losses.append(language_loss(self.model(inputs), targets))
+            losses[-1].backward()
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+        self.optimizer.step()
+        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+
+    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+        self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
+        for number in range(self.args.steps):
+            batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
+            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+                loss = step(*batch)
+            loss, middle = None if loss is None else loss.item(), time.perf_counter()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, time.perf_counter() - middle))
+            dist.all_gather_object(losses, loss)
+            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
+            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            if terminal or number % -(-self.args.steps // 3) == 0:
+                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+
+    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+        largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = bool(largest <= self.tolerance)
+        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        curve = torch.tensor(self.losses[:: -(-len(self.losses) // 30)]).nan_to_num()
+        curve = (7 * (curve - curve.min()) / (curve.max() - curve.min()).clamp(min=1e-9)).round().int()
+        params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
+        plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
+        ms = [1e3 * statistics.median(times) for times in zip(*self.times, strict=True)]
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}   {''.join('▁▂▃▄▅▆▇█'[i] for i in curve)}")
+        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
+        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
+        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
+        return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()  # who leaves early breaks the others' connections
+    dist.destroy_process_group()
+    sys.exit(status)
