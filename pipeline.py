@@ -179,17 +179,17 @@ def parse(action):
 
 def check(schedule):
     """-> {stage: rank}, number of micro-batches. ValueError unless each has F and B, or F, I and W, on each stage."""
-    kinds, rank_of = collections.defaultdict(list), {}
+    done, rank_of = collections.defaultdict(str), {}
     for rank, actions in enumerate(schedule):
         for stage, kind, i in map(parse, actions):
-            kinds[stage, i].append(kind)
+            done[stage, i] += kind
             if rank_of.setdefault(stage, rank) != rank:
                 raise ValueError(f"stage {stage} is on two ranks, {rank_of[stage]} and {rank}")
-    m = 1 + max((i for _, i in kinds), default=0)
+    m = 1 + max((i for _, i in done), default=0)
     for stage, i in itertools.product(range(1 + max(rank_of, default=0)), range(m)):
-        done = "".join(sorted(kinds[stage, i], key="FBIW".index))
-        if done not in ("FB", "FIW"):
-            raise ValueError(f"stage {stage}, micro-batch {i}: {done or 'nothing'} is done; it must be FB or FIW")
+        if "".join(sorted(done[stage, i])) not in ("BF", "FIW"):
+            kinds = done[stage, i] or "nothing"
+            raise ValueError(f"stage {stage}, micro-batch {i}: {kinds} is done; it must be F and B, or F, I and W")
     return rank_of, m
 
 
@@ -231,8 +231,7 @@ def add_messages(schedule, rank_of):
     its part of that. What anything waits for stands before it: so the first thing not yet done can always be done, even
     if sends wait for receivers (NCCL), and nothing deadlocks. A receive is posted before the actions that hide it.
     """
-    programs = [[] for _ in schedule]
-    end = run_times(schedule)[1]
+    programs, end = [[] for _ in schedule], run_times(schedule)[1]
     for action in sorted(end, key=end.get):
         src, dst = rank_of[parse(action)[0]], rank_of.get(taker(action)[0])
         programs[src].append(("_run", action))
@@ -246,7 +245,6 @@ def as_tuple(value):
 
 
 def like(tensors):
-    """What both sides must know of tensors before these travel."""
     return [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
 
 
@@ -256,13 +254,11 @@ def leaf(tensor):
 
 
 def cut(tensor, parts):
-    pieces = tensor.chunk(parts) if isinstance(tensor, torch.Tensor) else ()
+    samples = 0 if tensor is None else len(tensor)
+    pieces = tensor.chunk(parts) if samples else ()
     if len(pieces) != parts:
-        given = f"shape {tuple(tensor.shape)}" if pieces else f"type {type(tensor).__name__}"
-        raise ValueError(
-            f"torch.chunk cuts a batch of {given} into {len(pieces)} micro-batches, not into {parts}; pass a tensor "
-            f"of a multiple of {parts} samples, or change num_microbatches"
-        )
+        text = f"torch.chunk cuts a batch of {samples} samples into {len(pieces)} micro-batches, not into {parts}"
+        raise ValueError(f"{text}; pass a multiple of {parts}, or change num_microbatches")
     return pieces
 
 
@@ -328,7 +324,6 @@ class Pipeline(nn.Module):
         schedule: a name (build_schedule), or for each rank its list of actions, in PyTorch's notation.
         num_microbatches: the batch is cut into so many along dimension 0, as torch.chunk does.
         loss_fn: loss_fn(output, target) -> mean loss of a micro-batch.
-        process_group: the ranks of this pipeline (None: the default group).
         weight: weight(target) -> how much a micro-batch counts in the batch's mean (by default its samples), such as
             its tokens that are not masked.
 
@@ -350,11 +345,11 @@ class Pipeline(nn.Module):
         self._rank_of, m = check(self.schedule)
         counts = [list(self._rank_of.values()).count(rank) for rank in range(len(self.schedule))]
         if everyone != [(self.schedule, m, count) for count in counts]:
+            given = f"{num_microbatches} micro-batches and {[n for *_, n in everyone]} stages, or different schedules"
             raise ValueError(
-                f"the schedule has {m} micro-batches and, by rank, {counts} stages; the ranks pass {num_microbatches} "
-                f"micro-batches and {[n for *_, n in everyone]} stages, or different schedules"
+                f"the schedule has {m} micro-batches and, by rank, {counts} stages; the ranks pass {given}"
             )
-        mine = sorted(stage for stage, rank in self._rank_of.items() if rank == self._rank)
+        mine = [stage for stage, rank in sorted(self._rank_of.items()) if rank == self._rank]
         self.stages = nn.ModuleDict({str(index): stage for index, stage in zip(mine, stages, strict=True)})
         self._last = len(self._rank_of) - 1
         gloo = dist.get_backend(process_group) == "gloo"  # which sends from the host's memory
@@ -367,10 +362,7 @@ class Pipeline(nn.Module):
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch; adds to .grad what a loop over its micro-batches on one device would.
 
-        Args:
-            inputs: a tensor or a tuple of tensors, of stage 0, where that is; ignored elsewhere.
-            targets: a tensor, of loss_fn, where the last stage is; ignored elsewhere.
-
+        `inputs`, a tensor or a tuple of tensors, are for stage 0, `targets`, a tensor, for loss_fn; ignored elsewhere.
         -> the mean loss where the last stage is, None elsewhere. Forward only under torch.no_grad().
 
         An error on one rank is raised there, and with its text on all others. Gradients are incomplete then.
@@ -386,56 +378,34 @@ class Pipeline(nn.Module):
         return self.step(inputs, targets)
 
     def _start(self, inputs, targets):
-        """Cut the batch, and hear from all ranks whether it is like the one before."""
-        m, grad, self._failure, self._targets, self.timeline = (
-            self.num_microbatches,
-            torch.is_grad_enabled(),
-            None,
-            None,
-            [],
-        )
+        """Hear from all ranks whether the batch is like the one before, and cut it."""
+        m, grad, inputs = self.num_microbatches, torch.is_grad_enabled(), as_tuple(inputs)
         self._values = {}  # by who takes it, (stage, kind, micro-batch): list of tensors
         self._arriving = {}  # the same: transfers to wait for before that
         self._leaving = collections.deque()  # transfers and their tensors, both kept until they are over
-        tensors = [t for t in (*as_tuple(inputs), *self.parameters()) if isinstance(t, torch.Tensor)]
-        before, self._batch = self._batch, (grad, like(tensors))
+        self._failure, self._targets, self.timeline = None, None, []
+        before, self._batch = self._batch, (grad, like(filter(torch.is_tensor, inputs)), like(self.parameters()))
         with_grad, changed = self._sum(grad, self._batch != before)
         if with_grad not in (0, len(self.schedule)):
             raise ValueError(
-                f"gradients are enabled on {with_grad} of {len(self.schedule)} ranks; it must be all or none"
+                f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; it must be all or none"
             )
         if changed:
-            self._forms.clear()
+            self._forms = {}
         self._began = time.perf_counter()  # on all ranks at about one time
         try:
             if "0" in self.stages:
-                parts = zip(*(cut(t, m) for t in as_tuple(inputs)), strict=True)
-                self._values = {(0, "F", i): part for i, part in enumerate(parts)}
+                parts = zip(*(cut(t, m) for t in inputs), strict=True)
+                self._values = {(0, "F", i): x for i, x in enumerate(parts)}
             if str(self._last) in self.stages and (grad or targets is not None):
                 self._targets = cut(targets, m)
-                weights = [float(self.weight(target)) for target in self._targets]
-                if not sum(weights) > 0:
-                    raise ValueError(f"the micro-batches' weights are {weights}; their sum must be positive")
-                self._weights = [w * m / sum(weights) for w in weights]  # 1 if they are equal
-        except Exception as error:
+                weights = torch.tensor([self.weight(target) for target in self._targets], dtype=torch.float64)
+                self._weights = weights / weights.mean()  # 1 if they are equal
+        except Exception as error:  # messages go on, so that no rank hangs, and in the end all raise
             self._failure = time.time(), "its batch", error
 
-    def _finish(self):
-        for transfers, _ in self._leaving:
-            for transfer in transfers:
-                transfer.wait()
-        self._raise_failure()
-        if str(self._last) not in self.stages:
-            return None
-        results = [self._values.pop((self._last + 1, "F", i)) for i in range(self.num_microbatches)]
-        if self._targets is None:
-            outputs = [torch.cat(parts) for parts in zip(*results, strict=True)]
-            return outputs[0] if len(outputs) == 1 else tuple(outputs)
-        losses = torch.stack([loss.detach() for (loss,) in results])
-        return (losses * losses.new_tensor(self._weights)).mean()
-
     def _run(self, action):
-        """Run an action on what others have left for it. After a failure only messages go on, so that no rank hangs."""
+        """Run an action on what others have left for it. After a failure only messages go on."""
         stage, kind, i = parse(action)
         key = stage, "B" if kind == "I" else kind, i
         given = self._values.pop(key, None)
@@ -456,23 +426,17 @@ class Pipeline(nn.Module):
         with split_linears(queue):
             y = self.stages[str(stage)](*x)
         if stage == self._last and self._targets is not None:
-            y = self._loss(y, i)
+            empty = self._weights[i] == 0  # a mean over nothing would be NaN
+            y = sum(t.sum() for t in as_tuple(y)) * 0.0 if empty else self.loss_fn(y, self._targets[i])
         y = as_tuple(y)
         if torch.is_grad_enabled():
             self._values[stage, "graph", i] = x, [t for t in y if t.requires_grad], queue
         self._values[stage + 1, "F", i] = [leaf(t) for t in y]
 
-    def _loss(self, output, i):
-        if self._weights[i]:
-            loss = self.loss_fn(output, self._targets[i])
-        else:  # a mean over nothing would be NaN
-            loss = sum(t.sum() for t in as_tuple(output)) * 0.0
-        share = self._weights[i] / self.num_microbatches  # the only place that scales
-        self._values[self._last, "B", i] = [torch.full_like(loss, share)] if loss.requires_grad else []
-        return loss
-
     def _backward(self, stage, i, gradients):
         x, y, queue = self._values.pop((stage, "graph", i))
+        if stage == self._last:  # the only place that scales
+            gradients = [torch.full_like(t, self._weights[i].item() / self.num_microbatches) for t in y]
         if y:
             with split_linears(queue):
                 torch.autograd.backward(y, [g.to(self.device) for g in gradients])
@@ -501,17 +465,42 @@ class Pipeline(nn.Module):
         if value is not None and like(value) != forms:
             text = f"the output was {forms} before, for a batch of the same shapes, and is now {like(value)}"
             self._failure, value = self._failure or (time.time(), action, RuntimeError(text)), None
-        make = functools.partial(torch.zeros, device=self._wire)
-        buffers = [make(shape, dtype=dtype, requires_grad=grad) for shape, dtype, grad in forms]
+        if value is None:  # to be received, or after a failure
+            value = [torch.zeros(s, dtype=d, device=self._wire, requires_grad=grad) for s, d, grad in forms]
         if sending:
-            tensors = [t.detach().to(self._wire).contiguous() for t in (buffers if value is None else value)]
+            tensors = [t.detach().to(self._wire).contiguous() for t in value]
             self._leaving.append(([dist.isend(t, **peer) for t in tensors], tensors))
             if len(self._leaving) > 4:  # a sender is seldom further ahead of its receiver
                 for transfer in self._leaving.popleft()[0]:
                     transfer.wait()
         else:
-            self._arriving[taken] = [dist.irecv(t.detach(), **peer) for t in buffers]
-            self._values[taken] = buffers
+            self._arriving[taken] = [dist.irecv(t.detach(), **peer) for t in value]
+            self._values[taken] = value
+
+    def _finish(self):
+        for transfer in itertools.chain(*(transfers for transfers, _ in self._leaving)):
+            transfer.wait()
+        self._raise_failure()
+        if str(self._last) not in self.stages:
+            return None
+        results = [self._values.pop((self._last + 1, "F", i)) for i in range(self.num_microbatches)]
+        if self._targets is None:
+            outputs = [torch.cat(parts) for parts in zip(*results, strict=True)]
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        losses = torch.stack([loss.detach() for (loss,) in results])
+        return (losses * self._weights.to(losses)).mean()
+
+    def _raise_failure(self):
+        """Raise, on all ranks, what was the first failure on any: others may follow from what then did not come."""
+        failure, self._failure = self._failure, None
+        if self._sum(failure is not None) == [0]:
+            return
+        self._forms = {}
+        what = failure and f"{failure[1]} with {type(failure[2]).__name__}: {failure[2]}"
+        mine = failure and (failure[0], self._rank, isinstance(failure[2], ValueError), what)
+        _, rank, wrong_use, what = min(theirs for theirs in self._all_gather(mine) if theirs)
+        kind = ValueError if wrong_use else RuntimeError
+        raise failure[2] if rank == self._rank else kind(f"rank {rank} failed in {what}")
 
     def _all_gather(self, mine):
         everyone = [None] * dist.get_world_size(self.process_group)
@@ -523,19 +512,6 @@ class Pipeline(nn.Module):
         sums = torch.tensor(numbers, dtype=torch.int64, device=self._wire)
         dist.all_reduce(sums, group=self.process_group)
         return sums.tolist()
-
-    def _raise_failure(self):
-        """Raise, on all ranks, what was the first failure on any: others may follow from what then did not come."""
-        failure, self._failure = self._failure, None
-        if self._sum(failure is not None) == [0]:
-            return
-        self._forms.clear()
-        mine = failure and (failure[0], self._rank, failure[1], type(failure[2]).__name__, str(failure[2]))
-        _, rank, action, kind, text = min(theirs for theirs in self._all_gather(mine) if theirs)
-        if rank == self._rank:
-            raise failure[2]
-        text = f"rank {rank} failed in {action} with {kind}: {text}"
-        raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -590,8 +566,8 @@ def main():
         return loss
 
     def whole():  # each rank compares the stages that it has
-        held_here = [stages[s // p] if s % p == rank else plain[s] for s in range(p * v)]
-        parameters = list(nn.Sequential(*held_here).parameters())
+        plain[rank::p] = stages
+        parameters = list(nn.Sequential(*plain).parameters())
         return [parameter.grad for parameter in parameters], parameters
 
     demo.train(step, whole)
@@ -603,16 +579,14 @@ def main():
 
 
 def show_timelines(demo, pipeline, width=100):
-    """The last step's beside what simulate() predicts from the median time of each stage's actions."""
+    """The last step's, beside what simulate() predicts from the median time of each stage's actions."""
     measured, durations, events = pipeline._all_gather(pipeline.timeline), collections.defaultdict(list), []
     for action, start, end in itertools.chain(*measured):
         durations["{}{}".format(*parse(action))].append(end - start)
     times = simulate(pipeline.schedule, {key: statistics.median(values) for key, values in durations.items()})
     predicted = [[(action, times.start[action], times.end[action]) for action in row] for row in pipeline.schedule]
-    demo.show(
-        "|0F2-- is stage 0's forward of micro-batch 2, as long as it takes; F forward, B backward, or instead of it"
-    )
-    demo.show("I backward for the input and W for the weights; where it is blank the rank waits: the bubble")
+    demo.show("|0F2-- is stage 0's forward of micro-batch 2, as long as it took (where that is short, cut off);")
+    demo.show("F forward, B backward, or I and W, backward for input and weights; blank: the rank waits, the bubble")
     for title, rows in ("predicted", predicted), ("measured", measured):
         begin, end = min(row[0][1] for row in rows), max(row[-1][2] for row in rows)
         busy = sum(end - start for _, start, end in itertools.chain(*rows))

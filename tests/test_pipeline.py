@@ -284,8 +284,8 @@ def body_schedules(cls, cases):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4])
 def test_every_schedule_is_bitwise_micro_batch_accumulation(p):
-    one = [(name, m, 1) for name in SCHEDULES for m in range(1, 7)]
-    several = [(name, m, v) for name in SCHEDULES for m, v in ((1, 2), (3, 2), (5, 3), (8, 2))]
+    one = [(name, m, 1) for name in SCHEDULES for m in (1, 2, 3, 5)]
+    several = [(name, m, v) for name in SCHEDULES for m, v in ((1, 2), (3, 2), (5, 3))]
     optimizers = itertools.cycle(("sgd", "adamw", "momentum"))
     cases = [(*case, optimizer) for case, optimizer in zip(one + several, optimizers, strict=False)]
     pool.run(p, body_schedules, Pipeline, cases)
@@ -634,13 +634,14 @@ def test_activations_are_freed_after_their_backward(name):
 
 
 def body_split_memory(cls):
-    """Between F and W a linear layer's output is not kept for the sake of W."""
-    outputs = []
-    stage = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    stage[1].register_forward_hook(lambda module, args, y: outputs.append(weakref.ref(y.untyped_storage())))
-    ours = cls(stage, "zero_bubble", 1, lambda y, target: (y + target).sum(), pool.group())
-    alive, run = [], ours._run
-    ours._run = lambda action: (run(action), gc.collect(), alive.append(outputs[0]() is not None))
+    """A layer's output that nothing else needs is not kept for the sake of W."""
+    outputs, alive = [], {}
+    stage = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Bare())
+    stage[0].register_forward_hook(lambda module, args, y: outputs.append(weakref.ref(y.untyped_storage())))
+    stage[2].forward = lambda x: x + 1
+    ours = cls(stage, "zero_bubble", 1, F.mse_loss, pool.group())
+    run = ours._run
+    ours._run = lambda action: (run(action), gc.collect(), alive.update({action: outputs[0]() is not None}))
     ours.step(*make_batch(0, 2))
     return alive
 
@@ -778,7 +779,7 @@ def test_an_output_that_changes_is_an_error():
 def body_refused(cls, case):
     p, rank = pool.world_size(), pool.rank()
     wrong = rank == p - 1  # one rank alone: the others must hear of it
-    stages, schedule, m, kwargs = nn.Linear(6, 6), "1f1b", 4, {}
+    stages, schedule, m = nn.Linear(6, 6), "1f1b", 4
     inputs, targets = make_batch(0, 8)
     if case == "schedule" and wrong:
         schedule = "gpipe"
@@ -799,10 +800,8 @@ def body_refused(cls, case):
         targets = None
     elif case == "mode":
         torch.set_grad_enabled(not wrong)
-    elif case == "weights":
-        kwargs = {"weight": lambda target: 0}
     try:
-        cls(stages, schedule, m, F.mse_loss, pool.group(), **kwargs).step(inputs, targets)
+        cls(stages, schedule, m, F.mse_loss, pool.group()).step(inputs, targets)
     except ValueError as error:
         return str(error)
     finally:
@@ -817,11 +816,10 @@ def body_refused(cls, case):
         ("ranks", "has 4 micro-batches and, by rank, [1, 1, 1] stages; the ranks pass 4 micro-batches and [1, 1]"),
         ("microbatches", "the schedule has 5 micro-batches and, by rank, [1, 1] stages; the ranks pass 4 micro"),
         ("deadlock", "0B0 (rank 0) waits for 1B0 (rank 1)"),
-        ("chunk", "shape (5, 6) into 3 micro-batches, not into 4; pass a tensor of a multiple of 4 samples"),
-        ("nothing", "type NoneType"),
-        ("targets", "type NoneType"),
-        ("mode", "gradients are enabled on 1 of 2 ranks"),
-        ("weights", "their sum must be positive"),
+        ("chunk", "a batch of 5 samples into 3 micro-batches, not into 4; pass a multiple of 4"),
+        ("nothing", "a batch of 0 samples"),
+        ("targets", "a batch of 0 samples"),
+        ("mode", "1 of 2 ranks have gradients enabled"),
     ],
 )
 def test_wrong_use_is_a_value_error_on_every_rank(case, words):
