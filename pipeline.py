@@ -86,17 +86,14 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. A schedule is data: for each rank a list of actions, stage · F, B, I or W · micro-batch, as in "2F0".
+#    One list is simulated, drawn, tested and executed.
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
-    """For each rank its list of actions, "{stage}{F|B|I|W}{microbatch}"; stage s is on rank s % num_ranks.
-
-    `name`: naive, gpipe, 1f1b, interleaved_1f1b (Narayanan et al. 2021, §2.2), zero_bubble (ZB-H1 of Qi et al. 2023).
-    Any number of micro-batches works. ValueError: a number below 1, or an unknown name.
-    """
+    """For each rank its list of actions, for any number of micro-batches; stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         problem = f"{name!r} with {p} ranks, {m} micro-batches and {v} stages per rank"
@@ -137,7 +134,6 @@ def simulate(schedule, cost=COST):
     """When each action runs if a rank follows its list and an action waits for what it needs; transfers take no time.
 
     `cost`: time by kind ("F"), or by stage and kind ("2F"), which goes first.
-
     -> start and end, by action; the share of all ranks' time that is idle; for each rank, the most micro-batches, of
     each stage, that are between F and B or W. ValueError: an action is missing or repeated, or there is a deadlock.
     """
@@ -346,9 +342,7 @@ class Pipeline(nn.Module):
         counts = [list(self._rank_of.values()).count(rank) for rank in range(len(self.schedule))]
         if everyone != [(self.schedule, m, count) for count in counts]:
             given = f"{num_microbatches} micro-batches and {[n for *_, n in everyone]} stages, or different schedules"
-            raise ValueError(
-                f"the schedule has {m} micro-batches and, by rank, {counts} stages; the ranks pass {given}"
-            )
+            raise ValueError(f"the schedule has {m} micro-batches and, by rank, {counts} stages; given are {given}")
         mine = [stage for stage, rank in sorted(self._rank_of.items()) if rank == self._rank]
         self.stages = nn.ModuleDict({str(index): stage for index, stage in zip(mine, stages, strict=True)})
         self._last = len(self._rank_of) - 1
@@ -364,7 +358,6 @@ class Pipeline(nn.Module):
 
         `inputs`, a tensor or a tuple of tensors, are for stage 0, `targets`, a tensor, for loss_fn; ignored elsewhere.
         -> the mean loss where the last stage is, None elsewhere. Forward only under torch.no_grad().
-
         An error on one rank is raised there, and with its text on all others. Gradients are incomplete then.
         """
         self._start(inputs, targets)
@@ -387,9 +380,7 @@ class Pipeline(nn.Module):
         before, self._batch = self._batch, (grad, like(filter(torch.is_tensor, inputs)), like(self.parameters()))
         with_grad, changed = self._sum(grad, self._batch != before)
         if with_grad not in (0, len(self.schedule)):
-            raise ValueError(
-                f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; it must be all or none"
-            )
+            raise ValueError(f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must")
         if changed:
             self._forms = {}
         self._began = time.perf_counter()  # on all ranks at about one time
@@ -551,9 +542,7 @@ def main():
     name, m, p, rank = demo.args.schedule, demo.args.microbatches, demo.ranks, demo.rank
     v, layers, batch = demo.args.stages_per_rank or 1 + (name == "interleaved_1f1b"), len(language_model()), 8 * p
     if m < 1 or batch % m or not 1 <= p * v <= layers:
-        demo.stop(
-            f"{p} × {v} stages of {layers} layers, {m} micro-batches of {batch} sequences: use fewer, or a divisor"
-        )
+        demo.stop(f"{p} × {v} stages of {layers} layers; {m} micro-batches, which must divide {batch} sequences")
     model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)  # losses times 1/4, say, are exact
     plain, stages = split(demo.model, p * v), split(model, p * v)[rank::p]
     pipeline = Pipeline(stages, name, m, language_loss)
@@ -571,8 +560,8 @@ def main():
         return [parameter.grad for parameter in parameters], parameters
 
     demo.train(step, whole)
-    bsh = batch // m * 64 * 192 * next(demo.model.parameters()).itemsize
-    sent = ("(2v-1)m·bsh", (2 * v - 1) * m * bsh) if p > 1 else ("0", 0)
+    mbsh = batch * 64 * 192 * next(demo.model.parameters()).itemsize  # bytes
+    sent = ("(2v-1)m·bsh", (2 * v - 1) * mbsh) if p > 1 else ("0", 0)
     status = demo.report(held(pipeline.parameters(), optimizer), *sent)
     show_timelines(demo, pipeline)
     return status
