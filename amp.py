@@ -74,8 +74,8 @@ def mixed_precision_step(model, masters, optimizer, loss_of, scale):
 
 def unscale(gradients, scale, device):
     """Divide `gradients` by `scale`, in place. -> 1.0 where one of them is not finite, else 0.0."""
-    device = gradients[0].device if gradients else device
-    found_inf, inverse = torch.tensor([0.0, 1.0 / scale], dtype=torch.float32, device=device).unbind()
+    kind = {"dtype": torch.float32, "device": gradients[0].device if gradients else device}
+    found_inf, inverse = torch.full((), 0.0, **kind), torch.full((), 1.0 / scale, **kind)
     if gradients:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)  # both in one pass over memory
     return found_inf
@@ -119,7 +119,7 @@ class GradScaler:
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(map(self.scale, outputs))
         # By a tensor, not a number: an fp16 loss times an fp32 scale is fp32, and does not overflow.
-        return outputs * torch.tensor(self._state["scale"], dtype=torch.float32, device=outputs.device)
+        return outputs * torch.full((), self._state["scale"], dtype=torch.float32, device=outputs.device)
 
     def unscale_(self, optimizer):
         """Divide the gradients of `optimizer` by the scale, in place, and find out whether all ranks' are finite."""
@@ -292,11 +292,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 # 4. Or fp32 weights, and operations that cast their inputs to what suits them.
 
 # The core of torch.autocast's lists for CUDA, as Python calls them. What ends in _loss is in fp32 as well.
-LOW = """ matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv baddbmm einsum linear conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d prelu scaled_dot_product_attention multi_head_attention_forward """
-FP32 = """ exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt softplus softmax softmin log_softmax
+LOW = """matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv baddbmm einsum linear conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d prelu scaled_dot_product_attention multi_head_attention_forward"""
+FP32 = """exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt softplus softmax softmin log_softmax
     logsumexp layer_norm rms_norm group_norm normalize sum prod cumsum cumprod mean var std norm linalg_norm
-    linalg_vector_norm dist cdist cosine_similarity cross_entropy kl_div binary_cross_entropy_with_logits """
+    linalg_vector_norm dist cdist cosine_similarity cross_entropy kl_div binary_cross_entropy_with_logits"""
+LOW, FP32 = set(LOW.split()), set(FP32.split())
 
 
 class autocast(ContextDecorator, TorchFunctionMode):
@@ -401,11 +402,11 @@ def show_precisions(demo, band=0.02):
     ways = {"fp32": (), "fp16, no scaling": (torch.float16,), "fp16": (torch.float16, GradScaler(demo.device.type))}
     ways |= {"bf16": (torch.bfloat16,), "bf16, autocast": (torch.bfloat16, "autocast")}
     demo.show("C = 64, 2 layers    loss           vs fp32      time      sent   bytes per parameter, explained below")
-    plain, status = None, 0
+    plain, psi, status = None, None, 0
     for name, way in ways.items():
         losses, times, sent, sizes = run(demo, *way, lr=3e-3, divisor=1024, C=64, heads=2, layers=2)
-        end, psi = statistics.mean(losses[-5:]), (sizes[0] + sizes[2]) / (6 if sizes[2] else 4)
-        plain = plain or end
+        end = statistics.mean(losses[-5:])
+        plain, psi = plain or end, psi or sizes[0] / 4
         status = max(status, not (abs(end / plain - 1) <= band or name == "fp16, no scaling"))
         row = f"{name:18}{losses[0]:6.3f} → {end:.3f}  {end / plain - 1:+7.1%} {1e3 * statistics.median(times):6.0f} ms"
         each = " + ".join(f"{size / psi:.0f}" for size in sizes)
