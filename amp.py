@@ -25,7 +25,8 @@ Bytes per parameter, with Adam (Ψ parameters, N ranks); step() takes 4 more, fo
 Run:      torchrun --nproc-per-node 2 amp.py          (python amp.py is a world of one)
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's mixed-precision optimizer
-Left out: fp8, bf16 without masters (arXiv 2010.06192), sparse gradients, closures, recurrent layers under autocast
+Left out: fp8, bf16 without masters (arXiv 2010.06192), sparse gradients, closures, one rank's weights on several
+          devices, recurrent layers under autocast (they stay in fp32)
 """
 
 import argparse
@@ -189,7 +190,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     scale(loss).backward(); reduce the gradients over the ranks; clip_grad_norm_(1.0); step(). Ranks start from equal
     weights. `scaler`, ours or PyTorch's, is for this optimizer alone: step() updates it too. Without one a rank skips a
-    step where a gradient of its own is not finite: with data parallelism all do, as gradients are reduced before.
+    step where a gradient of its own is not finite: with data parallelism all do, as gradients are reduced before; with
+    tensor or pipeline parallelism it takes a scaler, in bf16 too.
 
     A checkpoint loaded into the model later counts: masters take over what is written into the weights between steps
     (through weight.data it goes unseen). Buffers are for the caller to convert.
@@ -357,9 +359,8 @@ def main():
     demo.times = [(seconds, plain) for seconds, (_, plain) in zip(times, demo.times, strict=True)]
     formula = 2 * weights * (demo.ranks - 1) / demo.ranks
     status = demo.report((weights, grads, masters + adam), "2·2Ψ(N-1)/N", formula)
-    demo.show(
-        f"(Compared: with weights in {dtype}, which nothing rounds. All else: in bf16; optimizer has masters, too.)\n"
-    )
+    demo.show(f"(Compared: weights in {dtype}, where masters and scaling round nothing. All else is of bf16 weights;")
+    demo.show("their optimizer holds fp32 masters and Adam's state.)\n")
     return max(status, show_precisions(demo))
 
 
@@ -411,13 +412,11 @@ def show_precisions(demo, band=0.02):
         row = f"{name:18}{losses[0]:6.3f} → {end:.3f}  {end / plain - 1:+7.1%} {1e3 * statistics.median(times):6.0f} ms"
         each = " + ".join(f"{size / psi:.0f}" for size in sizes)
         demo.show(f"{row} {sent.total / 1e6:6.2f} MB   {sum(sizes) / psi:.0f} = {each}")
+    demo.show("fp16 without scaling is to fail: the loss is divided by 1024, as for one of 1024 micro-batches, and")
     demo.show(
-        "fp16 without scaling is to fail: the loss is divided by 1024, as for one of 1024 micro-batches, and most"
+        "most gradients are then below 2⁻²⁵, zero in fp16. Bytes: weights + gradients + masters + Adam, always 16;"
     )
-    demo.show(
-        "gradients are then below 2⁻²⁵, zero in fp16. Bytes: weights + gradients + masters + Adam, 16 in every way;"
-    )
-    demo.show("what 16 bits save is traffic, what forward keeps for backward and, on hardware made for them, time.")
+    demo.show("16 bits save traffic, what forward keeps for backward and, on hardware made for them, time.")
     return status
 
 
