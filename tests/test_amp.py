@@ -146,7 +146,8 @@ def test_gradients_of_several_dtypes(scaler_class):
 @SCALERS
 def test_scale_keeps_containers_and_never_overflows_an_fp16_loss(scaler_class):
     loss = torch.tensor(3.0, dtype=torch.float16)
-    assert scaler_class("cpu").scale([loss, (loss,)]) == [3.0 * 2**16, (3.0 * 2**16,)]
+    first, rest = scaler_class("cpu").scale([loss, (loss,)])
+    assert (first.item(), rest[0].item(), type(rest)) == (3.0 * 2**16, 3.0 * 2**16, tuple)
 
 
 @SCALERS
@@ -163,6 +164,15 @@ def test_a_disabled_scaler_steps_plainly(scaler_class):
     if not torch.cuda.is_available():
         with pytest.warns(UserWarning, match="CUDA is not available"):
             assert not scaler_class().is_enabled()
+
+
+@SCALERS
+def test_a_scale_that_cannot_grow_stays(scaler_class):
+    scaler, ([weight, _], [optimizer, _]) = scaler_class("cpu", 3e38, growth_interval=1), two_optimizers()
+    weight.grad = scaler.scale(torch.full((2,), 0.5))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == torch.tensor(3e38).item()
 
 
 def test_scalers_load_each_others_state():
@@ -259,6 +269,7 @@ def test_masters_by_hand(name, dtype, clip):
         x, before = make_batch(0, number).to(dtype), scale
         ours.zero_grad()
         ours.scale(model(x).float().square().mean()).backward()
+        left = [parameter.grad.clone() for parameter in model.parameters()]
         norms = [ours.clip_grad_norm_(clip) for _ in range(2)] if clip else []
         ours.step()
         scale = amp.mixed_precision_step(plain, masters, optimizer, lambda m, x=x: m(x).float().square().mean(), scale)
@@ -268,6 +279,8 @@ def test_masters_by_hand(name, dtype, clip):
             assert norms[0] > clip
             assert norms[1] == pytest.approx(clip, rel=1e-3)  # unscaled once
         our_masters = ours.param_groups[0]["params"]
+        gradients = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(gradients, left, rtol=0, atol=0, equal_nan=True)  # as backward left them
         for a, b, master, mine in zip(model.parameters(), plain.parameters(), masters, our_masters, strict=True):
             assert a.dtype == a.grad.dtype == dtype
             assert torch.equal(a, b)
@@ -387,22 +400,22 @@ def test_bytes_that_stay_allocated():
 
 
 def test_groups_schedulers_and_state_go_on():
-    """Bitwise the plain optimizer, in fp32: wrapped after a step, a group added, schedulers made before and after."""
-    models, optimizers = [make_model("frozen"), make_model("frozen")], []
+    """Bitwise the plain optimizer, in fp64: wrapped after a step, a group added, schedulers made before and after."""
+    models, optimizers = [make_model("frozen", torch.float64), make_model("frozen", torch.float64)], []
     for m in models:
         optimizer = torch.optim.AdamW([*m[0].parameters(), *m[2].parameters()], lr=0.1)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-        m(make_batch(0, 0)).square().mean().backward()
+        m(make_batch(0, 0, torch.float64)).square().mean().backward()
         optimizer.step()
         if m is models[0]:
-            optimizer = amp.MixedPrecisionOptimizer(optimizer, torch.float32)
+            optimizer = amp.MixedPrecisionOptimizer(optimizer, torch.float64)
         optimizer.add_param_group({"params": m[4].parameters(), "lr": 0.01})
         schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))
         optimizers.append((m, optimizer, schedulers))
     for step in range(1, 4):
         for m, optimizer, schedulers in optimizers:
             optimizer.zero_grad()
-            m(make_batch(0, step)).square().mean().backward()
+            m(make_batch(0, step, torch.float64)).square().mean().backward()
             for steps in (optimizer, *schedulers):
                 steps.step()
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
