@@ -566,7 +566,12 @@ def test_a_weight_is_cast_once_in_a_region_and_not_kept_after(cache, expected):
     with amp.autocast(torch.bfloat16, cache_enabled=cache) as region, Casts() as casts:
         for _ in range(3):
             layer(x)
-    assert casts.count == expected
+        assert casts.count == expected
+        activation = layer(x).float()
+        layer(activation)
+        gone = weakref.ref(activation)
+        del activation
+        assert gone() is None  # only weights are kept, and until the end
     gone = weakref.ref(layer.weight)
     del layer
     gc.collect()
@@ -591,6 +596,8 @@ def test_a_cached_cast_is_neither_without_gradient_nor_stale():
         with torch.inference_mode():
             assert (layer(x) == 0).all()
         layer(x).sum().backward()
+        half = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
+        assert ((half @ half).dtype, half.sum().dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_loss_and_gradients_are_those_of_torch_autocast():
