@@ -143,6 +143,10 @@ def inject_lora(
     return model
 
 
+def trained_by(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def average_adapters(model, process_group=None):
     """Call this between backward and step: the mean over ranks of the gradients of what trains, in one all-reduce.
 
@@ -151,7 +155,7 @@ def average_adapters(model, process_group=None):
     """
     if (ranks := dist.get_world_size(process_group)) < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = trained_by(model)
     # Unused on this rank only? All ranks must send the same.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     flat = torch.cat([gradient.flatten() for gradient in gradients])  # in the widest of their dtypes
@@ -343,6 +347,8 @@ class NF4Product(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 # Demo.
 
+TARGETS = ["linear1", "linear2"]
+
 
 def train(demo, model, lr, text, what, compare=False):
     """Data-parallel, on this text; -> the optimizer."""
@@ -379,7 +385,7 @@ def row(demo, name, model, optimizer):
 
 def gpt3_parameters(r):
     model = nn.Sequential(*[nn.Linear(12288, 12288, device="meta") for _ in range(2 * 96)])  # memory for none of them
-    return sum(parameter.numel() for parameter in inject_lora(model, r).parameters() if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in trained_by(inject_lora(model, r)))
 
 
 def main():
