@@ -259,10 +259,8 @@ def load_adapter(model, directory):
 # 5. QLoRA: frozen weights in 4 bits.
 
 # Quantiles of a normal distribution, so that pretrained weights use all 16 alike (Dettmers et al. §3).
-NF4_VALUES = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635)
-NF4_VALUES += (-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725)
-NF4_VALUES += (0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941)
-NF4_VALUES += (0.7229568362236023, 1.0)
+NF4_VALUES = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0)
+NF4_VALUES += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
 NF4_TABLE = torch.tensor(NF4_VALUES, dtype=torch.float32)
 # For each byte the two values of its halves; a complex64 is two float32, and one look-up moves both.
 NF4_PAIRS = torch.view_as_complex(torch.cartesian_prod(NF4_TABLE, NF4_TABLE))
@@ -347,14 +345,12 @@ class NF4Product(torch.autograd.Function):
 # ---------------------------------------------------------------------------------------------------------------------
 # Demo.
 
-TARGETS = ["linear1", "linear2"]
 
-
-def train(demo, model, lr, text, what, compare=False):
-    """Data-parallel, on this text; -> the optimizer."""
-    optimizer, trained = torch.optim.AdamW(trained_by(model), lr=lr), trained_by(model)
-    demo.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def train(demo, model, lr, text, what):
+    """Data-parallel on `text`, beside one device; -> the optimizer."""
     demo.show(f"{what}:")
+    demo.text, demo.model = torch.frombuffer(bytearray(text), dtype=torch.uint8), copy.deepcopy(model)
+    optimizer, demo.optimizer = (torch.optim.AdamW(trained_by(m), lr=lr) for m in (model, demo.model))
 
     def step(inputs, targets):
         optimizer.zero_grad()
@@ -364,58 +360,45 @@ def train(demo, model, lr, text, what, compare=False):
         optimizer.step()
         return loss
 
-    if compare:
-        demo.train(step, lambda: ([parameter.grad for parameter in trained], trained))
-        return optimizer
-    for number in range(demo.args.steps):
-        loss = step(*demo.batch(number)).item()
-        if number % -(-demo.args.steps // 3) == 0:
-            demo.show(f"step {number + 1}/{demo.args.steps}   loss {loss:.3f}")
+    demo.train(step, lambda: ([parameter.grad for parameter in trained_by(model)], trained_by(model)))
     return optimizer
 
 
-def row(demo, name, model, optimizer):
-    inputs, targets = demo.batch(-1)  # of no step
-    with torch.no_grad():
-        loss = language_loss(model(inputs), targets)
-    sizes = held_bytes([*model.parameters(), *model.buffers()]), *held(model.parameters(), optimizer)[1:]
-    trained = sum(parameter.numel() for parameter in optimizer.param_groups[0]["params"])
-    return f"{name:12}{trained:>9,}   " + " / ".join(f"{size / 1e6:.1f}" for size in sizes) + f" MB   loss {loss:.3f}"
-
-
 def gpt3_parameters(r):
-    model = nn.Sequential(*[nn.Linear(12288, 12288, device="meta") for _ in range(2 * 96)])  # memory for none of them
+    model = nn.Sequential(*[nn.Linear(12288, 12288, device="meta") for _ in range(2 * 96)])  # meta: takes no memory
     return sum(parameter.numel() for parameter in trained_by(inject_lora(model, r)))
 
 
 def main():
     demo, source = Demo(), Path(argparse.__file__)
-    pretrained, own = demo.start("lora", bitwise=demo.ranks <= 2), demo.text.numpy().tobytes()
-    train(demo, pretrained, 2e-3, source.read_bytes(), f"pretraining a plain model on {source.name}")
-    if demo.args.data == str(source):  # nobody chose: prose, after source code
-        own = (source.parent / "pydoc_data" / "topics.py").read_bytes()
-
-    lora = inject_lora(copy.deepcopy(pretrained), target_modules=TARGETS)
-    demo.model = copy.deepcopy(lora)
-    demo.optimizer = torch.optim.AdamW(trained_by(demo.model), lr=3e-3)
-    optimizer = train(demo, lora, 3e-3, own, "LoRA on other text, beside one device", compare=True)
-    held_here, N = held(lora.parameters(), optimizer), demo.ranks
-    status = demo.report(held_here, "2Φ(N-1)/N", 2 * held_here[1] * (N - 1) / N)
-
-    table = [row(demo, "LoRA", lora, optimizer)]
-    full, qlora = copy.deepcopy(pretrained), inject_lora(pretrained, 8, 16, 0, TARGETS, False, "nf4", double_quant=True)
-    for name, model, lr in (("full", full, 1e-3), ("QLoRA", qlora, 3e-3)):
-        table.append(row(demo, name, model, train(demo, model, lr, own, f"{name} on the same text")))
-    demo.show("            trained     weights, gradients, optimizer    loss on a batch that was not trained on")
+    plain, text = demo.start("lora", bitwise=demo.ranks <= 2), demo.text.numpy().tobytes()
+    train(demo, plain, 2e-3, source.read_bytes(), f"pretraining on {source.name}")
+    plain.zero_grad()
+    if demo.args.data == str(source):  # nobody asked for another: prose, after source code
+        text = (source.parent / "pydoc_data" / "topics.py").read_bytes()
+    names = ["linear1", "linear2"]
+    qlora = inject_lora(copy.deepcopy(plain), target_modules=names, quantize="nf4", double_quant=True)
+    full, lora = copy.deepcopy(plain), inject_lora(plain, target_modules=names)
+    table = ["            trained    weights  gradients  optimizer, MB held    loss on a batch of no step"]
+    for name, model, lr in (("LoRA", lora, 3e-3), ("full", full, 1e-3), ("QLoRA", qlora, 3e-3)):
+        optimizer = train(demo, model, lr, text, f"{name} fine-tuning on other text")
+        _, gradients, state = here = held(model.parameters(), optimizer)
+        if name == "LoRA":
+            status = demo.report(here, "2Φ(N-1)/N", 2 * gradients * (demo.ranks - 1) / demo.ranks)
+        inputs, targets = demo.batch(-1)
+        with torch.no_grad():
+            loss = language_loss(model(inputs), targets)
+        megabytes = [n / 1e6 for n in (held_bytes([*model.parameters(), *model.buffers()]), gradients, state)]
+        count = sum(parameter.numel() for parameter in trained_by(model))
+        table.append("{:10}{:9,}{:11.1f}{:11.1f}{:11.1f}{:23.3f}".format(name, count, *megabytes, loss))
     demo.show(*table, sep="\n")
-    layer, norm = lora[1].linear1, torch.linalg.vector_norm
-    exact, adapter = layer.weight.detach(), layer.weight.detach() - layer.base_layer.weight
-    errors = [norm(rounded - exact) / norm(adapter) for rounded in (exact.bfloat16(), quantize_nf4(exact).weight)]
+    exact, adapter = lora[1].linear1.weight, lora[1].linear1.weight - lora[1].linear1.base_layer.weight
+    errors = [(merged - exact).norm() / adapter.norm() for merged in (exact.bfloat16(), quantize_nf4(exact).weight)]
     demo.show(
-        "merging     W + (α/r) B A loses {:.1%} of (α/r) B A rounded to bfloat16, {:.0%} in 4 bits".format(*errors)
+        "merging     rounds W + BA(α/r): in bfloat16 {:.1%} of BA(α/r) are lost, in 4 bits {:.0%}".format(*errors)
     )
     counts = ", ".join(f"{gpt3_parameters(r):,} at r = {r}" for r in (1, 4, 8))
-    demo.show(f"GPT-3       LoRA on the queries and values of its 96 layers trains {counts}, of 175 billion")
+    demo.show(f"GPT-3       LoRA on queries and values of all 96 layers would train {counts}")
     return status
 
 
