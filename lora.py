@@ -113,10 +113,9 @@ def inject_lora(
 ):
     """Put a LoRALinear in the place of each nn.Linear that target_modules names, and freeze all else; -> model.
 
-    target_modules: a list has whole names or their last parts ("q_proj"), a string is a regular expression for whole
-    names; "all-linear" is every nn.Linear. The other arguments, `more` as well, are LoRALinear's. (PyTorch's attention
-    only reads its out_proj.weight: an adapter there works, but without dropout.)
-    ValueError: an argument is unusable; target_modules names nothing, or what is no nn.Linear.
+    target_modules: a list of whole names or their last parts ("q_proj"), or a regular expression for whole names, or
+    "all-linear", every nn.Linear. (nn.MultiheadAttention only reads out_proj.weight: no dropout there.) The others, and
+    `more`, go to LoRALinear. ValueError: an argument is unusable, target_modules names nothing or what is no nn.Linear.
     """
     if any(isinstance(layer, LoRALinear) for layer in model.modules()):
         raise ValueError(f"this {type(model).__name__} has adapters already; it can have one for each layer")
@@ -150,8 +149,8 @@ def trained_by(model):
 def average_adapters(model, process_group=None):
     """Call this between backward and step: the mean over ranks of the gradients of what trains, in one all-reduce.
 
-    All ranks must have started from the same A: inject after the same torch.manual_seed. Or leave both to ddp.py; but
-    with broadcast_buffers=False, since 4-bit weights are buffers.
+    All ranks must start from the same A: inject after the same torch.manual_seed. Or leave both to ddp.py, under QLoRA
+    with broadcast_buffers=False: the 4 bits are buffers, and would travel before every forward.
     """
     if (ranks := dist.get_world_size(process_group)) < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
@@ -179,10 +178,10 @@ def lora_layers(model):
 
 @torch.no_grad()
 def merge(model):
-    """From now on every adapted layer multiplies by W + scaling · B A, in W's dtype.
+    """From now on every adapted layer multiplies by W + scaling · B A, in W's dtype; W is kept beside it, for unmerge.
 
-    W stays beside it, for unmerge. The sum is dense even where W has 4 bits: rounded to 4 bits again it would lose most
-    of the adapter. Not for a model sharded by fsdp.py, which has no whole W.
+    The sum is dense even where W has 4 bits: rounded to 4 bits again it would lose much of the adapter. Not for a model
+    sharded by fsdp.py, which has no whole W.
     """
     for layer in lora_layers(model).values():
         layer.merged = layer.weight
@@ -205,17 +204,14 @@ IGNORED |= {"megatron_core", "peft_version", "qalora_group_size", "revision", "r
 
 
 def adapter_state_dict(model, state_dict=None):
-    """{peft's key: tensor}. state_dict: the whole model's, where model.state_dict() has shards of it."""
+    """{peft's key: tensor}. state_dict: under fsdp.py full_state_dict(model), where model.state_dict() has shards."""
     state_dict = model.state_dict() if state_dict is None else state_dict
     names = [f"{path}.{factor}" for path in lora_layers(model) for factor in ("lora_A", "lora_B")]
     return {f"base_model.model.{name}.weight": state_dict[name] for name in names}
 
 
 def save_adapter(model, directory, state_dict=None):
-    """Write what peft's PeftModel.from_pretrained(base_model, directory) reads. Call it on one rank.
-
-    state_dict: under fsdp.py full_state_dict(model), since model.state_dict() has only shards.
-    """
+    """Write what peft.PeftModel.from_pretrained(base_model, directory) reads. Call it on one rank."""
     tensors, directory = adapter_state_dict(model, state_dict), Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
@@ -392,13 +388,15 @@ def main():
         count = sum(parameter.numel() for parameter in trained_by(model))
         table.append("{:10}{:9,}{:11.1f}{:11.1f}{:11.1f}{:23.3f}".format(name, count, *megabytes, loss))
     demo.show(*table, sep="\n")
-    exact, adapter = lora[1].linear1.weight, lora[1].linear1.weight - lora[1].linear1.base_layer.weight
-    errors = [(merged - exact).norm() / adapter.norm() for merged in (exact.bfloat16(), quantize_nf4(exact).weight)]
+    merged, W = lora[1].linear1.weight, lora[1].linear1.base_layer.weight
+    errors = [
+        (rounded - merged).norm() / (merged - W).norm() for rounded in (merged.bfloat16(), quantize_nf4(merged).weight)
+    ]
     demo.show(
-        "merging     rounds W + BA(α/r): in bfloat16 {:.1%} of BA(α/r) are lost, in 4 bits {:.0%}".format(*errors)
+        "merging     W + (α/r) B A is off by {:.1%} of (α/r) B A in bfloat16, by {:.0%} in 4 bits again".format(*errors)
     )
     counts = ", ".join(f"{gpt3_parameters(r):,} at r = {r}" for r in (1, 4, 8))
-    demo.show(f"GPT-3       LoRA on queries and values of all 96 layers would train {counts}")
+    demo.show(f"GPT-3       LoRA on W_q and W_v of its 96 layers trains {counts}, of 175 billion parameters")
     return status
 
 
