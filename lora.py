@@ -15,8 +15,7 @@ Cost per rank in elements, with Adam; Ψ parameters, Φ = Σ r(d + k) over the a
     QLoRA                    Ψ/4 + Φ      Φ          2Φ       2Φ(N-1)/N      (Ψ in 16 bits; in fact 4.127 bits for each)
 
 Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py is a world of one)
-Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314; Kalajdzievski 2023, rsLoRA,
-          2312.03732
+Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314; rsLoRA, 2312.03732
 Mirrors:  peft (get_peft_model, its layer and files), bitsandbytes (quantize_4bit, dequantize_4bit)
 Left out: convolutions, embeddings, DoRA, several adapters, a rank for each layer: peft. Products of 4 bits:
           bitsandbytes. Reducing during backward is ddp.py, sharding is fsdp.py: both take a model from inject_lora
@@ -366,13 +365,12 @@ def gpt3_parameters(r):
 
 
 def main():
-    demo, source = Demo(), Path(argparse.__file__)
+    demo, source, names = Demo(), Path(argparse.__file__), ["linear1", "linear2"]
     plain, text = demo.start("lora", bitwise=demo.ranks <= 2), demo.text.numpy().tobytes()
     train(demo, plain, 2e-3, source.read_bytes(), f"pretraining on {source.name}")
     plain.zero_grad()
     if demo.args.data == str(source):  # nobody asked for another: prose, after source code
         text = (source.parent / "pydoc_data" / "topics.py").read_bytes()
-    names = ["linear1", "linear2"]
     qlora = inject_lora(copy.deepcopy(plain), target_modules=names, quantize="nf4", double_quant=True)
     full, lora = copy.deepcopy(plain), inject_lora(plain, target_modules=names)
     table = ["            trained    weights  gradients  optimizer, MB held    loss on a batch of no step"]
@@ -388,13 +386,9 @@ def main():
         count = sum(parameter.numel() for parameter in trained_by(model))
         table.append("{:10}{:9,}{:11.1f}{:11.1f}{:11.1f}{:23.3f}".format(name, count, *megabytes, loss))
     demo.show(*table, sep="\n")
-    merged, W = lora[1].linear1.weight, lora[1].linear1.base_layer.weight
-    errors = [
-        (rounded - merged).norm() / (merged - W).norm() for rounded in (merged.bfloat16(), quantize_nf4(merged).weight)
-    ]
-    demo.show(
-        "merging     W + (α/r) B A is off by {:.1%} of (α/r) B A in bfloat16, by {:.0%} in 4 bits again".format(*errors)
-    )
+    W, merged = lora[1].linear1.base_layer.weight, lora[1].linear1.weight
+    error16, error4 = ((merged - w).norm() / (merged - W).norm() for w in (merged.half(), quantize_nf4(merged).weight))
+    demo.show(f"merging     W + (α/r) B A is off by {error16:.1%} of (α/r) B A in 16 bits, by {error4:.0%} in 4 again")
     counts = ", ".join(f"{gpt3_parameters(r):,} at r = {r}" for r in (1, 4, 8))
     demo.show(f"GPT-3       LoRA on W_q and W_v of its 96 layers trains {counts}, of 175 billion parameters")
     return status
