@@ -341,8 +341,8 @@ class NF4Product(torch.autograd.Function):
 # Demo.
 
 
-def train(demo, model, lr, text, what):
-    """Data-parallel on `text`, beside one device; -> the optimizer."""
+def train(demo, model, lr, text, what, compare=False):
+    """Data-parallel on `text`, with `compare` beside one device; -> the optimizer."""
     demo.show(f"{what}:")
     demo.text, demo.model = torch.frombuffer(bytearray(text), dtype=torch.uint8), copy.deepcopy(model)
     optimizer, demo.optimizer = (torch.optim.AdamW(trained_by(m), lr=lr) for m in (model, demo.model))
@@ -355,7 +355,12 @@ def train(demo, model, lr, text, what):
         optimizer.step()
         return loss
 
-    demo.train(step, lambda: ([parameter.grad for parameter in trained_by(model)], trained_by(model)))
+    if compare:
+        demo.train(step, lambda: ([parameter.grad for parameter in trained_by(model)], trained_by(model)))
+    for number in range(0 if compare else demo.args.steps):
+        loss = step(*demo.batch(number)).item()
+        if number % -(-demo.args.steps // 3) == 0:
+            demo.show(f"step {number + 1}/{demo.args.steps}   loss {loss:.3f}")
     return optimizer
 
 
@@ -375,7 +380,7 @@ def main():
     full, lora = copy.deepcopy(plain), inject_lora(plain, target_modules=names)
     table = ["            trained    weights  gradients  optimizer, MB held    loss on a batch of no step"]
     for name, model, lr in (("LoRA", lora, 3e-3), ("full", full, 1e-3), ("QLoRA", qlora, 3e-3)):
-        optimizer = train(demo, model, lr, text, f"{name} fine-tuning on other text")
+        optimizer = train(demo, model, lr, text, f"{name} fine-tuning on other text", compare=name == "LoRA")
         _, gradients, state = here = held(model.parameters(), optimizer)
         if name == "LoRA":
             status = demo.report(here, "2Φ(N-1)/N", 2 * gradients * (demo.ranks - 1) / demo.ranks)
