@@ -18,7 +18,8 @@ residuals see 1/t of the sequence, and each all-reduce becomes its two halves:
 
 Cost per rank for t ranks, batch b, sequence s, hidden h, heads a, vocabulary V: of parameters, gradients and optimizer
 state 1/t, and all of norms and row biases. Per layer and micro-batch, elements sent, without their factor (t-1)/t, and
-bytes of 16-bit activations kept for backward (Korthikanti et al., §4):
+bytes of 16-bit activations kept for backward (Korthikanti et al., §4; 2sbh are masks of dropout, and 5as/h scores,
+which scaled_dot_product_attention computes again):
 
                             sent                activations
     one device              0                   sbh (34 + 5as/h)
@@ -26,9 +27,8 @@ bytes of 16-bit activations kept for backward (Korthikanti et al., §4):
     and sequence parallel   8bsh + 2bsh + 12h   sbh (34 + 5as/h) / t
     embedding, head, loss   4bsh + 6bs          4bs V/t, of the loss, in float32; no rank ever holds V of a token
 
-The 2bsh are f's all-gather once more, in backward; the 12h are gradients of norms and row biases, which a rank has of
-its positions only. Embedding and head send 2bsh more then, the last norm 4h. 2sbh of the activations are masks of
-dropout; 5as/h, scores, are not kept where scaled_dot_product_attention computes them again.
+The 2bsh are f's all-gather once more, in backward; the 12h gradients of norms and row biases, which a rank has of its
+positions only. Embedding and head send 2bsh more then, the last norm 4h.
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]          (python …: a world of one)
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, §3; Korthikanti et al. 2022, sequence parallelism,
@@ -78,7 +78,7 @@ def keep(x, process_group):
 
 def own_part(x, process_group):
     rank, t = rank_and_size(process_group)
-    check_divides("parts of what is split", x.shape[0], t)
+    check_divides("positions or features", x.shape[0], t)
     return x.chunk(t)[rank].clone
 
 
@@ -94,7 +94,7 @@ def all_gather(x, process_group):
 
 def reduce_scatter(x, process_group):
     t = rank_and_size(process_group)[1]
-    check_divides("parts of what is split", x.shape[0], t)
+    check_divides("positions or features", x.shape[0], t)
     parts = x.contiguous().unflatten(0, (t, -1))
     if dist.get_backend(process_group) == "gloo":  # its reduce-scatter is an all-reduce inside, and twice as slow
         received = torch.empty_like(parts)
@@ -178,9 +178,8 @@ class Shard:
 
     def cut(self, whole, rank, t):
         pad = -sum(self.sizes) % t
-        parts = torch.cat((whole, whole.new_zeros(pad, *whole.shape[1:]))).split(
-            (*self.sizes[:-1], self.sizes[-1] + pad), self.dim
-        )
+        padded = torch.cat((whole, whole.new_zeros(pad, *whole.shape[1:])))
+        parts = padded.split((*self.sizes[:-1], self.sizes[-1] + pad), self.dim)
         return torch.cat([part.chunk(t, self.dim)[rank] for part in parts], self.dim)
 
     def join(self, shards):
@@ -197,7 +196,7 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, plain, process_group=None, sequence_parallel=False, **shards):
         super().__init__()
-        self.__dict__ |= {name: value for name, value in vars(plain).items() if name[0] != "_"}  # in_features, eps, …
+        self.__dict__.update({name: value for name, value in vars(plain).items() if name[0] != "_"})  # in_features, …
         self.rank, self.t = rank_and_size(process_group)
         # Weak: a group that someone holds on to after destroy_process_group() may abort the process at its exit.
         self._process_group = weakref.ref(process_group or dist.group.WORLD)
@@ -219,51 +218,10 @@ class ParallelLayer(nn.Module):
         return cls(None, None, plain=plain, **keywords)
 
 
-class ColumnParallelLinear(ParallelLayer):
-    """nn.Linear with its outputs split over the ranks: the same (…, in) on all ranks to this rank's (…, out/t).
-
-    Args:
-        gather_output: return all of (…, out).
-        sequence_parallel: the input is this rank's part along dimension 0, the output of all parts.
-        stack: the outputs are parts of these relative sizes, (1, 1, 1) for q, k and v; a rank has 1/t of each.
-        vocabulary: pad the outputs to a multiple of t, as VocabParallelEmbedding does, so that the two can be tied;
-            logits of padding are -inf, and so no part of any loss.
-
-    Draws the whole parameters and keeps a slice: all ranks need the same random state.
-    """
-
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        bias=True,
-        *,
-        gather_output=False,
-        stack=(1,),
-        vocabulary=False,
-        plain=None,
-        **split,
-    ):
-        plain = plain or nn.Linear(in_features, out_features, bias)
-        shard = Shard(0, tuple(plain.out_features * n // sum(stack) for n in stack), padded=vocabulary)
-        super().__init__(plain, **split, weight=shard, bias=shard)
-        rows, self.gather_output = len(self.weight), gather_output
-        self.padding = min(rows, max(0, (self.rank + 1) * rows - self.out_features))
-
-    def forward(self, x):
-        f = (all_gather, reduce_scatter) if self.sequence_parallel else (keep, all_reduce)
-        y = ColumnLinear.apply(x, self.weight, self.bias, *(f if self.t > 1 else (keep, keep)), self.process_group)
-        if self.padding:
-            y = F.pad(y[..., : -self.padding], (0, self.padding), value=-math.inf)
-        return gather_from_region(y, self.process_group)[..., : self.out_features] if self.gather_output else y
-
-
 class ColumnLinear(torch.autograd.Function):
-    """F.linear of f(x), where f is `there` in forward and `back` in backward; in two ways better than one by one.
-
-    The gradient of x, for which the layers before wait, travels while that of the weight is computed. What f gathers is
-    not kept for backward, but gathered once more, during the first product. Korthikanti et al. 2022, §4.2.2.
-    """
+    """F.linear(f(x)), where f is `there` in forward and `back` in backward. Better than the two composed: the gradient
+    of x, for which the layers before wait, travels while that of the weight is computed; and what f gathers is not kept
+    for backward, but gathered once more, during the first product. Korthikanti et al. 2022, §4.2.2."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, there, back, process_group):
@@ -284,6 +242,36 @@ class ColumnLinear(torch.autograd.Function):
         return grad_x(), grad_weight, grad_bias, None, None, None
 
 
+class ColumnParallelLinear(ParallelLayer):
+    """nn.Linear with its outputs split over the ranks: the same (…, in) on all ranks to this rank's (…, out/t).
+
+    Args:
+        gather_output: return all of (…, out).
+        sequence_parallel: the input is this rank's part along dimension 0, the output of all parts.
+        stack: the outputs are parts of these relative sizes, (1, 1, 1) for q, k and v; a rank has 1/t of each.
+        pad: to a multiple of t outputs, as VocabParallelEmbedding, so that the two can be tied; logits of padding are
+            -inf, and so no part of any loss.
+
+    Draws the whole parameters and keeps a slice, so all ranks need the same random state. Shoeybi et al. 2019, §3.
+    """
+
+    def __init__(
+        self, in_features, out_features, bias=True, *, gather_output=False, stack=(1,), pad=False, plain=None, **split
+    ):
+        plain = plain or nn.Linear(in_features, out_features, bias)
+        shard = Shard(0, tuple(plain.out_features * n // sum(stack) for n in stack), padded=pad)
+        super().__init__(plain, **split, weight=shard, bias=shard)
+        rows, self.gather_output = len(self.weight), gather_output
+        self.padding = min(rows, max(0, (self.rank + 1) * rows - self.out_features))
+
+    def forward(self, x):
+        f = (all_gather, reduce_scatter) if self.sequence_parallel else (keep, all_reduce)
+        y = ColumnLinear.apply(x, self.weight, self.bias, *(f if self.t > 1 else (keep, keep)), self.process_group)
+        if self.padding:
+            y = F.pad(y[..., : -self.padding], (0, self.padding), value=-math.inf)
+        return gather_from_region(y, self.process_group)[..., : self.out_features] if self.gather_output else y
+
+
 class RowParallelLinear(ParallelLayer):
     """nn.Linear with its inputs split over the ranks: this rank's (…, in/t) to the same (…, out) on all ranks.
 
@@ -298,29 +286,35 @@ class RowParallelLinear(ParallelLayer):
 
     def forward(self, x):
         x = x if self.input_is_parallel else scatter_to_region(x, self.process_group)
-        y, bias = F.linear(x, self.weight), self.bias
-        if self.sequence_parallel:
-            y, bias = reduce_scatter_to_sequence(y, self.process_group), of_all_positions(bias, self.process_group)
-        else:
-            y = reduce_from_region(y, self.process_group)
+        reduce = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
+        y, bias = reduce(F.linear(x, self.weight), self.process_group), self.bias
+        if self.sequence_parallel and bias is not None:
+            bias = copy_to_region(bias, self.process_group)  # its gradient: the sum of all positions'
         return y if bias is None else y + bias.to(y.dtype)  # under autocast they differ
 
 
-def of_all_positions(parameter, process_group):
-    """The parameter, which each rank uses on its part of the sequence: f sums the ranks' gradients."""
-    return None if parameter is None else copy_to_region(parameter, process_group)
-
-
 class SequenceParallelLayerNorm(ParallelLayer):
-    """The nn.LayerNorm `plain`, of a part of the sequence."""
+    """The nn.LayerNorm `plain`, of a part of the sequence. Its parameters' gradients are summed over the ranks."""
 
     def forward(self, x):
-        weight, bias = (of_all_positions(p, self.process_group) for p in (self.weight, self.bias))
+        weight, bias = (p if p is None else copy_to_region(p, self.process_group) for p in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. The vocabulary: embedding and loss of what no rank holds whole.
+
+
+def locate(integers, V, rows, rank):
+    """Which of this rank's rows they are; and which of them are elsewhere, whose row is 0."""
+    outside = ((integers < 0) | (integers >= V)).any()
+    if integers.is_cuda:
+        torch._assert_async(~outside)  # without a synchronisation, as PyTorch's own
+    elif outside:
+        raise IndexError(f"integers from {integers.min()} to {integers.max()} are not all in [0, {V})")
+    row = integers - rank * rows
+    elsewhere = (row < 0) | (row >= rows)
+    return row.masked_fill(elsewhere, 0), elsewhere
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -338,37 +332,6 @@ class VocabParallelEmbedding(ParallelLayer):
         padding = None if self.padding_idx is None else self.padding_idx - self.rank * len(self.weight)
         x = F.embedding(row, self.weight, padding if padding in range(len(self.weight)) else None)
         return reduce_from_region(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.process_group)
-
-
-def locate(integers, V, rows, rank):
-    """Which of this rank's rows they are; and which of them are elsewhere, whose row is 0."""
-    outside = ((integers < 0) | (integers >= V)).any()
-    if integers.is_cuda:
-        torch._assert_async(~outside)  # without a synchronisation, as PyTorch's own
-    elif outside:
-        raise IndexError(f"integers from {integers.min()} to {integers.max()} are not all in [0, {V})")
-    row = integers - rank * rows
-    elsewhere = (row < 0) | (row >= rows)
-    return row.masked_fill(elsewhere, 0), elsewhere
-
-
-def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignore_index=-100, label_smoothing=0.0):
-    """F.cross_entropy(logits, target, reduction="none") where logits, (…, V), are split over the ranks: the loss (…).
-
-    Args:
-        logits_shard: (…, V/t); -inf where there is no such entry. 16-bit logits are computed with in float32.
-        target: (…), the same on all ranks. The loss is zero where it is `ignore_index`.
-
-    IndexError for a target outside of the vocabulary. Three all-reduces of a number per token, the last of three of
-    them with label smoothing. Shoeybi et al. 2019, §3.
-    """
-    if target.shape != logits_shard.shape[:-1] or not 0.0 <= label_smoothing <= 1.0:
-        shapes = f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}"
-        raise ValueError(f"{shapes}, label_smoothing {label_smoothing}: one target per token, and 0 to 1")
-    (rank, t), rows, ignored = rank_and_size(process_group), logits_shard.shape[-1], target == ignore_index
-    column, elsewhere = locate(target.masked_fill(ignored, 0).unsqueeze(-1), t * rows, rows, rank)
-    loss = CrossEntropy.apply(logits_shard, column, elsewhere, process_group, label_smoothing)
-    return loss.squeeze(-1).masked_fill(ignored, 0.0)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -404,8 +367,75 @@ class CrossEntropy(torch.autograd.Function):
         return grad_logits.scatter_add_(-1, column, at_target).to(ctx.dtype), None, None, None, None
 
 
+def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignore_index=-100, label_smoothing=0.0):
+    """F.cross_entropy(logits, target, reduction="none") where logits, (…, V), are split over the ranks: the loss (…).
+
+    Args:
+        logits_shard: (…, V/t); -inf where there is no such entry. 16-bit logits are computed with in float32.
+        target: (…), the same on all ranks. The loss is zero where it is `ignore_index`.
+
+    IndexError for a target outside of the vocabulary. Three all-reduces of a number per token, the last of three of
+    them with label smoothing. Shoeybi et al. 2019, §3.
+    """
+    if target.shape != logits_shard.shape[:-1] or not 0.0 <= label_smoothing <= 1.0:
+        shapes = f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}"
+        raise ValueError(f"{shapes}, label_smoothing {label_smoothing}: one target per token, and 0 to 1")
+    (rank, t), rows, ignored = rank_and_size(process_group), logits_shard.shape[-1], target == ignore_index
+    column, elsewhere = locate(target.masked_fill(ignored, 0).unsqueeze(-1), t * rows, rows, rank)
+    loss = CrossEntropy.apply(logits_shard, column, elsewhere, process_group, label_smoothing)
+    return loss.squeeze(-1).masked_fill(ignored, 0.0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
+# 5. Dropout: outside of the pairs all ranks draw the same, inside each draws its own.
+
+
+def check_alike(mine, process_group):
+    """ValueError unless all ranks have the same list of strings: what differs would hang, or mix up numbers."""
+    everyone = [None] * rank_and_size(process_group)[1]
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            differ = sorted(set(theirs) ^ set(everyone[0]))[:2]
+            raise ValueError(f"ranks 0 and {rank} differ: {' against '.join(differ)}; give all ranks the same")
+
+
+@contextmanager
+def parallel_region(process_group=None):
+    """Random numbers in here differ by rank, and afterwards agree again.
+
+    The region's seed is drawn from the default generator, so that who restores that, as torch.utils.checkpoint does,
+    gets the same dropout again. (Megatron-LM keeps a second generator.)
+    """
+    rank, t = rank_and_size(process_group)
+    if t == 1:
+        yield
+        return
+    seed = torch.randint(2**48, (), device="cpu").item() + rank
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(gpus):
+        torch.default_generator.manual_seed(seed)
+        if gpus:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+class ParallelDropout(ParallelLayer):
+    """The nn.Dropout `plain`, between a column and a row layer, or of a part of the sequence."""
+
+    def forward(self, x):
+        with parallel_region(self.process_group) if self.training and self.p else nullcontext():
+            return F.dropout(x, self.p, self.training)
+
+
+def model_parallel_seed(seed, process_group=None):
+    """Seed all ranks alike: only in a parallel_region() do they draw differently then. ValueError if seeds differ."""
+    check_alike([f"seed {seed}"], process_group)
+    torch.manual_seed(seed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
 
 
 class ParallelMLP(nn.Module):
@@ -417,13 +447,12 @@ class ParallelMLP(nn.Module):
             raise ValueError(f"activation is {activation!r}; it must be 'gelu' or 'swiglu'")
         stack = (1, 1) if activation == "swiglu" else (1,)
         self.linear1 = ColumnParallelLinear(hidden_size, len(stack) * ffn_hidden_size, bias, stack=stack, **split)
-        self.linear2, self.activation = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **split), activation
+        self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **split)
+        self.parts = len(stack)
 
     def forward(self, x):
-        if self.activation == "gelu":
-            return self.linear2(F.gelu(self.linear1(x)))
-        gate, up = self.linear1(x).chunk(2, -1)
-        return self.linear2(F.silu(gate) * up)
+        gate, *up = self.linear1(x).chunk(self.parts, -1)
+        return self.linear2(F.silu(gate) * up[0] if up else F.gelu(gate))
 
 
 class ParallelSelfAttention(nn.Module):
@@ -458,23 +487,16 @@ class ParallelTransformerLayer(nn.Module):
     """Attention and MLP, each after a norm, before dropout, and around a residual. Korthikanti et al., figure 5."""
 
     def __init__(
-        self,
-        hidden_size,
-        num_heads,
-        ffn_hidden_size=None,
-        activation="gelu",
-        dropout=0.0,
-        bias=True,
-        num_kv_heads=None,
-        **split,
+        self, hidden_size, num_heads, ffn_hidden_size=None, activation="gelu", dropout=0.0, bias=True, **attention
     ):
         super().__init__()
+        split = {name: attention[name] for name in ("process_group", "sequence_parallel") if name in attention}
         self.norm1, self.norm2 = nn.LayerNorm(hidden_size, bias=bias), nn.LayerNorm(hidden_size, bias=bias)
         self.dropout = nn.Dropout(dropout)
         if split.get("sequence_parallel"):
             self.norm1, self.norm2 = (SequenceParallelLayerNorm(norm, **split) for norm in (self.norm1, self.norm2))
             self.dropout = ParallelDropout(self.dropout, **split)
-        self.self_attn = ParallelSelfAttention(hidden_size, num_heads, num_kv_heads, dropout, bias, **split)
+        self.self_attn = ParallelSelfAttention(hidden_size, num_heads, dropout=dropout, bias=bias, **attention)
         self.mlp = ParallelMLP(hidden_size, ffn_hidden_size or 4 * hidden_size, activation, bias, **split)
 
     def forward(self, x, attn_mask=None):
@@ -482,84 +504,19 @@ class ParallelTransformerLayer(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-class ParallelDropout(ParallelLayer):
-    """The nn.Dropout `plain`, between a column and a row layer, or of a part of the sequence."""
-
-    def forward(self, x):
-        with parallel_region(self.process_group) if self.training and self.p else nullcontext():
-            return F.dropout(x, self.p, self.training)
-
-
-@contextmanager
-def parallel_region(process_group=None):
-    """Random numbers in here differ by rank, and afterwards agree again.
-
-    Megatron-LM keeps a second generator. Here the region's seed is drawn from the first, so that who restores that one
-    alone, as torch.utils.checkpoint does, gets the same dropout again.
-    """
-    rank, t = rank_and_size(process_group)
-    if t == 1:
-        yield
-        return
-    seed = torch.randint(2**48, (), device="cpu").item() + rank
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(gpus):
-        torch.default_generator.manual_seed(seed)
-        if gpus:
-            torch.cuda.manual_seed(seed)
-        yield
-
-
-def model_parallel_seed(seed, process_group=None):
-    """Seed the default generators; only in a parallel_region() do ranks draw differently then. Data-parallel replicas
-    and pipeline stages want seeds of their own."""
-    check_alike([f"seed {seed}"], process_group)
-    torch.manual_seed(seed)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# 6. The whole model: from a plain one, its norm, its state.
+# 7. The whole model: from a plain one, its norm, its state.
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
     ("qkv", nn.Linear): partial(ColumnParallelLinear.from_full, stack=(1, 1, 1)),
     ("swiglu", nn.Linear): partial(ColumnParallelLinear.from_full, stack=(1, 1)),
     ("row", nn.Linear): RowParallelLinear.from_full,
-    ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, vocabulary=True),
+    ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
     ("norm", nn.LayerNorm): SequenceParallelLayerNorm,
     ("dropout", nn.Dropout): ParallelDropout,
 }
-
-
-def parallelize(module, plan, process_group=None, sequence_parallel=False):
-    """Swap layers of a plain `module`, in place, for this rank's slices of them; -> module.
-
-    Args:
-        plan: {name: kind}; names may be patterns, as "layers.*.linear1". Kinds: "column" and "row"; "qkv" and "swiglu",
-            columns that are a stack of three, or two; "vocab", an embedding or a head; "dropout" between the two.
-        sequence_parallel: layers of the plan take and return parts of dimension 0, whichever that is; "norm" and
-            "dropout" are for those between.
-
-    Tied weights stay tied. ValueError, with the layer's name, when one does not fit, and when ranks' models differ.
-    """
-    layers = dict(module.named_modules(remove_duplicate=False))
-    swaps, split = {}, {"process_group": process_group, "sequence_parallel": sequence_parallel}
-    for pattern, kind in plan.items():
-        for name in names_like(layers, pattern) or [pattern]:
-            layer = layers.get(name)
-            if (kind, type(layer)) not in KINDS or layer is module:
-                kinds = ", ".join(f"{kind} for {plain.__name__}" for kind, plain in KINDS)
-                raise ValueError(f"{name!r} of {list(layers)} is {type(layer).__name__}, not {kind!r}: {kinds}")
-            try:
-                swaps[layer] = KINDS[kind, type(layer)](layer, **split)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-    check_alike([f"{n} {tuple(p.shape)} {p.dtype}" for n, p in module.named_parameters()], process_group)
-    tie(module, swaps)
-    for parent in list(module.modules()):
-        parent._modules |= {name: swaps[child] for name, child in parent._modules.items() if child in swaps}
-    return module
 
 
 def tie(module, swaps):
@@ -575,14 +532,36 @@ def tie(module, swaps):
             new.register_parameter(name, parameter)
 
 
-def check_alike(mine, process_group):
-    """ValueError unless all ranks have the same list of strings: what differs would hang, or mix up numbers."""
-    everyone = [None] * rank_and_size(process_group)[1]
-    dist.all_gather_object(everyone, mine, group=process_group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            differ = sorted(set(theirs) ^ set(everyone[0]))[:2]
-            raise ValueError(f"ranks 0 and {rank} differ: {' against '.join(differ)}; give all ranks the same")
+def parallelize(module, plan, process_group=None, sequence_parallel=False):
+    """Swap layers of a plain `module`, in place, for this rank's slices of them; -> module. Tied weights stay tied.
+
+    Args:
+        plan: {name: kind}; names may be patterns, as "layers.*.linear1". Kinds: "column" and "row"; "qkv" and "swiglu",
+            columns that are a stack of three, or two; "vocab", an embedding or a head; "dropout" between the two.
+        sequence_parallel: layers of the plan take and return parts of dimension 0, whichever that is; "norm", which
+            does nothing otherwise, and "dropout" are for those between.
+
+    ValueError, with the layer's name, when one does not fit, and when the ranks' models differ.
+    """
+    layers = dict(module.named_modules(remove_duplicate=False))
+    swaps, split = {}, {"process_group": process_group, "sequence_parallel": sequence_parallel}
+    for pattern, kind in plan.items():
+        for name in names_like(layers, pattern) or [pattern]:
+            layer = layers.get(name)
+            if kind == "norm" and not sequence_parallel:
+                continue  # all ranks compute the same
+            if (kind, type(layer)) not in KINDS or layer is module:
+                kinds = ", ".join(f"{kind} for {plain.__name__}" for kind, plain in KINDS)
+                raise ValueError(f"{name!r} of {list(layers)} is {type(layer).__name__}, not {kind!r}: {kinds}")
+            try:
+                swaps[layer] = KINDS[kind, type(layer)](layer, **split)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    tie(module, swaps)
+    check_alike([f"{n} {tuple(p.shape)} {p.dtype}" for n, p in module.named_parameters()], process_group)
+    for parent in list(module.modules()):
+        parent._modules |= {name: swaps[child] for name, child in parent._modules.items() if child in swaps}
+    return module
 
 
 def split_parameters(module):
@@ -599,8 +578,8 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     split, rank = {module.get_parameter(name) for name, *_ in split_parameters(module)}, rank_and_size(process_group)[0]
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32  # on all ranks
-    counted = [p.grad for p in parameters if p in split or rank == 0]  # what all ranks hold counts once
-    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in counted or [torch.zeros(1)]]
+    counted = [p.grad if p in split or rank == 0 else p.grad.new_zeros(()) for p in parameters]  # what all hold: once
+    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in counted]
     mine = torch.linalg.vector_norm(torch.stack(norms), keepdim=True)
     total = torch.linalg.vector_norm(all_gather(mine, process_group)())
     for parameter in parameters:
@@ -634,13 +613,11 @@ def load_full_state_dict(module, state_dict, strict=True):
 def main():
     demo = Demo({"--sequence-parallel": {"action": "store_true", "help": "split what is between the pairs as well"}})
     t, sp = demo.ranks, demo.args.sequence_parallel
-    try:
-        check_divides("attention heads", 6, t)
-    except ValueError as error:
-        demo.stop(error)
+    if 6 % t:
+        demo.stop(f"6 attention heads do not divide by {t} ranks; use 1, 2, 3 or 6")
     model = demo.start("tensor_parallel", parts=1)
     plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column", "*.linear2": "row", "6": "vocab"}
-    parallelize(model, plan | ({"*.norm?": "norm", "5": "norm"} if sp else {}), sequence_parallel=sp)
+    parallelize(model, plan | {"*.norm?": "norm", "5": "norm"}, sequence_parallel=sp)
     if (
         sp
     ):  # dimension 0 of these (batch, time, C) is the batch, between whose sequences norms and residuals see nothing
