@@ -2,10 +2,7 @@
 
 import copy
 import math
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pool
 import pytest
@@ -26,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -88,22 +86,16 @@ def check_same(ours, plain, what=""):
 # ---- pure functions
 
 
-@given(
-    *(st.lists(FEW, min_size=1, max_size=3), st.sampled_from([1, 2, 4, 6]), st.integers(0, 1), FLAG),
-)
+@given(sizes=st.lists(FEW, min_size=1, max_size=3), t=st.sampled_from([1, 2, 4, 6]), dim=st.integers(0, 1), bias=FLAG)
 def test_slices_of_a_stack_join_to_the_whole(sizes, t, dim, bias):
+    """Rank r has the r-th of t equal pieces of each part of the stack."""
     shard = tp.Shard(0 if bias else dim, tuple(n * t for n in sizes))
-    whole = (
-        torch.arange(36.0 * 36).view(36, 36)[: sum(shard.sizes), : sum(shard.sizes)] if max(sizes) * t < 37 else None
-    )
     total = sum(shard.sizes)
     whole = torch.arange(float(total)) if bias else torch.arange(float(total**2)).view(total, total)
     slices = [shard.cut(whole, rank, t) for rank in range(t)]
-    assert all(piece.shape[shard.dim] == sum(sizes) for piece in slices)
-    for piece in slices:
-        starts = piece.split(sizes, shard.dim)
-        for part, of in zip(starts, whole.split(shard.sizes, shard.dim), strict=True):
-            assert any(torch.equal(part, candidate) for candidate in of.chunk(t, shard.dim))
+    for rank, piece in enumerate(slices):
+        pieces = [part.chunk(t, shard.dim)[rank] for part in whole.split(shard.sizes, shard.dim)]
+        assert torch.equal(piece, torch.cat(pieces, shard.dim))
     assert torch.equal(shard.join(slices), whole)
 
 
@@ -128,17 +120,13 @@ def test_what_does_not_divide_says_what_would():
 # ---- the operators: forward, and a backward that is the transpose
 
 
-def strided(x):
-    """A copy that is not contiguous: of such, collectives change, or send, only a part."""
-    return torch.stack((x, x + 1), -1)[..., 0]
+LAYOUTS = {  # a collective changes, or sends, only a part of what has gaps; clone() leaves the second as it is
+    "strided": lambda x: torch.stack((x, x + 1), -1)[..., 0],
+    "transposed": lambda x: x.mT.contiguous().mT if pool.rank() else x.clone(),  # on some ranks only
+}
 
 
-def transposed(x):
-    """A copy that is not contiguous, but has no gaps: clone() leaves it so."""
-    return x.mT.contiguous().mT
-
-
-def body_operators():
+def operators_are_each_the_others_transpose():
     group, t, rank = pool.group(), pool.world_size(), pool.rank()
     same, own = randn(4 * t, 3, 2 * t), [randn(t, 3, 2 * t, seed=1 + r) for r in range(t)]
     cases = [  # operator, input, expected output, whether all ranks have the same gradient
@@ -150,7 +138,7 @@ def body_operators():
         (tp.gather_from_sequence, own[rank], torch.cat(own), False),
         (tp.reduce_scatter_to_sequence, own[rank], mine(sum(own)), False),
     ]
-    for copied in (torch.clone, strided, transposed if rank else torch.clone):  # each rank may have its own layout
+    for copied in (torch.clone, *LAYOUTS.values()):
         for operator, x, expected, same_gradient in cases:
             leaf = copied(x).requires_grad_()
             y = operator(leaf, group)
@@ -179,15 +167,10 @@ def body_operators():
     close(second, torch.full_like(x, 2.0 * t))
 
 
-@pytest.mark.parametrize("N", [1, 2, 3, 4])
-def test_operators_and_their_conjugates(N):
-    run(N, body_operators)
-
-
 # ---- layers
 
 
-def body_pair(Column, Row, b, s, h, f, bias, sp, gather):
+def linear_layers_equal_one_device(Column, Row, b, s, h, f, bias, sp, gather):
     """A column and a row layer, as a pair or each alone; drawn as nn.Linear draws, and taken from one."""
     t, group = pool.world_size(), pool.group()
     h, f, s = h * t, f * t, s * (t if sp else 1)
@@ -220,10 +203,22 @@ def body_pair(Column, Row, b, s, h, f, bias, sp, gather):
 
 @given(N=RANKS, b=FEW, s=FEW, h=FEW, f=FEW, bias=FLAG, sp=FLAG, gather=FLAG)
 def test_linear_layers_equal_one_device(N, b, s, h, f, bias, sp, gather):
-    run(N, body_pair, tp.ColumnParallelLinear, tp.RowParallelLinear, b, s, h, f, bias, sp, gather and not sp)
+    run(
+        N,
+        linear_layers_equal_one_device,
+        tp.ColumnParallelLinear,
+        tp.RowParallelLinear,
+        b,
+        s,
+        h,
+        f,
+        bias,
+        sp,
+        gather and not sp,
+    )
 
 
-def body_vocabulary(cross_entropy, V, bias, tied, smoothing, ignore):
+def vocabulary_and_loss_equal_one_device(cross_entropy, V, bias, tied, smoothing, ignore):
     group = pool.group()
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Embedding(V, 6, padding_idx=V - 1), nn.Linear(6, V, bias))
@@ -263,10 +258,10 @@ def body_vocabulary(cross_entropy, V, bias, tied, smoothing, ignore):
 
 @given(RANKS, st.integers(4, 13), FLAG, FLAG, st.sampled_from([0.0, 0.1]), st.sampled_from([-100, 2]))
 def test_vocabulary_and_loss_equal_one_device(N, V, bias, tied, smoothing, ignore):
-    run(N, body_vocabulary, tp.vocab_parallel_cross_entropy, V, bias, tied, smoothing, ignore)
+    run(N, vocabulary_and_loss_equal_one_device, tp.vocab_parallel_cross_entropy, V, bias, tied, smoothing, ignore)
 
 
-def body_edges(cross_entropy):
+def edges(cross_entropy):
     group, t, x = pool.group(), pool.world_size(), randn(4)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     plain[0].weight.requires_grad_(False)
@@ -292,11 +287,6 @@ def body_edges(cross_entropy):
     norm = nn.LayerNorm(4)  # nothing that is split
     norm.weight.grad = torch.ones(4)
     close(tp.clip_grad_norm_(norm, 1.0, group), torch.tensor(2.0))
-
-
-@pytest.mark.parametrize("N", [1, 2])
-def test_edges(N):
-    run(N, body_edges, tp.vocab_parallel_cross_entropy)
 
 
 # ---- the transformer layer, against one written down plainly
@@ -329,7 +319,7 @@ class PlainLayer(nn.Module):
         return x + self.mlp.linear2(F.gelu(y))
 
 
-def body_layer(Layer, kv_heads, swiglu, bias, sp):
+def a_layer_and_its_clipped_norm_equal_one_device(Layer, kv_heads, swiglu, bias, sp):
     group, h, heads, f, s = pool.group(), 24, 12, 12, 12
     torch.manual_seed(3)
     plain = PlainLayer(h, heads, kv_heads, f, swiglu, bias)
@@ -352,13 +342,7 @@ def body_layer(Layer, kv_heads, swiglu, bias, sp):
         check_same(ours, plain, what="clipped")
 
 
-@pytest.mark.parametrize("case", ["1 3 1 1 1", "2 2 1 1 1", "2 6 0 0 0", "3 3 1 0 1", "4 4 1 1 0", "4 12 0 1 1"])
-def test_layers_with_grouped_heads_and_the_clipped_norm(case):  # ranks, kv_heads, swiglu, bias, sequence_parallel
-    N, kv_heads, *flags = map(int, case.split())
-    run(N, body_layer, tp.ParallelTransformerLayer, kv_heads, *map(bool, flags))
-
-
-def body_attention():
+def attention_takes_a_mask():
     attention = tp.ParallelSelfAttention(8, 4, causal=False, process_group=pool.group())
     x, mask = randn(5, 2, 8), randn(5, 5)
     state = tp.full_state_dict(attention)
@@ -369,10 +353,6 @@ def body_attention():
     causal = torch.ones(5, 5, dtype=torch.bool).tril()
     without, attention.causal = attention(x, causal), True
     close(attention(x).detach(), without.detach())
-
-
-def test_attention_with_a_mask():
-    run(2, body_attention)
 
 
 # ---- a whole model, against PyTorch's styles and against one device
@@ -409,14 +389,14 @@ def gpt_batch(step, rows, V=29):
     return window[:, :-1], window[:, 1:]
 
 
-def body_gpt(optimizer, sp, tied):
+def five_steps_of_a_gpt_equal_one_device(optimizer, sp, tied):
     t, group = pool.world_size(), pool.group()
     torch.manual_seed(6)
     plain, final = GPT(tied=tied), []
     for run_number in range(2):  # the second: bitwise as the first
         reference = copy.deepcopy(plain)
         ours = parallel_gpt(copy.deepcopy(plain), group, sp)
-        assert (ours.head.weight is ours.embed.weight) == tied
+        assert (ours.head.weight is ours.embed.weight) == bool(tied)
         optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (ours, reference)]
         for step in range(5):
             tokens, target = gpt_batch(step, 2 * t)
@@ -442,41 +422,6 @@ def body_gpt(optimizer, sp, tied):
     close(logits[..., :29], reference(tokens).detach())
 
 
-@pytest.mark.parametrize(
-    "case", ["1 sgd sp tied", "2 adamw tied", "2 momentum sp", "3 adamw sp tied", "4 sgd", "4 adamw sp"]
-)
-def test_five_steps_of_a_gpt_equal_one_device(case):
-    N, optimizer, *words = case.split()
-    run(int(N), body_gpt, optimizer, "sp" in words, "tied" in words)
-
-
-def body_two_by_two(sp):
-    """Tensor parallel in pairs, PyTorch's DistributedDataParallel across them."""
-    rank = dist.get_rank()
-    across = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    along = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    torch.manual_seed(7)
-    plain = GPT()
-    ours = nn.parallel.DistributedDataParallel(parallel_gpt(copy.deepcopy(plain), across, sp), process_group=along)
-    optimizers = [OPTIMIZERS["adamw"](m.parameters()) for m in (ours, plain)]
-    for step in range(3):
-        tokens, target = gpt_batch(step, 8)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        part, part_target = tokens.chunk(2)[rank // 2], target.chunk(2)[rank // 2]
-        tp.vocab_parallel_cross_entropy(ours(part), part_target, across).mean().backward()
-        F.cross_entropy(plain(tokens).flatten(0, 1), target.flatten()).backward()
-        close(tp.clip_grad_norm_(ours, 0.5, across), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-        check_same(ours.module, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@pytest.mark.parametrize("sp", [False, True])
-def test_data_parallel_over_an_orthogonal_group(sp):
-    run(4, body_two_by_two, sp)
-
-
 class Small(nn.Module):
     def __init__(self):
         super().__init__()
@@ -493,7 +438,7 @@ def whole(tensor):
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def body_torch(sp):
+def pytorchs_own_styles_agree(sp):
     torch.manual_seed(5)
     plain, group = Small(), pool.group()
     between = TorchShard(0) if sp else Replicate()
@@ -532,16 +477,10 @@ def body_torch(sp):
         close(tp.full_state_dict(ours)[name], whole(parameter), what=name)
 
 
-@pytest.mark.parametrize("N", [2, 4])
-@pytest.mark.parametrize("sp", [False, True])
-def test_pytorchs_own_styles(N, sp):
-    run(N, body_torch, sp)
-
-
 # ---- random numbers
 
 
-def body_seeds():
+def regions_draw_differently_and_again_the_same():
     group, rank = pool.group(), pool.rank()
 
     def draws(seed):
@@ -564,11 +503,7 @@ def body_seeds():
         tp.model_parallel_seed(rank, group)
 
 
-def test_regions_draw_differently_and_again_the_same():
-    run(2, body_seeds)
-
-
-def body_dropout(sp):
+def dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
     group, t = pool.group(), pool.world_size()
     layer = tp.ParallelTransformerLayer(8, 4, dropout=0.5, sequence_parallel=sp, process_group=group)
     with torch.no_grad():  # every head the same: what differs between ranks is dropout
@@ -595,11 +530,6 @@ def body_dropout(sp):
     assert not torch.equal(*everyone(between(torch.ones(50))))
     for evaluated in (layer.eval(), between.eval()):
         bitwise(evaluated(x).detach(), evaluated(x).detach())
-
-
-@pytest.mark.parametrize("sp", [False, True])
-def test_dropout_and_checkpoints(sp):
-    run(2, body_dropout, sp)
 
 
 # ---- what is refused
@@ -635,7 +565,7 @@ REFUSED = {
 }
 
 
-def body_refuse():
+def what_is_wrong_is_an_error_before_any_collective():
     names = {"tp": tp, "nn": nn, "ones": torch.ones, "tensor": torch.tensor, "g": {"process_group": pool.group()}}
     names |= {"seven": nn.Sequential(nn.Dropout(), nn.Linear(6, 7), nn.Linear(7, 6)), "gpt": GPT(V=28)}
     before = str(names["seven"]), str(names["gpt"])
@@ -649,11 +579,7 @@ def body_refuse():
         tp.parallelize(other, {"0": "column"}, pool.group())
 
 
-def test_wrong_sizes_are_an_error_before_any_collective():
-    run(2, body_refuse)
-
-
-def body_not_a_member():
+def a_rank_outside_of_the_group_is_told():
     group = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         for call in (partial(tp.ColumnParallelLinear, 4, 4), partial(tp.copy_to_region, randn(2))):
@@ -661,11 +587,7 @@ def body_not_a_member():
                 call(process_group=group)
 
 
-def test_a_rank_outside_of_the_group():
-    run(4, body_not_a_member)
-
-
-def body_low_precision(autocast):
+def sixteen_bits_are_right_to_their_precision(autocast):
     torch.manual_seed(9)
     plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     ours = tp.parallelize(copy.deepcopy(plain).float(), {"0": "column", "2": "row"}, pool.group())
@@ -691,11 +613,6 @@ def body_low_precision(autocast):
     assert (loss.dtype, shard.grad.dtype) == (torch.float32, torch.bfloat16)
     assert torch.allclose(loss, expected, rtol=1e-5)
     assert (shard.grad - mine(reference.grad, -1)).abs().max() <= 2**-8
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_16_bit(autocast):
-    run(2, body_low_precision, autocast)
 
 
 # ---- cost
@@ -724,7 +641,7 @@ class Events(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def body_overlap(sp):
+def communication_overlaps_the_weights_gradient(sp):
     layer = tp.ColumnParallelLinear(4, 6, sequence_parallel=sp, process_group=pool.group())
     y, seen = layer(randn(3, 4).requires_grad_()), Events()
     with pytest.MonkeyPatch.context() as patch, seen:
@@ -737,12 +654,7 @@ def body_overlap(sp):
     assert seen.events == (["_allgather_base_", "mm", "alltoall_base_", "wait", "mm", "wait"] if sp else plain)
 
 
-@pytest.mark.parametrize("sp", [False, True])
-def test_communication_overlaps_the_weights_gradient(sp):
-    run(2, body_overlap, sp)
-
-
-def body_sent(sp):
+def a_layer_sends_what_the_formula_says(sp):
     group, t, (s, b, h) = pool.group(), pool.world_size(), (12, 2, 24)
     layer = tp.ParallelTransformerLayer(h, 12, sequence_parallel=sp, process_group=group)
     x = randn(s // t if sp else s, b, h).requires_grad_()
@@ -759,54 +671,29 @@ def body_sent(sp):
     assert seen.calls == [("allreduce_", n * 8 * b * s) for n in (1, 1, 3)]
 
 
-@pytest.mark.parametrize("N", [1, 2, 3, 4])
-@pytest.mark.parametrize("sp", [False, True])
-def test_a_layer_sends_what_the_formula_says(N, sp):
-    run(N, body_sent, sp)
-
-
-FAKE = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import tensor_parallel as tp
-from shared import Collectives
-
-t, rank = int(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=t)
-s, b, h = 1024, 1, 1024
-for sp in (False, True):
-    layer = tp.ParallelTransformerLayer(h, 1024, 1024, sequence_parallel=sp)
-    x = torch.randn(s // t if sp else s, b, h, requires_grad=True)
-    with tp.SentBytes() as sent, Collectives() as seen:
-        layer(x).sum().backward()
-    expected = 4 * (10 * b * s * h + 12 * h if sp else 8 * b * s * h) * (t - 1) / t
-    assert abs(sent.total / expected - 1) < 1e-9, (sp, sent.total, expected)
-    names = {name for name, _ in seen.calls}
-    assert names == ({"_allgather_base_", "_reduce_scatter_base_", "allreduce_"} if sp else {"allreduce_"}), names
-    held = sum(p.numel() for p in layer.parameters())
-    assert held == (6 * h * h + 4 * h) // t + 6 * h, held
-with Collectives() as seen:
-    tp.vocab_parallel_cross_entropy(torch.randn(s, b, 8), torch.zeros(s, b, dtype=torch.long)).sum()
-assert seen.calls == [("allreduce_", 4 * b * s)] * 3, seen.calls
-y = tp.reduce_scatter_to_sequence(torch.ones(2 * t, 3, requires_grad=True))
-y.mul_(2)  # as dropout in place: what a collective returns is no view
-print("ok")
-"""
-
-
 @pytest.mark.parametrize(("t", "rank"), [(8, 3), (1024, 0)])
 def test_the_same_bytes_at_scale(t, rank):
-    here = Path(__file__).parent
-    environment = {"PYTHONPATH": f"{here}:{here.parent}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FAKE, str(t), str(rank)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "ok\n", done.stderr
+    """Also: on other backends than gloo a reduce-scatter is native."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=t)
+    try:
+        s, b, h = t, 1, 1024
+        for sp in (False, True):
+            layer = tp.ParallelTransformerLayer(h, 1024, 1024, sequence_parallel=sp)
+            x = randn(s // t if sp else s, b, h).requires_grad_()
+            with tp.SentBytes() as sent, Collectives() as seen:
+                layer(x).sum().backward()
+            elements = 10 * b * s * h + 12 * h if sp else 8 * b * s * h
+            assert sent.total == pytest.approx(8 * elements * (t - 1) / t)
+            names = {"_allgather_base_", "_reduce_scatter_base_", "allreduce_"} if sp else {"allreduce_"}
+            assert {name for name, _ in seen.calls} == names
+            assert sum(p.numel() for p in layer.parameters()) == (6 * h * h + 4 * h) // t + 6 * h
+        y = tp.reduce_scatter_to_sequence(torch.ones(2 * t, 3, requires_grad=True))
+        y.mul_(2)  # as dropout in place: what a collective returns is no view
+    finally:
+        dist.destroy_process_group()
 
 
-def body_activations(sp):
+def activations_kept(sp):
     t, group, (s, b, h, a) = pool.world_size(), pool.group(), (16, 2, 48, 12)
     layer = tp.ParallelTransformerLayer(h, a, sequence_parallel=sp, process_group=group)
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
@@ -830,5 +717,48 @@ def test_activations_kept_for_backward(t, sp):
     h, a = 48, 12
     whole = 4 / t if sp else 4  # inputs of the norms, which are the residuals, and of the column layers
     small = 4 / h / (t if sp else 1) + a / (h * t)  # norms keep mean and deviation, attention one number per row
-    for measured in run(t, body_activations, sp):
+    for measured in run(t, activations_kept, sp):
         assert measured == pytest.approx(whole + 12 / t + small, rel=1e-12)
+
+
+# ---- the claims above that hold in a world of N
+
+
+CLAIMS = [
+    *((N, operators_are_each_the_others_transpose) for N in (1, 2, 3, 4)),
+    *((N, edges, tp.vocab_parallel_cross_entropy) for N in (1, 2)),
+    *(  # kv_heads, swiglu, bias, sequence_parallel
+        (N, a_layer_and_its_clipped_norm_equal_one_device, tp.ParallelTransformerLayer, kv_heads, *map(bool, flags))
+        for N, kv_heads, *flags in [
+            (1, 3, 1, 1, 1),
+            (2, 2, 1, 1, 1),
+            (3, 3, 1, 0, 1),
+            (4, 4, 1, 1, 0),
+            (4, 12, 0, 1, 1),
+        ]
+    ),
+    (2, attention_takes_a_mask),
+    *(
+        (N, five_steps_of_a_gpt_equal_one_device, optimizer, sp, tied)
+        for N, optimizer, sp, tied in [
+            (1, "sgd", 1, 1),
+            (2, "adamw", 0, 1),
+            (2, "momentum", 1, 0),
+            (3, "adamw", 1, 1),
+            (4, "sgd", 0, 0),
+        ]
+    ),
+    *((N, pytorchs_own_styles_agree, sp) for N in (2, 4) for sp in (False, True)),
+    (2, regions_draw_differently_and_again_the_same),
+    *((2, dropout_differs_inside_and_is_repeated_by_checkpoints, sp) for sp in (False, True)),
+    (2, what_is_wrong_is_an_error_before_any_collective),
+    (4, a_rank_outside_of_the_group_is_told),
+    *((2, sixteen_bits_are_right_to_their_precision, autocast) for autocast in (False, True)),
+    *((2, communication_overlaps_the_weights_gradient, sp) for sp in (False, True)),
+    *((N, a_layer_sends_what_the_formula_says, sp) for N in (1, 2, 3, 4) for sp in (False, True)),
+]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim[1].__name__}-{claim[0]}")
+def test_in_a_world(claim):
+    run(*claim)
