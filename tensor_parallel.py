@@ -82,17 +82,17 @@ def own_part(x, process_group):
     return x.chunk(t)[rank].clone
 
 
-def all_reduce(x, process_group):
+def begin_all_reduce(x, process_group):
     x = x.clone(memory_format=torch.contiguous_format)
     return partial(finish, dist.all_reduce(x, group=process_group, async_op=True), [x])
 
 
-def all_gather(x, process_group):
+def begin_all_gather(x, process_group):
     whole = x.new_empty(rank_and_size(process_group)[1] * x.shape[0], *x.shape[1:])
     return partial(finish, all_gather_single(whole, x.contiguous(), group=process_group, async_op=True), [whole])
 
 
-def reduce_scatter(x, process_group):
+def begin_reduce_scatter(x, process_group):
     t = rank_and_size(process_group)[1]
     check_divides("positions or features", x.shape[0], t)
     parts = x.contiguous().unflatten(0, (t, -1))
@@ -150,13 +150,16 @@ def conjugates(there, back, dim=0):
     return operator
 
 
-copy_to_region = conjugates(keep, all_reduce)  # f: from where all compute the same to where each has a slice
-reduce_from_region = conjugates(all_reduce, keep)  # g: and back, to the sum of what the ranks have
-gather_from_sequence = conjugates(all_gather, reduce_scatter)  # f and g where x between the pairs is split along
-reduce_scatter_to_sequence = conjugates(reduce_scatter, all_gather)  # dimension 0, the sequence
-scatter_to_sequence = conjugates(own_part, all_gather)  # from where all compute the same to where it is split
-scatter_to_region = conjugates(own_part, all_gather, dim=-1)  # the same for features
-gather_from_region = conjugates(all_gather, own_part, dim=-1)  # from slices to where all compute the same
+# f, from where all compute the same to where each has a slice; g, and back, to the sum of what the ranks have
+copy_to_region = conjugates(keep, begin_all_reduce)
+reduce_from_region = conjugates(begin_all_reduce, keep)
+# f and g where x between the pairs is split along dimension 0, the sequence
+gather_from_sequence = conjugates(begin_all_gather, begin_reduce_scatter)
+reduce_scatter_to_sequence = conjugates(begin_reduce_scatter, begin_all_gather)
+# between what all have alike, gradients too, and what is split, along the sequence or by features
+scatter_to_sequence = conjugates(own_part, begin_all_gather)
+scatter_to_region = conjugates(own_part, begin_all_gather, dim=-1)
+gather_from_region = conjugates(begin_all_gather, own_part, dim=-1)
 
 
 def parallel_mlp(x, A, B, process_group=None):
@@ -191,12 +194,13 @@ class Shard:
 class ParallelLayer(nn.Module):
     """This rank's slices of a plain layer's parameters, under their names there.
 
-    `shards` says how a parameter is split; one that is not in it is the same on all ranks.
+    Keywords `shards` say how a parameter is split; one that has none is the same on all ranks. Attributes are the
+    plain layer's.
     """
 
     def __init__(self, plain, process_group=None, sequence_parallel=False, **shards):
         super().__init__()
-        self.__dict__.update({name: value for name, value in vars(plain).items() if name[0] != "_"})  # in_features, …
+        self.__dict__ |= {name: value for name, value in vars(plain).items() if not name.startswith("_")}
         self.rank, self.t = rank_and_size(process_group)
         # Weak: a group that someone holds on to after destroy_process_group() may abort the process at its exit.
         self._process_group = weakref.ref(process_group or dist.group.WORLD)
@@ -265,7 +269,7 @@ class ColumnParallelLinear(ParallelLayer):
         self.padding = min(rows, max(0, (self.rank + 1) * rows - self.out_features))
 
     def forward(self, x):
-        f = (all_gather, reduce_scatter) if self.sequence_parallel else (keep, all_reduce)
+        f = (begin_all_gather, begin_reduce_scatter) if self.sequence_parallel else (keep, begin_all_reduce)
         y = ColumnLinear.apply(x, self.weight, self.bias, *(f if self.t > 1 else (keep, keep)), self.process_group)
         if self.padding:
             y = F.pad(y[..., : -self.padding], (0, self.padding), value=-math.inf)
@@ -548,13 +552,12 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     for pattern, kind in plan.items():
         for name in names_like(layers, pattern) or [pattern]:
             layer = layers.get(name)
-            if kind == "norm" and not sequence_parallel:
-                continue  # all ranks compute the same
             if (kind, type(layer)) not in KINDS or layer is module:
                 kinds = ", ".join(f"{kind} for {plain.__name__}" for kind, plain in KINDS)
                 raise ValueError(f"{name!r} of {list(layers)} is {type(layer).__name__}, not {kind!r}: {kinds}")
             try:
-                swaps[layer] = KINDS[kind, type(layer)](layer, **split)
+                if kind != "norm" or sequence_parallel:  # otherwise all ranks compute the same
+                    swaps[layer] = KINDS[kind, type(layer)](layer, **split)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
     tie(module, swaps)
@@ -581,7 +584,7 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     counted = [p.grad if p in split or rank == 0 else p.grad.new_zeros(()) for p in parameters]  # what all hold: once
     norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in counted]
     mine = torch.linalg.vector_norm(torch.stack(norms), keepdim=True)
-    total = torch.linalg.vector_norm(all_gather(mine, process_group)())
+    total = torch.linalg.vector_norm(begin_all_gather(mine, process_group)())
     for parameter in parameters:
         parameter.grad.mul_((max_norm / (total + 1e-6)).clamp(max=1.0).to(parameter.grad))
     return total
@@ -593,7 +596,7 @@ def full_state_dict(module, tensors=None):
     whole = dict(module.state_dict() if tensors is None else tensors)
     for name, layer, shard in split_parameters(module):
         if whole.get(name) is not None:
-            whole[name] = shard.join(all_gather(whole[name][None], layer.process_group)())
+            whole[name] = shard.join(begin_all_gather(whole[name][None], layer.process_group)())
     return whole
 
 
