@@ -129,6 +129,8 @@ def check_divides(what, size, t):
 
 
 class Communicate(torch.autograd.Function):
+    """`there(x)`, whose gradient is `back(gradient)`, whose gradient is `there` again."""
+
     @staticmethod
     def forward(ctx, x, there, back, process_group):
         ctx.conjugate = (back, there, process_group)
@@ -140,8 +142,6 @@ class Communicate(torch.autograd.Function):
 
 
 def conjugates(there, back, dim=0):
-    """An operator `there(x)`, whose gradient is `back(gradient)`, whose gradient is `there` again."""
-
     def operator(x, process_group=None):
         if rank_and_size(process_group)[1] == 1:
             return x
@@ -256,7 +256,8 @@ class ColumnParallelLinear(ParallelLayer):
         pad: to a multiple of t outputs, as VocabParallelEmbedding, so that the two can be tied; logits of padding are
             -inf, and so no part of any loss.
 
-    Draws the whole parameters and keeps a slice, so all ranks need the same random state. Shoeybi et al. 2019, §3.
+    Draws the whole parameters and keeps a slice, so all ranks need the same random state. ValueError when outputs, or
+    parts of a stack, do not divide by t. Shoeybi et al. 2019, §3.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class RowParallelLinear(ParallelLayer):
     """nn.Linear with its inputs split over the ranks: this rank's (…, in/t) to the same (…, out) on all ranks.
 
     With `input_is_parallel=False` the input is the same (…, in) on all ranks. With `sequence_parallel` the output is
-    this rank's part along dimension 0. The bias is added once, after the sum.
+    this rank's part along dimension 0, which t must divide. The bias is added once, after the sum.
     """
 
     def __init__(self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **split):
@@ -310,7 +311,7 @@ class SequenceParallelLayerNorm(ParallelLayer):
 
 
 def locate(integers, V, rows, rank):
-    """Which of this rank's rows they are; and which of them are elsewhere, whose row is 0."""
+    """Which of this rank's rows the integers are; and which are elsewhere, whose row is 0. IndexError outside of V."""
     outside = ((integers < 0) | (integers >= V)).any()
     if integers.is_cuda:
         torch._assert_async(~outside)  # without a synchronisation, as PyTorch's own
@@ -462,7 +463,8 @@ class ParallelMLP(nn.Module):
 class ParallelSelfAttention(nn.Module):
     """Attention of x with itself, its heads split over the ranks; `dropout` is of its probabilities.
 
-    With fewer `num_kv_heads` than heads several share keys and values (grouped queries, Ainslie et al. 2023).
+    With fewer `num_kv_heads` than heads several share keys and values (grouped queries, Ainslie et al. 2023). Both must
+    divide by t: else ValueError.
     """
 
     def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, bias=True, causal=True, **split):
@@ -621,9 +623,7 @@ def main():
     model = demo.start("tensor_parallel", parts=1)
     plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column", "*.linear2": "row", "6": "vocab"}
     parallelize(model, plan | {"*.norm?": "norm", "5": "norm"}, sequence_parallel=sp)
-    if (
-        sp
-    ):  # dimension 0 of these (batch, time, C) is the batch, between whose sequences norms and residuals see nothing
+    if sp:  # along dimension 0, here the batch: to norms and residuals it is all the same
         model[0].register_forward_hook(lambda module, inputs, output: scatter_to_sequence(output))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
