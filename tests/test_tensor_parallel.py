@@ -486,6 +486,7 @@ def dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
     layer = tp.ParallelTransformerLayer(8, 4, dropout=0.5, sequence_parallel=sp, process_group=group)
     with torch.no_grad():  # every head the same: what differs between ranks is dropout
         layer.self_attn.qkv.weight.copy_(randn(2, 8).repeat(12 // t, 1))
+        layer.self_attn.qkv.bias.zero_()
     seen = {}
     layer.self_attn.proj.register_forward_pre_hook(lambda m, inputs: seen.update(inside=inputs[0].detach()))
     layer.dropout.register_forward_hook(lambda m, inputs, output: seen.update(outside=output.detach() == 0))
