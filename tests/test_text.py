@@ -8,19 +8,24 @@ import sys
 import pytest
 from launch import ALONE, ROOT, TECHNIQUES
 
-SET_UP = "# Demo, set-up: a small language model, in this world and on one device. The same text in every file."
+SET_UP = "# Demo, set-up: a small language model on real text, in this world and on one device. The same text in every file."
 END = 'if __name__ == "__main__":'
 
 
 def set_up_of(path):
     text = path.read_text()
     assert text.count(SET_UP) == 1, f"{path.name} has no demo set-up"
-    return text[text.index(SET_UP) : text.index(END)]
+    return text[text.index(SET_UP) :]
 
 
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
 def test_the_demos_set_up_is_one_text(path):
     assert set_up_of(path) == set_up_of(ROOT / "ddp.py")
+
+
+def test_the_demos_set_up_is_short():
+    lines = set_up_of(ROOT / "ddp.py").partition(END)[0].rstrip().splitlines()
+    assert len(lines) <= 145
 
 
 # What each technique has in its own way.
