@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from launch import ALONE, ROOT, TECHNIQUES
+from launch import ALONE, ROOT
 
-SET_UP = "# Demo, set-up: a small language model on real text, in this world and on one device. The same text in every file."
+SET_UP = "# Demo, set-up: a small language model on real text"
 END = 'if __name__ == "__main__":'
 
 
@@ -26,22 +26,6 @@ def test_the_demos_set_up_is_one_text(path):
 def test_the_demos_set_up_is_short():
     lines = set_up_of(ROOT / "ddp.py").partition(END)[0].rstrip().splitlines()
     assert len(lines) <= 145
-
-
-# What each technique has in its own way.
-OWN = {"main", "clip_grad_norm_", "full_state_dict", "load_full_state_dict"}
-
-
-def test_a_function_of_one_name_is_one_text():
-    """A helper that several files need is the same in all of them. (Classes may share a name: each has its Bucket.)"""
-    seen = {}
-    for path in TECHNIQUES:
-        text = path.read_text()
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.FunctionDef) and node.name not in OWN:
-                source = ast.get_source_segment(text, node)
-                first, other = seen.setdefault(node.name, (path.name, source))
-                assert source == other, f"{node.name} differs between {first} and {path.name}"
 
 
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
