@@ -1,10 +1,6 @@
-"""data_parallel.py against one device that works through the same chunks."""
+"""data_parallel.py against one device that works through the same chunks, and against torch.nn.DataParallel."""
 
-import copy
-import dataclasses
-import gc
 import threading
-import weakref
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -17,322 +13,165 @@ from shared import MODELS, OPTIMIZERS, assert_equal, assert_same_parameters, mak
 import data_parallel as dp
 
 Pair = namedtuple("Pair", "a b")
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+implementation = pytest.mark.parametrize("cls", [dp.DataParallel])
 
 
-def cpus(n):
-    return ["cpu"] * n
-
-
-@given(
-    n=st.integers(1, 4),
-    rows=st.integers(1, 9),
-    kind=st.sampled_from(MODELS),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
-)
-def test_training_equals_one_device_chunk_by_chunk(n, rows, kind, dtype, optimizer):
-    if kind == "batchnorm":
-        rows = n * (1 + rows)  # a chunk of one row has no variance
-    plain, model = make_model(kind, dtype), dp.DataParallel(make_model(kind, dtype), cpus(n))
+@implementation
+@given(st.integers(1, 4), st.integers(1, 9), st.sampled_from(MODELS), DTYPES, st.sampled_from(sorted(OPTIMIZERS)))
+def test_training_is_bitwise_that_of_one_device_chunk_by_chunk(cls, n, rows, kind, dtype, optimizer):
+    """Outputs, all gradients, parameters, buffers (the first chunk's stay): with unequal chunks, or fewer than n."""
+    rows = n * (1 + rows) if kind == "batchnorm" else rows  # a chunk of one row has no variance
+    plain, model = make_model(kind, dtype), cls(make_model(kind, dtype), ["cpu"] * n)
     optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (plain, model)]
     for step in range(4):
-        batch = make_batch(0, step, torch.float32 if kind == "mixed" else dtype, rows=rows)
+        x = make_batch(0, step, torch.float32 if kind == "mixed" else dtype, rows=rows).requires_grad_()
+        chunks, outputs, buffers = x.detach().clone().chunk(n), [], None
         for o in optimizers:
             o.zero_grad()
-        whole = model(batch)
+        whole = model(x)
         weights = torch.linspace(0.5, 2.0, whole.numel(), dtype=whole.dtype).view_as(whole)
         (whole * weights).sum().backward()
-        outputs, buffers = [], None
-        for chunk, weight in zip(batch.chunk(n), weights.chunk(n), strict=True):
-            outputs.append(plain(chunk))
+        for chunk, weight in zip(chunks, weights.chunk(n), strict=True):
+            outputs.append(plain(chunk.requires_grad_()))
             (outputs[-1] * weight).sum().backward()
-            if buffers is None:  # the first chunk's statistics are the ones that stay
-                buffers = [buffer.clone() for buffer in plain.buffers()]
-        for buffer, kept in zip(plain.buffers(), buffers, strict=True):
-            buffer.copy_(kept)
-        assert_equal(whole, torch.cat(outputs), exact=True, what="output")
+            buffers = buffers or [buffer.clone() for buffer in plain.buffers()]
         for o in optimizers:
             o.step()
+        assert_equal(whole, torch.cat(outputs), exact=True, what="output")
+        assert_equal(x.grad, torch.cat([chunk.grad for chunk in chunks]), exact=True, what="gradient of the inputs")
         assert_same_parameters(model.module, plain, exact=True, what=f"step {step}")
-        for a, b in zip(model.buffers(), plain.buffers(), strict=True):
-            assert_equal(a, b, exact=True, what="buffer")
+        for ours, theirs, kept in zip(model.buffers(), plain.buffers(), buffers, strict=True):
+            assert_equal(ours, theirs.copy_(kept), exact=True, what="buffer")
 
 
-def test_on_a_machine_without_gpus_torchs_is_the_module_itself():
-    if torch.cuda.is_available():
-        pytest.skip("torch.nn.DataParallel uses the GPUs here; the next test compares with them")
-    ours, theirs = dp.DataParallel(make_model("plain"), cpus(3)), nn.DataParallel(make_model("plain"))
+@implementation
+@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cuda"] * 2, ["cuda:0", "cuda:1"]], ids=str)
+def test_equals_torchs(cls, devices):
+    """torch.nn.DataParallel on the GPUs there are; without any, it is the module itself."""
+    if len(set(devices) - {"cpu"}) > torch.cuda.device_count():
+        pytest.skip(f"needs the GPUs of {devices}")
+    ours, theirs = cls(make_model("plain").to(devices[0]), devices), nn.DataParallel(make_model("plain").to(devices[0]))
     for model in (ours, theirs):
-        model(make_batch(0, 0, rows=7)).square().mean().backward()
+        model(make_batch(0, 0, rows=7).to(devices[0])).square().mean().backward()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
     assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_equals_torchs_on_gpus():
-    results = []
-    for make in (dp.DataParallel, nn.DataParallel):
-        model = make(make_model("batchnorm").cuda())
-        for step in range(3):
-            model.zero_grad()
-            model(make_batch(0, step, rows=8).cuda()).square().mean().backward()
-        results.append(model.module)
-    for a, b in zip(results[0].parameters(), results[1].parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    for a, b in zip(results[0].buffers(), results[1].buffers(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-# ---- scatter and gather
-
-
-@dataclasses.dataclass
-class Output:
-    a: torch.Tensor
-    b: list
-
-
-@given(st.integers(1, 5), st.integers(1, 11), st.integers(0, 1))
-def test_scatter_cuts_as_chunk_and_gather_puts_together(n, rows, dim):
-    x = torch.arange(rows * 12.0).view((rows, 12) if dim == 0 else (12, rows))
-    chunks = dp.scatter(x, cpus(n), dim)
-    assert [c.tolist() for c in chunks] == [c.tolist() for c in x.chunk(n, dim)]
-    assert torch.equal(dp.gather(chunks, "cpu", dim), x)
-
-
-def test_scatter_of_nested_inputs():
+def test_scatter_and_gather_go_into_lists_tuples_and_dicts():
+    """They cut as torch.chunk does, and join; what is not a tensor goes to all, and but for None does not come back."""
     x, y, marker = torch.arange(5), torch.arange(10).view(5, 2), object()
     inputs = ((x, {"y": [y, None]}, Pair(x, "text"), OrderedDict(z=y)), {"marker": marker})
-    first, second = dp.scatter(inputs, cpus(2))
-    (a, more, pair, ordered), kwargs = second
-    assert a.tolist() == [3, 4]
-    assert more["y"][0].tolist() == [[6, 7], [8, 9]]
-    assert more["y"][1] is None
-    assert isinstance(pair, Pair)
-    assert pair.b == "text"
-    assert isinstance(ordered, OrderedDict)
+    first, ((a, more, pair, ordered), kwargs) = dp.scatter(inputs, ["cpu"] * 2)
+    assert a.tolist() == pair.a.tolist() == [3, 4]
+    assert more["y"][0].tolist() == ordered["z"].tolist() == [[6, 7], [8, 9]]
+    assert (more["y"][1], pair.b, type(ordered)) == (None, "text", OrderedDict)
     assert kwargs["marker"] is marker is first[1]["marker"]
-    with pytest.raises(ValueError, match=r"\(5,\), \(1, 2\) do not make one number of chunks for 2 devices"):
-        dp.scatter((x, torch.zeros(1, 2)), cpus(2))
+    with pytest.raises(ValueError, match=r"\[\(5,\), \(1, 2\)\] give different numbers of chunks for 2 devices"):
+        dp.scatter((x, torch.zeros(1, 2)), ["cpu"] * 2)
+    columns = dp.scatter(y, ["cpu"] * 3, dim=1)
+    assert [column.shape for column in columns] == [(5, 1)] * 2
+    assert torch.equal(dp.gather(columns, "cpu", dim=1), y)
+    together = dp.gather([Pair({"a": x}, [y, None]), Pair({"a": x[:1]}, [y[:2], None])], "cpu")
+    assert together.a["a"].tolist() == [0, 1, 2, 3, 4, 0]
+    assert torch.equal(together.b[0], torch.cat([y, y[:2]]))
+    assert together.b[1] is None
+    for wrong in ([{"a": x}, {"b": x}], [1, 2], [None, x], [x, None]):
+        with pytest.raises((ValueError, TypeError)):
+            dp.gather(wrong, "cpu")
 
 
-def test_gather_of_nested_outputs():
-    def output(i):
-        return {"x": torch.full((2,), i), "more": (torch.full((1, 2), i), None), "d": Output(torch.full((1,), i), [])}
-
-    together = dp.gather([output(0), output(1)], "cpu")
-    assert together["x"].tolist() == [0, 0, 1, 1]
-    assert together["more"][0].tolist() == [[0, 0], [1, 1]]
-    assert together["more"][1] is None
-    assert together["d"].a.tolist() == [0, 1]
-    assert dp.gather([Pair(torch.zeros(1), torch.ones(1))] * 2, "cpu").b.tolist() == [1, 1]
-    with pytest.warns(UserWarning, match="scalars"):
-        assert dp.gather([torch.tensor(1), torch.tensor(2)], "cpu").tolist() == [1, 2]
-    with pytest.raises(ValueError, match=r"different keys: \[\['a'\], \['b'\]\]"):
-        dp.gather([{"a": None}, {"b": None}], "cpu")
-    with pytest.raises(TypeError, match="can't return int"):
-        dp.gather([1, 2], "cpu")
-
-
-def test_mean_of_losses_of_uneven_chunks_is_not_the_loss():
-    model = dp.DataParallel(dp.LossInside(nn.Linear(3, 5)), cpus(2))
-    inputs, targets = torch.randn(3, 1, 3), torch.randint(5, (3, 1))
-    losses = model(inputs, targets)
-    loss = dp.language_loss(model.module.model(inputs), targets)
-    assert losses.shape == (2,)
-    assert not torch.allclose(losses.mean(), loss)
-    torch.testing.assert_close((2 * losses[0] + losses[1]) / 3, loss)
-
-
-# ---- replicas
+def test_each_device_gets_its_own_of_everything():
+    """The meta device stands for the second. Replica 0 shares the module's memory; each computes where its input is."""
+    module, devices = nn.BatchNorm1d(6), ["cpu", "meta"]
+    chunks, replicas = dp.scatter(torch.randn(4, 6), devices), dp.replicate(module, devices)
+    for device, chunk, replica in zip(devices, chunks, replicas, strict=True):
+        assert {chunk.device.type, replica.weight.device.type, replica.running_mean.device.type} == {device}
+    assert replicas[0].weight.data_ptr() == module.weight.data_ptr()
+    assert [output.device.type for output in dp.parallel_apply(replicas, chunks)] == devices
+    assert dp.gather([torch.ones(2), torch.ones(2, device="meta")], "meta").device.type == "meta"
 
 
 class Sees(nn.Module):
-    """Records what reaches each replica."""
+    """Records what reaches each replica, in a list that all of them have."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(6, 2)
-        self.unused = nn.Linear(2, 2)
-        self.seen = []  # shared by the replicas: the list is copied by reference
+        self.linear, self.unused, self.seen = nn.Linear(6, 2), nn.Linear(2, 2), []
 
-    def forward(self, x, scale=1, **kwargs):
-        self.seen.append((threading.current_thread().name, x.shape[0], scale, torch.is_grad_enabled(), self.training))
+    def forward(self, x, scale=1):
+        self.scale = scale
+        self.seen.append((len(x), scale, torch.is_grad_enabled(), self.training, threading.current_thread().name))
+        if x[0, 0] < 0:
+            raise KeyError(x[0, 0].item())
         return self.linear(x) * scale
 
 
-def test_each_replica_in_its_thread_with_its_rows():
-    model = dp.DataParallel(Sees(), cpus(3))
-    with torch.no_grad():
-        model.eval()
-        model(torch.ones(7, 6), scale=2)
-    seen = sorted(model.module.seen, key=lambda s: s[1])
-    assert [s[1:] for s in seen] == [(1, 2, False, False), (3, 2, False, False), (3, 2, False, False)]
-    assert len({s[0] for s in seen}) == 3
-    model.module.seen.clear()
-    model(torch.ones(2, 6)).sum().backward()  # fewer rows than devices
-    assert [s[1] for s in model.module.seen] == [1, 1]
+@implementation
+def test_each_replica_in_a_thread_with_its_rows_and_this_threads_modes(cls):
+    """Fewer rows have fewer replicas; what one raises is raised again, with its number, when all threads have ended."""
+    model = cls(Sees(), ["cpu"] * 3)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.eval()(torch.ones(7, 6), scale=2).dtype == torch.bfloat16
+    seen, model.module.seen = sorted(model.module.seen), []
+    assert [s[:4] for s in seen] == [(1, 2, False, False), (3, 2, False, False), (3, 2, False, False)]
+    assert len({s[4] for s in seen}) == 3
+    output = model.train()(torch.ones(2, 6), scale=1)
+    output.sum().backward()
+    assert [s[:4] for s in model.module.seen] == [(1, 1, True, True)] * 2
+    assert output.dtype == torch.float32
     assert model.module.unused.weight.grad is None
-    model.module.seen.clear()
-    model(torch.ones(1, 6))
-    assert model.module.seen[0][0] == "MainThread"
-
-
-def test_gradients_reach_inputs_and_frozen_parameters_get_none():
-    module = make_model("frozen")
-    model, x, plain_x = dp.DataParallel(module, cpus(2)), make_batch(0, 0), make_batch(0, 0)
-    plain = copy.deepcopy(module)
-    x.requires_grad_()
-    plain_x.requires_grad_()
-    model(x).square().sum().backward()
-    sum(plain(chunk).square().sum() for chunk in plain_x.chunk(2)).backward()
-    assert torch.equal(x.grad, plain_x.grad)
-    assert module[0].bias.grad is None
-    assert module[2].weight.grad is None
-    torch.testing.assert_close(module[0].weight.grad, plain[0].weight.grad)
-
-
-def test_the_module_keeps_its_parameters_and_replicas_do_not_stay():
-    replicas = []
-
-    class Keeps(nn.Linear):
-        def forward(self, x):
-            replicas.append(weakref.ref(self))
-            assert not any(isinstance(p, nn.Parameter) for p in (self.weight, self.bias))
-            return super().forward(x)
-
-    model = dp.DataParallel(Keeps(6, 2), cpus(2))
-    model(make_batch(0, 0)).sum().backward()
-    gc.collect()
-    assert len(replicas) == 2
-    assert all(replica() is None for replica in replicas)
-    assert [name for name, _ in model.named_parameters()] == ["module.weight", "module.bias"]
-    assert model.module.weight.grad.shape == (2, 6)
-
-
-def test_buffers_of_device_0_stay_and_those_of_the_others_do_not():
-    class Counts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(6, 1)
-            self.register_buffer("rows", torch.zeros(()))
-
-        def forward(self, x):
-            self.rows += x.shape[0]
-            return self.linear(x)
-
-    model = dp.DataParallel(Counts(), cpus(2))
-    model(torch.ones(5, 6))
-    assert model.module.rows.item() == 3
-    model(torch.ones(5, 6))
-    assert model.module.rows.item() == 6
+    assert not hasattr(model.module, "scale")  # what a replica sets is lost
+    with pytest.raises(KeyError, match=r"KeyError in replica 1 on device cpu: -1\.0"):
+        model(-torch.arange(3.0).view(3, 1).expand(3, 6))  # the third raises as well
+    assert not [thread for thread in threading.enumerate() if thread.name in {s[4] for s in model.module.seen}]
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights")
-def test_modules_that_hold_their_weights_in_lists():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(6, 4, batch_first=True)
-            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-            self.list = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
-            self.shared = nn.ModuleList([nn.Linear(4, 4)])
-            self.again = self.shared[0]
-
-        def forward(self, x):
-            x, _ = self.lstm(x)
-            x, _ = self.attention(x, x, x, need_weights=False)
-            return self.again(self.shared[0](x * self.list[0] + self.list[1]))
-
-    torch.manual_seed(0)
-    plain = Model()
-    model = dp.DataParallel(copy.deepcopy(plain), cpus(2))
-    x = torch.randn(4, 3, 6)
-    model(x).square().sum().backward()
-    for chunk in x.chunk(2):
-        plain(chunk).square().sum().backward()
-    for (name, a), (_, b) in zip(model.module.named_parameters(), plain.named_parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, msg=lambda m, name=name: f"{name}: {m}")
+def test_a_replica_has_the_structure_of_the_module():
+    """Weights in lists, a module used twice, a child that is None, a frozen weight, no bias; no Parameters."""
+    module = nn.ModuleDict({"lstm": nn.LSTM(6, 4), "twice": nn.Linear(4, 4, bias=False)})
+    module["again"], module["list"] = module["twice"], nn.ParameterList([torch.ones(4), torch.ones(4)])
+    module.register_module("none", None)
+    module["list"][0].requires_grad_(False)
+    replicas = dp.replicate(module, ["cpu"] * 2)
+    for replica in replicas:
+        assert replica["twice"] is replica["again"] is not module["twice"]
+        assert replica["twice"].bias is replica.none is None
+        assert [weight.requires_grad for weight in replica["list"]] == [False, True]
+        assert not isinstance(replica["twice"].weight, nn.Parameter)
+    own, first, second = ({w.data_ptr() for w in m["lstm"]._flat_weights} for m in (module, *replicas))
+    assert first == own
+    assert not second & own
 
 
-def test_an_exception_in_a_replica_is_raised_again_with_its_device():
-    class Breaks(nn.Linear):
-        def forward(self, x):
-            if x[0, 0] > 0:
-                raise KeyError(x[0, 0].item())
-            return super().forward(x)
+@implementation
+def test_what_has_no_batch_and_what_returns_a_loss(cls):
+    """No input: once. No tensor: on all devices. A scalar: a vector, with a warning, whose mean is not the loss."""
 
-    model = dp.DataParallel(Breaks(6, 2), cpus(3))
-    before = threading.active_count()
-    with pytest.raises(KeyError, match=r"Caught KeyError in replica 1 on device cpu: 1\.0"):
-        model(torch.arange(3.0).view(3, 1).expand(3, 6))
-    assert threading.active_count() == before
-    model(torch.zeros(3, 6)).sum().backward()
+    class Loss(nn.Linear):
+        def forward(self, x=2, times=1):
+            return super().forward(x).square().mean() if torch.is_tensor(x) else self.bias.expand(x * times, 2)
 
-
-def test_the_functions_take_what_torchs_take():
-    modules = dp.replicate(nn.Linear(6, 2), cpus(2))
-    x = torch.ones(4, 6)
-    for inputs in (dp.scatter(x, cpus(2)), dp.scatter((x,), cpus(2))):
-        outputs = dp.parallel_apply(modules, inputs)
-        assert torch.equal(dp.gather(outputs, "cpu"), torch.cat([modules[0](chunk) for chunk in x.chunk(2)]))
-    seen = dp.replicate(Sees(), cpus(2))
-    dp.parallel_apply(seen, dp.scatter((x,), cpus(2)), [{"scale": 2}, {"scale": 3}], cpus(2))
-    assert sorted(s[2] for s in seen[0].seen) == [2, 3]
+    module, x = Loss(6, 2), make_batch(0, 0, rows=3)
+    model = cls(module, ["cpu"] * 2)
+    assert [model().shape[0], model(3).shape[0], model(times=4).shape[0]] == [2, 6, 16]
+    with pytest.warns(UserWarning, match="scalars"):
+        losses = model(x)
+    assert not torch.allclose(losses.mean(), module(x))
+    torch.testing.assert_close((2 * losses[0] + losses[1]) / 3, module(x))
+    assert cls(module, ["cpu"])(x).shape == ()  # one device has nothing to gather
 
 
-def test_without_a_batch_to_cut():
-    class Repeats(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.row = nn.Parameter(torch.ones(1, 2))
-
-        def forward(self, times=1):
-            return self.row.expand(times, 2)
-
-    model = dp.DataParallel(Repeats(), cpus(3))
-    assert model().shape == (1, 2)  # nothing to share out: once
-    assert model(2).shape == (6, 2)  # what is not a tensor goes to all, as in torch's
-
-
-def test_replicas_have_the_structure_of_the_module():
-    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), None])
-    module.again = module[0]
-    module[1].weight.requires_grad_(False)
-    for replica in dp.replicate(module, cpus(2)):
-        assert replica.again is replica[0]
-        assert replica[2] is None
-        assert [replica[0].weight.requires_grad, replica[1].weight.requires_grad] == [True, False]
-        assert not isinstance(replica[0].weight, nn.Parameter)
-
-
-def test_autocast_reaches_the_threads():
-    model = dp.DataParallel(nn.Linear(6, 2), cpus(2))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model(torch.ones(4, 6)).dtype == torch.bfloat16
-    assert model(torch.ones(4, 6)).dtype == torch.float32
-
-
-def test_wrong_devices():
-    with pytest.raises(ValueError, match="devices is empty"):
-        dp.DataParallel(nn.Linear(2, 2), [])
-    model = dp.DataParallel(nn.Linear(2, 2), ["meta", "meta"])
-    with pytest.raises(RuntimeError, match="'weight' is on cpu; the module must be on meta"):
-        model(torch.ones(2, 2))
-
-
-def test_what_travels_is_the_cost_in_the_docstring():
-    for n in (2, 3):
-        model = dp.DataParallel(dp.language_model(C=24, heads=2, layers=1, T=8), cpus(n))
-        psi = sum(p.nbytes for p in model.parameters())
-        tokens = torch.randint(256, (n, 9))
-        assert dp.moved_bytes(model, tokens[:, :-1], tokens[:, 1:]) == 2 * psi * (n - 1)
-        replicas = dp.replicate(model.module, [torch.device("cpu")] * n)
-        assert all(
-            a.data_ptr() == b.data_ptr() for a, b in zip(tensors_of(replicas[0]), model.parameters(), strict=True)
-        )
-
-
-def tensors_of(replica):
-    return [t for module in replica.modules() for t in vars(module).values() if isinstance(t, torch.Tensor)]
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_what_travels_is_the_cost_in_the_docstring(n):
+    """2Ψ(N-1) bytes: a copy of each parameter for each other device, and a gradient of each copy."""
+    model, moved = dp.language_model(C=24, heads=2, layers=1), []
+    replicas, own = dp.replicate(model, ["cpu"] * n), {p.data_ptr() for p in model.parameters()}
+    for tensor in {t for m in nn.ModuleList(replicas).modules() for t in vars(m).values() if torch.is_tensor(t)}:
+        if tensor.data_ptr() not in own:
+            moved.append(tensor.nbytes)
+            tensor.register_hook(lambda gradient: moved.append(gradient.nbytes))
+    sum(replica(torch.zeros(1, 8, dtype=torch.long)).sum() for replica in replicas).backward()
+    assert sum(moved) == 2 * sum(p.nbytes for p in model.parameters()) * (n - 1)
