@@ -83,7 +83,7 @@ def test_scatter_and_gather_go_into_lists_tuples_and_dicts():
 
 
 def test_each_device_gets_its_own_of_everything():
-    """The meta device stands for the second. Replica 0 shares the module's memory; a module computes where its input is."""
+    """The meta device stands for the second. Replica 0 shares the module's memory; each computes where its input is."""
     module, devices = nn.BatchNorm1d(6), ["cpu", "meta"]
     chunks, replicas = dp.scatter(torch.randn(4, 6), devices), dp.replicate(module, devices)
     for device, chunk, replica in zip(devices, chunks, replicas, strict=True):
@@ -117,7 +117,7 @@ def test_each_replica_in_a_thread_with_its_rows_and_this_threads_modes(cls):
     seen, model.module.seen = sorted(model.module.seen), []
     assert [s[:4] for s in seen] == [(1, 2, False, False), (3, 2, False, False), (3, 2, False, False)]
     assert len({s[4] for s in seen}) == 3
-    output = model.train()(torch.ones(2, 6))
+    output = model.train()(torch.ones(2, 6), scale=1)
     output.sum().backward()
     assert [s[:4] for s in model.module.seen] == [(1, 1, True, True)] * 2
     assert output.dtype == torch.float32

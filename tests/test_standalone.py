@@ -65,6 +65,7 @@ def test_no_thread_outlives_the_group_of_all_together():
 
 SCALED = {  # a line of each file's technique, and the same with a gradient that is a thousandth off
     "ddp": ("1 / divisor", "1.001 / divisor"),
+    "data_parallel": (") / N  # as one device", ") * 1.001 / N  # as one device"),
 }
 
 
