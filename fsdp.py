@@ -154,7 +154,7 @@ class Place:
         first, last = (min(max(bound - offset, 0), numel) for bound in (start, stop))
         self.mine = slice(first, last)  # of its elements, those on this rank
         self.here = slice(first + offset - start, last + offset - start)  # of this rank's piece
-        self.shard = self.whole = None  # nn.Parameters: what the optimizer has, what autograd has
+        self.shard = parameter  # later what the optimizer has; and `whole`, what autograd has
 
     def cut(self, whole):
         """This rank's elements, 1-D, of a tensor like the whole parameter."""
@@ -221,7 +221,7 @@ class Unit:
             place.shard.copy_(place.cut(whole))
             # .data: what lands in `gathered` later is no change of what autograd has saved
             place.whole = nn.Parameter(place.view(self.gathered).data, requires_grad=trains)
-            place.shard._fsdp_unit = self
+            place.shard._fsdp_unit = place.whole._fsdp_unit = self
         self.show("shard")
         self.gathered.untyped_storage().resize_(0)
 
@@ -421,8 +421,7 @@ class Order:
         """All units SHARDED, nothing on its way; and of a backward that has raised nothing left."""
         wait(self.reduction[1] if self.reduction else [])
         for unit in self.units:
-            if unit.flat is not None:
-                unit.reshard()
+            unit.reshard()
             if self.backward is not None:
                 unit.calls = weakref.WeakSet(call for call in unit.calls if call.backward is not self.backward)
                 unit.kept = None
