@@ -252,8 +252,8 @@ class Unit:
 
     def reshard(self):
         """Free them."""
-        self.show("shard")
         if self.state is not State.SHARDED:
+            self.show("shard")
             wait(self.works)
             self.gathered.untyped_storage().resize_(0)
             self.works, self.state = [], State.SHARDED
