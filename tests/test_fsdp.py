@@ -71,6 +71,7 @@ def ranks(*worlds):
         names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inspect.signature(body).parameters]
         test.__signature__ = inspect.Signature([inspect.Parameter("N", inspect.Parameter.KEYWORD_ONLY), *names])
         test.__name__, test.__doc__, test.body = body.__name__, body.__doc__, body
+        test.pytestmark = getattr(body, "pytestmark", [])
         return pytest.mark.parametrize("N", worlds)(test)
 
     return decorate
@@ -246,7 +247,7 @@ def body_train(impl, kind, dtype, optimizer, reshard, micro_batches, set_to_none
 @example(3, "plain", torch.float32, "adamw", True, 1, True, True)
 @example(3, "odd", torch.float32, "sgd", True, 2, True, False)
 @example(4, "frozen", torch.float32, "momentum", False, 2, False, True)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_bitwise_equal_to_one_device_at_every_world_size(
     N, kind, dtype, optimizer, reshard, micro_batches, set_to_none, sync
 ):
