@@ -23,10 +23,10 @@ Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
 Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
-Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): what is gathered lands in place.
-          FSDP2 cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
-Left out: ranks that run different units or in another order (as in PyTorch); outputs that are not tensors in lists, tuples
-          and dicts; loading from rank 0 alone; second-order gradients. A unit of which one parameter trains is reduced
+Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): a gather lands in place. FSDP2
+          cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
+Left out: ranks that run different units or in another order (as in PyTorch); outputs but tensors in lists, tuples and
+          dicts; loading from rank 0 alone; second-order gradients. A unit of which one parameter trains is reduced
           whole: give frozen ones their own. Units in reentrant checkpoints are reduced when backward ends
 """
 
@@ -154,7 +154,7 @@ class Place:
         first, last = (min(max(bound - offset, 0), numel) for bound in (start, stop))
         self.mine = slice(first, last)  # of its elements, those on this rank
         self.here = slice(first + offset - start, last + offset - start)  # of this rank's piece
-        self.shard = self.whole = None  # nn.Parameters: what the optimizer has, what autograd has
+        self.shard = parameter  # later what the optimizer has; and `whole`, what autograd has
 
     def cut(self, whole):
         """This rank's elements, 1-D, of a tensor like the whole parameter."""
@@ -221,7 +221,7 @@ class Unit:
             place.shard.copy_(place.cut(whole))
             # .data: what lands in `gathered` later is no change of what autograd has saved
             place.whole = nn.Parameter(place.view(self.gathered).data, requires_grad=trains)
-            place.shard._fsdp_unit = self
+            place.shard._fsdp_unit = place.whole._fsdp_unit = self
         self.show("shard")
         self.gathered.untyped_storage().resize_(0)
 
@@ -252,8 +252,8 @@ class Unit:
 
     def reshard(self):
         """Free them."""
-        self.show("shard")
         if self.state is not State.SHARDED:
+            self.show("shard")
             wait(self.works)
             self.gathered.untyped_storage().resize_(0)
             self.works, self.state = [], State.SHARDED
@@ -300,7 +300,7 @@ class Unit:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The order of the moves, the same on all ranks. Three blocks, units 0 1 2; a gather or reduce travels until its wait:
+# 3. The order of the moves, the same on all ranks. Three blocks, units 0 1 2; what begins travels until its wait:
 #
 #   forward        gather 0, wait 0   gather 1   compute 0   free 0   wait 1   gather 2   compute 1   free 1   wait 2 …
 #   backward       gather 2, wait 2   gather 1   compute 2
@@ -372,9 +372,6 @@ class Order:
             if unit.reshard_after_forward or not nodes:
                 unit.reshard()
         if unit is self.outermost:
-            for other in self.units:
-                if other.state is State.GATHERING:  # it was not called this time
-                    other.reshard()
             self.outermost = None
 
     def begin_backward(self):
@@ -421,8 +418,7 @@ class Order:
         """All units SHARDED, nothing on its way; and of a backward that has raised nothing left."""
         wait(self.reduction[1] if self.reduction else [])
         for unit in self.units:
-            if unit.flat is not None:
-                unit.reshard()
+            unit.reshard()
             if self.backward is not None:
                 unit.calls = weakref.WeakSet(call for call in unit.calls if call.backward is not self.backward)
                 unit.kept = None
@@ -536,6 +532,8 @@ def find_parameters(module, groups):
 
 
 def gather_objects(mine, group):
+    """All ranks', in host memory."""
+    mine = tree_map(lambda x: x.to("cpu", copy=True) if torch.is_tensor(x) else x, mine)  # without the rest of a view
     theirs = [None] * dist.get_world_size(group)
     dist.all_gather_object(theirs, mine, group=group)
     return theirs
@@ -580,11 +578,8 @@ def clip_grad_norm_(module, max_norm):
 def full_state_dict(module):
     """What the plain module's state_dict() would be, in host memory, on every rank."""
     places, state_dict = places_of(module), module.state_dict(keep_vars=True)
-    whole = {name: tensor.to("cpu", copy=True) for name, tensor in state_dict.items()}
-    for name, tensor in state_dict.items():
-        if tensor in places:
-            whole[name] = places[tensor].join(gather_objects(whole[name], tensor._fsdp_unit.groups[-1]))
-    return whole
+    join = lambda shard: places[shard].join(gather_objects(shard, shard._fsdp_unit.groups[-1]))  # noqa: E731
+    return {name: join(t) if t in places else t.to("cpu", copy=True) for name, t in state_dict.items()}
 
 
 @torch.no_grad()
@@ -598,10 +593,9 @@ def load_full_state_dict(module, state_dict):
     places, ours = places_of(module), module.state_dict(keep_vars=True)
     shapes = {name: tuple(places.get(tensor, tensor).shape) for name, tensor in ours.items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    if wrong := [
-        f"{n}: {theirs.get(n)}, not {shapes.get(n)}" for n in shapes | theirs if shapes.get(n) != theirs.get(n)
-    ]:
-        raise RuntimeError(f"the state dict does not fit {type(module).__name__}: {'; '.join(wrong)}")
+    for name in shapes | theirs:
+        if shapes.get(name) != theirs.get(name):
+            raise RuntimeError(f"the state dict does not fit: {name}: {theirs.get(name)}, not {shapes.get(name)}")
     for name, tensor in ours.items():
         tensor.copy_(places[tensor].cut(state_dict[name]) if tensor in places else state_dict[name])
 
@@ -615,11 +609,8 @@ def full_optimizer_state_dict(module, optimizer):
     places, state_dict, whole = places_of(module), optimizer.state_dict(), {}
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
     for i, shard in enumerate(shards):
-        mine = {
-            k: v.to("cpu", copy=True) if torch.is_tensor(v) else v for k, v in state_dict["state"].get(i, {}).items()
-        }
-        # A rank without elements of a parameter may be without its state.
-        states = [state for state in gather_objects(mine, shard._fsdp_unit.groups[-1]) if state]
+        states = gather_objects(state_dict["state"].get(i), shard._fsdp_unit.groups[-1])
+        states = [state for state in states if state]  # who has no elements of a parameter may have no state
         for key, value in states[0].items() if states else ():
             is_piece = torch.is_tensor(value) and value.dim()
             whole.setdefault(i, {})[key] = places[shard].join([state[key] for state in states]) if is_piece else value
@@ -696,7 +687,7 @@ def main():
         return loss
 
     def whole():
-        gradients = [place.join(gather_objects(shard.grad.cpu(), None)) for shard, place in places_of(model).items()]
+        gradients = [place.join(gather_objects(shard.grad, None)) for shard, place in places_of(model).items()]
         return [[t.to(demo.device) for t in tensors] for tensors in (gradients, full_state_dict(model).values())]
 
     demo.train(step, whole)

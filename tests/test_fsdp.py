@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import math
 import sys
 import time
@@ -58,6 +59,26 @@ class PyTorchs:
 
 
 BOTH = pytest.mark.parametrize("impl", [Ours, PyTorchs])
+
+
+def ranks(*worlds):
+    """The test is what each rank of a world of so many runs."""
+
+    def decorate(body):
+        def test(N, **kwargs):
+            pool.run(N, call, body.__name__, kwargs)
+
+        names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in inspect.signature(body).parameters]
+        test.__signature__ = inspect.Signature([inspect.Parameter("N", inspect.Parameter.KEYWORD_ONLY), *names])
+        test.__name__, test.__doc__, test.body = body.__name__, body.__doc__, body
+        test.pytestmark = getattr(body, "pytestmark", [])
+        return pytest.mark.parametrize("N", worlds)(test)
+
+    return decorate
+
+
+def call(name, kwargs):
+    return globals()[name].body(**kwargs)
 
 
 class Block(nn.Module):
@@ -226,7 +247,7 @@ def body_train(impl, kind, dtype, optimizer, reshard, micro_batches, set_to_none
 @example(3, "plain", torch.float32, "adamw", True, 1, True, True)
 @example(3, "odd", torch.float32, "sgd", True, 2, True, False)
 @example(4, "frozen", torch.float32, "momentum", False, 2, False, True)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_bitwise_equal_to_one_device_at_every_world_size(
     N, kind, dtype, optimizer, reshard, micro_batches, set_to_none, sync
 ):
@@ -239,7 +260,8 @@ def test_pytorchs_holds_the_same_claim_in_float64(N, kind, optimizer):
     pool.run(N, body_train, PyTorchs, kind, torch.float64, optimizer, N == 2, 2, True, N == 3)
 
 
-def body_naive():
+@ranks(1, 2, 3)
+def test_naive_form():
     N, rank = pool.world_size(), pool.rank()
     plain = nn.Sequential(nn.Linear(6, 4 * N), nn.Tanh(), nn.Linear(4 * N, N))
     ours = copy.deepcopy(plain).to("meta")  # a skeleton
@@ -257,11 +279,6 @@ def body_naive():
         for name, p in plain.named_parameters():
             assert torch.equal(gather(pieces[name].grad, p), p.grad)
             assert torch.equal(gather(pieces[name].detach(), p), p)
-
-
-@pytest.mark.parametrize("N", [1, 2, 3])
-def test_naive_form(N):
-    pool.run(N, body_naive)
 
 
 # ---- Units are called in any order, any number of times.
@@ -306,7 +323,10 @@ def test_pytorchs_units_are_called_as_one_likes(calls):
     pool.run(2, body_calls, PyTorchs, CALLS[calls], True)
 
 
-def body_several_forwards(reshard, joint):
+@ranks(2)
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_several_forwards_and_backwards(reshard, joint):
     """Two graphs alive, a forward without one between; one backward for both, or two."""
     rank, (ours, plain) = pool.rank(), pair(reshard_after_forward=reshard)
     a, b = [loss_of(ours(make_batch(rank, s))) for s in (0, 1)]
@@ -332,12 +352,6 @@ def body_several_forwards(reshard, joint):
         one_device(plain, everywhere(5))
     assert_same(ours, plain, what="retained graph")
     assert_at_rest(ours)
-
-
-@pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_several_forwards_and_backwards(reshard, joint):
-    pool.run(2, body_several_forwards, reshard, joint)
 
 
 CHECKPOINTS = {
@@ -388,7 +402,9 @@ def test_checkpoints_of_units_that_are_called_again(how, calls):
     pool.run(2, body_checkpoints, how, True, calls)
 
 
-def body_eval_between(reshard):
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_eval_at_any_time_sees_the_present_weights(reshard):
     rank, (ours, plain) = pool.rank(), pair(reshard_after_forward=reshard)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
 
@@ -413,11 +429,6 @@ def body_eval_between(reshard):
             o.zero_grad()
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_eval_at_any_time_sees_the_present_weights(reshard):
-    pool.run(2, body_eval_between, reshard)
-
-
 class Broken(Exception):
     pass
 
@@ -426,7 +437,13 @@ def raises(*_):
     raise Broken
 
 
-def body_exceptions(where, reshard, then):
+@ranks(2)
+@pytest.mark.parametrize("then", ["another forward", "another graph", "saved"])
+@pytest.mark.parametrize(
+    ("where", "reshard"),
+    [("forward", True), ("inside", False), ("backward", True), ("backward", False), ("interrupt", True)],
+)
+def test_nothing_is_left_of_what_raised(where, reshard, then):
     def how(block, x):
         if where in ("forward", "interrupt") and block is ours.blocks[2]:
             raise Broken if where == "forward" else KeyboardInterrupt
@@ -458,15 +475,6 @@ def body_exceptions(where, reshard, then):
         assert_at_rest(ours)
 
 
-@pytest.mark.parametrize("then", ["another forward", "another graph", "saved"])
-@pytest.mark.parametrize(
-    ("where", "reshard"),
-    [("forward", True), ("inside", False), ("backward", True), ("backward", False), ("interrupt", True)],
-)
-def test_nothing_is_left_of_what_raised(where, reshard, then):
-    pool.run(2, body_exceptions, where, reshard, then)
-
-
 class Outputs(nn.Module):
     """Outputs in containers, one of them a view, one not used, one the input itself; inputs by keyword."""
 
@@ -492,7 +500,9 @@ class Outer(nn.Module):
         return self.nested(second["a"][0] + second["x"])
 
 
-def body_outputs(impl):
+@ranks(2)
+@BOTH
+def test_outputs_of_every_kind_and_nested_units(impl):
     dtype = torch.float32 if impl.exact else torch.float64
     plain = Outer().to(dtype)
     ours = copy.deepcopy(plain)
@@ -505,12 +515,8 @@ def body_outputs(impl):
         assert_same(ours, plain, impl.exact, f"step {step}")  # gradients accumulate
 
 
-@BOTH
-def test_outputs_of_every_kind_and_nested_units(impl):
-    pool.run(2, body_outputs, impl)
-
-
-def body_without_a_root():
+@ranks(2)
+def test_blocks_without_a_root():
     """Blocks alone are units; the rest of the model is replicated and not our business. Then the whole, too."""
     torch.manual_seed(3)
     plain = Blocks()
@@ -531,21 +537,14 @@ def body_without_a_root():
     assert_same(ours, plain)
 
 
-def test_blocks_without_a_root():
-    pool.run(2, body_without_a_root)
-
-
-def body_inputs_only():
+@ranks(2)
+def test_gradients_of_inputs_only():
     ours, plain = pair()
     x = make_batch(pool.rank(), 0).requires_grad_()
     (gradient,), (expected,) = (torch.autograd.grad(loss_of(m(x)), x) for m in (ours, plain))
     assert torch.equal(gradient, expected)
     assert all(p.grad is None for p in ours.parameters())
     assert_at_rest(ours)
-
-
-def test_gradients_of_inputs_only():
-    pool.run(2, body_inputs_only)
 
 
 # ---- Frozen, unused, tied.
@@ -563,7 +562,8 @@ class LoRA(nn.Module):
         return torch.tanh(self.base(x) + self.B(self.A(x)))
 
 
-def body_lora():
+@ranks(2, 3)
+def test_frozen_and_trained_parameters_in_one_unit():
     plain = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), *[LoRA() for _ in range(3)])
     ours = copy.deepcopy(plain)
     for layer in (*ours, ours):
@@ -588,11 +588,6 @@ def body_lora():
         assert [name for name, _ in sent.calls].count("send") == (pool.world_size() - 1) * (3 * 3 + 1)
 
 
-@pytest.mark.parametrize("N", [2, 3])
-def test_frozen_and_trained_parameters_in_one_unit(N):
-    pool.run(N, body_lora)
-
-
 class Choice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -604,7 +599,8 @@ class Choice(nn.Module):
         return sum((x @ getattr(self, name).t()).sum(1) for name in names)
 
 
-def body_unused_parameters():
+@ranks(1, 2, 3)
+def test_parameters_that_no_rank_or_one_rank_uses():
     """None where no rank has a gradient, the mean with zeros where one has; what trains follows."""
     rank, plain = pool.rank(), Choice()
     ours = Ours.shard(copy.deepcopy(plain))
@@ -626,12 +622,8 @@ def body_unused_parameters():
     assert all(p.grad is not None for p in ours.parameters() if p.numel())
 
 
-@pytest.mark.parametrize("N", [1, 2, 3])
-def test_parameters_that_no_rank_or_one_rank_uses(N):
-    pool.run(N, body_unused_parameters)
-
-
-def body_tied_across():
+@ranks(2)
+def test_tied_across_units_is_an_error_that_names_both():
     tied = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 8, bias=False))
     tied[2].weight = tied[0].weight
     Ours.shard(tied[0])
@@ -644,14 +636,11 @@ def body_tied_across():
         Ours.shard(twice[1])
 
 
-def test_tied_across_units_is_an_error_that_names_both():
-    pool.run(2, body_tied_across)
-
-
 # ---- Accumulation, clipping.
 
 
-def body_no_sync_sends_nothing():
+@ranks(2, 3)
+def test_no_sync_sends_nothing_and_loses_nothing():
     N, rank, (ours, plain) = pool.world_size(), pool.rank(), pair()
     for step in range(2):
         with Collectives() as sent, fsdp.no_sync(ours):
@@ -667,12 +656,8 @@ def body_no_sync_sends_nothing():
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("N", [2, 3])
-def test_no_sync_sends_nothing_and_loses_nothing(N):
-    pool.run(N, body_no_sync_sends_nothing)
-
-
-def body_frozen_after_no_sync():
+@ranks(2)
+def test_frozen_after_no_sync():
     """What no_sync has kept is reduced by the next backward, frozen in between or not: as .grad would be there."""
     ours, plain = pair()
     with fsdp.no_sync(ours):
@@ -681,10 +666,6 @@ def body_frozen_after_no_sync():
     loss_of(ours(make_batch(pool.rank(), 1))).backward()
     one_device(plain, everywhere(0))
     assert_equal(whole(ours.head.weight.grad, plain.head.weight), plain.head.weight.grad, True)
-
-
-def test_frozen_after_no_sync():
-    pool.run(2, body_frozen_after_no_sync)
 
 
 def body_clip(impl, max_norm):
@@ -712,7 +693,8 @@ def test_clip_grad_norm(impl, max_norm):
     pool.run(3, body_clip, impl, max_norm)
 
 
-def body_clip_where_a_rank_has_nothing():
+@ranks(3)
+def test_clip_where_a_rank_has_nothing_and_fp16_would_overflow():
     layer = Ours.shard(nn.Linear(1, 1, bias=False).half())
     layer(torch.full((1, 1), 512.0).half()).sum().backward()  # its square is no fp16
     assert fsdp.clip_grad_norm_(layer, 256.0).item() == 512.0
@@ -723,14 +705,21 @@ def body_clip_where_a_rank_has_nothing():
         fsdp.clip_grad_norm_(nn.Linear(1, 1).requires_grad_(False), 1.0)
 
 
-def test_clip_where_a_rank_has_nothing_and_fp16_would_overflow():
-    pool.run(3, body_clip_where_a_rank_has_nothing)
-
-
 # ---- Policies.
 
 
-def body_mixed_precision(param, reduce, offload):
+@ranks(2, 3)
+@pytest.mark.parametrize(
+    ("param", "reduce", "offload"),
+    [
+        (torch.bfloat16, torch.float32, False),
+        (torch.bfloat16, None, True),
+        (torch.float16, torch.float32, False),
+        (None, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_mixed_precision_as_pytorchs(param, reduce, offload):
     (ours, _), (theirs, _) = [
         pair(impl, mp_policy=impl.Policy(param, reduce), **({"offload_policy": impl.Offload(False)} if offload else {}))
         for impl in (Ours, PyTorchs)
@@ -760,22 +749,8 @@ def body_mixed_precision(param, reduce, offload):
     assert {v.dtype for v in fsdp.full_state_dict(ours).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("N", [2, 3])
-@pytest.mark.parametrize(
-    ("param", "reduce", "offload"),
-    [
-        (torch.bfloat16, torch.float32, False),
-        (torch.bfloat16, None, True),
-        (torch.float16, torch.float32, False),
-        (None, torch.bfloat16, False),
-    ],
-    ids=str,
-)
-def test_mixed_precision_as_pytorchs(N, param, reduce, offload):
-    pool.run(N, body_mixed_precision, param, reduce, offload)
-
-
-def body_no_sync_in_reduce_dtype():
+@ranks(2)
+def test_no_sync_adds_in_the_reduce_dtype():
     ours, _ = pair(mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     kept = []
     for _ in range(3):
@@ -788,37 +763,11 @@ def body_no_sync_in_reduce_dtype():
         assert torch.equal(three, one + one + one)  # which bfloat16 would round
 
 
-def test_no_sync_adds_in_the_reduce_dtype():
-    pool.run(2, body_no_sync_in_reduce_dtype)
-
-
-def body_float16_sum():
+@ranks(2, 4)
+def test_a_sum_of_float16_does_not_overflow():
     layer = Ours.shard(nn.Linear(4, 4).half())
     (layer(torch.ones(1, 4).half()).sum() * 40000).backward()
     assert torch.equal(whole(layer.bias.grad, torch.empty(4)), torch.full((4,), 40000.0).half())
-
-
-@pytest.mark.parametrize("N", [2, 4])
-def test_a_sum_of_float16_does_not_overflow(N):
-    pool.run(N, body_float16_sum)
-
-
-def body_offload():
-    ours, plain = pair(offload_policy=fsdp.CPUOffloadPolicy())
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
-    for step in range(2):
-        for o in optimizers:
-            o.zero_grad()
-        loss_of(ours(make_batch(pool.rank(), step))).backward()
-        one_device(plain, everywhere(step))
-        for o in optimizers:
-            o.step()
-        assert_same(ours, plain)
-        assert all(p.device.type == p.grad.device.type == "cpu" for p in ours.parameters())
-
-
-def test_offload_is_bitwise_equal_to_none():
-    pool.run(2, body_offload)
 
 
 def body_hybrid(impl):
@@ -937,7 +886,8 @@ def test_save_at_four_ranks_and_load_at_three_at_one_and_into_the_plain_model(op
     assert max(pool.run(2, body_load, *plain_saved, plain.state_dict(), optimizer)) < 1e-5
 
 
-def body_state_of_what_some_ranks_lack():
+@ranks(4)
+def test_optimizer_state_of_parameters_that_some_ranks_have_nothing_of():
     """Of a parameter that only some ranks have elements of, and only rank 0 has used, all ranks save the state."""
     model = Ours.shard(Choice())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -952,11 +902,8 @@ def body_state_of_what_some_ranks_lack():
     torch.testing.assert_close(fsdp.full_optimizer_state_dict(model, optimizer)["state"], state, rtol=0, atol=0)
 
 
-def test_optimizer_state_of_parameters_that_some_ranks_have_nothing_of():
-    pool.run(4, body_state_of_what_some_ranks_lack)
-
-
-def body_bad_state_dicts():
+@ranks(2)
+def test_state_dicts_that_do_not_fit_and_the_modules_own_are_errors():
     model, plain = pair()
     saved = fsdp.full_state_dict(model)
     for change, words in (
@@ -977,11 +924,9 @@ def body_bad_state_dicts():
     assert_same(model, plain)
 
 
-def test_state_dicts_that_do_not_fit_and_the_modules_own_are_errors():
-    pool.run(2, body_bad_state_dicts)
-
-
-def body_meta(how):
+@ranks(3)
+@pytest.mark.parametrize("how", ["materialize", "load"])
+def test_a_model_on_the_meta_device_becomes_real_unit_by_unit(how):
     """Under other seeds on other ranks; no rank holds more than the largest unit, and one module more."""
     with torch.device("meta"):
         model, plain = Blocks(5), Blocks(5)
@@ -1012,11 +957,6 @@ def body_meta(how):
     optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["materialize", "load"])
-def test_a_model_on_the_meta_device_becomes_real_unit_by_unit(how):
-    pool.run(3, body_meta, how)
-
-
 # ---- What it costs.
 
 
@@ -1039,7 +979,9 @@ def live_bytes():
     return storages([t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)])
 
 
-def body_memory(reshard):
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_memory_at_rest_and_at_its_peak(reshard):
     N, count, width = pool.world_size(), 12, 40
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
     for layer in (*model, model):
@@ -1072,12 +1014,8 @@ def body_memory(reshard):
     assert 16 * psi // 4 // N <= live_bytes() <= 16 * psi // 4 // N + 20_000  # nothing else that is large: 16Ψ/N
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_memory_at_rest_and_at_its_peak(reshard):
-    pool.run(2, body_memory, reshard)
-
-
-def body_a_kept_loss():
+@ranks(2)
+def test_a_kept_loss_holds_up_nothing():
     """It does not hold up the next backward's reductions, nor does a graph that nobody goes through."""
     (model, _), kept = pair(count=6), []
     for step in range(2):
@@ -1088,11 +1026,9 @@ def body_a_kept_loss():
         assert peak.peak <= 3  # the root's, and two blocks'
 
 
-def test_a_kept_loss_holds_up_nothing():
-    pool.run(2, body_a_kept_loss)
-
-
-def body_cost(reshard):
+@ranks(2, 3)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_sent_bytes_and_number_of_collectives(reshard):
     N, (model, _) = pool.world_size(), pair(reshard_after_forward=reshard)
     psi = sum(4 * u.N * u.flat.numel() for u in units(model))  # padded
     with Collectives() as sent:
@@ -1107,13 +1043,8 @@ def body_cost(reshard):
         unit.reshard()
 
 
-@pytest.mark.parametrize("N", [2, 3])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_sent_bytes_and_number_of_collectives(reshard, N):
-    pool.run(N, body_cost, reshard)
-
-
-def body_overlap():
+@ranks(2)
+def test_communication_is_issued_early_and_waited_for_late():
     """The next gather is issued before this unit computes; a reduction is waited for after the next has computed."""
     model, _ = pair()
     loss_of(model(make_batch(0, 0))).backward()
@@ -1135,10 +1066,6 @@ def body_overlap():
     for this, following in pairwise(blocks[::-1]):
         assert at[following, "gather"] < at[this, "backward"] < at[following, "unshard"]
         assert at[this, "reduce"] < at[following, "backward"] < at[this, "add_gradients"]
-
-
-def test_communication_is_issued_early_and_waited_for_late():
-    pool.run(2, body_overlap)
 
 
 def body_fake(N, rank):
@@ -1173,7 +1100,8 @@ def test_cost_at_scale():
 # ---- Errors, groups, lifetimes.
 
 
-def body_errors():
+@ranks(2)
+def test_errors_on_every_rank():
     group, model = pool.group(), Blocks()
     mesh = DeviceMesh.from_group(group, "cpu")
     late = pool.rank() == 1
@@ -1194,17 +1122,14 @@ def body_errors():
     with pytest.raises(ValueError, match="a unit already"):
         Ours.shard(model.head)
     with pytest.raises(ValueError, match="over other ranks"):
-        Ours.shard(model, mesh=mesh)
+        fsdp.fully_shard(model)  # over all four ranks of the default group
     if late:
         with pytest.raises(ValueError, match="rank 1 is not a member"):
             fsdp.fully_shard(nn.Linear(2, 2), process_group=other)
 
 
-def test_errors_on_every_rank():
-    pool.run(2, body_errors)
-
-
-def body_hybrid_errors():
+@ranks(4)
+def test_a_hybrid_mesh_where_one_rank_differs_is_an_error():
     for odd_one in range(4):
         with pytest.raises(ValueError, match="ranks must hold the same model"):
             Ours.shard(nn.Linear(3 + (pool.rank() == odd_one), 2), mesh=init_device_mesh("cpu", (2, 2)))
@@ -1212,11 +1137,8 @@ def body_hybrid_errors():
         Ours.shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 2, 2)))
 
 
-def test_a_hybrid_mesh_where_one_rank_differs_is_an_error():
-    pool.run(4, body_hybrid_errors)
-
-
-def body_moved():
+@ranks(2)
+def test_a_model_that_is_moved_after_sharding_is_an_error():
     (model, _), batch = pair(), make_batch(0, 0)
     model.blocks[1].double()
     with pytest.raises(ValueError, match=r"'one\.weight' of blocks\.1 was moved or replaced"):
@@ -1229,62 +1151,14 @@ def body_moved():
         model(batch)
 
 
-def test_a_model_that_is_moved_after_sharding_is_an_error():
-    pool.run(2, body_moved)
-
-
-def body_groups():
-    """Two models on two groups side by side, of other numbers of steps."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine, rank = pairs[pool.rank() // 2], pool.rank() % 2
-    torch.manual_seed(3)
-    plain = Blocks()
-    ours = copy.deepcopy(plain)
-    for part in (*ours.blocks, ours):
-        fsdp.fully_shard(part, process_group=mine)
-    for step in range(2 + pool.rank() // 2):
-        loss_of(ours(make_batch(rank, step))).backward()
-        one_device(plain, [[make_batch(r, step)] for r in range(2)])
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, [p.grad.clone() for p in ours.parameters()], group=mine)
-    for a, b, p in zip(*everyone, plain.parameters(), strict=True):
-        assert torch.equal(torch.cat([a, b]).view(p.shape), p.grad)
-    dist.barrier()
-
-
-def test_two_groups_side_by_side():
-    pool.run(4, body_groups)
-
-
-def body_lifetime():
+@ranks(2)
+def test_a_discarded_model_is_freed():
     model, _ = pair()
     loss_of(model(make_batch(0, 0))).backward()
     gone = [weakref.ref(model), weakref.ref(units(model)[1]), weakref.ref(model.head.weight)]
     del model
     gc.collect()
     assert not any(ref() for ref in gone)
-
-
-def test_a_discarded_model_is_freed():
-    pool.run(2, body_lifetime)
-
-
-def body_forward_in_a_hook():
-    """As a teacher's, whose forward is in another model's backward."""
-    (model, plain), batch, outputs = pair(), make_batch(pool.rank(), 0), []
-    x = torch.ones(1, requires_grad=True)
-    y = x * 1.0
-    y.register_hook(lambda _: outputs.append(model(batch)))
-    y.sum().backward()
-    assert torch.equal(outputs[0], plain(batch))
-    assert_at_rest(model)
-    loss_of(model(batch)).backward()
-    one_device(plain, everywhere(0))
-    assert_same(model, plain)
-
-
-def test_a_forward_in_a_hook_of_backward():
-    pool.run(2, body_forward_in_a_hook)
 
 
 def test_timeline():
