@@ -96,8 +96,8 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     """For each rank its list of actions, for any number of micro-batches; stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
-        given = f"{name!r} with {p} ranks, {m} micro-batches and {v} stages per rank"
-        raise ValueError(f"no schedule {given}: each must be at least 1, the name one of {', '.join(SCHEDULES)}")
+        text = f"{p} ranks, {m} micro-batches and {v} stages per rank; names are {', '.join(SCHEDULES)}"
+        raise ValueError(f"no schedule {name!r} with {text}")
     # Micro-batches go in rounds: all of a round through the rank's first stage, then all through its next.
     num_rounds = {"naive": m, "gpipe": 1}.get(name, max(1, m // p))
     rounds = [range(m * k // num_rounds, m * (k + 1) // num_rounds) for k in range(num_rounds)]
@@ -248,10 +248,10 @@ linear = F.linear
 
 def split_linear(x, weight, bias=None):
     """Stands for F.linear, which PyTorch's modules call, while a schedule with I and W runs."""
-    leaves = weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf)
-    if not (leaves and torch.is_grad_enabled()):  # the gradient of another weight is computed in I
-        return linear(x, weight, bias)
-    return SplitLinear.apply(torch.empty((), requires_grad=True), x, (weight, bias))
+    trained = weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf)
+    if trained and torch.is_grad_enabled():
+        return SplitLinear.apply(torch.empty((), requires_grad=True), x, (weight, bias))
+    return linear(x, weight, bias)  # the gradient of a weight that is computed is needed in I
 
 
 class SplitLinear(torch.autograd.Function):
@@ -260,7 +260,7 @@ class SplitLinear(torch.autograd.Function):
     These are no inputs of this node, which would run their hooks in I as well; the anchor makes autograd come here.
     """
 
-    todo = []  # what the backward that runs now leaves to W: outputs, their gradients, weights
+    todo = []  # what the backward that runs now leaves to W: (output, its gradient, weights)
 
     @staticmethod
     def forward(ctx, anchor, x, weights):
@@ -468,27 +468,22 @@ class Pipeline(nn.Module):
         return everyone
 
     def _sum(self, *numbers):
-        """-> the sum of each number over all ranks."""
         sums = torch.tensor(numbers, dtype=torch.int64, device=self._wire)
         dist.all_reduce(sums, group=self.process_group)
         return sums.tolist()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. Refinement: cutting a model into stages.
 
 
 def split(layers, num_stages):
     """A list of layers -> `num_stages` nn.Sequentials of about as many parameters each, and of at least one layer."""
     layers = list(layers)
     if not 1 <= num_stages <= len(layers):
-        raise ValueError(f"{len(layers)} layers cannot be {num_stages} stages of at least one")
+        raise ValueError(f"{len(layers)} layers cannot be {num_stages} stages")
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     ends, cuts = list(itertools.accumulate(sizes)), [0]
     for stage in range(1, num_stages):  # a layer goes where its middle is
         share = ends[-1] * stage / num_stages
-        cut = sum(end - size / 2 < share for end, size in zip(ends, sizes, strict=True))
-        cuts.append(min(max(cut, cuts[-1] + 1), len(layers) - num_stages + stage))
+        before = sum(end - size / 2 < share for end, size in zip(ends, sizes, strict=True))
+        cuts.append(min(max(before, cuts[-1] + 1), len(layers) - num_stages + stage))
     return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise([*cuts, len(layers)])]
 
 
