@@ -120,13 +120,6 @@ def test_dropout_is_before_A_only_and_off_in_eval():
     assert torch.equal(layer.eval()(x), layer(x))
 
 
-def test_nothing_of_the_outputs_size_is_kept_for_backward():
-    layer, saved = lora.LoRALinear(nn.Linear(40, 4000), r=2), []
-    with saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        layer(torch.randn(300, 40, requires_grad=True))
-    assert max(saved) == 40 * 4000  # W; 300 · 4000 would be the output
-
-
 # ---- injection
 
 
@@ -141,10 +134,7 @@ WANTED = [
     ({"target_modules": ["ear1", "0.linear2"]}, {"0.linear2"}),
     ({"target_modules": r"\d\.linear\d"}, {"0.linear1", "0.linear2"}),
     ({"target_modules": r"0\.linear|1\.head\.linear1"}, {"1.head.linear1"}),
-    (
-        {"target_modules": ["0.linear"]},
-        r"finds \[\]; .* \['0\.linear1', '0\.linear2', '1\.head\.linear1'\]",
-    ),
+    ({"target_modules": ["0.linear"]}, r"\[\]; .* \['0\.linear1', '0\.linear2', '1\.head\.linear1'\]"),
     ({"target_modules": ["head"]}, r"finds \['1\.head'\]; there are nn\.Linear"),
     ({"target_modules": ".*(norm|1)"}, r"finds .*'0\.norm'"),
     ({"r": 0}, "r=0 must be ≥ 1"),
@@ -216,11 +206,10 @@ def test_training_equals_training_the_factors_of_dense_weights(inject, optimizer
             o.zero_grad()
         loss_of(torch.func.functional_call(plain, weights, TOKENS.roll(step))).backward()
         loss_of(model(TOKENS.roll(step))).backward()
-        for a, b in zip(ours, flat, strict=True):
-            assert_equal(a.grad, b.grad, exact=False)
         for o in optimizers:
             o.step()
         for a, b in zip(ours, flat, strict=True):
+            assert_equal(a.grad, b.grad, exact=False)
             assert_equal(a.detach(), b.detach(), exact=False)
     for name, before in frozen.items():
         assert model.get_parameter(name).grad is None
@@ -241,8 +230,6 @@ def test_merged_is_the_dense_weight_and_unmerged_is_bitwise_as_before(quantize, 
         dense = W.double() + 2 * layer.lora_B.double() @ layer.lora_A.double()
         assert (layer.merged - dense).abs().max() <= torch.finfo(dtype).eps * dense.abs().max()  # rounded once
         assert (layer.merged.dtype, layer.merged.requires_grad) == (dtype, False)
-        x = torch.randn(3, 6).to(dtype)
-        assert torch.equal(layer(x), F.linear(x, layer.merged, layer.base_layer.bias))  # one product
         merged = model(TOKENS)
         lora.merge(model)  # a second time changes nothing
         assert torch.equal(model(TOKENS), merged)
@@ -297,9 +284,7 @@ def test_an_adapter_is_loaded_as_it_was_saved(tmp_path, target_modules, injected
 
 
 UP = "base_model.model.mlp.up.lora_A.weight"
-REFUSED = (
-    "use_dora modules_to_save alpha_pattern rank_pattern fan_in_fan_out layer_replication lora_bias exclude_modules"
-)
+REFUSED = ("use_dora", "modules_to_save", "alpha_pattern", "rank_pattern", "exclude_modules", "of_a_later_peft")
 SPOILT = [  # fields, tensors, what the error says
     ({}, {UP: None}, r"mlp\.up\.lora_A\.weight is missing in the file, \[2, 6\] in the model"),
     ({}, {"x": torch.ones(1)}, r"x is \[1\] in the file, missing in the model"),
@@ -308,7 +293,7 @@ SPOILT = [  # fields, tensors, what the error says
     ({"peft_type": "IA3", "bias": "all"}, {}, "not supported: peft_type 'IA3', bias 'all'"),
     ({"init_lora_weights": "pissa"}, {}, "not supported: init_lora_weights 'pissa'"),
     ({"target_modules": ["q_proj"]}, {}, "q_proj"),
-    *(({name: ["up"]}, {}, rf"not supported: {name} \['up'\]") for name in [*REFUSED.split(), "of_a_later_peft"]),
+    *(({name: ["up"]}, {}, rf"not supported: {name} \['up'\]") for name in REFUSED),
 ]
 
 
@@ -539,33 +524,23 @@ def test_data_parallel_equals_one_device_and_only_A_and_B_travel(how, quantize, 
 
 
 def body_unused():
-    """A parameter that one rank alone has used, and parameters of two dtypes."""
-    rank, model = pool.rank(), make_model()
+    """A parameter that rank 0 alone has used, parameters of two dtypes, and ranks outside the group."""
+    rank, model, group = pool.rank(), make_model(), dist.new_group([0, 1])
+    if rank > 1:
+        with pytest.raises(ValueError, match=f"rank {rank} is not a member"):
+            lora.average_adapters(model, group)
+        return
     model[0].float()
-    gradients = [torch.full_like(p, 1.0 + rank) for p in lora.trained_by(model)]
-    for p, gradient in zip(lora.trained_by(model)[rank:], gradients[rank:], strict=True):
-        p.grad = gradient
-    lora.average_adapters(model, pool.group())
+    for p in lora.trained_by(model)[rank:]:
+        p.grad = torch.full_like(p, 1.0 + rank)
+    lora.average_adapters(model, group)
     for i, p in enumerate(lora.trained_by(model)):
         assert p.grad.dtype == p.dtype
         assert (p.grad == (1.5 if i else 0.5)).all()
 
 
-def test_parameters_unused_on_one_rank_and_of_two_dtypes():
-    pool.run(2, body_unused)
-
-
-def body_outside():
-    group = dist.new_group([0])
-    if pool.rank() == 0:
-        lora.average_adapters(make_model(), group)
-    else:
-        with pytest.raises(ValueError, match=f"rank {pool.rank()} is not a member of process_group"):
-            lora.average_adapters(make_model(), group)
-
-
-def test_a_rank_outside_the_group_is_told():
-    pool.run(4, body_outside)
+def test_parameters_unused_on_one_rank_or_of_two_dtypes_and_a_rank_outside_the_group():
+    pool.run(4, body_unused)
 
 
 @pytest.mark.parametrize(("N", "rank"), [(8, 3), (64, 63), (1024, 0)])
