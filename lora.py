@@ -12,21 +12,19 @@ Cost per rank in elements, with Adam; Ψ parameters, Φ = Σ r(d + k) over the a
                           weights     gradients   optimizer   sent per step
     full fine-tuning         Ψ            Ψ          2Ψ       2Ψ(N-1)/N
     LoRA                     Ψ + Φ        Φ          2Φ       2Φ(N-1)/N
-    QLoRA                    Ψ/4 + Φ      Φ          2Φ       2Φ(N-1)/N      (Ψ in 16 bits; in fact 4.127 bits for each)
+    QLoRA                    Ψ/4 + Φ      Φ          2Φ       2Φ(N-1)/N      (4.127 bits where there were 16)
 
 Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py is a world of one)
 Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314; rsLoRA, 2312.03732
 Mirrors:  peft (get_peft_model, its layer and files), bitsandbytes (quantize_4bit, dequantize_4bit)
-Left out: convolutions, embeddings, DoRA, several adapters, a rank for each layer: peft. Products of 4 bits:
+Left out: convolutions, embeddings, DoRA, several adapters, a rank for each layer, .bin files: peft. Products of 4 bits:
           bitsandbytes. Reducing during backward is ddp.py, sharding is fsdp.py: both take a model from inject_lora
 """
 
 import argparse
 import copy
 import functools
-import importlib.util
 import json
-import math
 import os
 import re
 import statistics
@@ -43,6 +41,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. The idea.
@@ -58,53 +57,36 @@ def naive_lora(x, W, A, B, scaling):
 
 
 class LoRALinear(nn.Module):
-    """base_layer(x) + scaling · B A dropout(x), (…, k) to (…, d); base_layer, an nn.Linear, is frozen.
+    """base(x) + scaling · B A dropout(x), (…, k) to (…, d); base, an nn.Linear, is frozen.
 
     scaling is lora_alpha/r; with use_rslora lora_alpha/√r, which does not fade as r grows. quantize: None, or "nf4" for
-    a weight in 4 bits (section 5), with double_quant in 4.127. ValueError: an argument is unusable.
+    an NF4 (section 5) in place of base, with double_quant at 4.127 bits. ValueError: an argument is unusable.
     """
 
-    def __init__(
-        self, base_layer, r=8, lora_alpha=16, lora_dropout=0.0, use_rslora=False, quantize=None, double_quant=False
-    ):
+    def __init__(self, base, r=8, lora_alpha=16, lora_dropout=0.0, use_rslora=False, quantize=None, double_quant=False):
         super().__init__()
-        if r < 1 or not 0 <= lora_dropout < 1:
-            raise ValueError(f"r is {r}, at least 1; lora_dropout is {lora_dropout}, at least 0 and below 1")
-        if quantize not in (None, "nf4"):
-            raise ValueError(f"quantize is {quantize!r}; it must be None or 'nf4'")
-        W, self.out_features, self.in_features = base_layer.weight, base_layer.out_features, base_layer.in_features
+        if r < 1 or not 0 <= lora_dropout < 1 or quantize not in (None, "nf4"):
+            raise ValueError(f"r={r} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'")
+        W, (d, k) = base.weight, base.weight.shape
         dtype = torch.promote_types(W.dtype, torch.float32)  # 16 bits are too few to add up small updates
-        self.lora_A = nn.Parameter(torch.empty(r, self.in_features, dtype=dtype, device=W.device))
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, r, dtype=dtype, device=W.device))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # U(-1/√k, 1/√k), as peft's
-        self.scaling, self.lora_dropout = lora_alpha / (math.sqrt(r) if use_rslora else r), lora_dropout
-        self.base_layer = base_layer.requires_grad_(False)
-        if quantize:
-            self.base_layer = quantize_nf4(W, double_quant=double_quant)
-            self.base_layer.bias = base_layer.bias
+        A = torch.empty(r, k, dtype=dtype, device=W.device).uniform_(-(k**-0.5), k**-0.5)  # as peft's
+        self.lora_A, self.lora_B = nn.Parameter(A), nn.Parameter(A.new_zeros(d, r))
+        self.scaling, self.lora_dropout = lora_alpha / (r**0.5 if use_rslora else r), lora_dropout
+        self.base_layer = quantize_nf4(W, double_quant=double_quant) if quantize else base
+        self.base_layer.bias = base.bias
+        self.base_layer.requires_grad_(False)
         self.register_buffer("merged", None, persistent=False)  # from merge() to unmerge(): W + scaling · B A
 
     def forward(self, x):
         if self.merged is not None:
             if self.training and torch.is_grad_enabled():
                 raise ValueError("merged, A and B get no gradient: unmerge(model) to train, or model.eval()")
-            return F.linear(x, self.merged, self.bias)
-        y = self.base_layer(x)
-        x = F.dropout(x, self.lora_dropout) if self.lora_dropout and self.training else x
+            return F.linear(x, self.merged, self.base_layer.bias)
+        y, x = self.base_layer(x), F.dropout(x, self.lora_dropout, self.training)
         A, B = self.lora_A.to(y.dtype), self.lora_B.to(y.dtype)  # the dtype of x, or autocast's
-        # Both factors lie as r long rows: products with r long columns take up to 1.3 times as long (MKL).
-        hidden = self.scaling * (A @ x.reshape(-1, self.in_features).t())
-        return torch.addmm(y.reshape(-1, self.out_features), hidden.t(), B.t().contiguous()).view(y.shape)
-
-    @property
-    def weight(self):
-        """W + scaling · B A, (d, k), in W's dtype. PyTorch's transformer layers read it, some instead of a call."""
-        if self.merged is not None:
-            return self.merged
-        W = self.base_layer.weight
-        return (W + self.scaling * self.lora_B @ self.lora_A).to(W.dtype)
-
-    bias = property(lambda self: self.base_layer.bias)
+        # (r, tokens), and Bᵀ as (r, d): long rows. Products with r long columns take up to 1.3 times as long (MKL).
+        hidden = self.scaling * (A @ x.reshape(-1, x.shape[-1]).t())
+        return torch.addmm(y.reshape(-1, y.shape[-1]), hidden.t(), B.t().contiguous()).view(y.shape)
 
 
 def inject_lora(
@@ -112,32 +94,24 @@ def inject_lora(
 ):
     """Put a LoRALinear in the place of each nn.Linear that target_modules names, and freeze all else; -> model.
 
-    target_modules: a list of whole names or their last parts ("q_proj"), or a regular expression for whole names, or
-    "all-linear", every nn.Linear. (nn.MultiheadAttention only reads out_proj.weight: no dropout there.) The others, and
-    `more`, go to LoRALinear. ValueError: an argument is unusable, target_modules names nothing or what is no nn.Linear.
+    target_modules: a list of names, whole or from a dot on ("q_proj"); or one regular expression for whole names; or
+    "all-linear". The rest, and `more`, which can be double_quant, is LoRALinear's. ValueError: an argument is unusable.
     """
     if any(isinstance(layer, LoRALinear) for layer in model.modules()):
-        raise ValueError(f"this {type(model).__name__} has adapters already; it can have one for each layer")
+        raise ValueError("the model has adapters already")
     layers = dict(model.named_modules(remove_duplicate=False))
     linear = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
-    if target_modules == "all-linear":  # a word that peft takes for models of transformers only
-        target_modules = "|".join(map(re.escape, linear))
-    pattern = target_modules
-    if not isinstance(pattern, str):
-        target_modules = list(target_modules)
-        pattern = "|".join(rf"(.*\.)?{re.escape(name)}" for name in target_modules)
+    names = linear if target_modules == "all-linear" else target_modules
+    pattern = names if isinstance(names, str) else "|".join(rf"(.*\.)?{re.escape(name)}" for name in names)
     targets = {path: layer for path, layer in layers.items() if path and re.fullmatch(pattern, path)}
-    if wrong := [f"{path} is a {type(layer).__name__}" for path, layer in targets.items() if path not in linear]:
-        raise ValueError(f"{', '.join(wrong)}; only nn.Linear can be adapted")
-    if not targets:
-        raise ValueError(f"target_modules {target_modules!r} finds nothing; there are {', '.join(linear) or 'none'}")
+    if not targets or not targets.keys() <= set(linear):
+        raise ValueError(f"target_modules {names!r} finds {list(targets)}; there are nn.Linear {linear}")
     config = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "use_rslora": use_rslora}
-    distinct = dict.fromkeys(targets.values())  # a layer used in two places stays one
-    adapted = {layer: LoRALinear(layer, **config, quantize=quantize, **more) for layer in distinct}
+    adapted = {layer: LoRALinear(layer, **config, quantize=quantize, **more) for layer in targets.values()}
     model.requires_grad_(False)
-    for path, layer in targets.items():
+    for path, layer in targets.items():  # a layer that is used in two places stays one
         model.set_submodule(path, adapted[layer])
-    model.lora_config = {**config, "target_modules": target_modules}  # for save_adapter
+    model.lora_config = {**config, "target_modules": names}  # for save_adapter
     return model
 
 
@@ -146,17 +120,16 @@ def trained_by(model):
 
 
 def average_adapters(model, process_group=None):
-    """Call this between backward and step: the mean over ranks of the gradients of what trains, in one all-reduce.
+    """Between backward and step: the mean over ranks of the gradients of what trains, in one all-reduce.
 
-    All ranks must start from the same A: inject after the same torch.manual_seed. Or leave both to ddp.py, under QLoRA
-    with broadcast_buffers=False: the 4 bits are buffers, and would travel before every forward.
+    All ranks must start from the same A: inject after the same torch.manual_seed. Or leave all of it to ddp.py, under
+    QLoRA with broadcast_buffers=False: else the 4 bits, which are buffers, travel before every forward.
     """
     if (ranks := dist.get_world_size(process_group)) < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     trained = trained_by(model)
-    # Unused on this rank only? All ranks must send the same.
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])  # in the widest of their dtypes
+    # Zeros for what only other ranks used: all must send the same.
+    flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained])
     dist.all_reduce(flat, group=process_group)
     flat /= ranks  # after the sum, as one device that accumulates
     for parameter, mean in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
@@ -168,22 +141,17 @@ def average_adapters(model, process_group=None):
 
 
 def lora_layers(model):
-    """{path: LoRALinear}; ValueError where there is none."""
-    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-    if not layers:
-        raise ValueError(f"this {type(model).__name__} has no adapters; inject_lora(model) first")
-    return layers
+    return {path: layer for path, layer in model.named_modules() if isinstance(layer, LoRALinear)}
 
 
-@torch.no_grad()
 def merge(model):
     """From now on every adapted layer multiplies by W + scaling · B A, in W's dtype; W is kept beside it, for unmerge.
 
-    The sum is dense even where W has 4 bits: rounded to 4 bits again it would lose much of the adapter. Not for a model
-    sharded by fsdp.py, which has no whole W.
+    The sum is dense even where W has 4 bits: in them it would lose much. Not under fsdp.py, where no rank has all of W.
     """
     for layer in lora_layers(model).values():
-        layer.merged = layer.weight
+        W = layer.base_layer.weight
+        layer.merged = (W + layer.scaling * layer.lora_B @ layer.lora_A).to(W.dtype).detach()
 
 
 def unmerge(model):
@@ -193,7 +161,7 @@ def unmerge(model):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Files in peft's format: adapter_config.json, and adapter_model.safetensors or, without that package, .bin.
+# 4. Files in peft's format: adapter_config.json and adapter_model.safetensors (pip install safetensors).
 
 CONFIG = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False, "target_modules": None}  # peft's defaults
 SUPPORTED = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal", "eva"]}
@@ -211,41 +179,37 @@ def adapter_state_dict(model, state_dict=None):
 
 def save_adapter(model, directory, state_dict=None):
     """Write what peft.PeftModel.from_pretrained(base_model, directory) reads. Call it on one rank."""
-    tensors, directory = adapter_state_dict(model, state_dict), Path(directory)
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
-    (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2))
-    if importlib.util.find_spec("safetensors"):
-        importlib.import_module("safetensors.torch").save_file(tensors, directory / "adapter_model.safetensors")
-    else:
-        torch.save(tensors, directory / "adapter_model.bin")
+    (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2, default=list))  # a set of names, too
+    save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
 
 
-@torch.no_grad()
 def load_adapter(model, directory):
-    """Read what save_adapter or peft wrote, into the adapters of `model`; if it has none, inject them; -> model.
+    """Read what save_adapter or peft wrote, into the adapters of `model`, which are injected if it has none; -> model.
 
-    ValueError: the files need what is left out here, or do not fit the model. All of it is named, and nothing copied.
+    ValueError: all that the files have and this module has not, or that does not fit the model; nothing is copied.
     """
-    file = Path(directory) / "adapter_model.safetensors"
-    fields = json.loads(file.with_name("adapter_config.json").read_text())
+    from safetensors.torch import load_file
+
+    fields = json.loads((Path(directory) / "adapter_config.json").read_text())
     others = {name: value for name, value in fields.items() if value and name not in CONFIG.keys() | IGNORED}
     if wrong := [f"{name} {value!r}" for name, value in others.items() if value not in SUPPORTED.get(name, [])]:
         raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
-    if file.exists():
-        tensors = importlib.import_module("safetensors.torch").load_file(file)  # pip install safetensors
-    else:
-        tensors = torch.load(file.with_suffix(".bin"), map_location="cpu", weights_only=True)
     config = {name: fields.get(name, default) for name, default in CONFIG.items()}
     if not hasattr(model, "lora_config"):
         inject_lora(model, **config)
-    ours = adapter_state_dict(model)
+    theirs, ours = load_file(Path(directory) / "adapter_model.safetensors"), adapter_state_dict(model)
     pairs = [(name, config[name], model.lora_config[name]) for name in ("r", "lora_alpha", "use_rslora")]
-    pairs += [(key, *(getattr(side.get(key), "shape", None) for side in (tensors, ours))) for key in ours | tensors]
+    for key in ours | theirs:
+        pairs.append((key, *(list(side[key].shape) if key in side else "missing" for side in (theirs, ours))))
     if wrong := [f"{name} is {there} in the file, {here} in the model" for name, there, here in pairs if here != there]:
         raise ValueError(f"{directory} does not fit: {'; '.join(wrong)}")
     for key, tensor in ours.items():
-        tensor.copy_(tensors[key])
+        tensor.copy_(theirs[key])
     unmerge(model)
     return model
 
@@ -257,8 +221,7 @@ def load_adapter(model, directory):
 NF4_VALUES = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0)
 NF4_VALUES += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
 NF4_TABLE = torch.tensor(NF4_VALUES, dtype=torch.float32)
-# For each byte the two values of its halves; a complex64 is two float32, and one look-up moves both.
-NF4_PAIRS = torch.view_as_complex(torch.cartesian_prod(NF4_TABLE, NF4_TABLE))
+NF4_PAIRS = torch.cartesian_prod(NF4_TABLE, NF4_TABLE).view(torch.int64).flatten()  # a byte's two values move as one
 # bitsandbytes' 256 signed 8-bit values: 7 decades, each twice as fine as the one below (arXiv 2110.02861 §2.2).
 EDGES = [torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32) for i in range(7)]
 DECADES = torch.cat([10.0 ** (i - 6) * ((edge[:-1] + edge[1:]) / 2) for i, edge in enumerate(EDGES)])
@@ -275,16 +238,13 @@ def quantize_blocks(flat, values, block_size):
     return indices.flatten()[: flat.numel()].clone(), absmax
 
 
-@torch.no_grad()
 def quantize_nf4(weight, block_size=64, double_quant=False):
-    """Round to the nearest of 16 values, relative to the largest of each block; -> NF4. ValueError: no finite floats.
+    """Round to the nearest of 16 values, relative to the largest of each block; -> NF4.
 
     4 bits a value and 32 a block are 4.5 in all. double_quant: those 32, less their mean, in blocks of 256 to 8 bits,
     4.127 in all. As bitsandbytes, byte for byte (its CPU kernel takes one of those 8 bits nearly as near now and then).
     """
-    if not weight.is_floating_point() or weight.numel() == 0 or not torch.isfinite(weight).all():
-        raise ValueError(f"a weight {tuple(weight.shape)} of {weight.dtype}: to quantize, it must have finite floats")
-    codes, absmax = quantize_blocks(weight.flatten().float(), on(NF4_TABLE, weight.device), block_size)
+    codes, absmax = quantize_blocks(weight.detach().flatten().float(), on(NF4_TABLE, weight.device), block_size)
     packed = codes[::2] << 4 | F.pad(codes[1::2], (0, weight.numel() % 2), value=7)  # 7: 0.0
     if not double_quant:
         return NF4(weight, block_size, packed, absmax)
@@ -292,13 +252,12 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
     return NF4(weight, block_size, packed, *quantize_blocks(absmax - mean, on(DYNAMIC_MAP, weight.device), 256), mean)
 
 
-@torch.no_grad()
-def dequantize_nf4(quantized, dtype=None):
+def dequantize_nf4(q, dtype=None):
     """The rounded values, in the shape that was quantized, and in its dtype (None) or another."""
-    q, absmax, device, n = quantized, quantized.absmax, quantized.packed.device, quantized.shape.numel()
+    absmax, device, n = q.absmax, q.packed.device, q.shape.numel()
     if q.mean is not None:
         absmax = on(DYNAMIC_MAP, device)[absmax.int()] * q.scales.repeat_interleave(256)[: len(absmax)] + q.mean
-    values = torch.view_as_real(on(NF4_PAIRS, device).index_select(0, q.packed.int())).flatten()[:n]
+    values = on(NF4_PAIRS, device).index_select(0, q.packed.int()).view(torch.float32)[:n]
     values *= absmax[:, None].expand(-1, q.block_size).flatten()[:n]
     return values.view(q.shape).to(dtype or q.dtype)
 
@@ -316,35 +275,21 @@ class NF4(nn.Module):
 
     weight = property(dequantize_nf4)
 
-    def forward(self, x):
-        return NF4Product.apply(x, self, self.bias)
+    def forward(self, x):  # checkpoint: autograd keeps the 4 bits, and dequantises again in backward
+        return checkpoint(lambda x: F.linear(x, dequantize_nf4(self, x.dtype), self.bias), x, use_reentrant=False)
 
     def _apply(self, fn, recurse=True):  # buffers as bytes: model.half() must not round the scales
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
         return super()._apply(lambda t: fn(t) if t is self.bias else fn(t.view(torch.uint8)).view(t.dtype), recurse)
 
 
-class NF4Product(torch.autograd.Function):
-    """x Wᵀ + bias. Backward dequantises W again: between the two only the 4 bits are kept."""
-
-    @staticmethod
-    def forward(ctx, x, quantized, bias):
-        ctx.quantized = quantized
-        return F.linear(x, dequantize_nf4(quantized, x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient @ dequantize_nf4(ctx.quantized, gradient.dtype), None, None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Demo.
 
 
-def train(demo, model, lr, text, what, compare=False):
-    """Data-parallel on `text`, with `compare` beside one device; -> the optimizer."""
+def train(demo, model, lr, what):
     demo.show(f"{what}:")
-    demo.text, demo.model = torch.frombuffer(bytearray(text), dtype=torch.uint8), copy.deepcopy(model)
+    demo.model = copy.deepcopy(model)
     optimizer, demo.optimizer = (torch.optim.AdamW(trained_by(m), lr=lr) for m in (model, demo.model))
 
     def step(inputs, targets):
@@ -355,46 +300,30 @@ def train(demo, model, lr, text, what, compare=False):
         optimizer.step()
         return loss
 
-    if compare:
-        demo.train(step, lambda: ([parameter.grad for parameter in trained_by(model)], trained_by(model)))
-    for number in range(0 if compare else demo.args.steps):
-        loss = step(*demo.batch(number)).item()
-        if number % -(-demo.args.steps // 3) == 0:
-            demo.show(f"step {number + 1}/{demo.args.steps}   loss {loss:.3f}")
-    return optimizer
-
-
-def gpt3_parameters(r):
-    model = nn.Sequential(*[nn.Linear(12288, 12288, device="meta") for _ in range(2 * 96)])  # meta: takes no memory
-    return sum(parameter.numel() for parameter in trained_by(inject_lora(model, r)))
+    demo.train(step, lambda: ([parameter.grad for parameter in trained_by(model)], trained_by(model)))
+    return held([*model.parameters(), *model.buffers()], optimizer)  # buffers: the 4 bits
 
 
 def main():
-    demo, source, names = Demo(), Path(argparse.__file__), ["linear1", "linear2"]
-    plain, text = demo.start("lora", bitwise=demo.ranks <= 2), demo.text.numpy().tobytes()
-    train(demo, plain, 2e-3, source.read_bytes(), f"pretraining on {source.name}")
+    demo, names = Demo(), ["linear1", "linear2"]
+    plain, text = demo.start("lora", bitwise=demo.ranks <= 2), demo.text
+    prose = Path(argparse.__file__).with_name("pydoc_data") / "topics.py"
+    demo.text = torch.frombuffer(bytearray(prose.read_bytes()), dtype=torch.uint8)
+    train(demo, plain, 2e-3, "pretraining on Python's documentation")
     plain.zero_grad()
-    if demo.args.data == str(source):  # nobody asked for another: prose, after source code
-        text = (source.parent / "pydoc_data" / "topics.py").read_bytes()
+    demo.text = text
     qlora = inject_lora(copy.deepcopy(plain), target_modules=names, quantize="nf4", double_quant=True)
     full, lora = copy.deepcopy(plain), inject_lora(plain, target_modules=names)
-    table = ["            trained    weights  gradients  optimizer, MB held    loss on a batch of no step"]
-    for name, model, lr in (("LoRA", lora, 3e-3), ("full", full, 1e-3), ("QLoRA", qlora, 3e-3)):
-        optimizer = train(demo, model, lr, text, f"{name} fine-tuning on other text", compare=name == "LoRA")
-        _, gradients, state = here = held(model.parameters(), optimizer)
-        if name == "LoRA":
-            status = demo.report(here, "2Φ(N-1)/N", 2 * gradients * (demo.ranks - 1) / demo.ranks)
-        inputs, targets = demo.batch(-1)
-        with torch.no_grad():
-            loss = language_loss(model(inputs), targets)
-        megabytes = [n / 1e6 for n in (held_bytes([*model.parameters(), *model.buffers()]), gradients, state)]
-        count = sum(parameter.numel() for parameter in trained_by(model))
-        table.append("{:10}{:9,}{:11.1f}{:11.1f}{:11.1f}{:23.3f}".format(name, count, *megabytes, loss))
-    demo.show(*table, sep="\n")
-    W, merged = lora[1].linear1.base_layer.weight, lora[1].linear1.weight
+    for name, model, lr in (("full", full, 1e-3), ("QLoRA", qlora, 3e-3), ("LoRA", lora, 3e-3)):
+        here = train(demo, model, lr, f"{name} fine-tuning on {Path(demo.args.data).name}")
+        weights, gradients, state = (f"{n / 1e6:.1f} MB" for n in here)
+        demo.show(f"held: weights {weights}, gradients {gradients}, optimizer {state}; last loss {demo.losses[-1]:.3f}")
+    status = demo.report(here, "2Φ(N-1)/N", 2 * here[1] * (demo.ranks - 1) / demo.ranks)  # of the last, LoRA
+    merge(lora)
+    W, merged = lora[1].linear1.base_layer.weight, lora[1].linear1.merged
     error16, error4 = ((merged - w).norm() / (merged - W).norm() for w in (merged.half(), quantize_nf4(merged).weight))
     demo.show(f"merging     W + (α/r) B A is off by {error16:.1%} of (α/r) B A in 16 bits, by {error4:.0%} in 4 again")
-    counts = ", ".join(f"{gpt3_parameters(r):,} at r = {r}" for r in (1, 4, 8))
+    counts = ", ".join(f"{96 * 2 * r * (12288 + 12288):,} at r = {r}" for r in (1, 4, 8))  # Φ = Σ r(d + k)
     demo.show(f"GPT-3       LoRA on W_q and W_v of its 96 layers trains {counts}, of 175 billion parameters")
     return status
 

@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 import json
-import pickle
+import unittest.mock
 
 import pool
 import pytest
@@ -118,14 +118,6 @@ def test_dropout_is_before_A_only_and_off_in_eval():
     assert_equal(ours.detach(), (layer.base_layer(x) + correction).detach(), exact=False)
     assert not torch.equal(layer(x), ours)
     assert torch.equal(layer.eval()(x), layer(x))
-    assert_equal(layer(x).detach(), F.linear(x, layer.weight, layer.bias).detach(), exact=False)
-
-
-def test_nothing_of_the_outputs_size_is_kept_for_backward():
-    layer, saved = lora.LoRALinear(nn.Linear(40, 4000), r=2), []
-    with saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-        layer(torch.randn(300, 40, requires_grad=True))
-    assert max(saved) == 40 * 4000  # W; 300 · 4000 would be the output
 
 
 # ---- injection
@@ -135,7 +127,6 @@ def trained_names(model):
     return {name.partition(".lora_")[0] for name, p in model.named_parameters() if p.requires_grad}
 
 
-LINEAR = r"\['q_proj'\] finds nothing; there are 0\.linear1, 0\.linear2, 1\.head\.linear1"
 WANTED = [
     ({"target_modules": "all-linear"}, {"0.linear1", "0.linear2", "1.head.linear1"}),
     ({"target_modules": ["linear1"]}, {"0.linear1", "1.head.linear1"}),
@@ -143,14 +134,13 @@ WANTED = [
     ({"target_modules": ["ear1", "0.linear2"]}, {"0.linear2"}),
     ({"target_modules": r"\d\.linear\d"}, {"0.linear1", "0.linear2"}),
     ({"target_modules": r"0\.linear|1\.head\.linear1"}, {"1.head.linear1"}),
-    ({"target_modules": ["0.linear"]}, "finds nothing"),
-    ({"target_modules": ["q_proj"]}, LINEAR),
-    ({"target_modules": ["head"]}, r"1\.head is a ModuleDict; only nn\.Linear can be adapted"),
-    ({"target_modules": ".*norm"}, r"0\.norm is a LayerNorm"),
-    ({"r": 0}, "r is 0, at least 1"),
-    ({"lora_dropout": 1.0}, "lora_dropout is 1.0, at least 0 and below 1"),
-    ({"lora_dropout": -0.1}, "lora_dropout is -0.1"),
-    ({"quantize": "int8"}, "quantize is 'int8'; it must be None or 'nf4'"),
+    ({"target_modules": ["0.linear"]}, r"\[\]; .* \['0\.linear1', '0\.linear2', '1\.head\.linear1'\]"),
+    ({"target_modules": ["head"]}, r"finds \['1\.head'\]; there are nn\.Linear"),
+    ({"target_modules": ".*(norm|1)"}, r"finds .*'0\.norm'"),
+    ({"r": 0}, "r=0 must be ≥ 1"),
+    ({"lora_dropout": 1.0}, r"lora_dropout=1\.0 in \[0, 1\)"),
+    ({"lora_dropout": -0.1}, "lora_dropout=-0.1"),
+    ({"quantize": "int8"}, "quantize='int8' None or 'nf4'"),
 ]
 
 
@@ -179,32 +169,13 @@ def test_one_layer_in_two_places_stays_one_and_tied_weights_stay_tied():
     lora.merge(fill(model))
     assert model[3].base_layer.weight is embed.weight
     assert torch.equal(embed.weight, before)  # the adapter of the head is not one of the embedding
-    assert not torch.equal(model[3].weight, before)
+    assert not torch.equal(model[3].merged, before)
 
 
-@pytest.mark.parametrize("target", ["linear1", "linear2", "out_proj"])
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-@pytest.mark.parametrize("grad", [False, True])
-def test_modules_that_read_weights_without_calling_see_the_adapter(target, quantize, grad):
-    """nn.TransformerEncoderLayer takes a fast path in eval without gradients; nn.MultiheadAttention always reads."""
-    torch.manual_seed(0)
-    plain = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0).double()
-    model = fill(lora.inject_lora(copy.deepcopy(plain), r=2, target_modules=[target], quantize=quantize))
-    path = "self_attn.out_proj" if target == "out_proj" else target
-    plain.get_submodule(path).weight = nn.Parameter(model.get_submodule(path).weight.detach())
-    x = torch.randn(2, 5, 8).double()
-    for training in (True, False):
-        with torch.set_grad_enabled(grad):
-            ours = model.train(training)(x)
-            assert_equal(ours.detach(), plain.train(training)(x).detach(), exact=False)
-    if grad:
-        ours.square().sum().backward()
-        assert all(p.grad.abs().max() > 0 for p in lora.trained_by(model))
-
-
-@pytest.mark.parametrize("r", [1, 4, 8])
-def test_gpt3_parameters(r):
-    assert lora.gpt3_parameters(r) == {1: 4_718_592, 4: 18_874_368, 8: 37_748_736}[r]
+@pytest.mark.parametrize(("r", "trained"), [(1, 4_718_592), (4, 18_874_368), (8, 37_748_736)])
+def test_gpt3_parameters(r, trained):
+    model = nn.Sequential(*[nn.Linear(12288, 12288, device="meta") for _ in range(2 * 96)])
+    assert sum(p.numel() for p in lora.trained_by(lora.inject_lora(model, r))) == trained
 
 
 # ---- training
@@ -235,11 +206,10 @@ def test_training_equals_training_the_factors_of_dense_weights(inject, optimizer
             o.zero_grad()
         loss_of(torch.func.functional_call(plain, weights, TOKENS.roll(step))).backward()
         loss_of(model(TOKENS.roll(step))).backward()
-        for a, b in zip(ours, flat, strict=True):
-            assert_equal(a.grad, b.grad, exact=False)
         for o in optimizers:
             o.step()
         for a, b in zip(ours, flat, strict=True):
+            assert_equal(a.grad, b.grad, exact=False)
             assert_equal(a.detach(), b.detach(), exact=False)
     for name, before in frozen.items():
         assert model.get_parameter(name).grad is None
@@ -258,10 +228,8 @@ def test_merged_is_the_dense_weight_and_unmerged_is_bitwise_as_before(quantize, 
         output, W = model(TOKENS), layer.base_layer.weight
         lora.merge(model)
         dense = W.double() + 2 * layer.lora_B.double() @ layer.lora_A.double()
-        assert (layer.weight - dense).abs().max() <= torch.finfo(dtype).eps * dense.abs().max()  # rounded once
-        assert layer.weight.dtype == dtype
-        x = torch.randn(3, 6).to(dtype)
-        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))  # one product
+        assert (layer.merged - dense).abs().max() <= torch.finfo(dtype).eps * dense.abs().max()  # rounded once
+        assert (layer.merged.dtype, layer.merged.requires_grad) == (dtype, False)
         merged = model(TOKENS)
         lora.merge(model)  # a second time changes nothing
         assert torch.equal(model(TOKENS), merged)
@@ -274,18 +242,12 @@ def test_merged_is_the_dense_weight_and_unmerged_is_bitwise_as_before(quantize, 
         assert before.keys() == model.state_dict().keys()
         with torch.no_grad():
             assert torch.equal(model.eval()(TOKENS), output)
-    with pytest.raises(ValueError, match="has no adapters"):
-        lora.merge(make_net())
 
 
 # ---- files
 
 
-def without_safetensors(monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "safetensors" else find(name))
-
-
+@needs("safetensors")
 def test_keys_and_fields_are_peft_s(tmp_path):
     model = fill(lora.inject_lora(make_net(), r=2, lora_dropout=0.1, target_modules=("up", "down")))
     shapes = {"up.lora_A": (2, 6), "up.lora_B": (10, 2), "down.lora_A": (2, 10), "down.lora_B": (6, 2)}
@@ -295,27 +257,22 @@ def test_keys_and_fields_are_peft_s(tmp_path):
     fields = json.loads((tmp_path / "new" / "folder" / "adapter_config.json").read_text())
     expected = {"peft_type": "LORA", "r": 2, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": BOTH}
     assert fields == expected | {"use_rslora": False, "bias": "none", "init_lora_weights": True}
-    fields = {
-        name: fields[name] for name in ("peft_type", "r", "target_modules")
-    }  # what is not there is peft's default
+    fields = {key: fields[key] for key in ("peft_type", "r", "target_modules")}  # what is not there is peft's default
     (tmp_path / "new" / "folder" / "adapter_config.json").write_text(json.dumps(fields))
     other = lora.load_adapter(make_net(), tmp_path / "new" / "folder").mlp["up"]
     assert (other.scaling, other.lora_dropout) == (8 / 2, 0.0)
 
 
-@pytest.mark.parametrize("package", [pytest.param(True, marks=needs("safetensors")), False])
-@pytest.mark.parametrize("target_modules", ["all-linear", r"mlp\.up", ["up"]])
+@needs("safetensors")
+@pytest.mark.parametrize("target_modules", ["all-linear", r"mlp\.up", {"up"}], ids=str)
 @pytest.mark.parametrize("injected", [None, "plain", "nf4"])
-def test_an_adapter_is_loaded_as_it_was_saved(tmp_path, monkeypatch, package, target_modules, injected):
-    if not package:
-        without_safetensors(monkeypatch)
+def test_an_adapter_is_loaded_as_it_was_saved(tmp_path, target_modules, injected):
     arguments = {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": target_modules}
     quantize = "nf4" if injected == "nf4" else None
     model = fill(lora.inject_lora(make_net(), **arguments, quantize=quantize)).eval()
     lora.save_adapter(model, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
     if target_modules == "all-linear":  # a word that peft knows for some models only
-        assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == r"mlp\.up|mlp\.down"
+        assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["mlp.up", "mlp.down"]
     other = make_net()
     if injected:
         lora.merge(lora.inject_lora(other, **arguments, quantize=quantize))
@@ -326,41 +283,34 @@ def test_an_adapter_is_loaded_as_it_was_saved(tmp_path, monkeypatch, package, ta
         lora.load_adapter(lora.inject_lora(make_net(), r=3, target_modules=target_modules), tmp_path)
 
 
-class Evil:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('ran')",)
-
-
 UP = "base_model.model.mlp.up.lora_A.weight"
-REFUSED = (
-    "use_dora modules_to_save alpha_pattern rank_pattern fan_in_fan_out layer_replication lora_bias exclude_modules"
-)
+REFUSED = ("use_dora", "modules_to_save", "alpha_pattern", "rank_pattern", "exclude_modules", "of_a_later_peft")
 SPOILT = [  # fields, tensors, what the error says
-    ({}, {UP: None}, r"mlp\.up\.lora_A\.weight is None in the file, torch\.Size\(\[2, 6\]\) in the model"),
-    ({}, {"x": torch.ones(1)}, r"x is torch\.Size\(\[1\]\) in the file, None in the model"),
-    ({}, {UP: torch.ones(2, 7)}, r"up\.lora_A\.weight is torch\.Size\(\[2, 7\]\) in the file"),
+    ({}, {UP: None}, r"mlp\.up\.lora_A\.weight is missing in the file, \[2, 6\] in the model"),
+    ({}, {"x": torch.ones(1)}, r"x is \[1\] in the file, missing in the model"),
+    ({}, {UP: torch.ones(1, 6)}, r"up\.lora_A\.weight is \[1, 6\] in the file"),  # copy_ would broadcast it
     ({"r": 4}, {}, r"r is 4 in the file|up\.lora_A\.weight .*; .*up\.lora_B"),
     ({"peft_type": "IA3", "bias": "all"}, {}, "not supported: peft_type 'IA3', bias 'all'"),
     ({"init_lora_weights": "pissa"}, {}, "not supported: init_lora_weights 'pissa'"),
     ({"target_modules": ["q_proj"]}, {}, "q_proj"),
-    ({"target_modules": ["embed"]}, {}, "embed is a Embedding; only nn.Linear"),
-    ({}, {"evil": Evil()}, "(?i)weights.only"),
-    *(({name: ["up"]}, {}, rf"not supported: {name} \['up'\]") for name in [*REFUSED.split(), "of_a_later_peft"]),
+    *(({name: ["up"]}, {}, rf"not supported: {name} \['up'\]") for name in REFUSED),
 ]
 
 
+@needs("safetensors")
 @pytest.mark.parametrize(("fields", "tensors", "message"), SPOILT)
-def test_a_file_that_does_not_fit_is_refused_and_nothing_is_copied(tmp_path, monkeypatch, fields, tensors, message):
-    without_safetensors(monkeypatch)
+def test_a_file_that_does_not_fit_is_refused_and_nothing_is_copied(tmp_path, fields, tensors, message):
+    from safetensors.torch import load_file, save_file
+
     lora.save_adapter(fill(lora.inject_lora(make_net(), r=2, target_modules=["up"])), tmp_path)
-    config, content = tmp_path / "adapter_config.json", tmp_path / "adapter_model.bin"
+    config, content = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-    spoilt = torch.load(content) | tensors
-    torch.save({key: tensor for key, tensor in spoilt.items() if tensor is not None}, content)
+    spoilt = load_file(content) | tensors
+    save_file({key: tensor for key, tensor in spoilt.items() if tensor is not None}, content)
     models = [make_net(), fill(lora.inject_lora(make_net(), r=2, target_modules=["up"]), seed=7)]
     for model in models[: 1 if "target_modules" in fields else 2]:  # what is injected needs no names
         before = model(TOKENS)
-        with pytest.raises((ValueError, pickle.UnpicklingError), match=message):
+        with pytest.raises(ValueError, match=message):
             lora.load_adapter(model, tmp_path)
         assert torch.equal(model(TOKENS), before)
 
@@ -368,7 +318,7 @@ def test_a_file_that_does_not_fit_is_refused_and_nothing_is_copied(tmp_path, mon
 @needs("peft")
 @pytest.mark.filterwarnings("ignore:.*eva")
 @pytest.mark.parametrize("arguments", [{}, {"use_rslora": True}, {"lora_dropout": 0.5, "init_lora_weights": "eva"}])
-def test_peft_loads_ours_and_we_load_peft_s(tmp_path, arguments, monkeypatch):
+def test_peft_loads_ours_and_we_load_peft_s(tmp_path, arguments):
     import peft
 
     arguments = {"r": 2, "lora_alpha": 6, "target_modules": BOTH, **arguments}
@@ -383,11 +333,9 @@ def test_peft_loads_ours_and_we_load_peft_s(tmp_path, arguments, monkeypatch):
     for path, pair in factors(ours).items():
         for a, b in zip(pair, factors(theirs)[path], strict=True):
             assert_equal(a.grad, b.grad, exact=False)
-    for folder in ("safetensors", "bin"):
-        lora.save_adapter(fill(ours, seed=9), tmp_path / folder)
-        theirs = peft.PeftModel.from_pretrained(make_net(), tmp_path / folder).eval()
-        assert_equal(ours(TOKENS).detach(), theirs(TOKENS).detach(), exact=False)
-        without_safetensors(monkeypatch)
+    lora.save_adapter(fill(ours, seed=9), tmp_path / "ours")
+    theirs = peft.PeftModel.from_pretrained(make_net(), tmp_path / "ours").eval()
+    assert_equal(ours(TOKENS).detach(), theirs(TOKENS).detach(), exact=False)
 
 
 # ---- NF4
@@ -457,12 +405,6 @@ def test_nf4_rounds_as_bitsandbytes_does():
     assert len(lora.DYNAMIC_MAP) == 256
 
 
-@pytest.mark.parametrize("weight", [torch.ones(0), torch.arange(9), torch.tensor([1.0, float("nan")])], ids=str)
-def test_what_cannot_be_quantised(weight):
-    with pytest.raises(ValueError, match="must have finite floats"):
-        lora.quantize_nf4(weight)
-
-
 @needs("bitsandbytes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [64, 4096, 64 * 256 * 3, 100_002, 12_345])
@@ -514,10 +456,10 @@ def test_no_dequantised_weight_is_kept_and_bytes_survive_casts_and_state_dicts()
     with saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
         output = model(torch.randn(3, 64, requires_grad=True))
     assert max(saved) < 64 * 640 // 2
-    function = output.grad_fn
-    while function.name() != "NF4ProductBackward":
-        function = function.next_functions[0][0]
-    assert not [value for value in vars(function).values() if isinstance(value, torch.Tensor)]
+    dequantize = unittest.mock.Mock(wraps=lora.dequantize_nf4)
+    with unittest.mock.patch.object(lora, "dequantize_nf4", dequantize):
+        output.sum().backward()
+    assert dequantize.call_count == 1  # again, in backward
     before = {name: buffer.clone() for name, buffer in model[0].base_layer.named_buffers()}
     assert before.keys() == {"packed", "absmax", "scales", "mean"}
     other.load_state_dict(model.state_dict())
@@ -526,7 +468,7 @@ def test_no_dequantised_weight_is_kept_and_bytes_survive_casts_and_state_dicts()
         for name, buffer in same[0].base_layer.named_buffers():
             assert buffer.dtype == before[name].dtype
             assert torch.equal(buffer, before[name])
-    assert copied(torch.randn(3, 64).bfloat16()).dtype == copied[0].weight.dtype == torch.bfloat16
+    assert copied(torch.randn(3, 64).bfloat16()).dtype == copied[0].base_layer.weight.dtype == torch.bfloat16
 
 
 # ---- data parallelism
@@ -582,33 +524,23 @@ def test_data_parallel_equals_one_device_and_only_A_and_B_travel(how, quantize, 
 
 
 def body_unused():
-    """A parameter that one rank alone has used, and parameters of two dtypes."""
-    rank, model = pool.rank(), make_model()
+    """A parameter that rank 0 alone has used, parameters of two dtypes, and ranks outside the group."""
+    rank, model, group = pool.rank(), make_model(), dist.new_group([0, 1])
+    if rank > 1:
+        with pytest.raises(ValueError, match=f"rank {rank} is not a member"):
+            lora.average_adapters(model, group)
+        return
     model[0].float()
-    gradients = [torch.full_like(p, 1.0 + rank) for p in lora.trained_by(model)]
-    for p, gradient in zip(lora.trained_by(model)[rank:], gradients[rank:], strict=True):
-        p.grad = gradient
-    lora.average_adapters(model, pool.group())
+    for p in lora.trained_by(model)[rank:]:
+        p.grad = torch.full_like(p, 1.0 + rank)
+    lora.average_adapters(model, group)
     for i, p in enumerate(lora.trained_by(model)):
         assert p.grad.dtype == p.dtype
         assert (p.grad == (1.5 if i else 0.5)).all()
 
 
-def test_parameters_unused_on_one_rank_and_of_two_dtypes():
-    pool.run(2, body_unused)
-
-
-def body_outside():
-    group = dist.new_group([0])
-    if pool.rank() == 0:
-        lora.average_adapters(make_model(), group)
-    else:
-        with pytest.raises(ValueError, match=f"rank {pool.rank()} is not a member of process_group"):
-            lora.average_adapters(make_model(), group)
-
-
-def test_a_rank_outside_the_group_is_told():
-    pool.run(4, body_outside)
+def test_parameters_unused_on_one_rank_or_of_two_dtypes_and_a_rank_outside_the_group():
+    pool.run(4, body_unused)
 
 
 @pytest.mark.parametrize(("N", "rank"), [(8, 3), (64, 63), (1024, 0)])
