@@ -251,7 +251,7 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """nn.Linear with its inputs split: this rank's (…, in/t), or if not `input_is_parallel` the same (…, in), to the same
+    """nn.Linear with its inputs split: this rank's (…, in/t), or if not `input_is_parallel` all of it, to the same
     (…, out) on all ranks, or with `sequence_parallel` this rank's part. The bias is added once, after the sum."""
 
     def __init__(self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **split):
