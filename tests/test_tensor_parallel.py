@@ -1,14 +1,8 @@
 """tensor_parallel.py against one device and against torch.distributed.tensor.parallel."""
 
 import copy
-import gc
-import itertools
 import math
-import subprocess
-import sys
-import weakref
 from functools import partial
-from pathlib import Path
 
 import pool
 import pytest
@@ -20,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared import OPTIMIZERS, Collectives, assert_equal
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -28,11 +23,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import ddp
 import tensor_parallel as tp
 
 # Adam's eps: softmax does not see the bias of the keys, whose gradient is rounding; Adam would make it 1
@@ -66,92 +60,73 @@ def randn(*shape, seed=0):
 
 
 def everyone(tensor):
-    shards = [torch.empty_like(tensor) for _ in range(pool.world_size())]
-    dist.all_gather(shards, tensor.detach().contiguous(), group=pool.group())
-    return shards
+    tensors = [torch.empty_like(tensor) for _ in range(pool.world_size())]
+    dist.all_gather(tensors, tensor.detach().contiguous(), group=pool.group())
+    return tensors
 
 
 def mine(x, dim=0):
     return x.chunk(pool.world_size(), dim)[pool.rank()]
 
 
-def gradients(module):
-    return tp.gather_whole(module, {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)})
-
-
-def check_same(ours, plain, rename=lambda name: name, what=""):
-    """State and gradients of all of `ours`; what is replicated is bitwise the same on all ranks."""
-    state, grads = tp.full_state_dict(ours), gradients(ours)
+def check_same(ours, plain, what=""):
+    """State and gradients of all of `ours`; what every rank holds is bitwise the same on all."""
+    parameters = dict(ours.named_parameters(remove_duplicate=False))
+    state, split = tp.full_state_dict(ours), {name for name, *_ in tp.split_parameters(ours)}
+    gradients = tp.full_state_dict(ours, {name: parameter.grad for name, parameter in parameters.items()})
     theirs = dict(plain.named_parameters(remove_duplicate=False))
-    assert {rename(name) for name in state} == set(plain.state_dict())
-    for name, grad in grads.items():
-        close(state[name], theirs[rename(name)].detach(), what=f"{what} {name}")
-        close(grad, theirs[rename(name)].grad, what=f"{what} gradient of {name}")
-    for name, parameter in ours.named_parameters():
-        if not hasattr(parameter, "tensor_parallel") and parameter.grad is not None:
-            for tensor in (parameter.detach(), parameter.grad):
-                assert all(torch.equal(tensor, other) for other in everyone(tensor)), f"{what} {name} differs by rank"
+    assert set(state) == set(plain.state_dict())
+    for name, parameter in parameters.items():
+        close(state[name], theirs[name].detach(), what=f"{what} {name}")
+        close(gradients[name], theirs[name].grad, what=f"{what} gradient of {name}")
+        for tensor in (parameter.detach(), parameter.grad) if name not in split else ():
+            assert tensor is None or all(torch.equal(tensor, other) for other in everyone(tensor)), f"{name} by rank"
 
 
 # ---- pure functions
 
 
-@given(
-    sizes=st.lists(FEW, min_size=1, max_size=3),
-    t=st.sampled_from([1, 2, 4, 6]),
-    copies=FEW,
-    dim=st.integers(0, 1),
-    bias=FLAG,
-)
-def test_slices_join_to_the_whole(sizes, t, copies, dim, bias):
-    copies = math.gcd(copies, t)
-    parts = tuple(tp.Part(n * t // copies, n, copies) for n in sizes)
-    sharding = tp.Sharding(0 if bias else dim, parts)
-    shape = [sum(part.size for part in parts)] * (1 if bias else 2)
-    whole = torch.arange(float(math.prod(shape))).view(shape)
-    shards = [sharding.cut(whole, rank) for rank in range(t)]
-    assert torch.equal(sharding.join(torch.stack(shards)), whole)
-    assert all(shard.shape[sharding.dim] == sum(sizes) for shard in shards)
-    assert torch.equal(shards[0], shards[copies - 1])
+@given(sizes=st.lists(FEW, min_size=1, max_size=3), t=st.sampled_from([1, 2, 4, 6]), dim=st.integers(0, 1), bias=FLAG)
+def test_slices_of_a_stack_join_to_the_whole(sizes, t, dim, bias):
+    """Rank r has the r-th of t equal pieces of each part of the stack."""
+    shard = tp.Shard(0 if bias else dim, tuple(n * t for n in sizes))
+    total = sum(shard.sizes)
+    whole = torch.arange(float(total)) if bias else torch.arange(float(total**2)).view(total, total)
+    slices = [shard.cut(whole, rank, t) for rank in range(t)]
+    for rank, piece in enumerate(slices):
+        pieces = [part.chunk(t, shard.dim)[rank] for part in whole.split(shard.sizes, shard.dim)]
+        assert torch.equal(piece, torch.cat(pieces, shard.dim))
+    assert torch.equal(shard.join(slices), whole)
 
 
-@given(V=st.integers(1, 40), t=st.integers(1, 8), divisible_by=st.sampled_from([1, 3, 128]))
-def test_a_vocabulary_is_padded_with_zeros_at_the_end(V, t, divisible_by):
-    part = tp.divide("entries", V, t, divisible_by)
-    sharding, whole = tp.Sharding(0, (part,)), torch.ones(V, 2)
-    shards = [sharding.cut(whole, rank) for rank in range(t)]
-    assert part.rows % divisible_by == 0
-    assert V <= part.rows * t < V + t * divisible_by
-    assert torch.equal(torch.cat(shards)[:V], whole)
-    assert torch.cat(shards)[V:].eq(0).all()
-    assert torch.equal(sharding.join(torch.stack(shards)), whole)
-    assert [row for rank in range(t) for row in part.held(rank)] == list(range(V))
+@given(V=st.integers(1, 40), t=st.integers(1, 8))
+def test_a_vocabulary_is_padded_with_zeros_at_the_end(V, t):
+    shard, whole = tp.Shard(0, (V,), padded=True), torch.ones(V, 2)
+    slices = [shard.cut(whole, rank, t) for rank in range(t)]
+    assert {len(piece) for piece in slices} == {-(-V // t)}
+    assert torch.equal(torch.cat(slices)[:V], whole)
+    assert torch.cat(slices)[V:].eq(0).all()
+    assert torch.equal(shard.join(slices), whole)
 
 
 def test_what_does_not_divide_says_what_would():
-    with pytest.raises(
-        ValueError, match="12 attention heads do not divide by 5 tensor-parallel ranks; use a "
-    ) as error:
+    with pytest.raises(ValueError, match="12 attention heads do not divide by 5 tensor-parallel ranks") as error:
         tp.check_divides("attention heads", 12, 5)
-    assert str(error.value).endswith("use a world size of 1, 2, 3, 4, 6 or 12, or 10 or 15 attention heads")
-    with pytest.raises(ValueError, match="use a world size of 1, or 4 heads"):
+    assert str(error.value).endswith("; use a world size of 1, 2, 3, 4, 6 or 12")
+    with pytest.raises(ValueError, match=r"use a world size of 1$"):
         tp.check_divides("heads", 1, 4)
 
 
 # ---- the operators: forward, and a backward that is the transpose
 
 
-def strided(x):
-    """A copy that is not contiguous: of such, collectives change, or send, only a part."""
-    return torch.stack((x, x + 1), -1)[..., 0]
+LAYOUTS = {  # a collective changes, or sends, only a part of what has gaps; clone() leaves the second as it is
+    "strided": lambda x: torch.stack((x, x + 1), -1)[..., 0],
+    "transposed": lambda x: x.mT.contiguous().mT if pool.rank() else x.clone(),  # on some ranks only
+}
 
 
-def transposed(x):
-    """A copy that is not contiguous, but has no gaps: clone() leaves it so."""
-    return x.mT.contiguous().mT
-
-
-def body_operators():
+def operators_are_each_the_others_transpose():
     group, t, rank = pool.group(), pool.world_size(), pool.rank()
     same, own = randn(4 * t, 3, 2 * t), [randn(t, 3, 2 * t, seed=1 + r) for r in range(t)]
     cases = [  # operator, input, expected output, whether all ranks have the same gradient
@@ -161,74 +136,62 @@ def body_operators():
         (tp.gather_from_region, own[rank], torch.cat(own, -1), True),
         (tp.scatter_to_sequence, same, mine(same), False),
         (tp.gather_from_sequence, own[rank], torch.cat(own), False),
-        (partial(tp.gather_from_region, dim=0), own[rank], torch.cat(own), True),
         (tp.reduce_scatter_to_sequence, own[rank], mine(sum(own)), False),
     ]
-    copies = torch.clone, strided, transposed if rank else torch.clone  # each rank may have a layout of its own
-    for (operator, x, expected, same_gradient), copied in itertools.product(cases, copies):
-        leaf = copied(x).requires_grad_()
-        y = operator(leaf, process_group=group)
-        bitwise(leaf.detach(), x)
-        in_rank_order = operator is tp.reduce_scatter_to_sequence  # not in the order of gloo's ring
-        (bitwise if in_rank_order else close)(y.detach(), expected.detach(), what=str(operator))
-        gradient = copied(randn(*y.shape, seed=0 if same_gradient else 7 + rank))
-        kept = gradient.clone()
-        (grad,) = torch.autograd.grad(y, leaf, gradient)
-        bitwise(gradient, kept)  # autograd may still need it
-        # <y, gradient> = <x, grad>, over all ranks, with what all ranks have alike counted once
-        left, right = (y * gradient).sum() / (t if same_gradient else 1), (x * grad).sum() / (t if x is same else 1)
-        sides = torch.stack([left, right]).detach()
-        dist.all_reduce(sides, group=group)
-        close(*sides, what=str(operator))
-        if x is same:
-            assert all(torch.equal(grad, other) for other in everyone(grad))
-        assert (y is leaf) == (t == 1)
-        assert t == 1 or operator is tp.copy_to_region or not y._is_view()  # one may change it in place
+    for copied in (torch.clone, *LAYOUTS.values()):
+        for operator, x, expected, same_gradient in cases:
+            leaf = copied(x).requires_grad_()
+            y = operator(leaf, group)
+            bitwise(leaf.detach(), x)
+            in_rank_order = operator is tp.reduce_scatter_to_sequence  # not in the order of gloo's ring
+            (bitwise if in_rank_order else close)(y.detach(), expected.detach(), what=str(operator))
+            gradient = copied(randn(*y.shape, seed=0 if same_gradient else 7 + rank))
+            kept = gradient.clone()
+            (grad,) = torch.autograd.grad(y, leaf, gradient)
+            bitwise(gradient, kept)  # autograd may still need it
+            # <y, gradient> = <x, grad>, over all ranks, with what all ranks have alike counted once
+            left, right = (y * gradient).sum() / (t if same_gradient else 1), (x * grad).sum() / (t if x is same else 1)
+            sides = torch.stack([left, right]).detach()
+            dist.all_reduce(sides, group=group)
+            close(*sides, what=str(operator))
+            if x is same:
+                assert all(torch.equal(grad, other) for other in everyone(grad))
+            assert (y is leaf) == (t == 1)
+            if operator is not tp.copy_to_region and t > 1:
+                y.mul_(2)  # as dropout in place
     A, B = randn(2 * t, 3 * t), randn(3 * t, 2 * t, seed=1)
     close(tp.parallel_mlp(same, mine(A, 1), mine(B), group), F.gelu(same @ A) @ B)
     x = randn(2 * t, 3).requires_grad_()
     (grad,) = torch.autograd.grad(tp.copy_to_region(x, group).square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), x)  # the conjugate of the conjugate
-    close(second, torch.full_like(x, 2.0 * (t if t > 1 else 1)))
-
-
-@pytest.mark.parametrize("N", [1, 2, 3, 4])
-def test_operators_and_their_conjugates(N):
-    run(N, body_operators)
+    close(second, torch.full_like(x, 2.0 * t))
 
 
 # ---- layers
 
 
-def body_pair(b, s, h, f, bias, sp, gather, again):
-    """A column and a row layer, alone or as a pair."""
+def linear_layers_equal_one_device(Column, Row, b, s, h, f, bias, sp, gather):
+    """A column and a row layer, as a pair or each alone; drawn as nn.Linear draws, and taken from one."""
     t, group = pool.world_size(), pool.group()
     h, f, s = h * t, f * t, s * (t if sp else 1)
-    torch.manual_seed(1)
-    plain = nn.ModuleList([nn.Linear(h, f, bias), nn.Linear(f, h, bias)])
     keywords = {"process_group": group, "sequence_parallel": sp}
     torch.manual_seed(1)
-    drawn = nn.ModuleList([tp.ColumnParallelLinear(h, f, bias, gather_output=gather, **keywords)])
-    drawn.append(tp.RowParallelLinear(f, h, bias, input_is_parallel=not gather, **keywords))
-    bitwise(torch.rand(1), (torch.manual_seed(1), [nn.Linear(h, f, bias), nn.Linear(f, h, bias)], torch.rand(1))[2])
+    plain = nn.ModuleList([nn.Linear(h, f, bias), nn.Linear(f, h, bias)])
+    torch.manual_seed(1)
+    drawn = nn.ModuleList([Column(h, f, bias, gather_output=gather, **keywords)])
+    drawn.append(Row(f, h, bias, input_is_parallel=not gather, **keywords))
     generator = torch.get_rng_state()
-    plain[0].weight.requires_grad_(False)
-    assert not tp.ColumnParallelLinear.from_full(plain[0], **keywords).weight.requires_grad
-    plain[0].weight.requires_grad_(True)
-    assert not tp.ColumnParallelLinear.from_full(copy.deepcopy(plain[0]).eval(), **keywords).training
-    taken = nn.ModuleList([tp.ColumnParallelLinear.from_full(plain[0], gather_output=gather, **keywords)])
-    taken.append(tp.RowParallelLinear.from_full(plain[1], input_is_parallel=not gather, **keywords))
+    taken = nn.ModuleList([Column.from_full(plain[0], gather_output=gather, **keywords)])
+    taken.append(Row.from_full(plain[1], input_is_parallel=not gather, **keywords))
     assert torch.equal(generator, torch.get_rng_state())  # from_full draws nothing
     assert not bias or taken[1].bias.data_ptr() != plain[1].bias.data_ptr()  # training ours leaves the plain one alone
     for ours in (drawn, taken):
         for name, parameter in plain.state_dict().items():
             bitwise(tp.full_state_dict(ours)[name], parameter)
-        ours[0].gather_again = again
         for step in range(2):  # gradients accumulate
             x = randn(s, b, h, seed=step)
             our_x, x = (mine(x) if sp else x).clone().requires_grad_(), x.requires_grad_()
-            y = ours[1](torch.tanh(ours[0](our_x)))
-            expected = plain[1](torch.tanh(plain[0](x)))
+            y, expected = ours[1](torch.tanh(ours[0](our_x))), plain[1](torch.tanh(plain[0](x)))
             close(y.detach(), (mine(expected) if sp else expected).detach())
             weight = randn(*expected.shape, seed=5)
             (y * (mine(weight) if sp else weight)).sum().backward()
@@ -238,27 +201,33 @@ def body_pair(b, s, h, f, bias, sp, gather, again):
         plain.zero_grad()
 
 
-@given(N=RANKS, b=FEW, s=FEW, h=FEW, f=FEW, bias=FLAG, sp=FLAG, gather=FLAG, again=FLAG)
-def test_linear_layers_equal_one_device(N, b, s, h, f, bias, sp, gather, again):
-    run(N, body_pair, b, s, h, f, bias, sp, gather and not sp, again)
+@given(N=RANKS, b=FEW, s=FEW, h=FEW, f=FEW, bias=FLAG, sp=FLAG, gather=FLAG)
+def test_linear_layers_equal_one_device(N, b, s, h, f, bias, sp, gather):
+    run(
+        N,
+        linear_layers_equal_one_device,
+        tp.ColumnParallelLinear,
+        tp.RowParallelLinear,
+        b,
+        s,
+        h,
+        f,
+        bias,
+        sp,
+        gather and not sp,
+    )
 
 
-def body_vocabulary(V, pad, bias, tied, smoothing, z_loss, ignore, say):
+def vocabulary_and_loss_equal_one_device(cross_entropy, V, bias, tied, smoothing, ignore):
     group = pool.group()
     torch.manual_seed(2)
-    plain = nn.ModuleDict({"embed": nn.Embedding(V, 6, padding_idx=V - 1), "head": nn.Linear(6, V, bias)})
-    keywords = {"process_group": group, "make_vocab_size_divisible_by": pad}
-    torch.manual_seed(2)
-    embed = tp.VocabParallelEmbedding(V, 6, padding_idx=V - 1, **keywords)
-    bitwise(tp.full_state_dict(embed)["weight"], plain["embed"].weight.detach())
-    ours = nn.ModuleDict(
-        {
-            "embed": tp.VocabParallelEmbedding.from_full(plain["embed"], **keywords),
-            "head": tp.ColumnParallelLinear.from_full(plain["head"], **keywords),
-        }
-    )
+    plain = nn.Sequential(nn.Embedding(V, 6, padding_idx=V - 1), nn.Linear(6, V, bias))
+    with torch.no_grad():
+        plain[0].weight[-1] = 1.0  # nn.Embedding looks it up like any other; only its gradient is zero
     if tied:
-        plain["head"].weight, ours["head"].weight = plain["embed"].weight, ours["embed"].weight
+        plain[1].weight = plain[0].weight
+    ours = tp.parallelize(copy.deepcopy(plain), {"0": "vocab", "1": "vocab"}, group)
+    assert (ours[0].weight is ours[1].weight) == tied
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
     for step, scale in enumerate((10, 100, 3000)):  # the last overflows exp()
         tokens = torch.randint(V, (5, 3), generator=torch.Generator().manual_seed(step))
@@ -266,21 +235,15 @@ def body_vocabulary(V, pad, bias, tied, smoothing, z_loss, ignore, say):
         target[0, 0] = ignore
         for optimizer in optimizers:
             optimizer.zero_grad()
-        logits = ours["head"](scale * torch.tanh(ours["embed"](tokens)))
-        expected = plain["head"](scale * torch.tanh(plain["embed"](tokens)))
+        logits, expected = (m[1](scale * torch.tanh(m[0](tokens))) for m in (ours, plain))
         padded = torch.cat(everyone(logits), -1)
         close(padded[..., :V], expected.detach())
         assert padded[..., V:].eq(-math.inf).all()
-        known = {"vocab_size": V} if say or (smoothing and padded.shape[-1] > V) else {}
-        loss = tp.vocab_parallel_cross_entropy(logits, target, group, ignore, smoothing, z_loss=z_loss, **known)
+        loss = cross_entropy(logits, target, group, ignore, smoothing)
         flat = expected.flatten(0, 1)
         reference = F.cross_entropy(flat, target.flatten(), None, None, ignore, None, "none", smoothing).view(5, 3)
-        reference = reference + (target != ignore) * z_loss * torch.logsumexp(expected, -1).square()
         close(loss.detach(), reference.detach())
         bitwise(loss.detach(), everyone(loss)[0])
-        filled = logits.detach().masked_fill(logits == -math.inf, 1e4)  # padding is no part of it whatever its logits
-        known = {"vocab_size": V, "z_loss": z_loss}
-        close(tp.vocab_parallel_cross_entropy(filled, target, group, ignore, smoothing, **known), loss.detach())
         assert loss[0, 0] == 0
         weight = randn(5, 3, seed=step)  # each token's loss has a gradient of its own
         (loss * weight).sum().backward()
@@ -288,36 +251,31 @@ def body_vocabulary(V, pad, bias, tied, smoothing, z_loss, ignore, say):
         check_same(ours, plain, what=f"step {step}")
         for optimizer in optimizers:
             optimizer.step()
-        padding = torch.cat(everyone(ours["embed"].weight))[V:]
-        assert padding.eq(0).all()
-    gathered = tp.ColumnParallelLinear.from_full(plain["head"], gather_output=True, **keywords)
-    close(gathered(randn(2, 6)).detach(), plain["head"](randn(2, 6)).detach())
+        assert torch.cat(everyone(ours[0].weight))[V:].eq(0).all()
+    gathered = tp.ColumnParallelLinear.from_full(plain[1], pad=True, gather_output=True, process_group=group)
+    close(gathered(randn(2, 6)).detach(), plain[1](randn(2, 6)).detach())
 
 
-@given(
-    *(RANKS, st.integers(4, 13), st.sampled_from([1, 4]), FLAG, FLAG, st.sampled_from([0.0, 0.1])),
-    *(st.sampled_from([0.0, 1e-3]), st.sampled_from([-100, 2]), FLAG),
-)
-def test_vocabulary_and_loss_equal_one_device(N, V, pad, bias, tied, smoothing, z_loss, ignore, say):
-    run(N, body_vocabulary, V, pad, bias, tied, smoothing, z_loss, ignore, say)
+@given(RANKS, st.integers(4, 13), FLAG, FLAG, st.sampled_from([0.0, 0.1]), st.sampled_from([-100, 2]))
+def test_vocabulary_and_loss_equal_one_device(N, V, bias, tied, smoothing, ignore):
+    run(N, vocabulary_and_loss_equal_one_device, tp.vocab_parallel_cross_entropy, V, bias, tied, smoothing, ignore)
 
 
-def body_edges():
+def edges(cross_entropy):
     group, t, x = pool.group(), pool.world_size(), randn(4)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    ours = tp.parallelize(copy.deepcopy(plain), {"0": "column", "1": "row"}, group)
+    plain[0].weight.requires_grad_(False)
+    ours = tp.parallelize(copy.deepcopy(plain).eval(), {"0": "column", "1": "row"}, group)
+    assert not ours[0].training
     for model in (ours, plain):
         model(x).square().sum().backward()  # of one vector
-    check_same(ours, plain)
+    check_same(ours, plain)  # what is frozen stays so
     for keywords in ({"eps": 0.5}, {"elementwise_affine": False}, {"bias": False}):
         plain = nn.LayerNorm(4, **keywords)
-        close(tp.SequenceParallelLayerNorm.from_full(plain, process_group=group)(x).detach(), plain(x).detach())
-    ours = tp.ParallelMLP(4, 6, "gelu_tanh", process_group=group)
-    A, a, B, b = tp.full_state_dict(ours).values()
-    close(ours(x).detach(), F.linear(F.gelu(F.linear(x, A, a), approximate="tanh"), B, b))
+        close(tp.SequenceParallelLayerNorm(plain, process_group=group)(x).detach(), plain(x).detach())
     whole = (1e30 * randn(3, 4 * t)).float().requires_grad_()  # finite, but not its square
     shard, target = mine(whole.detach(), -1).requires_grad_(), torch.tensor([0, 4 * t - 1, -100])
-    loss = tp.vocab_parallel_cross_entropy(shard, target, group)
+    loss = cross_entropy(shard, target, group)
     expected = F.cross_entropy(whole, target, reduction="none")
     (loss.sum() / 1e30).backward(), (expected.sum() / 1e30).backward()
     assert torch.allclose(loss, expected)
@@ -325,143 +283,158 @@ def body_edges():
     mixed = nn.ModuleList([tp.ColumnParallelLinear(4, 6, process_group=group).bfloat16(), nn.LayerNorm(4)])
     for parameter in mixed.parameters():  # each rank sees float64, or none does
         parameter.grad = torch.ones_like(parameter)
-    close(tp.clip_grad_norm_(mixed, 1.0, process_group=group), torch.tensor(24 + 6 + 4 + 4.0).sqrt())
+    close(tp.clip_grad_norm_(mixed, 1.0, group), torch.tensor(24 + 6 + 4 + 4.0).sqrt())
+    norm = nn.LayerNorm(4)  # nothing that is split
+    norm.weight.grad = torch.ones(4)
+    close(tp.clip_grad_norm_(norm, 1.0, group), torch.tensor(2.0))
 
 
-@pytest.mark.parametrize("N", [1, 2])
-def test_edges(N):
-    run(N, body_edges)
+# ---- the transformer layer, against one written down plainly
 
 
 class PlainLayer(nn.Module):
-    """Grouped heads and SwiGLU, which PyTorch's layer does not have, written down plainly."""
-
-    def __init__(self, h, heads, kv_heads, f, bias):
+    def __init__(self, h, heads, kv_heads, f, swiglu, bias):
         super().__init__()
-        self.heads, self.kv_heads, self.d = heads, kv_heads, h // heads
-        self.self_attn, self.mlp = nn.Module(), nn.Module()
-        rows = h + 2 * kv_heads * self.d
-        self.self_attn.in_proj_weight = nn.Parameter(randn(rows, h))
-        self.self_attn.register_parameter("in_proj_bias", nn.Parameter(randn(rows)) if bias else None)
-        self.self_attn.out_proj = nn.Linear(h, h, bias)
-        self.mlp.linear1, self.mlp.linear2 = nn.Linear(h, 2 * f, bias), nn.Linear(f, h, bias)
+        self.heads, self.kv_heads, self.d, self.swiglu = heads, kv_heads, h // heads, swiglu
         self.norm1, self.norm2 = nn.LayerNorm(h, bias=bias), nn.LayerNorm(h, bias=bias)
+        self.self_attn, self.mlp = nn.Module(), nn.Module()
+        self.self_attn.qkv = nn.Linear(h, h + 2 * kv_heads * self.d, bias)
+        self.self_attn.proj = nn.Linear(h, h, bias)
+        self.mlp.linear1, self.mlp.linear2 = nn.Linear(h, (1 + swiglu) * f, bias), nn.Linear(f, h, bias)
 
     def forward(self, x):
-        a, (s, b, h) = self.self_attn, x.shape
-        q, k, v = F.linear(self.norm1(x), a.in_proj_weight, a.in_proj_bias).split(
-            [h] + 2 * [self.kv_heads * self.d], -1
-        )
-        q, k, v = (y.view(s, b, -1, self.d) for y in (q, k, v))
-        out = []
+        s, out = len(x), []
+        q, k, v = self.self_attn.qkv(self.norm1(x)).split([len(x.mT[0])] + 2 * [self.kv_heads * self.d], -1)
+        q, k, v = (y.unflatten(-1, (-1, self.d)) for y in (q, k, v))
         for head in range(self.heads):
-            g = head * self.kv_heads // self.heads
-            scores = torch.einsum("sbd,tbd->bst", q[:, :, head], k[:, :, g]) / self.d**0.5
+            group = head * self.kv_heads // self.heads
+            scores = torch.einsum("sbd,tbd->bst", q[:, :, head], k[:, :, group]) / self.d**0.5
             scores = scores + torch.full((s, s), -math.inf).triu(1)
-            out.append(torch.einsum("bst,tbd->sbd", scores.softmax(-1), v[:, :, g]))
-        x = x + a.out_proj(torch.cat(out, -1))
-        gate, up = self.mlp.linear1(self.norm2(x)).chunk(2, -1)
-        return x + self.mlp.linear2(F.silu(gate) * up)
+            out.append(torch.einsum("bst,tbd->sbd", scores.softmax(-1), v[:, :, group]))
+        x = x + self.self_attn.proj(torch.cat(out, -1))
+        y = self.mlp.linear1(self.norm2(x))
+        if self.swiglu:
+            gate, up = y.chunk(2, -1)
+            return x + self.mlp.linear2(F.silu(gate) * up)
+        return x + self.mlp.linear2(F.gelu(y))
 
 
-def body_grouped(kv_heads, bias, sp):
+def a_layer_and_its_clipped_norm_equal_one_device(Layer, kv_heads, swiglu, bias, sp):
     group, h, heads, f, s = pool.group(), 24, 12, 12, 12
     torch.manual_seed(3)
-    plain = PlainLayer(h, heads, kv_heads, f, bias)
-    keywords = {"num_kv_heads": kv_heads, "activation": "swiglu", "bias": bias, "sequence_parallel": sp}
-    ours = tp.ParallelTransformerLayer(h, heads, f, process_group=group, **keywords)
+    plain = PlainLayer(h, heads, kv_heads, f, swiglu, bias)
+    keywords = {"num_kv_heads": kv_heads, "activation": "swiglu" if swiglu else "gelu", "bias": bias}
+    ours = Layer(h, heads, f, sequence_parallel=sp, process_group=group, **keywords)
     tp.load_full_state_dict(ours, plain.state_dict())
-    parameters = list(plain.parameters())
-    for _ in range(2):  # clipped twice, as gradients accumulate
-        x = randn(s, 2, h).requires_grad_()
-        y = ours(mine(x) if sp else x)
-        y = tp.gather_from_region(y, group, dim=0) if sp else y
-        ours_x = torch.autograd.grad(y.square().sum(), [*ours.parameters(), x], allow_unused=True)
-        for parameter, gradient in zip(ours.parameters(), ours_x[:-1], strict=True):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        expected = plain(x)
-        close(y.detach(), expected.detach())
-        expected.square().sum().backward()
+    for step in range(2):  # clipped twice, as gradients accumulate
+        x = randn(s, 2, h, seed=step)
+        our_x, x = (mine(x) if sp else x).clone().requires_grad_(), x.requires_grad_()
+        y, expected, weight = ours(our_x), plain(x), randn(s, 2, h, seed=9)
+        close(y.detach(), (mine(expected) if sp else expected).detach())
+        (y * (mine(weight) if sp else weight)).sum().backward()
+        (expected * weight).sum().backward()
+        close(our_x.grad, mine(x.grad) if sp else x.grad)
         check_same(ours, plain)
-        for norm_type in (2.0, 1.0, math.inf):
-            theirs = nn.utils.clip_grad_norm_(parameters, 3.0, norm_type)
-            norm = tp.clip_grad_norm_(ours if norm_type == 2.0 else ours.parameters(), 3.0, norm_type, group)
-            close(norm, theirs, what=f"norm {norm_type}")
-            assert all(torch.equal(norm, other) for other in everyone(norm))
+        norm = tp.clip_grad_norm_(ours, 3.0, group)
+        close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 3.0))
+        assert norm > 3.0
+        assert all(torch.equal(norm, other) for other in everyone(norm))
         check_same(ours, plain, what="clipped")
 
 
-@pytest.mark.parametrize("case", ["1 3 1 0", "2 1 1 1", "2 6 0 0", "3 1 0 1", "4 2 1 1", "4 1 1 0", "4 4 0 1"])
-def test_grouped_heads_swiglu_and_the_clipped_norm(case):  # ranks, kv_heads, bias, sequence_parallel
-    N, kv_heads, bias, sp = map(int, case.split())
-    run(N, body_grouped, kv_heads, bool(bias), bool(sp))
+def attention_takes_a_mask():
+    attention = tp.ParallelSelfAttention(8, 4, causal=False, process_group=pool.group())
+    x, mask = randn(5, 2, 8), randn(5, 5)
+    state = tp.full_state_dict(attention)
+    q, k, v = F.linear(x, state["qkv.weight"], state["qkv.bias"]).unflatten(-1, (3, 4, 2)).permute(2, 1, 3, 0, 4)
+    for keywords in ({}, {"attn_mask": mask}):
+        y = F.scaled_dot_product_attention(q, k, v, **keywords).permute(2, 0, 1, 3).flatten(2)
+        close(attention(x, **keywords).detach(), F.linear(y, state["proj.weight"], state["proj.bias"]))
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()
+    without, attention.causal = attention(x, causal), True
+    close(attention(x).detach(), without.detach())
 
 
-def body_encoder_layer(norm_first, batch_first, activation, sp, causal):
-    group = pool.group()
-    torch.manual_seed(4)
-    plain = nn.TransformerEncoderLayer(24, 12, 48, 0.0, activation, norm_first=norm_first, batch_first=batch_first)
-    keywords = {"norm_first": norm_first, "batch_first": batch_first, "activation": activation, "sequence_parallel": sp}
-    torch.manual_seed(4)
-    ours = tp.ParallelTransformerLayer(24, 12, 48, causal=causal, process_group=group, **keywords)
-    rename = {f"mlp.linear{i}.{kind}": f"linear{i}.{kind}" for i in "12" for kind in ("weight", "bias")}
-    rename = lambda name, names=rename: names.get(name, name)  # noqa: E731
-    for name, value in tp.full_state_dict(ours).items():
-        bitwise(value, plain.state_dict()[rename(name)])  # the same draws
-    x = randn(12, 12, 24)
-    mask = nn.Transformer.generate_square_subsequent_mask(12) if causal else None
-    our_x, x = (mine(x) if sp else x).clone().requires_grad_(), x.requires_grad_()
-    y, expected = ours(our_x), plain(x, src_mask=mask)
-    close(y.detach(), (mine(expected) if sp else expected).detach())
-    y.square().sum().backward()
-    expected.square().sum().backward()
-    close(our_x.grad, mine(x.grad) if sp else x.grad)
-    check_same(ours, plain, rename)
+# ---- a whole model, against PyTorch's styles and against one device
 
 
-@given(N=RANKS, norm_first=FLAG, batch_first=FLAG, activation=st.sampled_from(["gelu", "relu"]), sp=FLAG, causal=FLAG)
-def test_transformer_layer_equals_pytorchs(N, norm_first, batch_first, activation, sp, causal):
-    run(N, body_encoder_layer, norm_first, batch_first, activation, sp, causal)
+PLAN = {"0": "vocab", "*.qkv": "qkv", "[12].proj": "row", "*.linear1": "column", "*.linear2": "row", "4": "vocab"}
+PLAN |= {"*norm?": "norm", "3": "norm"}
 
 
-# ---- against PyTorch's
+def gpt(tied=True):
+    model = tp.language_model(C=12, heads=12, layers=2, V=29)
+    if tied:
+        model[-1].weight = model[0].weight
+    return model
 
 
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm1, self.norm2 = nn.Embedding(24, 12), nn.LayerNorm(12), nn.LayerNorm(12)
-        self.linear1, self.linear2, self.head = nn.Linear(12, 24), nn.Linear(24, 12), nn.Linear(12, 24)
+def parallel(model, plan, group, sp):
+    assert tp.parallelize(model, plan, group, sequence_parallel=sp) is model
+    if sp:
+        model[0].register_forward_hook(lambda module, inputs, output: tp.scatter_to_sequence(output, group))
+    return model
 
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        x = x + self.linear2(F.gelu(self.linear1(self.norm1(x))))
-        return self.head(self.norm2(x))
+
+def gpt_batch(step, rows, V=29):
+    window = torch.randint(V, (rows, 9), generator=torch.Generator().manual_seed(100 + step))
+    return window[:, :-1], window[:, 1:]
+
+
+def five_steps_of_a_gpt_equal_one_device(optimizer, sp, tied):
+    t, group = pool.world_size(), pool.group()
+    torch.manual_seed(6)
+    plain, final = gpt(tied), []
+    for run_number in range(2):  # the second: bitwise as the first
+        reference = copy.deepcopy(plain)
+        ours = parallel(copy.deepcopy(plain), PLAN, group, sp)
+        assert (ours[-1].weight is ours[0].weight) == tied
+        optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (ours, reference)]
+        for step in range(5):
+            tokens, target = gpt_batch(step, 2 * t)
+            loss = tp.vocab_parallel_cross_entropy(ours(tokens), target, group).mean()
+            expected = F.cross_entropy(reference(tokens).flatten(0, 1), target.flatten())
+            for o, l in zip(optimizers, (loss, expected), strict=True):
+                o.zero_grad()
+                l.backward()
+            close(loss.detach(), expected.detach())
+            close(tp.clip_grad_norm_(ours, 0.5, group), nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
+            if run_number == 0:
+                check_same(ours, reference, what=f"step {step}")
+            for o in optimizers:
+                o.step()
+        check_same(ours, reference)
+        final.append(torch.cat([p.detach().flatten() for p in ours.parameters()]))
+    bitwise(*final)
+    loaded = parallel(gpt(tied), PLAN, group, sp)
+    tp.load_full_state_dict(loaded, reference.state_dict())
+    for name, value in tp.full_state_dict(loaded).items():
+        bitwise(value, reference.state_dict()[name])
+    logits = torch.cat(everyone(loaded(tokens)), -1)
+    close(logits[..., :29], reference(tokens).detach())
 
 
 def whole(tensor):
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def body_torch(sp):
+def pytorchs_own_styles_agree(sp):
     torch.manual_seed(5)
-    plain, group = Small(), pool.group()
-    mesh = DeviceMesh.from_group(group, "cpu")
-    between = Shard(0) if sp else Replicate()
+    group = pool.group()
+    plain = nn.Sequential(nn.Embedding(24, 12), nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+    plain.append(nn.LayerNorm(12)).append(nn.Linear(12, 24))
+    between = TorchShard(0) if sp else Replicate()
     plan = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between, use_local_output=not sp),
-        "linear1": ColwiseParallel(input_layouts=between),
-        "linear2": RowwiseParallel(output_layouts=between, use_local_output=not sp),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=between, use_local_output=not sp),
+        "2": ColwiseParallel(input_layouts=between),
+        "4": RowwiseParallel(output_layouts=between, use_local_output=not sp),
+        "6": ColwiseParallel(input_layouts=between, output_layouts=TorchShard(-1), use_local_output=False),
     }
     if sp:
-        plan |= {"norm1": SequenceParallel(sequence_dim=0), "norm2": SequenceParallel(sequence_dim=0)}
-    theirs = parallelize_module(copy.deepcopy(plain), mesh, plan)
-    kinds = {"embed": "vocab", "linear1": "column", "linear2": "row", "head": "column"}
-    kinds |= {"norm1": "norm", "norm2": "norm"} if sp else {}
-    ours = tp.parallelize(copy.deepcopy(plain), kinds, group, sequence_parallel=sp)
-    if sp:
-        ours.embed.register_forward_hook(lambda module, inputs, output: tp.scatter_to_sequence(output, group))
+        plan |= {"1": SequenceParallel(sequence_dim=0), "5": SequenceParallel(sequence_dim=0)}
+    theirs = parallelize_module(copy.deepcopy(plain), DeviceMesh.from_group(group, "cpu"), plan)
+    kinds = {"0": "vocab", "2": "column", "4": "row", "6": "column", "[15]": "norm"}
+    ours = parallel(plain, kinds, group, sp)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, theirs)]
     for step in range(3):
         tokens, target = torch.randint(24, (2, 12, 2), generator=torch.Generator().manual_seed(step))
@@ -473,139 +446,28 @@ def body_torch(sp):
             their_loss = F.cross_entropy(theirs(tokens).flatten(0, 1), target.flatten())
             their_loss.backward()
         close(loss.detach(), whole(their_loss))
-        grads = gradients(ours)
+        gradients = tp.full_state_dict(ours, {name: p.grad for name, p in ours.named_parameters()})
         for name, parameter in theirs.named_parameters():
-            close(grads[name], whole(parameter.grad), what=name)
+            close(gradients[name], whole(parameter.grad), what=name)
         for optimizer in optimizers:
             optimizer.step()
     for name, parameter in theirs.named_parameters():
         close(tp.full_state_dict(ours)[name], whole(parameter), what=name)
 
 
-@pytest.mark.parametrize("N", [2, 4])
-@pytest.mark.parametrize("sp", [False, True])
-def test_pytorchs_own_styles(N, sp):
-    run(N, body_torch, sp)
-
-
-# ---- a whole model
-
-
-class GPT(nn.Module):
-    def __init__(self, V=29, C=12, heads=12, layers=2, tied=True, dropout=0.0):
-        super().__init__()
-        self.embed = ddp.Embed(V, 8, C)
-        self.blocks = nn.ModuleList(ddp.Block(C, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(C), nn.Linear(C, V, bias=False)
-        if tied:
-            self.head.weight = self.embed.tokens.weight
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def parallel_gpt(model, group, sp):
-    plan = {"embed.tokens": "vocab", "blocks.[01]": "layer", "head": "vocab"} | ({"norm": "norm"} if sp else {})
-    assert tp.parallelize(model, plan, group, sequence_parallel=sp) is model
-    if sp:
-        model.embed.register_forward_hook(lambda module, inputs, output: tp.scatter_to_sequence(output, group))
-    return model
-
-
-def gpt_batch(step, rows, V=29):
-    window = torch.randint(V, (rows, 9), generator=torch.Generator().manual_seed(100 + step))
-    return window[:, :-1], window[:, 1:]
-
-
-def body_gpt(optimizer, sp, tied):
-    t, group = pool.world_size(), pool.group()
-    torch.manual_seed(6)
-    plain = GPT(tied=tied)
-    final = []
-    for run_number in range(2):  # the second: bitwise as the first
-        reference = copy.deepcopy(plain)
-        ours = parallel_gpt(copy.deepcopy(plain), group, sp)
-        assert (ours.head.weight is ours.embed.tokens.weight) == tied
-        optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (ours, reference)]
-        for step in range(5):
-            tokens, target = gpt_batch(step, 2 * t)
-            loss = tp.vocab_parallel_cross_entropy(ours(tokens), target, group).mean()
-            expected = F.cross_entropy(reference(tokens).flatten(0, 1), target.flatten())
-            for o, l in zip(optimizers, (loss, expected), strict=True):
-                o.zero_grad()
-                l.backward()
-            close(loss.detach(), expected.detach())
-            norm = tp.clip_grad_norm_(ours, 0.5, process_group=group)
-            close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
-            if run_number == 0:
-                check_same(ours, reference, what=f"step {step}")
-            for o in optimizers:
-                o.step()
-        check_same(ours, reference)
-        final.append(torch.cat([p.detach().flatten() for p in ours.parameters()]))
-    bitwise(*final)
-    loaded = parallel_gpt(GPT(tied=tied), group, sp)
-    tp.load_full_state_dict(loaded, reference.state_dict())
-    state = tp.full_state_dict(loaded)
-    for name, value in reference.state_dict().items():
-        bitwise(state[name], value)
-    assert (state["head.weight"].data_ptr() == state["embed.tokens.weight"].data_ptr()) == tied
-    with torch.no_grad():
-        logits = torch.cat(everyone(loaded(tokens)), -1)
-    close(logits[..., :29], reference(tokens).detach())
-
-
-@pytest.mark.parametrize(
-    "case", ["1 sgd sp tied", "2 adamw tied", "2 momentum sp", "3 adamw sp tied", "4 sgd", "4 adamw sp"]
-)
-def test_five_steps_of_a_gpt_equal_one_device(case):
-    N, optimizer, *words = case.split()
-    run(int(N), body_gpt, optimizer, "sp" in words, "tied" in words)
-
-
-def body_two_by_two(sp):
-    rank = dist.get_rank()
-    across = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    along = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    torch.manual_seed(7)
-    plain = GPT()
-    ours = ddp.DDP(parallel_gpt(copy.deepcopy(plain), across, sp), along, bucket_cap_mb=1e-3)
-    optimizers = [OPTIMIZERS["adamw"](m.parameters()) for m in (ours, plain)]
-    for step in range(3):
-        tokens, target = gpt_batch(step, 8)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        part, part_target = tokens.chunk(2)[rank // 2], target.chunk(2)[rank // 2]
-        tp.vocab_parallel_cross_entropy(ours(part), part_target, across).mean().backward()
-        F.cross_entropy(plain(tokens).flatten(0, 1), target.flatten()).backward()
-        close(tp.clip_grad_norm_(ours, 0.5, process_group=across), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-        check_same(ours.module, plain)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@pytest.mark.parametrize("sp", [False, True])
-def test_data_parallel_over_an_orthogonal_group(sp):
-    run(4, body_two_by_two, sp)
-
-
 # ---- random numbers
 
 
-def body_seeds():
+def regions_draw_differently_and_again_the_same():
     group, rank = pool.group(), pool.rank()
 
     def draws(seed):
         tp.model_parallel_seed(seed, group)
-        before = torch.rand(4)
-        with tp.parallel_region(group):
-            inside = torch.rand(4)
-        with tp.parallel_region(group):
-            again = torch.rand(4)
-        return before, inside, again, torch.rand(4)
+        numbers = [torch.rand(4)]
+        for _ in range(2):
+            with tp.parallel_region(group):
+                numbers.append(torch.rand(4))
+        return [*numbers, torch.rand(4)]
 
     before, inside, again, after = first = draws(11)
     for same in (before, after):
@@ -615,18 +477,18 @@ def body_seeds():
     assert not torch.equal(inside, again)
     assert all(map(torch.equal, first, draws(11)))
     assert not any(map(torch.equal, first, draws(12)))
-    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+    with pytest.raises(ValueError, match="seed 0 against seed 1"):
         tp.model_parallel_seed(rank, group)
 
 
-def body_dropout(sp):
+def dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
     group, t = pool.group(), pool.world_size()
     layer = tp.ParallelTransformerLayer(8, 4, dropout=0.5, sequence_parallel=sp, process_group=group)
     with torch.no_grad():  # every head the same: what differs between ranks is dropout
-        layer.self_attn.in_proj_weight.copy_(randn(2, 8).repeat(12 // t, 1))
+        layer.self_attn.qkv.weight.copy_(randn(2, 8).repeat(12 // t, 1))
     seen = {}
-    layer.self_attn.out_proj.register_forward_pre_hook(lambda m, inputs: seen.update(inside=inputs[0].detach()))
-    layer.dropout1.register_forward_hook(lambda m, inputs, output: seen.update(outside=output.detach() == 0))
+    layer.self_attn.proj.register_forward_pre_hook(lambda m, inputs: seen.update(inside=inputs[0].detach()))
+    layer.dropout.register_forward_hook(lambda m, inputs, output: seen.update(outside=output.detach() == 0))
     results = []
     for how in ("plain", "plain", "reentrant", "not reentrant"):
         tp.model_parallel_seed(3, group)
@@ -637,180 +499,68 @@ def body_dropout(sp):
         (y * randn(*y.shape)).sum().backward()
         results.append([y.detach(), x.grad, after, *(p.grad.clone() for p in layer.parameters())])
         inside, outside = (len({tuple(o.flatten().tolist()) for o in everyone(seen[k])}) for k in ("inside", "outside"))
-        assert inside == t
-        assert outside == (t if sp else 1)
+        assert (inside, outside) == (t, t if sp else 1)
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             bitwise(a, b)
     assert all(torch.equal(results[0][2], other) for other in everyone(results[0][2]))
-    layer.eval()
-    x = randn(4, 2, 8)
-    bitwise(layer(x).detach(), layer(x).detach())
+    between = tp.parallelize(nn.Sequential(nn.Dropout(0.5)), {"0": "dropout"}, group)
+    assert not torch.equal(*everyone(between(torch.ones(50))))
+    for evaluated in (layer.eval(), between.eval()):
+        bitwise(evaluated(x).detach(), evaluated(x).detach())
 
 
-def test_regions_draw_differently_and_again_the_same():
-    run(2, body_seeds)
-
-
-@pytest.mark.parametrize("sp", [False, True])
-def test_dropout_and_checkpoints(sp):
-    run(2, body_dropout, sp)
-
-
-def body_inner_dropout():
-    """Of an nn.TransformerEncoderLayer, between its column and its row layer."""
-    plain = nn.TransformerEncoderLayer(8, 2, 8, 0.5)
-    ours = tp.parallelize(plain, {"linear1": "column", "linear2": "row"}, pool.group())
-    tp.model_parallel_seed(3, pool.group())
-    masks = everyone(ours.dropout(torch.ones(50)))
-    assert not torch.equal(*masks)
-    masks = everyone(ours.dropout1(torch.ones(50)))
-    assert torch.equal(*masks)
-    ours = tp.parallelize(nn.TransformerEncoderLayer(8, 2, 8, 0.5), {"self_attn": "attention"}, pool.group())
-    assert torch.equal(*everyone(ours.dropout(torch.ones(50))))  # linear1 is whole, so all ranks have the same features
-    twice = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    twice.append(twice[0])
-    before = {name: value.clone() for name, value in twice.state_dict().items()}
-    tp.parallelize(twice, {"2": "column"}, pool.group())
-    assert twice[2] is twice[0]
-    assert isinstance(twice[0], tp.ColumnParallelLinear)
-    for name, value in tp.full_state_dict(twice).items():
-        bitwise(value, before[name].detach())
-
-
-def test_dropout_inside_a_parallelized_layer():
-    run(2, body_inner_dropout)
-
-
-# ---- parallelize
-
-
-def body_encoder(masked):
-    """nn.TransformerEncoder, in training and in inference, where PyTorch has a fast path."""
-    torch.manual_seed(8)
-    layer = nn.TransformerEncoderLayer(12, 4, 24, 0.0, batch_first=True)
-    plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=masked)
-    ours = tp.parallelize(
-        copy.deepcopy(plain),
-        {"layers.*.linear1": "column", "layers.*.linear2": "row", "layers.*.self_attn": "attention"},
-        pool.group(),
-    )
-    x = randn(3, 5, 12)
-    padding = torch.arange(5)[None] >= torch.tensor([[5], [3], [2]])
-    keywords = {"src_key_padding_mask": padding} if masked else {"mask": torch.ones(5, 5, dtype=torch.bool).triu(1)}
-    real = ~padding if masked else torch.ones(3, 5, dtype=torch.bool)
-    close(ours(x, **keywords)[real].detach(), plain(x, **keywords)[real].detach())
-    mask = {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "need_weights": False}  # True: not to be seen
-    close(*(model.layers[0].self_attn(x, x, x, **mask)[0].detach() for model in (ours, plain)))
-    mask |= {"key_padding_mask": padding, "is_causal": True}
-    with sdpa_kernel(SDPBackend.MATH):  # refuses a mask and is_causal, which others add up
-        close(*(model.layers[0].self_attn(x, x, x, **mask)[0].detach() for model in (ours, plain)))
-    plain.eval(), ours.eval()
-    with torch.no_grad():
-        close(ours(x, **keywords)[real], plain(x, **keywords)[real])
-    ours_attention, one, y, per_head = ours.layers[0].self_attn, x[0], torch.ones_like(x), torch.zeros(12, 5, 5)
-    wrong = [((x, x, x), {}), ((one, one, one), mask), ((x, y, y), mask), ((x, x, y), mask)]
-    for tensors, keywords in [*wrong, ((x, x, x), {**mask, "attn_mask": per_head})]:
-        with pytest.raises(ValueError, match="need_weights=False"):
-            ours_attention(*tensors, **keywords)
-    moved = copy.deepcopy(ours)
-    for move in (lambda module: module, lambda module: module.bfloat16(), lambda module: module.to("meta")):
-        for (name, a), (_, b) in zip(ours.named_parameters(), move(moved).named_parameters(), strict=True):
-            assert getattr(a, "tensor_parallel", None) == getattr(b, "tensor_parallel", None), name
-    alive = weakref.ref(ours)
-    del ours, moved, a, b
-    assert alive() is None or gc.collect() is None or alive() is None
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_an_encoder_in_training_and_inference(masked):
-    run(2, body_encoder, masked)
+# ---- what is refused
 
 
 REFUSED = {
-    "tp.ColumnParallelLinear(4, 7, **g)": "7 output features",
+    "tp.ColumnParallelLinear(4, 7, **g)": "7 output features do not divide by 2 .* of 1 or 7",
     "tp.RowParallelLinear(7, 4, **g)": "7 input features",
-    "tp.VocabParallelEmbedding(7, 4, **g, make_vocab_size_divisible_by=None)": "size of 1 or 7, or 6 or 8 entries",
     "tp.ParallelSelfAttention(9, 3, **g)": "3 attention heads",
-    "tp.ParallelSelfAttention(10, 4, **g)": "4 attention heads must divide",
+    "tp.ParallelSelfAttention(10, 4, **g)": "4 attention heads must divide 10",
     "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
-    "tp.ParallelSelfAttention(24, 6, num_kv_heads=4, **g)": "multiple of num_kv_heads",
-    "tp.ParallelMLP(4, 7, **g)": "7 output features",
+    "tp.ParallelSelfAttention(24, 6, num_kv_heads=4, **g)": "multiple of 4",
     "tp.ParallelMLP(4, 7, activation='swiglu', **g)": "7 output features",
     "tp.ParallelMLP(4, 8, activation='glu', **g)": "glu",
-    "tp.reduce_scatter_to_sequence(ones(3, 2), **g)": "3 positions of the sequence",
-    "tp.scatter_to_sequence(ones(3, 2), **g)": "3 positions of the sequence",
-    "tp.scatter_to_region(ones(2, 3), **g)": "3 features",
-    "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": "use a world size of 1 or 3, or 2 or 4",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([7]))": r"outside of \[0, 7\)",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"outside of \[0, 7\)",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": r"outside of \[0, 8\)",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, vocab_size=7)": r"outside of \[0, 7\)",
-    "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"target is \(1,\); logits \(3, 4\) need one",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, vocab_size=9)": "is 9, but .* have 8 logits",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, label_smoothing=1.5)": "label_smoothing is 1.5",
-    "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, sparse=True), **g)": "sparse",
-    "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, max_norm=1.0), **g)": "max_norm",
-    "tp.VocabParallelEmbedding.from_full(nn.Embedding(4, 4, scale_grad_by_freq=True), **g)": "scale_grad_by_freq",
-    "tp.parallelize(layer, {'nothing': 'column'}, **g)": "no layer is named 'nothing'",
-    "tp.parallelize(layer, {'norm1': 'layer'}, **g)": "no layer is named 'norm1.self_attn'",
-    "tp.parallelize(nn.Linear(4, 4), {'': 'column'}, **g)": "no layer is named ''",
-    "tp.parallelize(layer, {'linear1': 'vertical'}, **g)": "linear1: Linear cannot be 'vertical'",
-    "tp.parallelize(layer, {'norm1': 'row'}, **g)": "norm1: LayerNorm cannot be 'row'",
-    "tp.parallelize(layer, {'norm1': 'norm', 'linear1': 'column'}, **g)": "linear1: 7 output features",
-    "tp.parallelize(layer, {'norm1': 'norm', 'linear2': 'row'}, **g)": "linear2: 7 input features",
-    "tp.parallelize(layer, {'self_attn': 'attention'}, **g)": "self_attn: 3 attention heads",
-    "tp.ParallelSelfAttention.from_full(nn.MultiheadAttention(4, 2, kdim=2), **g)": "kdim",
-    "tp.ParallelSelfAttention.from_full(nn.MultiheadAttention(4, 2, add_bias_kv=True), **g)": "add_bias_kv",
-    "tp.ParallelSelfAttention.from_full(nn.MultiheadAttention(4, 2, add_zero_attn=True), **g)": "add_zero_attn",
-    "tp.parallelize(layer, {'': 'layer'}, **g)": "self_attn: 3 attention heads",
-    "tp.parallelize(gpt, {'embed.tokens': 'vocab'}, **g)": "embed.tokens.weight, head.weight are one parameter",
-    "tp.parallelize(gpt, {'embed.tokens': 'vocab', 'head': 'row'}, **g)": "weight, head.weight are one parameter",
+    "tp.reduce_scatter_to_sequence(ones(3, 2), **g)": "3 .* use a world size of 1 or 3",
+    "tp.scatter_to_region(ones(2, 3), **g)": "3 .* use a world size of 1 or 3",
+    "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": "use a world size of 1 or 3",
+    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"not all in \[0, 7\)",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": r"not all in \[0, 8\)",
+    "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"targets \(1,\), logits \(3, 4\)",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([7]), **g, label_smoothing=1.5)": "label_smoothing 1.5",
+    "tp.parallelize(gpt, {'nothing': 'column'}, **g)": "'nothing'",
+    "tp.parallelize(nn.Linear(4, 4), {'': 'column'}, **g)": "''",
+    "tp.parallelize(gpt, {'1.linear1': 'vertical'}, **g)": "1.linear1.* 'vertical'",
+    "tp.parallelize(gpt, {'3': 'row'}, **g)": "'3' .*LayerNorm.* 'row'",
+    "tp.parallelize(seven, {'0': 'dropout', '1': 'column'}, **g)": "1: 7 output features",
+    "tp.parallelize(gpt, {'0': 'vocab', '4': 'row'}, **g)": "0.weight and 4.weight are one parameter",
 }
 
 
-def body_refuse():
+def what_is_wrong_is_an_error_before_any_collective():
     names = {"tp": tp, "nn": nn, "ones": torch.ones, "tensor": torch.tensor, "g": {"process_group": pool.group()}}
-    names |= {"layer": nn.TransformerEncoderLayer(6, 3, 7), "gpt": GPT(V=28)}
-    before = str(names["layer"]), str(names["gpt"])
+    names |= {"seven": nn.Sequential(nn.Dropout(), nn.Linear(6, 7), nn.Linear(7, 6)), "gpt": gpt()}
+    before = str(names["seven"]), str(names["gpt"])
     for call, words in REFUSED.items():
         with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
             eval(call, names)
         assert not seen.calls, call
-    assert (str(names["layer"]), str(names["gpt"])) == before
+    assert (str(names["seven"]), str(names["gpt"])) == before
+    other = nn.Sequential(nn.Linear(4, 4 + 2 * pool.rank()))
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 differ: 0.bias \(4,\) .*against 0.bias \(6,\)"):
+        tp.parallelize(other, {"0": "column"}, pool.group())
 
 
-def test_wrong_sizes_are_an_error_before_any_collective():
-    run(2, body_refuse)
-
-
-def body_assigned():
-    """Parameters that load_state_dict(assign=True) puts in are known as shards, as those before."""
-    group = pool.group()
-    layer = tp.ColumnParallelLinear(4, 6, process_group=group)
-    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
-    assert layer.weight.tensor_parallel.dim == 0
-    layer.weight.grad = torch.full_like(layer.weight, 1.0 + pool.rank())
-    theirs = torch.cat([torch.full_like(layer.weight, 1.0 + rank) for rank in range(pool.world_size())])
-    assert torch.allclose(tp.clip_grad_norm_(layer.weight, 1e9, process_group=group), theirs.norm())
-
-
-def test_assigned_parameters_are_marked():
-    run(2, body_assigned)
-
-
-def body_not_a_member():
+def a_rank_outside_of_the_group_is_told():
     group = dist.new_group([0, 1])
     if dist.get_rank() > 1:
-        with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not a member"):
-            tp.ColumnParallelLinear(4, 4, process_group=group)
+        for call in (partial(tp.ColumnParallelLinear, 4, 4), partial(tp.copy_to_region, randn(2))):
+            with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not a member"):
+                call(process_group=group)
 
 
-def test_a_rank_outside_of_the_group():
-    run(4, body_not_a_member)
-
-
-def body_low_precision(autocast):
+def sixteen_bits_are_right_to_their_precision(autocast):
     torch.manual_seed(9)
     plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     ours = tp.parallelize(copy.deepcopy(plain).float(), {"0": "column", "2": "row"}, pool.group())
@@ -822,39 +572,23 @@ def body_low_precision(autocast):
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     plain(x).sum().backward()
-    for name, grad in gradients(ours).items():
+    gradients = tp.full_state_dict(ours, {name: p.grad for name, p in ours.named_parameters()})
+    for name, gradient in gradients.items():
         theirs = plain.get_parameter(name).grad
-        assert grad.dtype == (torch.float32 if autocast else torch.bfloat16)
-        assert (grad - theirs).abs().max() <= 8 * 2**-8 * theirs.abs().max(), name
+        assert gradient.dtype == (torch.float32 if autocast else torch.bfloat16)
+        assert (gradient - theirs).abs().max() <= 8 * 2**-8 * theirs.abs().max(), name
     shard = mine(y, -1).detach().requires_grad_()
     loss = tp.vocab_parallel_cross_entropy(shard, torch.arange(8), pool.group())
     loss.sum().backward()
     reference = y.detach().float().requires_grad_()
     expected = F.cross_entropy(reference, torch.arange(8), reduction="none")
     expected.sum().backward()
-    assert loss.dtype == torch.float32
+    assert (loss.dtype, shard.grad.dtype) == (torch.float32, torch.bfloat16)
     assert torch.allclose(loss, expected, rtol=1e-5)
-    assert shard.grad.dtype == torch.bfloat16
     assert (shard.grad - mine(reference.grad, -1)).abs().max() <= 2**-8
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_16_bit(autocast):
-    run(2, body_low_precision, autocast)
-
-
 # ---- cost
-
-
-class Recorded:
-    """A Work that records when it is waited for."""
-
-    def __init__(self, work, events):
-        self.work, self.events = work, events
-
-    def wait(self):
-        self.events.append("wait")
-        return self.work.wait()
 
 
 class Events(TorchDispatchMode):
@@ -869,120 +603,102 @@ class Events(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def body_overlap(sp):
+def communication_overlaps_the_weights_gradient(sp):
     layer = tp.ColumnParallelLinear(4, 6, sequence_parallel=sp, process_group=pool.group())
     y, seen = layer(randn(3, 4).requires_grad_()), Events()
     with pytest.MonkeyPatch.context() as patch, seen:
-        for owner, name in ((dist, "all_reduce"), (dist, "all_to_all_single"), (tp, "all_gather_single")):
-            collective = getattr(owner, name)
-            patch.setattr(owner, name, lambda *a, call=collective, **k: Recorded(call(*a, **k), seen.events))
+        wait = tp.finish
+        patch.setattr(tp, "finish", lambda *work: seen.events.append("wait") or wait(*work))
         y.sum().backward()
     # the gradient of the input leaves before that of the weight is computed, and is waited for after
     plain = ["mm", "allreduce_", "mm", "wait"]
     assert seen.events == (["_allgather_base_", "mm", "alltoall_base_", "wait", "mm", "wait"] if sp else plain)
 
 
-@pytest.mark.parametrize("sp", [False, True])
-def test_communication_overlaps_the_weights_gradient(sp):
-    run(2, body_overlap, sp)
-
-
-def body_sent(sp, again):
+def a_layer_sends_what_the_formula_says(sp):
     group, t, (s, b, h) = pool.group(), pool.world_size(), (12, 2, 24)
     layer = tp.ParallelTransformerLayer(h, 12, sequence_parallel=sp, process_group=group)
-    layer.self_attn.gather_again = layer.mlp.linear1.gather_again = again
     x = randn(s // t if sp else s, b, h).requires_grad_()
     with tp.SentBytes() as sent:
         layer(x).square().sum().backward()
-    elements = (10 if sp and again else 8) * b * s * h + (8 * h if sp else 0)  # 8h: the norms' gradients
+    elements = 10 * b * s * h + 12 * h if sp else 8 * b * s * h
     assert round(sent.total) == round(8 * elements * (t - 1) / t)
     logits = randn(s, b, 5).requires_grad_()
-    with Collectives() as seen, tp.SentBytes() as sent:
+    with Collectives() as seen:
         tp.vocab_parallel_cross_entropy(logits, torch.zeros(s, b, dtype=torch.long), group).sum().backward()
-    assert seen.calls == ([("allreduce_", 8 * b * s)] * 3 if t > 1 else [])
+    assert seen.calls == [("allreduce_", 8 * b * s)] * 3
     with Collectives() as seen:
         tp.vocab_parallel_cross_entropy(logits, torch.zeros(s, b, dtype=torch.long), group, label_smoothing=0.1)
-    assert len(seen.calls) == (3 if t > 1 else 0)
+    assert seen.calls == [("allreduce_", n * 8 * b * s) for n in (1, 1, 3)]
 
 
-@pytest.mark.parametrize("N", [1, 2, 3, 4])
-@pytest.mark.parametrize(("sp", "again"), [(False, True), (True, True), (True, False)])
-def test_a_layer_sends_what_the_formula_says(N, sp, again):
-    run(N, body_sent, sp, again)
-
-
-FAKE = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import tensor_parallel as tp
-from shared import Collectives
-
-t, rank = int(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=t)
-s, b, h = 1024, 1, 1024
-for sp in (False, True):
-    layer = tp.ParallelTransformerLayer(h, 1024, 1024, num_kv_heads=1024, sequence_parallel=sp)
-    x = torch.randn(s // t if sp else s, b, h, requires_grad=True)
-    with tp.SentBytes() as sent, Collectives() as seen:
-        layer(x).sum().backward()
-    expected = 4 * ((10 if sp else 8) * b * s * h + (8 * h if sp else 0)) * (t - 1) / t
-    assert abs(sent.total / expected - 1) < 1e-9, (sp, sent.total, expected)
-    names = {name for name, _ in seen.calls}
-    assert names == ({"_allgather_base_", "_reduce_scatter_base_", "allreduce_"} if sp else {"allreduce_"}), names
-    held = sum(p.numel() for p in layer.parameters())
-    assert held == (6 * h * h + 4 * h) // t + 6 * h, held
-with Collectives() as seen:
-    tp.vocab_parallel_cross_entropy(torch.randn(s, b, 8), torch.zeros(s, b, dtype=torch.long)).sum()
-assert seen.calls == [("allreduce_", 4 * b * s)] * 3, seen.calls
-y = tp.reduce_scatter_to_sequence(torch.ones(2 * t, 3, requires_grad=True))
-y.mul_(2)  # as dropout in place: what a collective returns is no view
-with torch.device("meta"):
-    x = tp.VocabParallelEmbedding(50257, 4)(torch.zeros(s, b, dtype=torch.long))
-    loss = tp.vocab_parallel_cross_entropy(x, torch.zeros(s, b, dtype=torch.long))
-assert loss.is_meta and loss.shape == (s, b)
-print("ok")
-"""
-
-
-@pytest.mark.parametrize(("t", "rank"), [(8, 3), (64, 63), (1024, 0)])
+@pytest.mark.parametrize(("t", "rank"), [(8, 3), (1024, 0)])
 def test_the_same_bytes_at_scale(t, rank):
-    here = Path(__file__).parent
-    environment = {"PYTHONPATH": f"{here}:{here.parent}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FAKE, str(t), str(rank)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout == "ok\n", done.stderr
+    """Also: on other backends than gloo a reduce-scatter is native."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=t)
+    try:
+        s, b, h = t, 1, 1024
+        for sp in (False, True):
+            layer = tp.ParallelTransformerLayer(h, 1024, 1024, sequence_parallel=sp)
+            x = randn(s // t if sp else s, b, h).requires_grad_()
+            with tp.SentBytes() as sent, Collectives() as seen:
+                layer(x).sum().backward()
+            elements = 10 * b * s * h + 12 * h if sp else 8 * b * s * h
+            assert sent.total == pytest.approx(8 * elements * (t - 1) / t)
+            names = {"_allgather_base_", "_reduce_scatter_base_", "allreduce_"} if sp else {"allreduce_"}
+            assert {name for name, _ in seen.calls} == names
+            assert sum(p.numel() for p in layer.parameters()) == (6 * h * h + 4 * h) // t + 6 * h
+        y = tp.reduce_scatter_to_sequence(torch.ones(2 * t, 3, requires_grad=True))
+        y.mul_(2)  # as dropout in place: what a collective returns is no view
+    finally:
+        dist.destroy_process_group()
 
 
-def body_activations(sp, again):
-    t, group, (s, b, h, a) = pool.world_size(), pool.group(), (16, 2, 48, 12)
-    layer = tp.ParallelTransformerLayer(h, a, sequence_parallel=sp, process_group=group)
-    layer.self_attn.gather_again = layer.mlp.linear1.gather_again = again
-    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    saved = {}
+def activations_kept_are_what_the_formula_says(sp):
+    """In elements per sbh. Korthikanti's 10 + 24/t bytes, or 34/t, less two masks of dropout (2 bytes), halved."""
+    t, (s, b, h, a) = pool.world_size(), (16, 2, 48, 12)
+    layer = tp.ParallelTransformerLayer(h, a, sequence_parallel=sp, process_group=pool.group())
+    parameters, saved = {p.untyped_storage().data_ptr() for p in layer.parameters()}, {}
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # kept, so that no address is used twice
+        if (address := tensor.untyped_storage().data_ptr()) not in parameters:
+            saved[address] = tensor  # kept, so that no address is used twice
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(randn(s // t if sp else s, b, h).requires_grad_())
-    return sum(nbytes for nbytes, _ in saved.values()) / 8 / (s * b * h)
-
-
-@pytest.mark.parametrize("t", [1, 2, 4])
-@pytest.mark.parametrize(("sp", "again"), [(False, True), (True, True), (True, False)])
-def test_activations_kept_for_backward(t, sp, again):
-    """In elements per sbh. Korthikanti's 10 + 24/t bytes, or 34/t, less two masks of dropout (2 bytes), halved."""
-    s, b, h, a = 16, 2, 48, 12
     whole = 4 / t if sp else 4  # inputs of the norms, which are the residuals, and of the column layers
-    inside = 12 / t
-    gathered = 0 if again or not sp else 2 - 2 / t
     small = 4 / h / (t if sp else 1) + a / (h * t)  # norms keep mean and deviation, attention one number per row
-    small += 4 / (s * b) if sp and t > 1 else 0  # weights and biases of the norms, stacked
-    for measured in run(t, body_activations, sp, again):
-        assert measured == pytest.approx(whole + inside + gathered + small, rel=1e-12)
+    assert tp.held_bytes(saved.values()) / 8 / (s * b * h) == pytest.approx(whole + 12 / t + small, rel=1e-12)
+
+
+# ---- the claims above that hold in a world of N
+
+
+# ranks, kv_heads, swiglu, bias, sequence_parallel; ranks, optimizer, sequence_parallel, tied
+LAYERS = [(1, 3, 1, 1, 1), (2, 2, 1, 1, 1), (3, 3, 1, 0, 1), (4, 4, 1, 1, 0), (4, 12, 0, 1, 1)]
+TRAININGS = [(1, "sgd", 1, 1), (2, "adamw", 0, 1), (2, "momentum", 1, 0), (3, "adamw", 1, 1), (4, "sgd", 0, 0)]
+CLAIMS = [
+    *((N, operators_are_each_the_others_transpose) for N in (1, 2, 3, 4)),
+    *((N, edges, tp.vocab_parallel_cross_entropy) for N in (1, 2)),
+    *(
+        (N, a_layer_and_its_clipped_norm_equal_one_device, tp.ParallelTransformerLayer, kv_heads, *map(bool, flags))
+        for N, kv_heads, *flags in LAYERS
+    ),
+    (2, attention_takes_a_mask),
+    *((N, five_steps_of_a_gpt_equal_one_device, optimizer, *map(bool, flags)) for N, optimizer, *flags in TRAININGS),
+    *((N, pytorchs_own_styles_agree, sp) for N in (2, 4) for sp in (False, True)),
+    (2, regions_draw_differently_and_again_the_same),
+    *((2, dropout_differs_inside_and_is_repeated_by_checkpoints, sp) for sp in (False, True)),
+    (2, what_is_wrong_is_an_error_before_any_collective),
+    (4, a_rank_outside_of_the_group_is_told),
+    *((2, sixteen_bits_are_right_to_their_precision, autocast) for autocast in (False, True)),
+    *((2, communication_overlaps_the_weights_gradient, sp) for sp in (False, True)),
+    *((N, a_layer_sends_what_the_formula_says, sp) for N in (1, 2, 3, 4) for sp in (False, True)),
+    *((N, activations_kept_are_what_the_formula_says, sp) for N in (1, 2, 4) for sp in (False, True)),
+]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim[1].__name__}-{claim[0]}")
+def test_in_a_world(claim):
+    run(*claim)
