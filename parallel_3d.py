@@ -11,37 +11,41 @@ the stage, and each pipeline trains on its own part of the batch. 8 ranks with -
 Tensor-parallel ranks are neighbours, since they wait for each other in every layer: they should share a machine. Then
 comes data, then pipeline, whose stages pass one tensor per micro-batch: rank = (pp · DP + dp) · TP + tp.
 
+What the axes have to know of each other is little, and all of it is in `Trainer`: the embedding is also the head, on
+another stage, so their gradients are added; the mean over pipelines is taken when the pipeline is done; the loss is a
+mean over the tokens of the whole batch; the norm of the gradients counts each of them once; dropout has a seed for
+each layer and micro-batch, wherever they are.
+
 Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m micro-batches, s tokens, h hidden size:
 
                  parameters, gradients     sent per step
     tp           Ψ/(tp·pp) each            (8L/pp + 2 at each end) · m·bsh (tp-1)/tp, and the loss's 6·m·bs (tp-1)/tp
-    pp                                     m·bsh per neighbour stage, and for the tied embedding its Ψ once
+    pp                                     m·bsh per neighbour stage; between first and last the embedding's gradient
     dp                                     2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
     optimizer    2Ψ/(tp·pp), with --zero1 over dp
 
-Run:      torchrun --nproc-per-node 4 parallel_3d.py --tp 2 --pp 2 [--model gpt2-345m] [--compare]
+Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
 Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
 Mirrors:  Megatron-LM's pretrain_gpt.py
 Left out: checkpoints, evaluation, data sets of tokens; context and expert parallelism
 """
 
-import argparse
-import itertools
+import gc
 import json
 import math
+import os
 import statistics
 import sys
 import time
 import weakref
+from collections import namedtuple
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 import amp
 import ddp
@@ -54,64 +58,49 @@ import zero
 
 
 class Grid:
-    """Where this rank is: `tp`, `dp` and `pp` are the sizes, `at[axis]` the position, `group(axis)` its neighbours.
+    """Where this rank is: `tp`, `dp` and `pp` are the sizes, `at[axis]` the position, `groups[axis]` its neighbours.
 
-    ValueError when tp · pp does not divide the world.
+    `groups["ends"]` are the first and the last of pp. ValueError when tp · pp does not divide the world.
     """
 
-    AXES = ("pp", "dp", "tp")  # outermost first
-
-    def __init__(self, tp=1, pp=1, device_type="cpu"):
-        rank, world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, tp=1, pp=1):
+        world = dist.get_world_size()
         if tp < 1 or pp < 1 or world % (tp * pp):
             raise ValueError(f"--tp {tp} × --pp {pp} = {tp * pp} ranks must divide the world of {world}")
         self.tp, self.dp, self.pp = tp, world // (tp * pp), pp
-        self.at = {"tp": rank % tp, "dp": rank // tp % self.dp, "pp": rank // (tp * self.dp)}
-        mesh = init_device_mesh(device_type, (pp, self.dp, tp), mesh_dim_names=self.AXES)
-        # Weak, as everywhere: what holds a group keeps its threads running after destroy_process_group().
-        self.groups = {axis: weakref.ref(mesh.get_group(axis)) for axis in self.AXES}
-        self.device = torch.device(device_type)
-        for axis, stride in {"tp": 1, "dp": tp, "pp": tp * self.dp}.items():
-            neighbours = [rank + (i - self.at[axis]) * stride for i in range(getattr(self, axis))]
-            assert self.at[axis] == mesh.get_local_rank(axis)
-            assert neighbours == dist.get_process_group_ranks(self.group(axis))
+        ranks = torch.arange(world).view(pp, self.dp, tp)
+        self.at = dict(zip(("pp", "dp", "tp"), (ranks == dist.get_rank()).nonzero()[0].tolist(), strict=True))
+        rows = {"tp": ranks.flatten(0, 1), "dp": ranks.mT.flatten(0, 1), "pp": ranks.flatten(1).T}
+        if pp > 1:
+            rows["ends"] = rows["pp"][:, [0, -1]]
+        join = dist.new_subgroups_by_enumeration  # all ranks make all groups; -> the one with this rank, all
+        self.groups = {axis: join(lists.tolist(), timedelta(minutes=10))[0] for axis, lists in rows.items()}
 
-    def group(self, axis):
-        return self.groups[axis]()
-
-    def sum(self, number, *axes, op=dist.ReduceOp.SUM):
-        """The sum of a number over the ranks along `axes`: the same on all of them."""
-        total = torch.tensor([number], dtype=torch.float64, device=self.device)
+    def sum(self, number, *axes):
+        """The sum of a tensor of one number over the ranks along `axes`: the same on all of them."""
         for axis in axes:
-            dist.all_reduce(total, op=op, group=self.group(axis))
-        return total.item()
+            dist.all_reduce(number, group=self.groups[axis])
+        return number.item()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. The model: plain layers, and what makes them parallel. Activations are (sequence, batch, hidden).
 
 
-@dataclass(frozen=True)
-class GPT2:
-    """Radford et al. 2019. Parameters: Vh + Ph + L(12h² + 13h) + 2h, the head tied to the embedding."""
-
-    L: int
-    h: int
-    heads: int
-    V: int = 50257
-    P: int = 1024  # positions
-
-    def parameters(self):
-        return self.V * self.h + self.P * self.h + self.L * (12 * self.h**2 + 13 * self.h) + 2 * self.h
-
-
+# Radford et al. 2019: layers, hidden size, heads, vocabulary, positions.
+GPT2 = namedtuple("GPT2", "L h heads V P", defaults=(50257, 1024))
 MODELS = {
-    "gpt2-tiny": GPT2(4, 64, 4, V=260, P=128),
+    "gpt2-tiny": GPT2(4, 64, 4, V=257, P=128),
     "gpt2-124m": GPT2(12, 768, 12),
     "gpt2-345m": GPT2(24, 1024, 16),
     "gpt2-774m": GPT2(36, 1280, 20),
     "gpt2-1.5b": GPT2(48, 1600, 25),
 }
+
+
+def num_parameters(config):
+    L, h, _, V, P = config
+    return V * h + P * h + L * (12 * h**2 + 13 * h) + 2 * h
 
 
 class Embedding(nn.Module):
@@ -125,14 +114,22 @@ class Embedding(nn.Module):
         return self.dropout(self.enter(self.word(tokens_bs.T) + positions[:, None]))
 
 
-class Block(nn.TransformerEncoderLayer):
+class Block(nn.Module):
     def __init__(self, config, dropout):
-        gelu = partial(F.gelu, approximate="tanh")
-        super().__init__(config.h, config.heads, 4 * config.h, dropout, activation=gelu, norm_first=True)
+        super().__init__()
+        h, self.head_dim = config.h, config.h // config.heads
+        self.norm1, self.norm2, self.dropout = nn.LayerNorm(h), nn.LayerNorm(h), nn.Dropout(dropout)
+        self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.linear1, self.linear2 = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+        self.region = nullcontext  # in which the heads draw their dropout
 
     def forward(self, x_sbh):
-        mask = nn.Transformer.generate_square_subsequent_mask(len(x_sbh), x_sbh.device, x_sbh.dtype)
-        return super().forward(x_sbh, src_mask=mask, is_causal=True)
+        heads = (y.unflatten(-1, (-1, self.head_dim)).movedim(0, 2) for y in self.qkv(self.norm1(x_sbh)).chunk(3, -1))
+        dropout = self.dropout.p if self.training else 0.0
+        with self.region() if dropout else nullcontext():
+            y = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
+        x_sbh = x_sbh + self.dropout(self.proj(y.movedim(2, 0).flatten(2)))
+        return x_sbh + self.dropout(self.linear2(F.gelu(self.linear1(self.norm2(x_sbh)), approximate="tanh")))
 
 
 class Head(nn.Module):
@@ -151,39 +148,56 @@ def build_layer(config, number, dropout=0.0, seed=0):
     layer = (Embedding if number == 0 else Head if number == config.L + 1 else Block)(config, dropout)
     for name, parameter in layer.named_parameters():
         if parameter.dim() > 1:
-            residual = name in ("self_attn.out_proj.weight", "linear2.weight")  # 2L of them add up
+            residual = name in ("proj.weight", "linear2.weight")  # 2L of them add up
             parameter.normal_(std=0.02 / (2 * config.L) ** 0.5 if residual else 0.02)
         elif name.endswith("bias"):
             parameter.zero_()
+    if number > config.L:  # starts as a copy, wherever the embedding itself is
+        layer.linear.weight = build_layer(config, 0, seed=seed).word.weight
     return layer
+
+
+class Stage(nn.Sequential):
+    """Some layers of the model, {number: layer}, for one micro-batch after the other, from number `microbatch` on.
+
+    Dropout has a seed for each layer and micro-batch. So its masks do not depend on where, and after what, these are
+    computed: one device, which has all of both, draws the same.
+    """
+
+    def __init__(self, layers, seed=None):
+        super().__init__()
+        self._modules.update({str(number): layer for number, layer in layers.items()})
+        self.microbatch, self.seed = 0, seed
+
+    def forward(self, x):
+        for number, layer in self.named_children():
+            if self.seed is not None:
+                torch.manual_seed(self.seed * 2**40 + self.microbatch * 2**10 + int(number))
+            x = layer(x)
+        self.microbatch += 1
+        return x
 
 
 def plain_model(config, dropout=0.0, seed=0):
     """The whole model on one device: (batch, sequence) tokens to (sequence, batch, V) logits."""
-    layers = [build_layer(config, number, dropout, seed) for number in range(config.L + 2)]
-    layers[-1].linear.weight = layers[0].word.weight
-    return nn.Sequential(*layers)
+    layers = {number: build_layer(config, number, dropout, seed) for number in range(config.L + 2)}
+    layers[config.L + 1].linear.weight = layers[0].word.weight
+    return Stage(layers, seed if dropout else None)
+
+
+PLAN = {"word": "vocab", "linear": "vocab", "qkv": "qkv", "proj": "row", "linear1": "column", "linear2": "row"}
+BETWEEN = {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}
 
 
 def split_layer(layer, group, sequence_parallel):
-    """Let a plain layer keep this rank's slices. The vocabulary is padded to a multiple of 128 · tp."""
-    vocabulary = {"process_group": group, "make_vocab_size_divisible_by": 128}
-    plan = {}
-    if isinstance(layer, Embedding):
-        layer.word = tensor_parallel.VocabParallelEmbedding.from_full(layer.word, **vocabulary)
-        if sequence_parallel:
-            layer.enter, plan = partial(enter_sequence, weakref.ref(group)), {"dropout": "dropout"}
-    elif isinstance(layer, Head):
-        vocabulary["sequence_parallel"] = sequence_parallel
-        layer.linear = tensor_parallel.ColumnParallelLinear.from_full(layer.linear, **vocabulary)
-        plan = {"norm": "norm"} if sequence_parallel else {}
-    else:
-        plan = {"": "layer"}
+    """Let a plain layer keep this rank's slices."""
+    plan = PLAN | BETWEEN if sequence_parallel else PLAN
+    plan = {name: plan[name] for name, _ in layer.named_children() if name in plan}
+    if isinstance(layer, Block):
+        layer.region = lambda: tensor_parallel.parallel_region(group)
+    elif isinstance(layer, Embedding) and sequence_parallel:
+        layer.enter = lambda x: tensor_parallel.scatter_to_sequence(x, group)
     return tensor_parallel.parallelize(layer, plan, group, sequence_parallel)
-
-
-def enter_sequence(group, x):
-    return tensor_parallel.scatter_to_sequence(x, group())
 
 
 def layers_of_stage(config, stage, num_stages):
@@ -193,7 +207,30 @@ def layers_of_stage(config, stage, num_stages):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Training on the grid.
+# 3. Training: first on one device, as plainly as possible, then on the grid.
+
+
+def train_on_one_device(config, args, batches, device="cpu"):
+    """Yields (loss, gradients' norm, model) after each step."""
+    dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+    model = plain_model(config, args.dropout, args.seed).to(device, dtype)
+    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
+    for number, (inputs, targets) in enumerate(batches):
+        set_learning_rate(optimizer, args, number)
+        optimizer.zero_grad()
+        loss, tokens = 0.0, (targets != -100).sum().clamp(min=1)
+        for x, y in zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True):
+            part = F.cross_entropy(model(x).flatten(0, 1), y.T.flatten(), reduction="sum") / tokens
+            part.backward()
+            loss += part.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf).item()
+        optimizer.step()
+        yield loss, norm, model
+
+
+def set_learning_rate(optimizer, args, number):
+    for group in optimizer.param_groups:
+        group["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
 
 
 class Trainer:
@@ -201,146 +238,126 @@ class Trainer:
 
     def __init__(self, config, grid, args, device="cpu"):
         self.config, self.grid, self.args, self.device = config, grid, args, torch.device(device)
-        self.dtype, self.scaler = getattr(torch, args.dtype), None
+        self.dtype, self.number = getattr(torch, args.dtype), 0  # of the next step
         self.num_stages = grid.pp * args.stages_per_rank
         self.microbatches = args.global_batch_size // max(args.micro_batch_size * grid.dp, 1)
-        if problem := self.find_problem():
-            raise ValueError(problem)
+        self.check_arguments()
         mine = range(grid.at["pp"], self.num_stages, grid.pp)
-        numbers = [layers_of_stage(config, stage, self.num_stages) for stage in mine]
-        layers = {number: self.build(number) for number in itertools.chain(*numbers)}
+        self.numbers = [layers_of_stage(config, stage, self.num_stages) for stage in mine]
+        layers = {number: self.build(number) for numbers in self.numbers for number in numbers}
         embedding, head = layers.get(0), layers.get(config.L + 1)
         if embedding and head:
             head.linear.weight = embedding.word.weight
-        self.stages = nn.ModuleList(nn.Sequential(*(layers[number] for number in part)) for part in numbers)
         self.tied = embedding.word.weight if embedding else head.linear.weight if head else None
-        self.counts_tied = embedding is not None  # on the first stage, not again on the last
-        self.pipeline = self.make_pipeline()
-        self.optimizer = self.make_optimizer()  # afterwards: the pipeline has made tied weights equal
-        warm_up = lambda step: min(1.0, (step + 1) / max(1, args.warmup))  # noqa: E731
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warm_up)
-        self.parameters = list(dict.fromkeys(self.stages.parameters()))
+        self.counts_tied = embedding is not None  # in the norm: not again on the last stage
+        seed = args.seed if args.dropout else None
+        self.stages = nn.ModuleList(Stage({number: layers[number] for number in part}, seed) for part in self.numbers)
+        self.parameters = list(self.stages.parameters())
+        names = [name for name, *_ in tensor_parallel.split_parameters(self.stages)]
+        self.split = {self.stages.get_parameter(name) for name in names}
+        self.pipeline = pipeline.Pipeline(self.stages, args.schedule, self.microbatches, self.loss, grid.groups["pp"])
+        self.scaler = amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        self.optimizer = self.make_optimizer()
 
-    def find_problem(self):
+    def check_arguments(self):
         args, grid, config = self.args, self.grid, self.config
-        if args.global_batch_size != args.micro_batch_size * self.microbatches * grid.dp or self.microbatches < 1:
-            return (
-                f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
-                f"{args.micro_batch_size} × {grid.dp} data-parallel ranks"
+        tensor_parallel.check_divides("attention heads", config.heads, grid.tp)
+        if args.sequence_parallel:
+            tensor_parallel.check_divides("positions", args.sequence_length, grid.tp)
+        multiple, size = args.micro_batch_size * grid.dp, args.global_batch_size
+        if multiple < 1 or size < 1 or size % multiple:
+            raise ValueError(
+                f"--global-batch-size {size} must be a multiple of --micro-batch-size {args.micro_batch_size} × "
+                f"{grid.dp} data-parallel ranks"
             )
-        if self.num_stages > config.L or (grid.pp == 1 and args.stages_per_rank > 1):
-            return f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks, and 1 rank 1 stage"
+        if not 1 <= self.num_stages <= config.L:
+            raise ValueError(f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks")
         if not 1 <= args.sequence_length <= config.P:
-            return f"--sequence-length {args.sequence_length}; the model has {config.P} positions"
+            raise ValueError(f"--sequence-length {args.sequence_length}; the model has {config.P} positions")
         if not args.clip_grad >= 0:
-            return f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none"
-        if args.zero1 and self.dtype == torch.float16:
-            return "--zero1 does not scale the loss, which float16 needs; use --dtype bfloat16"
-        return None
+            raise ValueError(f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none")
 
     def build(self, number):
         layer = build_layer(self.config, number, self.args.dropout, self.args.seed)
-        return split_layer(layer, self.grid.group("tp"), self.args.sequence_parallel).to(self.device, self.dtype)
-
-    def make_pipeline(self):
-        args, grid, stages, tied = self.args, self.grid, list(self.stages), []
-        wrapped = grid.dp > 1 and not args.zero1  # which averages gradients itself
-        if wrapped:
-            stages = [ddp.DistributedDataParallel(stage, grid.group("dp")) for stage in stages]
-        if grid.pp > 1:
-            end = self.num_stages - 1
-            names = "0.word.weight", f"{len(layers_of_stage(self.config, end, end + 1)) - 1}.linear.weight"
-            tied = [[f"{stage}.{'module.' * wrapped}{name}" for stage, name in zip((0, end), names, strict=True)]]
-        return pipeline.Pipeline(
-            stages,
-            args.schedule,
-            self.microbatches,
-            self.loss,
-            grid.group("pp"),
-            weight=lambda targets: (targets != -100).sum(),
-            tied=tied,
-            seed=args.seed * 10_000 + grid.at["dp"],  # dropout: its own in each data-parallel pipeline
-        )
+        return split_layer(layer, self.grid.groups["tp"], self.args.sequence_parallel).to(self.device, self.dtype)
 
     def make_optimizer(self):
-        make = partial(getattr(torch.optim, self.args.optimizer), lr=self.args.lr)
+        kind, lr = getattr(torch.optim, self.args.optimizer), self.args.lr
         if self.args.zero1:  # has fp32 masters where the model is in 16 bits
-            return zero.Zero1(self.stages, make.func, self.grid.group("dp"), **make.keywords)
-        optimizer = make(self.stages.parameters())
-        if self.dtype.itemsize == 2:
-            self.scaler = amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
-            optimizer = amp.MixedPrecisionOptimizer(optimizer, self.dtype, self.scaler)
-        return optimizer
-
-    def loss(self, logits, targets_bs):
-        """Mean over the micro-batch, times what makes the mean over pipelines that over the tokens of the batch."""
-        losses = tensor_parallel.vocab_parallel_cross_entropy(
-            logits, targets_bs.T, self.grid.group("tp"), vocab_size=self.config.V
+            return zero.Zero1(self.stages, kind, self.grid.groups["dp"], lr=lr)
+        optimizer = kind(self.parameters, lr=lr)
+        return (
+            amp.MixedPrecisionOptimizer(optimizer, self.dtype, self.scaler) if self.dtype.itemsize == 2 else optimizer
         )
-        mean = losses.sum() / (targets_bs != -100).sum() * self.share
-        return mean if self.scaler is None else self.scaler.scale(mean)
 
     def step(self, inputs_bs, targets_bs):
         """One step on the global batch, targets of -100 masked. -> its loss and its gradients' norm, on all ranks.
 
         A gradient that is not finite, on any rank, leaves the parameters as they are on all.
         """
-        grid = self.grid
+        grid, m, scale = self.grid, self.microbatches, self.scaler.get_scale()
         inputs, targets = (x.to(self.device).chunk(grid.dp)[grid.at["dp"]] for x in (inputs_bs, targets_bs))
-        tokens = (targets != -100).sum().item()
-        self.share = tokens * grid.dp / max(1.0, grid.sum(tokens, "dp"))
+        # The loss of a micro-batch is the sum over its tokens times this; the mean of that over micro-batches and
+        # pipelines is the mean over the tokens of the batch, wherever they are.
+        self.share = m * grid.dp / max(1, (targets_bs != -100).sum().item())
+        for stage in self.stages:
+            stage.microbatch = (self.number * grid.dp + grid.at["dp"]) * m
+        set_learning_rate(self.optimizer, self.args, self.number)
+        self.number += 1
         self.optimizer.zero_grad()
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         loss = self.pipeline.step(inputs, targets)
-        norm = self.clip_grad_norm_(self.args.clip_grad)
-        if math.isfinite(norm) or self.scaler:  # which skips the step by itself, on all ranks, and lowers the scale
-            self.optimizer.step()
-        self.schedule.step()
-        return grid.sum(0.0 if loss is None else loss.item() / scale / grid.dp, "pp", "dp"), norm
+        self.reduce_gradients()
+        norm = self.clip_grad_norm_(self.args.clip_grad or math.inf)
+        self.optimizer.step() if math.isfinite(norm) else self.optimizer.zero_grad()
+        if self.args.zero1 and self.scaler.is_enabled():
+            self.adapt_scale(norm)
+        loss = torch.zeros((), device=self.device) if loss is None else loss / scale / grid.dp
+        return grid.sum(loss.double(), "pp", "dp"), norm
 
-    def counts(self, parameter):
-        """Is this rank the one whose part of `parameter` is in the norm? What is replicated counts once."""
-        split = getattr(parameter, "tensor_parallel", None) is not None
-        return (split or self.grid.at["tp"] == 0) and (parameter is not self.tied or self.counts_tied)
+    def loss(self, logits, targets_bs):
+        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets_bs.T, self.grid.groups["tp"])
+        return self.scaler.scale(losses.sum() * self.share)
+
+    def reduce_gradients(self):
+        if self.tied is not None and self.grid.pp > 1:  # the embedding is used twice: on the first stage and the last
+            dist.all_reduce(self.tied.grad, group=self.grid.groups["ends"])
+        if not self.args.zero1:  # which averages by itself
+            ddp.all_reduce_gradients(self.stages, self.grid.groups["dp"])
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients so that the norm of all of them is at most `max_norm`, unless that is 0; -> the norm."""
-        model_parallel, max_norm = ("tp", "pp"), max_norm or float("inf")
+        """Scale the gradients so that the norm of all of them is at most `max_norm`; -> the norm."""
         if self.args.zero1:
-            groups = [self.grid.group(axis) for axis in model_parallel]
+            for bucket in self.optimizer._buckets if self.scaler.is_enabled() else ():
+                bucket.divisor = self.scaler.get_scale()  # of 16-bit gradients the bucket has the mean, scaled
+            groups = [self.grid.groups[axis] for axis in ("tp", "pp")]
             return self.optimizer.clip_grad_norm_(max_norm, counted=self.counts, process_groups=groups).item()
-        if isinstance(self.optimizer, amp.MixedPrecisionOptimizer):
+        if self.dtype.itemsize == 2:
             self.optimizer.unscale_()
-            masters = itertools.chain(*(group["params"] for group in self.optimizer.param_groups))
-            pieces = zip(self.parameters, (master.grad for master in masters), strict=True)
-        else:
-            pieces = [(parameter, parameter.grad) for parameter in self.parameters]
-        pieces = [(parameter, gradient) for parameter, gradient in pieces if gradient is not None]
-        mine = [g.norm(dtype=torch.float64) ** 2 for parameter, g in pieces if self.counts(parameter)]
-        norm = self.grid.sum(float(sum(mine)), *model_parallel) ** 0.5
-        if norm > max_norm:
-            for _, gradient in pieces:
-                gradient.mul_(max_norm / (norm + 1e-6))
+        weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their fp32 masters
+        pairs = zip(self.parameters, weights, strict=True)
+        squares = [weight.grad.norm(dtype=torch.float64) ** 2 for parameter, weight in pairs if self.counts(parameter)]
+        total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.device))
+        norm = self.grid.sum(total, "tp", "pp") ** 0.5
+        for weight in weights:
+            weight.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
         return norm
 
+    def counts(self, parameter):
+        """Is this rank the one whose part of `parameter` is in the norm? What several ranks hold counts once."""
+        split = parameter in self.split
+        return (split or self.grid.at["tp"] == 0) and (parameter is not self.tied or self.counts_tied)
 
-def train_on_one_device(config, args, batches):
-    """The same without parallelism, as plainly as possible; yields (loss, gradients' norm, model) after each step."""
-    model = plain_model(config, args.dropout, args.seed).to(getattr(torch, args.dtype))
-    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
-    for number, (inputs, targets) in enumerate(batches):
-        optimizer.zero_grad()
-        loss, tokens = 0.0, (targets != -100).sum()
-        for x, y in zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True):
-            part = F.cross_entropy(model(x).flatten(0, 1), y.T.flatten(), reduction="sum") / tokens
-            part.backward()
-            loss += part.item()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or float("inf")).item()
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
-        optimizer.step()
-        yield loss, norm, model
+    def adapt_scale(self, norm):
+        """Gradients that Zero1 has taken away the scaler sees as their norm: finite, if they all are."""
+        seen = nn.Parameter(torch.zeros((), device=self.device))
+        seen.grad = torch.full_like(seen, norm)
+        self.scaler.unscale_(torch.optim.SGD([seen]))
+        self.scaler.update()
+
+    def full_state_dict(self):
+        """The whole parameters of this rank's layers, under their names in the plain model. All tp ranks call it."""
+        return {name: x for stage in self.stages for name, x in tensor_parallel.full_state_dict(stage).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,234 +369,208 @@ class SentByAxis(ddp.SentBytes):
 
     def __init__(self, grid):
         super().__init__()
-        self.axes = {grid.group(axis).group_name: axis for axis in grid.AXES}
-        self.by_axis = dict.fromkeys(grid.AXES, 0.0)
+        self.axes = {group.group_name: axis.replace("ends", "pp") for axis, group in grid.groups.items()}
+        self.by_axis = dict.fromkeys(("tp", "pp", "dp"), 0.0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = self.total
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        before, result = self.total, super().__torch_dispatch__(func, types, args, kwargs)
         if self.total > before:
-            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # of tied parameters: along pp
-            self.by_axis[self.axes.get(dist.ProcessGroup.unbox(group).group_name, "pp")] += self.total - before
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            axis = self.axes.get(dist.ProcessGroup.unbox(group).group_name, "dp")  # all: a scaler's 4 bytes
+            self.by_axis[axis] += self.total - before
         return result
 
 
 def sent_by_formula(trainer):
-    """Bytes that this rank sends in a step along each axis; without the few hundred by which ranks agree on sizes."""
+    """Bytes that this rank sends in a step along each axis; without the few hundred by which ranks agree on numbers."""
     config, grid, args, itemsize = trainer.config, trainer.grid, trainer.args, trainer.dtype.itemsize
-    t, h, m, bs = grid.tp, config.h, trainer.microbatches, args.micro_batch_size * args.sequence_length
-    mine = range(grid.at["pp"], trainer.num_stages, grid.pp)
-    blocks = sum(isinstance(layer, Block) for stage in trainer.stages for layer in stage)
-    first, last = 0 in mine, trainer.num_stages - 1 in mine
-    ends = first + last
-    if args.sequence_parallel:  # the inputs of column-parallel layers are gathered again; norms' gradients summed
-        tp = (10 * blocks + 3 * ends) * bs * h + (8 * blocks + 4 * last) * h
-    else:
-        tp = (8 * blocks + 2 * ends) * bs * h
+    t, m, bs, h = grid.tp, trainer.microbatches, args.micro_batch_size * args.sequence_length, config.h
+    numbers = [number for stage in trainer.numbers for number in stage]
+    first, last = 0 in numbers, config.L + 1 in numbers
+    blocks, ends = len(numbers) - first - last, first + last
+    tp = (8 * blocks + 2 * ends) * bs * h
+    if args.sequence_parallel:  # inputs are gathered again in backward; norms' and row biases' gradients are summed
+        tp += (2 * blocks + ends) * bs * h + (12 * blocks + 4 * last) * h
     tp = tp * itemsize + 6 * last * bs * max(4, itemsize)  # the loss is in fp32 at least
-    hops = 2 * len(mine) - ends if grid.pp > 1 else 0  # each stage sends to both neighbours, where it has them
-    pp = m * hops * bs * h // (t if args.sequence_parallel else 1)
-    if grid.pp > 1:  # the gradient of the tied embedding
-        pp += 0 if trainer.tied is None else trainer.tied.numel()
-    psi = sum(parameter.numel() for parameter in trainer.parameters)
-    dp = 2 * psi * (grid.dp - 1) / grid.dp
+    pp = 0
+    if grid.pp > 1:  # each stage sends to both neighbours, where it has them
+        pp = m * (2 * len(trainer.numbers) - ends) * bs * h // (t if args.sequence_parallel else 1)
+        pp += trainer.tied.numel() if ends else 0
+    dp = 2 * sum(parameter.numel() for parameter in trainer.parameters) * (grid.dp - 1) / grid.dp
     return {"tp": m * tp * (t - 1) / t, "pp": pp * itemsize, "dp": dp * itemsize}
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """`peak`: the most bytes that autograd has kept for backward at one time, parameters apart."""
 
+    class Storage:
+        """One whose bytes count, as long as a graph keeps it."""
+
     def __init__(self, parameters):
-        super().__init__(self.pack, lambda kept: kept.tensor)
-        self.users = {parameter.untyped_storage().data_ptr(): 1 for parameter in parameters}  # so they never count
-        self.now = self.peak = 0
+        super().__init__(self.pack, lambda kept: kept[0])
+        self.now, self.peak, self.parameters, self.kept = 0, 0, self.Storage(), weakref.WeakValueDictionary()
+        self.kept.update({parameter.untyped_storage().data_ptr(): self.parameters for parameter in parameters})
 
     def pack(self, tensor):
         storage = tensor.untyped_storage()
-        self.count(storage, 1)
-        return Kept(tensor, lambda: self.count(storage, -1))
+        kept = self.kept.get(storage.data_ptr())
+        if kept is None:
+            self.kept[storage.data_ptr()] = kept = self.Storage()
+            weakref.finalize(kept, self.count, -storage.nbytes())
+            self.count(storage.nbytes())
+        return tensor, kept
 
-    def count(self, storage, change):
-        users = self.users[storage.data_ptr()] = self.users.get(storage.data_ptr(), 0) + change
-        if users == max(change, 0):  # the first, or the last
-            self.now += change * storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-
-class Kept:
-    def __init__(self, tensor, forget):
-        self.tensor, self.forget = tensor, forget
-
-    def __del__(self):
-        self.forget()
+    def count(self, change):
+        self.now += change
+        self.peak = max(self.peak, self.now)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Demo.
 
-
-def arguments(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="gpt2-tiny")
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel ranks; data-parallel are those that are left"
-    )
-    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel ranks")
-    parser.add_argument("--schedule", choices=pipeline.SCHEDULES, default="1f1b")
-    parser.add_argument("--stages-per-rank", type=int, default=1)
-    parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--zero1", action="store_true", help="split the optimizer over data-parallel ranks")
-    parser.add_argument("--micro-batch-size", type=int, default=2, help="sequences that are computed at once")
-    parser.add_argument("--global-batch-size", type=int, default=16, help="sequences per step, over all ranks")
-    parser.add_argument("--sequence-length", type=int, default=64)
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--optimizer", choices=("AdamW", "SGD"), default="AdamW")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps to the full learning rate")
-    parser.add_argument("--clip-grad", type=float, default=1.0, metavar="NORM", help="0: do not clip")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--data", metavar="FILE", help="text to train on, by bytes (default: the standard library)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--metrics", metavar="FILE", help="write a JSON object a line and step")
-    parser.add_argument("--compare", action="store_true", help="one row for each grid that fits the world")
-    parser.add_argument("--check", action="store_true", default=None, help="compare with one device (tiny: always)")
-    return parser.parse_args(argv)
+FLAGS = {
+    "--model": {"choices": MODELS, "default": "gpt2-tiny"},
+    "--tp": {"type": int, "help": "tensor-parallel ranks; data-parallel are those that are left"},
+    "--pp": {"type": int, "help": "pipeline-parallel ranks; without --tp and --pp both are 2 where the world has them"},
+    "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b"},
+    "--stages-per-rank": {"type": int, "default": 1},
+    "--sequence-parallel": {"action": "store_true"},
+    "--zero1": {"action": "store_true", "help": "split the optimizer over data-parallel ranks"},
+    "--micro-batch-size": {"type": int, "default": 2, "help": "sequences that are computed at once"},
+    "--global-batch-size": {"type": int, "default": 16, "help": "sequences per step, over all ranks"},
+    "--sequence-length": {"type": int, "default": 64},
+    "--dtype": {"choices": ("float64", "float32", "bfloat16", "float16"), "help": "default: float64 where compared"},
+    "--optimizer": {"choices": ("AdamW", "SGD"), "default": "AdamW"},
+    "--lr": {"type": float, "default": 1e-3},
+    "--warmup": {"type": int, "default": 0, "metavar": "STEPS", "help": "steps to the full learning rate"},
+    "--clip-grad": {"type": float, "default": 1.0, "metavar": "NORM", "help": "0: do not clip"},
+    "--dropout": {"type": float, "default": 0.0},
+    "--steps": {"type": int, "default": 10},
+    "--metrics": {"metavar": "FILE", "help": "write a JSON object a line and step"},
+    "--compare": {"action": "store_true", "help": "one row for each grid that fits the world"},
+    "--check": {"action": "store_true", "help": "compare with one device (tiny: always)"},
+}
+HEADER = ("tp × pp × dp", "params", "grads", "optimizer", "activations", "tp", "pp", "dp", "tokens/s", "vs 1 device")
 
 
 class Session(ddp.Demo):
-    """Joins the world, reads the text, trains on a grid or on several, and prints."""
+    """Trains on a grid, or on several, beside one device, and prints."""
 
     def __init__(self):
-        self.args = arguments()
-        self.join_world()
-        self.T, self.batch_size = self.args.sequence_length, self.args.global_batch_size
-        problem = self.read_text(self.args.data)
-        if self.args.steps < 1:
-            problem = f"--steps {self.args.steps}: at least 1"
-        self.config = MODELS[self.args.model]
-        if self.args.check is None:
-            self.args.check = self.args.model == "gpt2-tiny" and self.args.dropout == 0
-        self.metrics_begun = False
-        self.stop_if(problem)
+        ddp.__doc__ = __doc__  # whose first line --help shows
+        super().__init__(FLAGS)
+        args, self.config = self.args, MODELS[self.args.model]
+        if len(self.text) <= args.sequence_length:
+            self.stop(f"--data {args.data}: {len(self.text)} bytes, for --sequence-length {args.sequence_length}")
+        args.check = args.check or args.model == "gpt2-tiny"
+        args.dtype = args.dtype or ("float64" if args.check else "float32")
+        self.metrics = open(args.metrics if args.metrics and self.rank == 0 else os.devnull, "w", buffering=1)
 
     def grids(self):
-        if not self.args.compare:
-            return [(self.args.tp, self.args.pp)]
-        fits = [
-            (tp, pp)
-            for tp in range(1, self.ranks + 1)
-            for pp in range(1, self.ranks + 1)
-            if self.ranks % (tp * pp) == 0
-        ]
-        return [(tp, pp) for tp, pp in fits if self.config.heads % tp == 0]
+        """-> (tp, pp) of each grid to train on."""
+        args, sizes = self.args, range(1, self.ranks + 1)
+        if args.compare:
+            fits = [(tp, pp) for tp in sizes for pp in sizes if self.ranks % (tp * pp) == 0]
+            return [(tp, pp) for tp, pp in fits if self.config.heads % tp == 0]
+        if args.tp is None and args.pp is None:
+            return [(2 if self.ranks % 2 == 0 else 1, 2 if self.ranks % 4 == 0 else 1)]
+        return [(1 if args.tp is None else args.tp, 1 if args.pp is None else args.pp)]
+
+    def batch(self, number):
+        """-> inputs, targets of a step, (global batch, sequence)."""
+        generator, T = torch.Generator().manual_seed(1_000_003 * self.args.seed + number), self.args.sequence_length
+        starts = torch.randint(len(self.text) - T, (self.args.global_batch_size, 1), generator=generator)
+        window = self.text[starts + torch.arange(T + 1)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
 
     def run(self, tp, pp):
-        """Train on one grid; -> a row of the table."""
-        trainer = problem = None
+        """Train on one grid. -> a row of the table, whose last cell is "DIFFERS" where one device does"""
+        args, steps = self.args, self.args.steps
         try:
-            trainer = Trainer(self.config, Grid(tp, pp, self.device.type), self.args, self.device)
+            trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
         except ValueError as error:
-            problem = str(error)
-        self.stop_if(problem)
-        grid, steps, history = trainer.grid, self.args.steps, []
+            self.stop(error)
+        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        self.psi = num_parameters(self.config)
+        self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {steps} steps")
+        self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
+        self.losses, self.times, self.differences, plain = [], [], [], iter(())
+        if args.check and (tp == 1 or args.dropout == 0):  # heads on several ranks draw dropout of their own
+            plain = train_on_one_device(self.config, args, map(self.batch, range(steps)), self.device)
         for number in range(steps):
-            saved, sent, start = SavedBytes(trainer.parameters), SentByAxis(grid), time.perf_counter()
+            batch, saved, sent = self.batch(number), SavedBytes(trainer.parameters), SentByAxis(trainer.grid)
             measured = number == min(1, steps - 1)  # it takes time; and in the first step ranks also agree on shapes
+            start = time.perf_counter()
             with saved if measured else nullcontext(), sent if measured else nullcontext():
-                loss, norm = trainer.step(*self.batch(number))
+                loss, norm = trainer.step(*batch)
+            middle = time.perf_counter()
+            expected = next(plain, None)
+            self.times.append((middle - start, time.perf_counter() - middle))
+            self.losses.append(loss)
+            self.progress(trainer, norm)
             if measured:
-                costs = sent.by_axis, saved.peak
-            history.append(
-                {"step": number + 1, "loss": loss, "grad_norm": norm, "lr": trainer.schedule.get_last_lr()[0]}
-            )
-            history[-1]["seconds"] = time.perf_counter() - start
-            history[-1]["tokens_per_second"] = self.batch_size * self.T / history[-1]["seconds"]
-            self.progress(history[-1], grid)
-        return self.row(trainer, history, *costs)
+                costs = saved.peak, *sent.by_axis.values()
+            if expected:
+                mine, theirs = trainer.full_state_dict(), expected[2].state_dict()
+                self.differences += [(mine[name] - theirs[name]).abs().max().item() for name in mine]
+                self.differences += [abs(loss - expected[0]), abs(norm - expected[1])]
+        return self.report(trainer, costs)
 
-    def progress(self, now, grid):
-        """A line per step: on a terminal with the time left and, in the end, replaced by the result."""
-        line = "step {step}/{steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  {tokens_per_second:,.0f}"
-        line = line.format(**now, steps=self.args.steps) + " tokens/s"
-        if sys.stderr.isatty():
-            line = f"\r{line}  {now['seconds'] * (self.args.steps - now['step']):.0f} s left\033[K"
-            self.show(line, end="" if now["step"] < self.args.steps else "\r\033[K", file=sys.stderr)
-        elif not self.args.check:
-            self.show(line)
-        if self.args.metrics and self.rank == 0:
-            with open(self.args.metrics, "a" if now["step"] > 1 or self.metrics_begun else "w") as file:
-                self.metrics_begun = True
-                file.write(json.dumps({"tp": grid.tp, "pp": grid.pp, "dp": grid.dp} | now) + "\n")
+    def progress(self, trainer, norm):
+        """A line per step, on a terminal over the one before."""
+        (lr, *_), (seconds, _) = (group["lr"] for group in trainer.optimizer.param_groups), self.times[-1]
+        now = {"step": len(self.losses), "loss": self.losses[-1], "grad_norm": norm, "lr": lr, "seconds": seconds}
+        now["tokens_per_second"] = self.args.global_batch_size * self.args.sequence_length / seconds
+        print(json.dumps({axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | now), file=self.metrics)
+        line = "step {step}/{steps}   loss {loss:.3f}   grad norm {grad_norm:.3f}   lr {lr:.2e}   "
+        line = (line + "{tokens_per_second:,.0f} tokens/s").format(**now, steps=self.args.steps)
+        self.show(line, end="\r" if sys.stdout.isatty() else "\n")
 
-    def row(self, trainer, history, sent, activations):
-        """Report one grid, of each cost the most that any rank has. -> its row of the table; does it agree?"""
-        optimizer = trainer.optimizer
-        held = zero.held_by(optimizer) if self.args.zero1 else ddp.held(trainer.parameters, optimizer)
+    def report(self, trainer, costs):
+        """Of each cost the most that any rank has."""
+        args, grid, optimizer = self.args, trainer.grid, trainer.optimizer
+        held = zero.held_by(optimizer) if args.zero1 else ddp.held(trainer.parameters, optimizer)
         if isinstance(optimizer, amp.MixedPrecisionOptimizer):
-            masters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-            held = (*held[:2], held[2] + ddp.held_bytes(masters))
-        everyone, formula = [None] * self.ranks, sent_by_formula(trainer)
-        sent, formula = ([by_axis[axis] for axis in ("tp", "pp", "dp")] for by_axis in (sent, formula))
-        dist.all_gather_object(everyone, [*held, activations, *sent, *formula, sum(sent), sum(formula)])
-        most = [f"{max(values) / 1e6:.1f}" for values in zip(*everyone, strict=True)]
-        verdict, agree, ms_one_device = self.check(history) if self.args.check else ("not compared", None, "-")
-        grid, ms = trainer.grid, 1e3 * statistics.median(now["seconds"] for now in history)
-        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} · {self.device.type}/{dist.get_backend()}"
-        psi, plain = self.config.parameters(), self.config.parameters() * trainer.dtype.itemsize / 1e6
-        self.show(f"parallel_3d · {world} · {psi / 1e6:.1f}M parameters · {len(history)} steps")
-        self.show(f"grid        tp {grid.tp} × pp {grid.pp} × dp {grid.dp} · {self.args.model} · {self.args.dtype}")
-        self.show(f"loss        {history[0]['loss']:.3f} → {history[-1]['loss']:.3f}")
+            held = *held[:2], held[2] + ddp.held_bytes(optimizer.param_groups[0]["params"])
+        sums = sum(costs[1:]), sum(sent_by_formula(trainer).values())
+        largest = torch.tensor([0.0, *self.differences]).nan_to_num(nan=math.inf).max().item()
+        most = torch.tensor([*held, *costs, *sums, largest], dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        *most, sent, formula, largest = most.tolist()
+        tolerance = {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05)
+        equal, verdict = "-", "not compared"
+        if self.differences:
+            equal = "ok" if largest <= tolerance else "DIFFERS"
+            verdict = (
+                f"{'' if equal == 'ok' else 'NOT '}equal within {tolerance}: {largest:.0e} over {args.steps} steps"
+            )
+            verdict = f"loss, gradients' norm and parameters {verdict}"
+        cells = [f"{n / 1e6:.1f}" for n in most]
+        ms, ms_one_device = (f"{1e3 * statistics.median(times):.0f}" for times in zip(*self.times, strict=True))
+        plain = self.psi * trainer.dtype.itemsize / 1e6
+        state = 2 * plain if args.optimizer == "AdamW" else 0
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
         self.show(f"vs 1 device {verdict}")
-        held = "   ".join(
-            f"{name} {size} MB" for name, size in zip(("params", "grads", "optimizer"), most, strict=False)
-        )
-        self.show(f"held/rank   {held}      (1 device: {plain:.1f} / {plain:.1f} / {2 * plain:.1f})")
-        self.show(f"sent/rank   {most[10]} MB per step      formula tp+pp+dp = {most[11]} MB")
-        self.show(f"time        {ms:.0f} ms per step      (1 device: {ms_one_device})\n")
-        rate = f"{1e3 * self.batch_size * self.T / ms:,.0f}"
-        return (
-            f"{grid.tp} × {grid.pp} × {grid.dp}",
-            *most[:4],
-            *most[4:7],
-            rate,
-            {None: "-", True: "ok", False: "DIFFERS"}[agree],
-        ), agree
-
-    def check(self, history):
-        """Train on one device, on every rank. -> what the difference is, whether it is small, and the time per step."""
-        batches = (self.batch(number) for number in range(self.args.steps))
-        start, plain = time.perf_counter(), []
-        for loss, norm, _ in train_on_one_device(self.config, self.args, batches):
-            plain.append((loss, norm))
-        ms = 1e3 * (time.perf_counter() - start) / self.args.steps
-        differences = [
-            max(abs(now[key] - values[i]) for now, values in zip(history, plain, strict=True))
-            for i, key in enumerate(("loss", "grad_norm"))
-        ]
-        tolerance = {"float64": 1e-9, "float32": 1e-3}.get(self.args.dtype, 0.05)
-        agree = self.all_agree(max(differences) <= tolerance)  # NaN is not
-        text = "max |Δloss| {:.1e}, max |Δgrad_norm| {:.1e}, ".format(*differences)
-        return f"{text}{'' if agree else 'NOT '}equal within {tolerance:g}", agree, f"{ms:.0f}"
-
-    def all_agree(self, mine):
-        everyone = [None] * self.ranks
-        dist.all_gather_object(everyone, mine)
-        return all(everyone)
-
-
-HEADER = ("tp × pp × dp", "params", "grads", "optimizer", "activations", "tp", "pp", "dp", "tokens/s", "vs 1 device")
+        held = "   ".join(f"{name} {size} MB" for name, size in zip(HEADER[1:4], cells, strict=False))
+        self.show(f"held/rank   {held}      (1 device: {plain:.1f} / {plain:.1f} / {state:.1f})")
+        self.show(f"sent/rank   {sent / 1e6:.1f} MB per step      formula tp+pp+dp = {formula / 1e6:.1f} MB")
+        self.show(f"time        {ms} ms per step      (1 device: {ms_one_device if self.differences else '-'})\n")
+        rate = args.global_batch_size * args.sequence_length / statistics.median(seconds for seconds, _ in self.times)
+        return f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", equal
 
 
 def main():
     session = Session()
-    rows, agree = zip(*(session.run(tp, pp) for tp, pp in session.grids()), strict=True)
+    rows = [session.run(tp, pp) for tp, pp in session.grids()]
     session.show("the most on any rank, in MB: held, and sent per step along each axis")
     for row in (HEADER, *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))
-    session.leave(1 if False in agree else 0)
+    return int("DIFFERS" in {row[-1] for row in rows})
 
 
 if __name__ == "__main__":
-    main()
+    status = main()
+    gc.collect()  # who still holds a group keeps gloo's threads, which may abort the process at its exit
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(status)
