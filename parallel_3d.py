@@ -8,13 +8,12 @@ the stage, and each pipeline trains on its own part of the batch. 8 ranks with -
                         ┊          ┊                                 ┊          ┊          ──→ pp: activations, once
     batch, part 1   rank 2 ═══ rank 3                     ───→   rank 6 ═══ rank 7          ┊  dp: gradients, per step
 
-Tensor-parallel ranks are neighbours, since they wait for each other in every layer: they should share a machine. Then
-comes data, then pipeline, whose stages pass one tensor per micro-batch: rank = (pp · DP + dp) · TP + tp.
+Tensor-parallel ranks are neighbours, as they wait for each other in every layer: rank = (pp · DP + dp) · TP + tp.
 
-What the axes have to know of each other is little, and all of it is in `Trainer`: the embedding is also the head, on
-another stage, so their gradients are added; the mean over pipelines is taken when the pipeline is done; the loss is a
-mean over the tokens of the whole batch; the norm of the gradients counts each of them once; dropout has a seed for
-each layer and micro-batch, wherever they are.
+The axes need to know little of each other, and all of it is in `Trainer`: the embedding is also the head, on another
+stage, so their gradients are added; the mean over pipelines is taken when the pipeline is done; the loss is a mean over
+the tokens of the whole batch; the norm of the gradients counts each once; dropout has a seed for each layer and
+micro-batch, wherever they are.
 
 Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m micro-batches, s tokens, h hidden size:
 
@@ -31,14 +30,14 @@ Left out: checkpoints, evaluation, data sets of tokens; context and expert paral
 """
 
 import gc
+import itertools
 import json
 import math
 import os
 import statistics
 import sys
 import time
-import weakref
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -58,7 +57,7 @@ import zero
 
 
 class Grid:
-    """Where this rank is: `tp`, `dp` and `pp` are the sizes, `at[axis]` the position, `groups[axis]` its neighbours.
+    """`tp`, `dp` and `pp` are the sizes; of this rank, `at[axis]` is the position and `groups[axis]` the neighbours.
 
     `groups["ends"]` are the first and the last of pp. ValueError when tp · pp does not divide the world.
     """
@@ -98,11 +97,6 @@ MODELS = {
 }
 
 
-def num_parameters(config):
-    L, h, _, V, P = config
-    return V * h + P * h + L * (12 * h**2 + 13 * h) + 2 * h
-
-
 class Embedding(nn.Module):
     def __init__(self, config, dropout):
         super().__init__()
@@ -132,13 +126,9 @@ class Block(nn.Module):
         return x_sbh + self.dropout(self.linear2(F.gelu(self.linear1(self.norm2(x_sbh)), approximate="tanh")))
 
 
-class Head(nn.Module):
+class Head(nn.Sequential):
     def __init__(self, config, dropout):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(config.h), nn.Linear(config.h, config.V, bias=False)
-
-    def forward(self, x_sbh):
-        return self.linear(self.norm(x_sbh))
+        super().__init__(OrderedDict(norm=nn.LayerNorm(config.h), linear=nn.Linear(config.h, config.V, bias=False)))
 
 
 @torch.no_grad()
@@ -160,8 +150,7 @@ def build_layer(config, number, dropout=0.0, seed=0):
 class Stage(nn.Sequential):
     """Some layers of the model, {number: layer}, for one micro-batch after the other, from number `microbatch` on.
 
-    Dropout has a seed for each layer and micro-batch. So its masks do not depend on where, and after what, these are
-    computed: one device, which has all of both, draws the same.
+    Dropout has a seed for each layer and micro-batch, so that one device, which has all of both, draws the same masks.
     """
 
     def __init__(self, layers, seed=None):
@@ -186,18 +175,17 @@ def plain_model(config, dropout=0.0, seed=0):
 
 
 PLAN = {"word": "vocab", "linear": "vocab", "qkv": "qkv", "proj": "row", "linear1": "column", "linear2": "row"}
-BETWEEN = {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}
+PLAN |= {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}  # where the sequence is split
 
 
 def split_layer(layer, group, sequence_parallel):
     """Let a plain layer keep this rank's slices."""
-    plan = PLAN | BETWEEN if sequence_parallel else PLAN
-    plan = {name: plan[name] for name, _ in layer.named_children() if name in plan}
+    names = [name for name, _ in layer.named_children() if name in PLAN and (sequence_parallel or name != "dropout")]
     if isinstance(layer, Block):
         layer.region = lambda: tensor_parallel.parallel_region(group)
     elif isinstance(layer, Embedding) and sequence_parallel:
         layer.enter = lambda x: tensor_parallel.scatter_to_sequence(x, group)
-    return tensor_parallel.parallelize(layer, plan, group, sequence_parallel)
+    return tensor_parallel.parallelize(layer, {name: PLAN[name] for name in names}, group, sequence_parallel)
 
 
 def layers_of_stage(config, stage, num_stages):
@@ -244,20 +232,29 @@ class Trainer:
         self.check_arguments()
         mine = range(grid.at["pp"], self.num_stages, grid.pp)
         self.numbers = [layers_of_stage(config, stage, self.num_stages) for stage in mine]
-        layers = {number: self.build(number) for numbers in self.numbers for number in numbers}
+        layers = {n: build_layer(config, n, args.dropout, args.seed) for numbers in self.numbers for n in numbers}
+        for layer in layers.values():
+            split_layer(layer, grid.groups["tp"], args.sequence_parallel).to(self.device, self.dtype)
         embedding, head = layers.get(0), layers.get(config.L + 1)
         if embedding and head:
             head.linear.weight = embedding.word.weight
         self.tied = embedding.word.weight if embedding else head.linear.weight if head else None
-        self.counts_tied = embedding is not None  # in the norm: not again on the last stage
         seed = args.seed if args.dropout else None
         self.stages = nn.ModuleList(Stage({number: layers[number] for number in part}, seed) for part in self.numbers)
         self.parameters = list(self.stages.parameters())
-        names = [name for name, *_ in tensor_parallel.split_parameters(self.stages)]
-        self.split = {self.stages.get_parameter(name) for name in names}
+        # In the norm, what several ranks hold counts on one: the first of tp, the first stage.
+        split = {self.stages.get_parameter(name) for name, *_ in tensor_parallel.split_parameters(self.stages)}
+        self.counted = {parameter for parameter in self.parameters if parameter in split or grid.at["tp"] == 0}
+        self.counted -= set() if embedding else {self.tied}
         self.pipeline = pipeline.Pipeline(self.stages, args.schedule, self.microbatches, self.loss, grid.groups["pp"])
         self.scaler = amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.optimizer = self.make_optimizer()
+        optimizer, lr = getattr(torch.optim, args.optimizer), args.lr
+        if args.zero1:  # has fp32 masters where the model is in 16 bits
+            self.optimizer = zero.Zero1(self.stages, optimizer, grid.groups["dp"], lr=lr)
+        else:
+            self.optimizer = optimizer(self.parameters, lr=lr)
+            if self.dtype.itemsize == 2:
+                self.optimizer = amp.MixedPrecisionOptimizer(self.optimizer, self.dtype)
 
     def check_arguments(self):
         args, grid, config = self.args, self.grid, self.config
@@ -266,29 +263,14 @@ class Trainer:
             tensor_parallel.check_divides("positions", args.sequence_length, grid.tp)
         multiple, size = args.micro_batch_size * grid.dp, args.global_batch_size
         if multiple < 1 or size < 1 or size % multiple:
-            raise ValueError(
-                f"--global-batch-size {size} must be a multiple of --micro-batch-size {args.micro_batch_size} × "
-                f"{grid.dp} data-parallel ranks"
-            )
+            multiple = f"--micro-batch-size {args.micro_batch_size} × {grid.dp} data-parallel ranks"
+            raise ValueError(f"--global-batch-size {size} must be a multiple of {multiple}")
         if not 1 <= self.num_stages <= config.L:
             raise ValueError(f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks")
         if not 1 <= args.sequence_length <= config.P:
             raise ValueError(f"--sequence-length {args.sequence_length}; the model has {config.P} positions")
         if not args.clip_grad >= 0:
             raise ValueError(f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none")
-
-    def build(self, number):
-        layer = build_layer(self.config, number, self.args.dropout, self.args.seed)
-        return split_layer(layer, self.grid.groups["tp"], self.args.sequence_parallel).to(self.device, self.dtype)
-
-    def make_optimizer(self):
-        kind, lr = getattr(torch.optim, self.args.optimizer), self.args.lr
-        if self.args.zero1:  # has fp32 masters where the model is in 16 bits
-            return zero.Zero1(self.stages, kind, self.grid.groups["dp"], lr=lr)
-        optimizer = kind(self.parameters, lr=lr)
-        return (
-            amp.MixedPrecisionOptimizer(optimizer, self.dtype, self.scaler) if self.dtype.itemsize == 2 else optimizer
-        )
 
     def step(self, inputs_bs, targets_bs):
         """One step on the global batch, targets of -100 masked. -> its loss and its gradients' norm, on all ranks.
@@ -309,7 +291,7 @@ class Trainer:
         self.reduce_gradients()
         norm = self.clip_grad_norm_(self.args.clip_grad or math.inf)
         self.optimizer.step() if math.isfinite(norm) else self.optimizer.zero_grad()
-        if self.args.zero1 and self.scaler.is_enabled():
+        if self.scaler.is_enabled():
             self.adapt_scale(norm)
         loss = torch.zeros((), device=self.device) if loss is None else loss / scale / grid.dp
         return grid.sum(loss.double(), "pp", "dp"), norm
@@ -326,30 +308,27 @@ class Trainer:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients so that the norm of all of them is at most `max_norm`; -> the norm."""
+        """Divide the gradients by the scale of the loss, and clip them; -> the norm of all of them together."""
+        grid, scale, counted = self.grid, self.scaler.get_scale(), self.counted.__contains__
         if self.args.zero1:
-            for bucket in self.optimizer._buckets if self.scaler.is_enabled() else ():
-                bucket.divisor = self.scaler.get_scale()  # of 16-bit gradients the bucket has the mean, scaled
-            groups = [self.grid.groups[axis] for axis in ("tp", "pp")]
-            return self.optimizer.clip_grad_norm_(max_norm, counted=self.counts, process_groups=groups).item()
+            for bucket in self.optimizer._buckets if scale != 1 else ():
+                bucket.divisor = scale  # whose 16-bit gradients are means
+            groups = [grid.groups["tp"], grid.groups["pp"]]
+            return self.optimizer.clip_grad_norm_(max_norm, counted=counted, process_groups=groups).item()
         if self.dtype.itemsize == 2:
-            self.optimizer.unscale_()
+            self.optimizer.unscale_()  # casts them up
         weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their fp32 masters
-        pairs = zip(self.parameters, weights, strict=True)
-        squares = [weight.grad.norm(dtype=torch.float64) ** 2 for parameter, weight in pairs if self.counts(parameter)]
-        total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.device))
-        norm = self.grid.sum(total, "tp", "pp") ** 0.5
+        norms = [
+            weight.grad.norm(dtype=torch.float64)
+            for weight in itertools.compress(weights, map(counted, self.parameters))
+        ]
+        norm = grid.sum(torch.stack(norms).square().sum(), "tp", "pp") ** 0.5 / scale
         for weight in weights:
-            weight.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+            weight.grad.mul_(min(1.0, max_norm / (norm + 1e-6)) / scale)
         return norm
 
-    def counts(self, parameter):
-        """Is this rank the one whose part of `parameter` is in the norm? What several ranks hold counts once."""
-        split = parameter in self.split
-        return (split or self.grid.at["tp"] == 0) and (parameter is not self.tied or self.counts_tied)
-
     def adapt_scale(self, norm):
-        """Gradients that Zero1 has taken away the scaler sees as their norm: finite, if they all are."""
+        """The scaler sees one gradient, the norm, which is finite if they all are."""
         seen = nn.Parameter(torch.zeros((), device=self.device))
         seen.grad = torch.full_like(seen, norm)
         self.scaler.unscale_(torch.optim.SGD([seen]))
@@ -369,15 +348,14 @@ class SentByAxis(ddp.SentBytes):
 
     def __init__(self, grid):
         super().__init__()
-        self.axes = {group.group_name: axis.replace("ends", "pp") for axis, group in grid.groups.items()}
         self.by_axis = dict.fromkeys(("tp", "pp", "dp"), 0.0)
+        self.axes = {grid.groups[axis].group_name: axis for axis in self.by_axis}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         before, result = self.total, super().__torch_dispatch__(func, types, args, kwargs)
         if self.total > before:
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            axis = self.axes.get(dist.ProcessGroup.unbox(group).group_name, "dp")  # all: a scaler's 4 bytes
-            self.by_axis[axis] += self.total - before
+            self.by_axis[self.axes.get(dist.ProcessGroup.unbox(group).group_name, "pp")] += self.total - before
         return result
 
 
@@ -398,31 +376,6 @@ def sent_by_formula(trainer):
         pp += trainer.tied.numel() if ends else 0
     dp = 2 * sum(parameter.numel() for parameter in trainer.parameters) * (grid.dp - 1) / grid.dp
     return {"tp": m * tp * (t - 1) / t, "pp": pp * itemsize, "dp": dp * itemsize}
-
-
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """`peak`: the most bytes that autograd has kept for backward at one time, parameters apart."""
-
-    class Storage:
-        """One whose bytes count, as long as a graph keeps it."""
-
-    def __init__(self, parameters):
-        super().__init__(self.pack, lambda kept: kept[0])
-        self.now, self.peak, self.parameters, self.kept = 0, 0, self.Storage(), weakref.WeakValueDictionary()
-        self.kept.update({parameter.untyped_storage().data_ptr(): self.parameters for parameter in parameters})
-
-    def pack(self, tensor):
-        storage = tensor.untyped_storage()
-        kept = self.kept.get(storage.data_ptr())
-        if kept is None:
-            self.kept[storage.data_ptr()] = kept = self.Storage()
-            weakref.finalize(kept, self.count, -storage.nbytes())
-            self.count(storage.nbytes())
-        return tensor, kept
-
-    def count(self, change):
-        self.now += change
-        self.peak = max(self.peak, self.now)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -450,7 +403,7 @@ FLAGS = {
     "--compare": {"action": "store_true", "help": "one row for each grid that fits the world"},
     "--check": {"action": "store_true", "help": "compare with one device (tiny: always)"},
 }
-HEADER = ("tp × pp × dp", "params", "grads", "optimizer", "activations", "tp", "pp", "dp", "tokens/s", "vs 1 device")
+HEADER = ("tp × pp × dp", "params", "grads", "optimizer", "tp", "pp", "dp", "tokens/s", "vs 1 device")
 
 
 class Session(ddp.Demo):
@@ -460,21 +413,21 @@ class Session(ddp.Demo):
         ddp.__doc__ = __doc__  # whose first line --help shows
         super().__init__(FLAGS)
         args, self.config = self.args, MODELS[self.args.model]
-        if len(self.text) <= args.sequence_length:
-            self.stop(f"--data {args.data}: {len(self.text)} bytes, for --sequence-length {args.sequence_length}")
+        with torch.device("meta"):
+            self.psi = sum(parameter.numel() for parameter in plain_model(self.config).parameters())
         args.check = args.check or args.model == "gpt2-tiny"
         args.dtype = args.dtype or ("float64" if args.check else "float32")
-        self.metrics = open(args.metrics if args.metrics and self.rank == 0 else os.devnull, "w", buffering=1)
+        self.metrics = open(args.metrics if args.metrics and self.rank == 0 else os.devnull, "w")  # noqa: SIM115
 
     def grids(self):
         """-> (tp, pp) of each grid to train on."""
-        args, sizes = self.args, range(1, self.ranks + 1)
-        if args.compare:
+        tp, pp, sizes = self.args.tp, self.args.pp, range(1, self.ranks + 1)
+        if self.args.compare:
             fits = [(tp, pp) for tp in sizes for pp in sizes if self.ranks % (tp * pp) == 0]
             return [(tp, pp) for tp, pp in fits if self.config.heads % tp == 0]
-        if args.tp is None and args.pp is None:
+        if tp is None and pp is None:
             return [(2 if self.ranks % 2 == 0 else 1, 2 if self.ranks % 4 == 0 else 1)]
-        return [(1 if args.tp is None else args.tp, 1 if args.pp is None else args.pp)]
+        return [(1 if tp is None else tp, 1 if pp is None else pp)]
 
     def batch(self, number):
         """-> inputs, targets of a step, (global batch, sequence)."""
@@ -484,85 +437,71 @@ class Session(ddp.Demo):
         return window[:, :-1], window[:, 1:]
 
     def run(self, tp, pp):
-        """Train on one grid. -> a row of the table, whose last cell is "DIFFERS" where one device does"""
-        args, steps = self.args, self.args.steps
+        """Train on one grid. -> a row of the table"""
+        args, history, differences, plain = self.args, [], [], itertools.repeat(None)
         try:
             trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
         except ValueError as error:
             self.stop(error)
         world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
-        self.psi = num_parameters(self.config)
-        self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {steps} steps")
+        self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
         self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
-        self.losses, self.times, self.differences, plain = [], [], [], iter(())
         if args.check and (tp == 1 or args.dropout == 0):  # heads on several ranks draw dropout of their own
-            plain = train_on_one_device(self.config, args, map(self.batch, range(steps)), self.device)
-        for number in range(steps):
-            batch, saved, sent = self.batch(number), SavedBytes(trainer.parameters), SentByAxis(trainer.grid)
-            measured = number == min(1, steps - 1)  # it takes time; and in the first step ranks also agree on shapes
-            start = time.perf_counter()
-            with saved if measured else nullcontext(), sent if measured else nullcontext():
+            plain = train_on_one_device(self.config, args, map(self.batch, range(args.steps)), self.device)
+        for number in range(args.steps):
+            batch, sent, start = self.batch(number), SentByAxis(trainer.grid), time.perf_counter()
+            with sent if number == args.steps - 1 else nullcontext():  # it takes time
                 loss, norm = trainer.step(*batch)
             middle = time.perf_counter()
-            expected = next(plain, None)
-            self.times.append((middle - start, time.perf_counter() - middle))
-            self.losses.append(loss)
-            self.progress(trainer, norm)
-            if measured:
-                costs = saved.peak, *sent.by_axis.values()
+            expected, end = next(plain), time.perf_counter()
+            history.append((loss, middle - start, end - middle))
+            self.progress(trainer, loss, norm, middle - start)
             if expected:
                 mine, theirs = trainer.full_state_dict(), expected[2].state_dict()
-                self.differences += [(mine[name] - theirs[name]).abs().max().item() for name in mine]
-                self.differences += [abs(loss - expected[0]), abs(norm - expected[1])]
-        return self.report(trainer, costs)
+                differences += [(mine[name] - theirs[name]).abs().max().item() for name in mine]
+                differences += [abs(loss - expected[0]), abs(norm - expected[1])]
+        return self.report(trainer, *zip(*history, strict=True), differences, sent)
 
-    def progress(self, trainer, norm):
-        """A line per step, on a terminal over the one before."""
-        (lr, *_), (seconds, _) = (group["lr"] for group in trainer.optimizer.param_groups), self.times[-1]
-        now = {"step": len(self.losses), "loss": self.losses[-1], "grad_norm": norm, "lr": lr, "seconds": seconds}
+    def progress(self, trainer, loss, norm, seconds):
+        now = {axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | {"step": trainer.number}
+        now |= {"loss": loss, "grad_norm": norm, "lr": trainer.optimizer.param_groups[0]["lr"], "seconds": seconds}
         now["tokens_per_second"] = self.args.global_batch_size * self.args.sequence_length / seconds
-        print(json.dumps({axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | now), file=self.metrics)
-        line = "step {step}/{steps}   loss {loss:.3f}   grad norm {grad_norm:.3f}   lr {lr:.2e}   "
-        line = (line + "{tokens_per_second:,.0f} tokens/s").format(**now, steps=self.args.steps)
-        self.show(line, end="\r" if sys.stdout.isatty() else "\n")
+        print(json.dumps(now), file=self.metrics, flush=True)
+        line = "step {step}/{steps}   loss {loss:.3f}   grad norm {grad_norm:.3f}   {tokens_per_second:,.0f} tokens/s"
+        self.show(line.format(**now, steps=self.args.steps))
 
-    def report(self, trainer, costs):
-        """Of each cost the most that any rank has."""
+    def report(self, trainer, losses, seconds, seconds_plain, differences, sent):
+        """Print, of each cost, the most that any rank has."""
         args, grid, optimizer = self.args, trainer.grid, trainer.optimizer
         held = zero.held_by(optimizer) if args.zero1 else ddp.held(trainer.parameters, optimizer)
         if isinstance(optimizer, amp.MixedPrecisionOptimizer):
             held = *held[:2], held[2] + ddp.held_bytes(optimizer.param_groups[0]["params"])
-        sums = sum(costs[1:]), sum(sent_by_formula(trainer).values())
-        largest = torch.tensor([0.0, *self.differences]).nan_to_num(nan=math.inf).max().item()
-        most = torch.tensor([*held, *costs, *sums, largest], dtype=torch.float64, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        *most, sent, formula, largest = most.tolist()
-        tolerance = {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05)
-        equal, verdict = "-", "not compared"
-        if self.differences:
-            equal = "ok" if largest <= tolerance else "DIFFERS"
-            verdict = (
-                f"{'' if equal == 'ok' else 'NOT '}equal within {tolerance}: {largest:.0e} over {args.steps} steps"
-            )
-            verdict = f"loss, gradients' norm and parameters {verdict}"
-        cells = [f"{n / 1e6:.1f}" for n in most]
-        ms, ms_one_device = (f"{1e3 * statistics.median(times):.0f}" for times in zip(*self.times, strict=True))
-        plain = self.psi * trainer.dtype.itemsize / 1e6
-        state = 2 * plain if args.optimizer == "AdamW" else 0
-        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device {verdict}")
-        held = "   ".join(f"{name} {size} MB" for name, size in zip(HEADER[1:4], cells, strict=False))
-        self.show(f"held/rank   {held}      (1 device: {plain:.1f} / {plain:.1f} / {state:.1f})")
-        self.show(f"sent/rank   {sent / 1e6:.1f} MB per step      formula tp+pp+dp = {formula / 1e6:.1f} MB")
-        self.show(f"time        {ms} ms per step      (1 device: {ms_one_device if self.differences else '-'})\n")
-        rate = args.global_batch_size * args.sequence_length / statistics.median(seconds for seconds, _ in self.times)
-        return f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", equal
+        numbers = [*held, *sent.by_axis.values(), sent.total, sum(sent_by_formula(trainer).values())]
+        largest = torch.tensor([0.0, *differences]).nan_to_num(nan=math.inf).max()
+        numbers = torch.tensor([*numbers, largest], dtype=torch.float64, device=self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        *cells, total, formula, _ = (f"{number / 1e6:.1f}" for number in numbers.tolist())
+        tolerance, size, verdict = {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05), trainer.dtype.itemsize, "-"
+        state = 4 * (size == 2) + 2 * max(4, size) * (args.optimizer == "AdamW")  # masters, moments
+        plain = " / ".join(f"{self.psi * each / 1e6:.1f}" for each in (size, size, state))
+        ms, ms_plain = (f"{1e3 * statistics.median(column):.0f}" for column in (seconds, seconds_plain))
+        self.show(f"loss        {losses[0]:.3f} → {losses[-1]:.3f}")
+        if differences:
+            verdict = "ok" if numbers[-1] <= tolerance else "DIFFERS"
+            words = f"{'' if verdict == 'ok' else 'NOT '}equal within {tolerance}: {numbers[-1]:.0e}"
+            self.show(f"vs 1 device loss, gradients' norm and parameters {words} over {args.steps} steps")
+        held = "params {} MB   grads {} MB   optimizer {} MB".format(*cells)
+        self.show(f"held/rank   {held}      (1 device: {plain})")
+        self.show(f"sent/rank   {total} MB per step      formula tp+pp+dp = {formula} MB")
+        self.show(f"time        {ms} ms per step      (1 device: {ms_plain if differences else '-'})")
+        rate = args.global_batch_size * args.sequence_length / statistics.median(seconds)
+        return f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", verdict
 
 
 def main():
     session = Session()
     rows = [session.run(tp, pp) for tp, pp in session.grids()]
-    session.show("the most on any rank, in MB: held, and sent per step along each axis")
+    session.show("The most on any rank, in MB: held; sent per step along each axis. Does one device train the same?")
     for row in (HEADER, *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))
     return int("DIFFERS" in {row[-1] for row in rows})
