@@ -204,7 +204,7 @@ def train_on_one_device(config, args, batches, device="cpu"):
     model = plain_model(config, args.dropout, args.seed).to(device, dtype)
     optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
     for number, (inputs, targets) in enumerate(batches):
-        set_learning_rate(optimizer, args, number)
+        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
         optimizer.zero_grad()
         loss, tokens = 0.0, (targets != -100).sum().clamp(min=1)
         for x, y in zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True):
@@ -214,11 +214,6 @@ def train_on_one_device(config, args, batches, device="cpu"):
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf).item()
         optimizer.step()
         yield loss, norm, model
-
-
-def set_learning_rate(optimizer, args, number):
-    for group in optimizer.param_groups:
-        group["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
 
 
 class Trainer:
@@ -277,19 +272,22 @@ class Trainer:
 
         A gradient that is not finite, on any rank, leaves the parameters as they are on all.
         """
-        grid, m, scale = self.grid, self.microbatches, self.scaler.get_scale()
+        grid, args, m, scale = self.grid, self.args, self.microbatches, self.scaler.get_scale()
         inputs, targets = (x.to(self.device).chunk(grid.dp)[grid.at["dp"]] for x in (inputs_bs, targets_bs))
-        # The loss of a micro-batch is the sum over its tokens times this; the mean of that over micro-batches and
-        # pipelines is the mean over the tokens of the batch, wherever they are.
+        # The loss of a micro-batch is the sum over its tokens times this: so the mean over micro-batches and pipelines
+        # is the mean over the tokens of the batch, wherever they are.
         self.share = m * grid.dp / max(1, (targets_bs != -100).sum().item())
         for stage in self.stages:
             stage.microbatch = (self.number * grid.dp + grid.at["dp"]) * m
-        set_learning_rate(self.optimizer, self.args, self.number)
         self.number += 1
+        self.optimizer.param_groups[0]["lr"] = args.lr * min(1.0, self.number / max(1, args.warmup))
         self.optimizer.zero_grad()
         loss = self.pipeline.step(inputs, targets)
-        self.reduce_gradients()
-        norm = self.clip_grad_norm_(self.args.clip_grad or math.inf)
+        if self.tied is not None and grid.pp > 1:  # it is used on the first stage and on the last
+            dist.all_reduce(self.tied.grad, group=grid.groups["ends"])
+        if not args.zero1:  # which averages by itself
+            ddp.all_reduce_gradients(self.stages, grid.groups["dp"])
+        norm = self.clip_grad_norm_(args.clip_grad or math.inf)
         self.optimizer.step() if math.isfinite(norm) else self.optimizer.zero_grad()
         if self.scaler.is_enabled():
             self.adapt_scale(norm)
@@ -300,29 +298,20 @@ class Trainer:
         losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets_bs.T, self.grid.groups["tp"])
         return self.scaler.scale(losses.sum() * self.share)
 
-    def reduce_gradients(self):
-        if self.tied is not None and self.grid.pp > 1:  # the embedding is used twice: on the first stage and the last
-            dist.all_reduce(self.tied.grad, group=self.grid.groups["ends"])
-        if not self.args.zero1:  # which averages by itself
-            ddp.all_reduce_gradients(self.stages, self.grid.groups["dp"])
-
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Divide the gradients by the scale of the loss, and clip them; -> the norm of all of them together."""
         grid, scale, counted = self.grid, self.scaler.get_scale(), self.counted.__contains__
         if self.args.zero1:
-            for bucket in self.optimizer._buckets if scale != 1 else ():
+            for bucket in self.optimizer._buckets if self.scaler.is_enabled() else ():
                 bucket.divisor = scale  # whose 16-bit gradients are means
             groups = [grid.groups["tp"], grid.groups["pp"]]
             return self.optimizer.clip_grad_norm_(max_norm, counted=counted, process_groups=groups).item()
         if self.dtype.itemsize == 2:
             self.optimizer.unscale_()  # casts them up
         weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their fp32 masters
-        norms = [
-            weight.grad.norm(dtype=torch.float64)
-            for weight in itertools.compress(weights, map(counted, self.parameters))
-        ]
-        norm = grid.sum(torch.stack(norms).square().sum(), "tp", "pp") ** 0.5 / scale
+        mine = [weight.grad for weight in itertools.compress(weights, map(counted, self.parameters))]
+        norm = grid.sum(nn.utils.get_total_norm(mine).double() ** 2, "tp", "pp") ** 0.5 / scale
         for weight in weights:
             weight.grad.mul_(min(1.0, max_norm / (norm + 1e-6)) / scale)
         return norm
@@ -477,8 +466,8 @@ class Session(ddp.Demo):
         if isinstance(optimizer, amp.MixedPrecisionOptimizer):
             held = *held[:2], held[2] + ddp.held_bytes(optimizer.param_groups[0]["params"])
         numbers = [*held, *sent.by_axis.values(), sent.total, sum(sent_by_formula(trainer).values())]
-        largest = torch.tensor([0.0, *differences]).nan_to_num(nan=math.inf).max()
-        numbers = torch.tensor([*numbers, largest], dtype=torch.float64, device=self.device)
+        numbers.append(torch.tensor([0.0, *differences]).nan_to_num(nan=math.inf).max())
+        numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         *cells, total, formula, _ = (f"{number / 1e6:.1f}" for number in numbers.tolist())
         tolerance, size, verdict = {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05), trainer.dtype.itemsize, "-"
