@@ -159,8 +159,8 @@ class Bucket:
         self.forget()
 
     def forget(self):
-        """The gradients: their sum over ranks and backwards, which parameters have one, what is on its way."""
-        self.grad, self.used, self.reducing = None, [False] * len(self.parameters), None
+        self.grad = self.reducing = None  # this rank's part of the sum over ranks and backwards; what is on its way
+        self.used = [False] * len(self.parameters)  # which of them have a gradient
 
     def views_into(self, flat):
         layout = zip(self.parameters, self.strides, self.offsets, strict=True)
@@ -250,8 +250,8 @@ class Bucket:
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over the ranks of `process_group` and steps; each rank holds 1/N of the optimizer state.
 
-    Gradients are each rank's own, in .grad, until step() moves them away. Clip them with clip_grad_norm_() below:
-    torch.nn.utils.clip_grad_norm_ would take each rank's own norm.
+    Until step() moves them, gradients are each rank's own, in .grad: torch.nn.utils.clip_grad_norm_ would clip by each
+    rank's own norm, so use clip_grad_norm_() of this class.
 
     Args:
         module: the model, not in DDP, and where it is to stay. Its parameters and buffers become those of rank 0.
@@ -272,7 +272,6 @@ class Zero1(torch.optim.Optimizer):
         self, module, optimizer_class, process_group=None, offload=None, bucket_cap_mb=25, *, params=None, **kwargs
     ):
         check_arguments(module, optimizer_class, process_group, offload, bucket_cap_mb)
-        check_same_on_all_ranks([*module.named_parameters(), *module.named_buffers()], process_group)
         self.module, self.process_group, self._buckets = module, process_group, []
         self._in_flight = None  # the bucket whose gradients are on their way
         self._sync = True  # False inside no_sync()
@@ -285,12 +284,13 @@ class Zero1(torch.optim.Optimizer):
     @torch.no_grad()
     def _shard(self, offload, cap_bytes):
         """Lay the parameters into buckets, in the order in which backward fills them."""
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, group=self.process_group, group_src=0)
         group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         ordered = [parameter for parameter in self.module.parameters() if parameter in group_of]
         if len(ordered) < len(group_of):
             raise ValueError("params has parameters that are not among module.parameters(); give those only")
+        check_same_on_all_ranks([*self.module.named_parameters(), *self.module.named_buffers()], self.process_group)
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, group=self.process_group, group_src=0)
         kinds = {p: (p.dtype, p.requires_grad, group_of[p], self._owner.get(p)) for p in ordered}
         if is_gloo(ordered[0].device, self.process_group):  # larger messages are no faster there, and leave the cache
             cap_bytes = min(cap_bytes, 4 * 2**20)
@@ -343,9 +343,10 @@ class Zero1(torch.optim.Optimizer):
         self._in_flight = bucket
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, reduced or not."""
+        """Drop all gradients, reduced or not, also those of a backward that raised."""
         super().zero_grad()
-        self._reduce(None)  # of a backward that raised
+        self._in_backward = False
+        self._reduce(None)
         for bucket in self._buckets:
             bucket.forget()
 
@@ -425,19 +426,24 @@ ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam",
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
+def weak(method):
+    """A hook that keeps the optimizer neither alive nor in copies of the module."""
+    method = weakref.WeakMethod(method)
+    return lambda *args: method()(*args) if method() else None
+
+
 class Zero2(Zero1):
     """Zero1 whose gradients are sharded too: backward reduces each bucket once it is full, and frees its .grad.
 
-    Gradients are not in .grad after backward: torch.nn.utils.clip_grad_norm_ would clip nothing, silently, and
-    module.zero_grad() drop nothing; use clip_grad_norm_() and zero_grad() of this class.
-
-    Several backwards before a step add up in the shard; inside no_sync(), whole and unsent in .grad. Each backward must
-    reach a parameter on every rank, not necessarily the same. Source: Rajbhandari et al. 2020, §5.2.
+    After backward .grad is None: torch.nn.utils.clip_grad_norm_ would clip nothing, silently, and module.zero_grad()
+    drop nothing; use clip_grad_norm_() and zero_grad() of this class. Several backwards before a step add up in the
+    shard; inside no_sync(), whole and unsent, in .grad. Each backward must reach a parameter on every rank, not
+    necessarily the same. Source: Rajbhandari et al. 2020, §5.2.
     """
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
         self._in_backward = False
+        super().__init__(*args, **kwargs)
         for parameter in (p for bucket in self._buckets for p in bucket.parameters if p.requires_grad):
             parameter.register_post_accumulate_grad_hook(weak(self._on_gradient))
 
@@ -463,23 +469,18 @@ class Zero2(Zero1):
         self._reduce(None)
         self._in_backward = False
 
-    def zero_grad(self, set_to_none=True):
-        self._in_backward = False  # it may have raised
-        super().zero_grad()
-
 
 class Zero3(Zero2):
     """Zero2 whose parameters are sharded too, and whole only while a unit that needs them runs.
 
-    As with Zero2, use clip_grad_norm_() and zero_grad() of this class; and module_state_dict(), as module.state_dict()
-    is refused. Outside of forward and backward of its unit a parameter has its shape, but reads NaN and cannot be
-    written: see full_parameters(). All ranks must run the same modules in the same order.
+    As with Zero2, use clip_grad_norm_() and zero_grad() of this class; and module_state_dict(): module.state_dict() is
+    refused. A unit is a module without a list of modules in it, the largest such. What is in none, or in several, is
+    whole as long as any of them. Outside of forward and backward of its unit a parameter has its shape, but reads NaN
+    and cannot be written: see full_parameters(). All ranks must run the same modules in the same order.
 
-        forward of unit 0     of unit 1          ...  backward of unit 1   of unit 0
-        gather 0, start 1     free 0, start 2         gather 1, start 0    free 1
+        forward   unit 0: gather 0, start 1     unit 1: free 0, start 2     unit 2: free 1        end: free 2
+        backward  unit 2: gather 2, start 1     unit 1: free 2, start 0     unit 0: free 1        end: free 0
 
-    A unit is the largest module without a list of modules in it. All other parameters, and those that several units
-    share, are whole from the first to the last unit of a pass.
     Source: Rajbhandari et al. 2020, §5.3, §7.2.2; prefetch: ZeRO-Infinity, arXiv 2104.07857, §6.2.
     """
 
@@ -488,6 +489,8 @@ class Zero3(Zero2):
         self._last = None  # the (unit, in backward?) that was entered last
         self._next = {}  # the same -> the unit that was entered after it
         super().__init__(module, *args, **kwargs)
+        owners = {bucket: self._owner[bucket.parameters[0]] for bucket in self._buckets}
+        self._needed = {u: [b for b in owners if owners[b] in (u, module)] for u in {*self._unit_of.values()}}
         for part in self._unit_of:
             part.register_forward_pre_hook(weak(self._enter), prepend=True)
             part.register_forward_hook(weak(self._after_forward), with_kwargs=True)
@@ -500,15 +503,15 @@ class Zero3(Zero2):
     @torch.no_grad()
     def _enter(self, module, _=None):
         """`module` runs, forward or backward: free what it does not need, gather what it does, start what is next."""
-        unit, in_backward = self._unit_of.get(module), torch._C._current_graph_task_id() != -1  # a copy has no unit
+        unit, in_backward = self._unit_of.get(module), torch._C._current_graph_task_id() != -1
         if in_backward:  # in which checkpointed forwards run as well
             self._start_backward()
-        needed = self._needed(unit)
+        needed = self._needed.get(unit, [])  # of a copy of the module, none
         if all(bucket.whole for bucket in needed):  # it is in the unit that was entered last, or around it
             return
         # Autograd runs nodes in the reverse order of their creation: no other unit is to run before this one is done.
         self._next[self._last], self._last = unit, (unit, in_backward)
-        ahead = self._needed(self._next.get(self._last))
+        ahead = self._needed.get(self._next.get(self._last), [])
         for bucket in self._buckets:
             if bucket not in needed and bucket not in ahead:
                 bucket.free()
@@ -518,9 +521,6 @@ class Zero3(Zero2):
             bucket.gather()
         for bucket in ahead:
             bucket.gather(wait=False)
-
-    def _needed(self, unit):
-        return [b for b in self._buckets if unit and self._owner[b.parameters[0]] in (unit, self.module)]
 
     def _after_forward(self, module, args, kwargs, output):
         inputs = tree_leaves((args, kwargs))
@@ -562,16 +562,17 @@ class Zero3(Zero2):
             self._free_all()
 
     def module_state_dict(self):
-        """The module's state dict with whole parameters, on every rank, which must all call this.
-
-        To load one: `with optimizer.full_parameters(): module.load_state_dict(state_dict)`.
-        """
+        """The module's, whole. Load one by `with optimizer.full_parameters(): module.load_state_dict(state_dict)`."""
         with self.full_parameters():
             return copy.deepcopy(self.module.state_dict())
 
     def _refuse_state_dict(self, module, *_):
         if module in self._unit_of and not self._held:
             raise RuntimeError("this module's parameters are sharded: call the optimizer's module_state_dict() instead")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Which parameters go together; and what is checked before.
 
 
 def assign_units(root):
@@ -586,12 +587,6 @@ def assign_units(root):
         for parameter in module.parameters(recurse=False):
             owner[parameter] = unit if owner.get(parameter, unit) is unit else root
     return unit_of, owner
-
-
-def weak(method):
-    """A hook that keeps the optimizer neither alive nor in copies of the module."""
-    method = weakref.WeakMethod(method)
-    return lambda *args: method()(*args) if method() else None
 
 
 def assign_buckets(tensors, kinds, cap_bytes):
@@ -641,21 +636,22 @@ def main():
     for stage, passes, paper in ((Zero1, 2, 4 + 12 / N), (Zero2, 2, 2 + 14 / N), (Zero3, 3, 16 / N)):
         optimizer = stage(demo.start(stage.__name__, bitwise=True), torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
         demo.train(functools.partial(step, demo, optimizer), functools.partial(whole, optimizer))
-        psi, holds = held_bytes(demo.model.parameters()), held_by(optimizer)
-        status |= demo.report(holds, f"{passes}Ψ(N-1)/N", passes * psi * (N - 1) / N)
+        size, holds = held_bytes(demo.model.parameters()), held_by(optimizer)
+        status |= demo.report(holds, f"{passes}Ψ(N-1)/N", passes * size * (N - 1) / N)
         demo.show()
         low = stage(copy.deepcopy(demo.model).bfloat16(), torch.optim.AdamW, bucket_cap_mb=2)
         step(demo, low, *demo.batch(0))  # makes the state
         step(demo, low, *demo.batch(1), update=False)
-        each, ms = sum(held_by(low)) * 4 / psi, 1e3 * statistics.median(t for t, _ in demo.times)
+        each = sum(held_by(low)) / sum(parameter.numel() for parameter in demo.model.parameters())
+        ms = 1e3 * statistics.median(ours for ours, _ in demo.times)
         sizes = "".join(f"{n / 1e6:8.1f} MB" for n in (*holds, demo.sent.total))
         rows.append(f"{stage.__name__} {sizes} {ms:8.0f} ms {each:12.2f} (paper: {paper:.2f})")
     demo.show("stage      params       grads   optimizer   sent/step   time/step   bytes per parameter in 16 bits")
     demo.show("\n".join(rows))
     demo.show(
-        "What a rank holds after a step, and sends in one. Last, what it holds of the same model in bf16 with AdamW"
+        "Of each rank: what it holds after a step, and sends in one. Last, what it holds before a step of the same"
     )
-    demo.show(f"before a step, beside 4 + 12/N, 2 + 14/N, 16/N of Rajbhandari et al., figure 1, at N = {N}.")
+    demo.show(f"model in bf16 with AdamW, and 4 + 12/N, 2 + 14/N, 16/N (Rajbhandari et al., figure 1) at N = {N}.")
     return status
 
 
