@@ -16,26 +16,22 @@ residuals see 1/t of the sequence, and each all-reduce becomes its two halves:
     f   gather_from_sequence         forward all-gather        backward reduce-scatter
     g   reduce_scatter_to_sequence   forward reduce-scatter    backward all-gather
 
-Cost per rank for t ranks, batch b, sequence s, hidden h, heads a, vocabulary V: of parameters, gradients and optimizer
-state 1/t, and all of norms and row biases. Per layer and micro-batch, elements sent, without their factor (t-1)/t, and
-bytes of 16-bit activations kept for backward (Korthikanti et al., §4; 2sbh are masks of dropout, and 5as/h scores,
-which scaled_dot_product_attention computes again):
+Cost per rank for t ranks, batch b, sequence s, hidden h, heads a, vocabulary V: 1/t of parameters, gradients and
+optimizer state, and all of norms and row biases. Per layer and micro-batch: elements sent, times (t-1)/t; and bytes of
+16-bit activations (Korthikanti et al., §4; 2sbh are masks of dropout, 5as/h scores, which we compute again):
 
                             sent                activations
     one device              0                   sbh (34 + 5as/h)
     tensor parallel         8bsh                sbh (10 + 24/t + 5as/(ht))
-    and sequence parallel   8bsh + 2bsh + 12h   sbh (34 + 5as/h) / t
-    embedding, head, loss   4bsh + 6bs          4bs V/t, of the loss, in float32; no rank ever holds V of a token
-
-The 2bsh are f's all-gather once more, in backward; the 12h gradients of norms and row biases, which a rank has of its
-positions only. Embedding and head send 2bsh more then, the last norm 4h.
+    and sequence parallel   10bsh + 12h         sbh (34 + 5as/h) / t        f gathers again in backward; 12h: gradients
+    embedding, head, loss   4bsh + 6bs          4bs V/t of the loss         of norms and biases; here 2bsh + 4h more
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]          (python …: a world of one)
-Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, §3; Korthikanti et al. 2022, sequence parallelism,
-          2205.05198; Narayanan et al. 2021, 2104.04473, §3.2
+Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, §3; Korthikanti et al. 2022, 2205.05198; Narayanan et al.
+          2021, 2104.04473, §3.2
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: key and value heads copied over ranks; padding a vocabulary for speed; max_norm and scale_grad_by_freq of
-          embeddings; norms other than LayerNorm on a part of the sequence; second-order gradients of column layers
+Left out: masks other than causal; key and value heads copied over ranks; padding_idx and max_norm of embeddings; norms
+          other than LayerNorm on a part of the sequence; a check that seeds agree
 """
 
 import argparse
@@ -46,13 +42,12 @@ import os
 import statistics
 import sys
 import time
-import weakref
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import filter as names_like
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,18 +63,36 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. What moves, along dimension 0. Each of these begins, and returns a function that waits and has the result: whoever
-# has something to compute does so in between.
+# 1. The idea: communication in pairs, each the gradient of the other. Each function up to Communicate begins to move
+# something along dimension 0, and returns another that waits and has the result: one can compute in between.
+
+
+def rank_and_size(process_group):
+    if (t := dist.get_world_size(process_group)) < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
+    return dist.get_rank(process_group), t
+
+
+def check_divides(what, size, t):
+    if size % t:
+        *fit, last = [str(n) for n in range(1, size + 1) if size % n == 0]
+        fit = f"{', '.join(fit)} or {last}" if fit else last
+        raise ValueError(f"{size} {what} do not divide by {t} tensor-parallel ranks; use a world size of {fit}")
 
 
 def keep(x, process_group):
-    return lambda: x.view_as(x)
+    return lambda: x
 
 
 def own_part(x, process_group):
     rank, t = rank_and_size(process_group)
     check_divides("positions or features", x.shape[0], t)
     return x.chunk(t)[rank].clone
+
+
+def finish(work, parts):
+    work.wait()
+    return sum(parts[1:], parts[0])  # in rank order
 
 
 def begin_all_reduce(x, process_group):
@@ -105,31 +118,9 @@ def begin_reduce_scatter(x, process_group):
     return partial(finish, work, received)
 
 
-def finish(work, parts):
-    work.wait()
-    return sum(parts[1:], parts[0])  # in rank order
-
-
-def rank_and_size(process_group):
-    if (t := dist.get_world_size(process_group)) < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    return dist.get_rank(process_group), t
-
-
-def check_divides(what, size, t):
-    if size % t:
-        *fit, last = [str(n) for n in range(1, size + 1) if size % n == 0]
-        fit = f"{', '.join(fit)} or {last}" if fit else last
-        raise ValueError(f"{size} {what} do not divide by {t} tensor-parallel ranks; use a world size of {fit}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. The idea: communication in pairs, each the gradient of the other. Autograd does not see a collective: a bare one in
-# the middle of a model gives wrong gradients, and no error.
-
-
 class Communicate(torch.autograd.Function):
-    """`there(x)`, whose gradient is `back(gradient)`, whose gradient is `there` again."""
+    """`there(x)`, whose gradient is `back(gradient)`, whose gradient is `there` again. Autograd does not see a bare
+    collective: in the middle of a model it gives wrong gradients, and no error."""
 
     @staticmethod
     def forward(ctx, x, there, back, process_group):
@@ -168,11 +159,10 @@ def parallel_mlp(x, A, B, process_group=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. The pair of layers. `**split` is process_group=None and sequence_parallel=False, wherever it appears.
+# 2. The pair of layers. `**split` is process_group=None, sequence_parallel=False; `**linear` that and bias=True.
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """How a parameter is split along `dim`: it is a stack of `sizes` (of q, k and v, say); a rank has 1/t of each."""
 
     dim: int
@@ -180,8 +170,10 @@ class Shard:
     padded: bool = False  # of a vocabulary: with zeros at the end, so that it divides
 
     def cut(self, whole, rank, t):
+        for size in () if self.padded else self.sizes:
+            check_divides(("output", "input")[self.dim] + " features", size, t)
         pad = -sum(self.sizes) % t
-        padded = torch.cat((whole, whole.new_zeros(pad, *whole.shape[1:])))
+        padded = torch.cat((whole, whole.new_zeros(pad, *whole.shape[1:]))) if pad else whole
         parts = padded.split((*self.sizes[:-1], self.sizes[-1] + pad), self.dim)
         return torch.cat([part.chunk(t, self.dim)[rank] for part in parts], self.dim)
 
@@ -192,29 +184,19 @@ class Shard:
 
 
 class ParallelLayer(nn.Module):
-    """This rank's slices of a plain layer's parameters, under their names there.
-
-    Keywords `shards` say how a parameter is split; one that has none is the same on all ranks. Attributes are the
-    plain layer's.
-    """
+    """A plain layer's attributes, and this rank's slices of its parameters, under their names there. `shards` say how
+    these are split; a parameter that has none is the same on all ranks."""
 
     def __init__(self, plain, process_group=None, sequence_parallel=False, **shards):
         super().__init__()
         self.__dict__ |= {name: value for name, value in vars(plain).items() if not name.startswith("_")}
         self.rank, self.t = rank_and_size(process_group)
-        # Weak: a group that someone holds on to after destroy_process_group() may abort the process at its exit.
-        self._process_group = weakref.ref(process_group or dist.group.WORLD)
-        self.sequence_parallel, self.shards = sequence_parallel, shards
-        for shard in shards.values():
-            for size in () if shard.padded else shard.sizes:
-                check_divides(("output", "input")[shard.dim] + " features", size, self.t)
+        self.process_group, self.sequence_parallel, self.shards = process_group, sequence_parallel, shards
         for name, whole in plain._parameters.items():
             self.register_parameter(name, None)
             if whole is not None:
                 mine = shards[name].cut(whole, self.rank, self.t) if name in shards else whole.clone()
                 self.register_parameter(name, nn.Parameter(mine.detach(), whole.requires_grad))
-
-    process_group = property(lambda self: self._process_group())
 
     @classmethod
     def from_full(cls, plain, **keywords):
@@ -237,28 +219,19 @@ class ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         (x, weight), (there, back, process_group) = ctx.saved_tensors, ctx.f
-        _, for_weight, for_bias, *_ = ctx.needs_input_grad
         whole = there(x, process_group)
         grad_x = back(gradient @ weight.to(gradient.dtype), process_group)  # under autocast their dtypes differ
-        whole, gradient = whole().reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        grad_weight = gradient.t() @ whole.to(gradient.dtype) if for_weight else None
-        grad_bias = gradient.sum(0) if for_bias else None
+        gradient = gradient.reshape(-1, len(weight))
+        grad_weight = gradient.t() @ whole().reshape(-1, x.shape[-1]).to(gradient.dtype)
+        grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x(), grad_weight, grad_bias, None, None, None
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """nn.Linear with its outputs split over the ranks: the same (…, in) on all ranks to this rank's (…, out/t).
-
-    Args:
-        gather_output: return all of (…, out).
-        sequence_parallel: the input is this rank's part along dimension 0, the output of all parts.
-        stack: the outputs are parts of these relative sizes, (1, 1, 1) for q, k and v; a rank has 1/t of each.
-        pad: to a multiple of t outputs, as VocabParallelEmbedding, so that the two can be tied; logits of padding are
-            -inf, and so no part of any loss.
-
-    Draws the whole parameters and keeps a slice, so all ranks need the same random state. ValueError when outputs, or
-    parts of a stack, do not divide by t. Shoeybi et al. 2019, §3.
-    """
+    """nn.Linear with its outputs split: the same (…, in) on all ranks, or with `sequence_parallel` this rank's part of
+    dimension 0, to this rank's (…, out/t), or with `gather_output` to all. All ranks need the same random state: each
+    draws the whole and keeps a slice. `stack` has relative sizes of parts of the outputs, (1, 1, 1) for q, k and v: a
+    rank has 1/t of each. `pad`: to a multiple of t, as VocabParallelEmbedding; logits of padding are -inf."""
 
     def __init__(
         self, in_features, out_features, bias=True, *, gather_output=False, stack=(1,), pad=False, plain=None, **split
@@ -267,7 +240,7 @@ class ColumnParallelLinear(ParallelLayer):
         shard = Shard(0, tuple(plain.out_features * n // sum(stack) for n in stack), padded=pad)
         super().__init__(plain, **split, weight=shard, bias=shard)
         rows, self.gather_output = len(self.weight), gather_output
-        self.padding = min(rows, max(0, (self.rank + 1) * rows - self.out_features))
+        self.padding = min(rows, max(0, (self.rank + 1) * rows - self.out_features))  # of this rank's outputs
 
     def forward(self, x):
         f = (begin_all_gather, begin_reduce_scatter) if self.sequence_parallel else (keep, begin_all_reduce)
@@ -278,11 +251,8 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """nn.Linear with its inputs split over the ranks: this rank's (…, in/t) to the same (…, out) on all ranks.
-
-    With `input_is_parallel=False` the input is the same (…, in) on all ranks. With `sequence_parallel` the output is
-    this rank's part along dimension 0, which t must divide. The bias is added once, after the sum.
-    """
+    """nn.Linear with its inputs split: this rank's (…, in/t), or if not `input_is_parallel` all of it, to the same
+    (…, out) on all ranks, or with `sequence_parallel` this rank's part. The bias is added once, after the sum."""
 
     def __init__(self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **split):
         plain = plain or nn.Linear(in_features, out_features, bias)
@@ -307,111 +277,73 @@ class SequenceParallelLayerNorm(ParallelLayer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. The vocabulary: embedding and loss of what no rank holds whole.
+# 3. The vocabulary: embedding and loss of what no rank holds whole.
 
 
 def locate(integers, V, rows, rank):
-    """Which of this rank's rows the integers are; and which are elsewhere, whose row is 0. IndexError outside of V."""
-    outside = ((integers < 0) | (integers >= V)).any()
-    if integers.is_cuda:
-        torch._assert_async(~outside)  # without a synchronisation, as PyTorch's own
-    elif outside:
-        raise IndexError(f"integers from {integers.min()} to {integers.max()} are not all in [0, {V})")
+    """Which of this rank's rows the integers are, 0 for those elsewhere; and which are. Outside of V: no row at all, so
+    that looking it up is PyTorch's own IndexError, on all ranks."""
     row = integers - rank * rows
     elsewhere = (row < 0) | (row >= rows)
-    return row.masked_fill(elsewhere, 0), elsewhere
+    return row.masked_fill(elsewhere, 0).masked_fill((integers < 0) | (integers >= V), rows), elsewhere
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its rows split over the ranks: the same integers (…) to the same (…, embedding_dim).
+    """nn.Embedding with its rows split over the ranks, and padded to a multiple of t: the same integers (…) to the same
+    (…, embedding_dim). IndexError for an integer outside of the vocabulary."""
 
-    The vocabulary is padded to a multiple of t. IndexError for an integer outside of it.
-    """
-
-    def __init__(self, num_embeddings, embedding_dim, padding_idx=None, *, plain=None, **split):
-        plain = plain or nn.Embedding(num_embeddings, embedding_dim, padding_idx)
+    def __init__(self, num_embeddings, embedding_dim, *, plain=None, **split):
+        plain = plain or nn.Embedding(num_embeddings, embedding_dim)
+        if plain.padding_idx is not None or plain.max_norm is not None:
+            raise ValueError(f"{plain}: it must have no padding_idx, and no max_norm")
         super().__init__(plain, **split, weight=Shard(0, (plain.num_embeddings,), padded=True))
 
     def forward(self, tokens):
         row, elsewhere = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
-        padding = None if self.padding_idx is None else self.padding_idx - self.rank * len(self.weight)
-        x = F.embedding(row, self.weight, padding if padding in range(len(self.weight)) else None)
-        return reduce_from_region(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.process_group)
-
-
-class CrossEntropy(torch.autograd.Function):
-    """log Σ exp x - (1-ε) x_target - ε mean x, of x less its maximum; ε is label smoothing."""
-
-    @staticmethod
-    def forward(ctx, logits, column, elsewhere, process_group, smoothing):
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        maximum = x.amax(-1, keepdim=True)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-        x -= maximum
-        x_target = x.gather(-1, column).masked_fill_(elsewhere, 0.0)
-        dist.all_reduce(x_target, group=process_group)
-        exist = x > -math.inf if smoothing else None  # what does not is padding, and not in the mean
-        smooth = [x.where(exist, 0.0).sum(-1, keepdim=True), exist.sum(-1, keepdim=True)] if smoothing else []
-        probabilities = x.exp_()
-        sums = torch.stack([probabilities.sum(-1, keepdim=True), *smooth])
-        dist.all_reduce(sums, group=process_group)
-        probabilities /= sums[0]
-        ctx.save_for_backward(probabilities, column, elsewhere, sums[-1])
-        ctx.dtype, ctx.smoothing = logits.dtype, smoothing
-        loss = sums[0].log() - (1 - smoothing) * x_target
-        return loss - smoothing * sums[1] / sums[2] if smoothing else loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        probabilities, column, elsewhere, V = ctx.saved_tensors
-        grad_logits = probabilities * gradient
-        if ctx.smoothing:  # of padding too: its -inf is a constant, which takes no gradient
-            grad_logits -= gradient * ctx.smoothing / V
-        at_target = gradient.masked_fill(elsewhere, 0.0) * (ctx.smoothing - 1)
-        return grad_logits.scatter_add_(-1, column, at_target).to(ctx.dtype), None, None, None, None
+        x = F.embedding(row, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return reduce_from_region(x, self.process_group)
 
 
 def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignore_index=-100, label_smoothing=0.0):
     """F.cross_entropy(logits, target, reduction="none") where logits, (…, V), are split over the ranks: the loss (…).
 
-    Args:
-        logits_shard: (…, V/t); -inf where there is no such entry. 16-bit logits are computed with in float32.
-        target: (…), the same on all ranks. The loss is zero where it is `ignore_index`.
-
-    IndexError for a target outside of the vocabulary. Three all-reduces of a number per token, the last of three of
-    them with label smoothing. Shoeybi et al. 2019, §3.
+    `logits_shard` is (…, V/t), -inf where there is no such entry; `target` is (…), the same on all ranks. It is
+    log Σ exp x - x_target, of x less its maximum, in float32 or more: three all-reduces of a number per token, and one
+    of two for label smoothing. IndexError for a target outside of the vocabulary. Shoeybi et al. 2019, §3.
     """
-    if target.shape != logits_shard.shape[:-1] or not 0.0 <= label_smoothing <= 1.0:
-        shapes = f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}"
-        raise ValueError(f"{shapes}, label_smoothing {label_smoothing}: one target per token, and 0 to 1")
+    if target.shape != logits_shard.shape[:-1]:
+        raise ValueError(f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}: one target per token")
     (rank, t), rows, ignored = rank_and_size(process_group), logits_shard.shape[-1], target == ignore_index
-    column, elsewhere = locate(target.masked_fill(ignored, 0).unsqueeze(-1), t * rows, rows, rank)
-    loss = CrossEntropy.apply(logits_shard, column, elsewhere, process_group, label_smoothing)
-    return loss.squeeze(-1).masked_fill(ignored, 0.0)
+    x = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
+    maximum = x.detach().amax(-1, keepdim=True)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
+    x = x - maximum
+    column, elsewhere = locate(target.masked_fill(ignored, 0), t * rows, rows, rank)
+    tokens = torch.arange(target.numel(), device=x.device)
+    x_target = x.reshape(-1, rows)[tokens, column.flatten()].view_as(target)  # gather() would keep x too
+    loss = reduce_from_region(x.exp().sum(-1), process_group).log()
+    loss = loss - (1 - label_smoothing) * reduce_from_region(x_target.masked_fill(elsewhere, 0.0), process_group)
+    if label_smoothing:
+        exist = x > -math.inf  # what does not is padding, and not in the mean
+        sums = torch.stack((x.where(exist, 0.0).sum(-1), exist.sum(-1, dtype=x.dtype)))
+        total, V = reduce_from_region(sums, process_group)
+        loss = loss - label_smoothing * total / V
+    return loss.masked_fill(ignored, 0.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Dropout: outside of the pairs all ranks draw the same, inside each draws its own.
+# 4. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
 
 
-def check_alike(mine, process_group):
-    """ValueError unless all ranks have the same list of strings: what differs would hang, or mix up numbers."""
-    everyone = [None] * rank_and_size(process_group)[1]
-    dist.all_gather_object(everyone, mine, group=process_group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            differ = sorted(set(theirs) ^ set(everyone[0]))[:2]
-            raise ValueError(f"ranks 0 and {rank} differ: {' against '.join(differ)}; give all ranks the same")
+def model_parallel_seed(seed, process_group=None):
+    """Seed the generators, with the same seed on all ranks: only in a parallel_region() do they draw differently."""
+    torch.manual_seed(seed)
 
 
 @contextmanager
 def parallel_region(process_group=None):
-    """Random numbers in here differ by rank, and afterwards agree again.
-
-    The region's seed is drawn from the default generator, so that who restores that, as torch.utils.checkpoint does,
-    gets the same dropout again. (Megatron-LM keeps a second generator.)
-    """
+    """Random numbers in here differ by rank, and afterwards agree again. The seed is drawn from the default generator:
+    who restores that, as torch.utils.checkpoint does, gets the same dropout. (Megatron-LM keeps a second one.)"""
     rank, t = rank_and_size(process_group)
     if t == 1:
         yield
@@ -419,9 +351,7 @@ def parallel_region(process_group=None):
     seed = torch.randint(2**48, (), device="cpu").item() + rank
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(gpus):
-        torch.default_generator.manual_seed(seed)
-        if gpus:
-            torch.cuda.manual_seed(seed)
+        torch.manual_seed(seed)
         yield
 
 
@@ -433,27 +363,15 @@ class ParallelDropout(ParallelLayer):
             return F.dropout(x, self.p, self.training)
 
 
-def model_parallel_seed(seed, process_group=None):
-    """Seed all ranks alike: only in a parallel_region() do they draw differently then. ValueError if seeds differ."""
-    check_alike([f"seed {seed}"], process_group)
-    torch.manual_seed(seed)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 6. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
-
-
 class ParallelMLP(nn.Module):
     """linear2(gelu(linear1(x))), its hidden features split; for "swiglu" (Shazeer 2020) linear1 is gate above up."""
 
-    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", bias=True, **split):
+    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **linear):
         super().__init__()
-        if activation not in ("gelu", "swiglu"):
-            raise ValueError(f"activation is {activation!r}; it must be 'gelu' or 'swiglu'")
-        stack = (1, 1) if activation == "swiglu" else (1,)
-        self.linear1 = ColumnParallelLinear(hidden_size, len(stack) * ffn_hidden_size, bias, stack=stack, **split)
-        self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, bias, **split)
-        self.parts = len(stack)
+        self.parts = 1 + ["gelu", "swiglu"].index(activation)
+        rows, stack = self.parts * ffn_hidden_size, (1,) * self.parts
+        self.linear1 = ColumnParallelLinear(hidden_size, rows, stack=stack, **linear)
+        self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **linear)
 
     def forward(self, x):
         gate, *up = self.linear1(x).chunk(self.parts, -1)
@@ -461,31 +379,25 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelSelfAttention(nn.Module):
-    """Attention of x with itself, its heads split over the ranks; `dropout` is of its probabilities.
+    """Attention of x with itself, its heads split over the ranks; `dropout` is of its probabilities. With fewer
+    `num_kv_heads`, several heads share keys and values (grouped queries, Ainslie et al. 2023). t must divide both."""
 
-    With fewer `num_kv_heads` than heads several share keys and values (grouped queries, Ainslie et al. 2023). Both must
-    divide by t: else ValueError.
-    """
-
-    def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, bias=True, causal=True, **split):
+    def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, causal=True, **linear):
         super().__init__()
-        kv_heads, t = num_kv_heads or num_heads, rank_and_size(split.get("process_group"))[1]
-        if hidden_size % num_heads or num_heads % kv_heads:
-            raise ValueError(f"{num_heads} attention heads must divide {hidden_size}, and be a multiple of {kv_heads}")
+        kv_heads, t = num_kv_heads or num_heads, rank_and_size(linear.get("process_group"))[1]
         check_divides("attention heads", num_heads, t)
         check_divides("key and value heads", kv_heads, t)
         self.head_dim, self.dropout, self.causal = hidden_size // num_heads, dropout, causal
         self.heads, stack = (num_heads // t, kv_heads // t, kv_heads // t), (num_heads, kv_heads, kv_heads)
-        self.qkv = ColumnParallelLinear(hidden_size, sum(stack) * self.head_dim, bias, stack=stack, **split)
-        self.proj = RowParallelLinear(hidden_size, hidden_size, bias, **split)
+        self.qkv = ColumnParallelLinear(hidden_size, sum(stack) * self.head_dim, stack=stack, **linear)
+        self.proj = RowParallelLinear(hidden_size, hidden_size, **linear)
 
-    def forward(self, x, attn_mask=None):
-        """With `attn_mask`, as in F.scaled_dot_product_attention, that instead of the causal one."""
+    def forward(self, x):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).movedim(0, 2)  # (batch, heads, sequence, head_dim)
         q, k, v = heads.split(self.heads, 1)
-        dropout, causal = self.dropout if self.training else 0.0, self.causal and attn_mask is None
-        with parallel_region(self.qkv.process_group) if dropout else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout, causal, enable_gqa=k.shape != q.shape)
+        p = self.dropout if self.training else 0.0
+        with parallel_region(self.qkv.process_group) if p else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, None, p, self.causal, enable_gqa=k.shape != q.shape)
         return self.proj(y.movedim(2, 0).flatten(2))
 
 
@@ -493,25 +405,24 @@ class ParallelTransformerLayer(nn.Module):
     """Attention and MLP, each after a norm, before dropout, and around a residual. Korthikanti et al., figure 5."""
 
     def __init__(
-        self, hidden_size, num_heads, ffn_hidden_size=None, activation="gelu", dropout=0.0, bias=True, **attention
+        self, hidden_size, num_heads, ffn_hidden_size=None, num_kv_heads=None, activation="gelu", dropout=0.0, **linear
     ):
         super().__init__()
-        split = {name: attention[name] for name in ("process_group", "sequence_parallel") if name in attention}
-        self.norm1, self.norm2 = nn.LayerNorm(hidden_size, bias=bias), nn.LayerNorm(hidden_size, bias=bias)
-        self.dropout = nn.Dropout(dropout)
-        if split.get("sequence_parallel"):
-            self.norm1, self.norm2 = (SequenceParallelLayerNorm(norm, **split) for norm in (self.norm1, self.norm2))
-            self.dropout = ParallelDropout(self.dropout, **split)
-        self.self_attn = ParallelSelfAttention(hidden_size, num_heads, dropout=dropout, bias=bias, **attention)
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size or 4 * hidden_size, activation, bias, **split)
+        self.norm1, self.norm2 = (nn.LayerNorm(hidden_size, bias=linear.get("bias", True)) for _ in range(2))
+        self.dropout, group = nn.Dropout(dropout), linear.get("process_group")
+        if linear.get("sequence_parallel"):
+            self.norm1, self.norm2 = (SequenceParallelLayerNorm(norm, group) for norm in (self.norm1, self.norm2))
+            self.dropout = ParallelDropout(self.dropout, group)
+        self.self_attn = ParallelSelfAttention(hidden_size, num_heads, num_kv_heads, dropout, **linear)
+        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size or 4 * hidden_size, activation, **linear)
 
-    def forward(self, x, attn_mask=None):
-        x = x + self.dropout(self.self_attn(self.norm1(x), attn_mask))
+    def forward(self, x):
+        x = x + self.dropout(self.self_attn(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 7. The whole model: from a plain one, its norm, its state.
+# 5. The whole model: from a plain one, its norm, its state.
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
@@ -525,29 +436,13 @@ KINDS = {
 }
 
 
-def tie(module, swaps):
-    """Where layers of `module` share a parameter, let those that replace them share theirs."""
-    first = {}  # whole parameter -> its first user: (path, Shard, what the parameter becomes)
-    for path, old in module.named_modules():
-        new = swaps.get(old, old)
-        for name, whole in old.named_parameters(recurse=False):
-            shard = getattr(new, "shards", {}).get(name)
-            path0, shard0, parameter = first.setdefault(whole, (f"{path}.{name}", shard, new._parameters[name]))
-            if shard != shard0:
-                raise ValueError(f"{path0} and {path}.{name} are one parameter: the plan must split both alike")
-            new.register_parameter(name, parameter)
-
-
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Swap layers of a plain `module`, in place, for this rank's slices of them; -> module. Tied weights stay tied.
 
-    Args:
-        plan: {name: kind}; names may be patterns, as "layers.*.linear1". Kinds: "column" and "row"; "qkv" and "swiglu",
-            columns that are a stack of three, or two; "vocab", an embedding or a head; "dropout" between the two.
-        sequence_parallel: layers of the plan take and return parts of dimension 0, whichever that is; "norm", which
-            does nothing otherwise, and "dropout" are for those between.
-
-    ValueError, with the layer's name, when one does not fit, and when the ranks' models differ.
+    `plan` is {name or pattern, as "layers.*.linear1": kind}: "column" and "row"; "qkv" and "swiglu", columns that are a
+    stack of three, or two; "vocab", an embedding or a head; "dropout" between a pair. With `sequence_parallel` layers
+    take and return parts of dimension 0, also "dropout", and "norm", which does nothing otherwise. ValueError, with the
+    layer's name, when one does not fit, and when the ranks' models differ.
     """
     layers = dict(module.named_modules(remove_duplicate=False))
     swaps, split = {}, {"process_group": process_group, "sequence_parallel": sequence_parallel}
@@ -562,8 +457,19 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
                     swaps[layer] = KINDS[kind, type(layer)](layer, **split)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-    tie(module, swaps)
-    check_alike([f"{n} {tuple(p.shape)} {p.dtype}" for n, p in module.named_parameters()], process_group)
+    slices = {}  # whole parameter -> this rank's slice, of which layers that share it have one
+    for path, old in layers.items():
+        new = swaps.get(old, old)
+        for name, whole in old.named_parameters(recurse=False):
+            mine = slices.setdefault(whole, new._parameters[name])
+            if mine.shape != new._parameters[name].shape:
+                raise ValueError(f"{path}.{name} is tied to a parameter that the plan splits in another way")
+            new.register_parameter(name, mine)
+    everyone = [None] * rank_and_size(process_group)[1]
+    mine = {f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()}
+    dist.all_gather_object(everyone, mine, group=process_group)
+    if differ := set.union(*everyone) - set.intersection(*everyone):
+        raise ValueError(f"the ranks' models differ: {', '.join(sorted(differ))}")
     for parent in list(module.modules()):
         parent._modules |= {name: swaps[child] for name, child in parent._modules.items() if child in swaps}
     return module
@@ -582,9 +488,8 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     """torch.nn.utils.clip_grad_norm_ of the whole model; -> its norm, identical on all ranks. All must call it."""
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     split, rank = {module.get_parameter(name) for name, *_ in split_parameters(module)}, rank_and_size(process_group)[0]
-    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32  # on all ranks
     counted = [p.grad if p in split or rank == 0 else p.grad.new_zeros(()) for p in parameters]  # what all hold: once
-    norms = [torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in counted]
+    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in counted]
     mine = torch.linalg.vector_norm(torch.stack(norms), keepdim=True)
     total = torch.linalg.vector_norm(begin_all_gather(mine, process_group)())
     for parameter in parameters:
@@ -644,8 +549,7 @@ def main():
     formula, sent = "((8l+4)bsh + 6bs)(t-1)/t", (8 * l + 4) * bs * h + 6 * bs
     if sp:
         formula, sent = "((10l+6)bsh + 6bs + (12l+4)h)(t-1)/t", (10 * l + 6) * bs * h + 6 * bs + (12 * l + 4) * h
-    itemsize = next(model.parameters()).element_size()
-    return demo.report(held(model.parameters(), optimizer), formula, sent * itemsize * (t - 1) / t)
+    return demo.report(held(model.parameters(), optimizer), formula, 8 * sent * (t - 1) / t)  # float64: 8 bytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
