@@ -116,7 +116,7 @@ def test_any_sequence_of_calls_and_overflows(calls, init_scale, growth, backoff,
 
 
 @SCALERS
-def test_a_scaler_refuses_closures_and_fp16_gradients(scaler_class):
+def test_a_scaler_refuses_closures_fp16_gradients_and_a_second_step(scaler_class):
     scaler, ([weight, _], [optimizer, _]) = scaler_class("cpu", 4.0), two_optimizers()
     weight.grad, half = scaler.scale(torch.ones_like(weight)), nn.Parameter(weight.detach().half())
     with pytest.raises(RuntimeError, match=r"(?i)closure"):
@@ -124,6 +124,10 @@ def test_a_scaler_refuses_closures_and_fp16_gradients(scaler_class):
     half.grad = torch.ones_like(half)
     with pytest.raises(ValueError, match="FP16"):  # also where only one is
         scaler.unscale_(torch.optim.SGD([weight, half]))
+    scaler.step(optimizer)
+    for method in (scaler.unscale_, scaler.step):
+        with pytest.raises(RuntimeError):
+            method(optimizer)
     for bad in ({"growth_factor": 1.0}, {"backoff_factor": 1.0}):
         with pytest.raises(AssertionError):
             scaler_class("cpu", **bad)
@@ -146,7 +150,8 @@ def test_gradients_of_several_dtypes(scaler_class):
 @SCALERS
 def test_scale_keeps_containers_and_never_overflows_an_fp16_loss(scaler_class):
     loss = torch.tensor(3.0, dtype=torch.float16)
-    assert scaler_class("cpu").scale([loss, (loss,)]) == [3.0 * 2**16, (3.0 * 2**16,)]
+    first, rest = scaler_class("cpu").scale([loss, (loss,)])
+    assert (first.item(), rest[0].item(), type(rest)) == (3.0 * 2**16, 3.0 * 2**16, tuple)
 
 
 @SCALERS
@@ -165,6 +170,15 @@ def test_a_disabled_scaler_steps_plainly(scaler_class):
             assert not scaler_class().is_enabled()
 
 
+@SCALERS
+def test_a_scale_that_cannot_grow_stays(scaler_class):
+    scaler, ([weight, _], [optimizer, _]) = scaler_class("cpu", 3e38, growth_interval=1), two_optimizers()
+    weight.grad = scaler.scale(torch.full((2,), 0.5))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == torch.tensor(3e38).item()
+
+
 def test_scalers_load_each_others_state():
     ours, theirs, weight = amp.GradScaler("cpu"), torch.amp.GradScaler("cpu"), nn.Parameter(torch.ones(1))
     assert ours.state_dict() == theirs.state_dict()  # the defaults
@@ -175,7 +189,7 @@ def test_scalers_load_each_others_state():
     ours.update()
     theirs.load_state_dict(ours.state_dict())
     again.load_state_dict(theirs.state_dict())
-    assert again.state_dict() == theirs.state_dict() == ours.state_dict() == at_first | {"_growth_tracker": 1}
+    assert again.state_dict() == theirs.state_dict() == ours.state_dict() != at_first
 
 
 # ---- GradScaler over a group
@@ -259,6 +273,7 @@ def test_masters_by_hand(name, dtype, clip):
         x, before = make_batch(0, number).to(dtype), scale
         ours.zero_grad()
         ours.scale(model(x).float().square().mean()).backward()
+        left = [parameter.grad.clone() for parameter in model.parameters()]
         norms = [ours.clip_grad_norm_(clip) for _ in range(2)] if clip else []
         ours.step()
         scale = amp.mixed_precision_step(plain, masters, optimizer, lambda m, x=x: m(x).float().square().mean(), scale)
@@ -268,6 +283,8 @@ def test_masters_by_hand(name, dtype, clip):
             assert norms[0] > clip
             assert norms[1] == pytest.approx(clip, rel=1e-3)  # unscaled once
         our_masters = ours.param_groups[0]["params"]
+        gradients = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(gradients, left, rtol=0, atol=0, equal_nan=True)  # as backward left them
         for a, b, master, mine in zip(model.parameters(), plain.parameters(), masters, our_masters, strict=True):
             assert a.dtype == a.grad.dtype == dtype
             assert torch.equal(a, b)
@@ -387,22 +404,22 @@ def test_bytes_that_stay_allocated():
 
 
 def test_groups_schedulers_and_state_go_on():
-    """Bitwise the plain optimizer, in fp32: wrapped after a step, a group added, schedulers made before and after."""
-    models, optimizers = [make_model("frozen"), make_model("frozen")], []
+    """Bitwise the plain optimizer, in fp64: wrapped after a step, a group added, schedulers made before and after."""
+    models, optimizers = [make_model("frozen", torch.float64), make_model("frozen", torch.float64)], []
     for m in models:
         optimizer = torch.optim.AdamW([*m[0].parameters(), *m[2].parameters()], lr=0.1)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-        m(make_batch(0, 0)).square().mean().backward()
+        m(make_batch(0, 0, torch.float64)).square().mean().backward()
         optimizer.step()
         if m is models[0]:
-            optimizer = amp.MixedPrecisionOptimizer(optimizer, torch.float32)
+            optimizer = amp.MixedPrecisionOptimizer(optimizer, torch.float64)
         optimizer.add_param_group({"params": m[4].parameters(), "lr": 0.01})
         schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))
         optimizers.append((m, optimizer, schedulers))
     for step in range(1, 4):
         for m, optimizer, schedulers in optimizers:
             optimizer.zero_grad()
-            m(make_batch(0, step)).square().mean().backward()
+            m(make_batch(0, step, torch.float64)).square().mean().backward()
             for steps in (optimizer, *schedulers):
                 steps.step()
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -549,7 +566,12 @@ def test_a_weight_is_cast_once_in_a_region_and_not_kept_after(cache, expected):
     with amp.autocast(torch.bfloat16, cache_enabled=cache) as region, Casts() as casts:
         for _ in range(3):
             layer(x)
-    assert casts.count == expected
+        assert casts.count == expected
+        activation = layer(x).float()
+        layer(activation)
+        gone = weakref.ref(activation)
+        del activation
+        assert gone() is None  # only weights are kept, and until the end
     gone = weakref.ref(layer.weight)
     del layer
     gc.collect()
@@ -574,6 +596,8 @@ def test_a_cached_cast_is_neither_without_gradient_nor_stale():
         with torch.inference_mode():
             assert (layer(x) == 0).all()
         layer(x).sum().backward()
+        half = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
+        assert ((half @ half).dtype, half.sum().dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_loss_and_gradients_are_those_of_torch_autocast():
