@@ -83,11 +83,9 @@ class Grid:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. The model: plain layers, and what makes them parallel. Activations are (sequence, batch, hidden).
+# 2. The model (Radford et al. 2019): plain layers, and what makes them parallel. Activations: sequence, batch, hidden.
 
-
-# Radford et al. 2019: layers, hidden size, heads, vocabulary, positions.
-GPT2 = namedtuple("GPT2", "L h heads V P", defaults=(50257, 1024))
+GPT2 = namedtuple("GPT2", "L h heads V P", defaults=(50257, 1024))  # layers, hidden, heads, vocabulary, positions
 MODELS = {
     "gpt2-tiny": GPT2(4, 64, 4, V=257, P=128),
     "gpt2-124m": GPT2(12, 768, 12),
@@ -180,7 +178,7 @@ PLAN |= {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}
 
 def split_layer(layer, group, sequence_parallel):
     """Let a plain layer keep this rank's slices."""
-    names = [name for name, _ in layer.named_children() if name in PLAN and (sequence_parallel or name != "dropout")]
+    names = [name for name in layer._modules if name in PLAN and (sequence_parallel or name != "dropout")]
     if isinstance(layer, Block):
         layer.region = lambda: tensor_parallel.parallel_region(group)
     elif isinstance(layer, Embedding) and sequence_parallel:
@@ -199,7 +197,7 @@ def layers_of_stage(config, stage, num_stages):
 
 
 def train_on_one_device(config, args, batches, device="cpu"):
-    """Yields (loss, gradients' norm, model) after each step."""
+    """Yields (loss, gradients' norm, model) after each step. What is to be in 16 bits is in fp32 here."""
     dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
     model = plain_model(config, args.dropout, args.seed).to(device, dtype)
     optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
@@ -359,10 +357,8 @@ def sent_by_formula(trainer):
     if args.sequence_parallel:  # inputs are gathered again in backward; norms' and row biases' gradients are summed
         tp += (2 * blocks + ends) * bs * h + (12 * blocks + 4 * last) * h
     tp = tp * itemsize + 6 * last * bs * max(4, itemsize)  # the loss is in fp32 at least
-    pp = 0
-    if grid.pp > 1:  # each stage sends to both neighbours, where it has them
-        pp = m * (2 * len(trainer.numbers) - ends) * bs * h // (t if args.sequence_parallel else 1)
-        pp += trainer.tied.numel() if ends else 0
+    hops = 2 * len(trainer.numbers) - ends if grid.pp > 1 else 0  # to both neighbours, where a stage has them
+    pp = m * hops * bs * h // (t if args.sequence_parallel else 1) + (trainer.tied.numel() if hops and ends else 0)
     dp = 2 * sum(parameter.numel() for parameter in trainer.parameters) * (grid.dp - 1) / grid.dp
     return {"tp": m * tp * (t - 1) / t, "pp": pp * itemsize, "dp": dp * itemsize}
 
@@ -412,8 +408,7 @@ class Session(ddp.Demo):
         """-> (tp, pp) of each grid to train on."""
         tp, pp, sizes = self.args.tp, self.args.pp, range(1, self.ranks + 1)
         if self.args.compare:
-            fits = [(tp, pp) for tp in sizes for pp in sizes if self.ranks % (tp * pp) == 0]
-            return [(tp, pp) for tp, pp in fits if self.config.heads % tp == 0]
+            return [(tp, pp) for tp in sizes for pp in sizes if not (self.ranks % (tp * pp) or self.config.heads % tp)]
         if tp is None and pp is None:
             return [(2 if self.ranks % 2 == 0 else 1, 2 if self.ranks % 4 == 0 else 1)]
         return [(1 if tp is None else tp, 1 if pp is None else pp)]
@@ -452,6 +447,7 @@ class Session(ddp.Demo):
         return self.report(trainer, *zip(*history, strict=True), differences, sent)
 
     def progress(self, trainer, loss, norm, seconds):
+        """A line for each step, and one of JSON."""
         now = {axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | {"step": trainer.number}
         now |= {"loss": loss, "grad_norm": norm, "lr": trainer.optimizer.param_groups[0]["lr"], "seconds": seconds}
         now["tokens_per_second"] = self.args.global_batch_size * self.args.sequence_length / seconds
