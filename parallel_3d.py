@@ -8,40 +8,43 @@ the stage, and each pipeline trains on its own part of the batch. 8 ranks with -
                         ┊          ┊                                 ┊          ┊          ──→ pp: activations, once
     batch, part 1   rank 2 ═══ rank 3                     ───→   rank 6 ═══ rank 7          ┊  dp: gradients, per step
 
-Tensor-parallel ranks are neighbours, since they wait for each other in every layer: they should share a machine. Then
-comes data, then pipeline, whose stages pass one tensor per micro-batch: rank = (pp · DP + dp) · TP + tp.
+Tensor-parallel ranks are neighbours, as they wait for each other in every layer: rank = (pp · DP + dp) · TP + tp.
+
+The axes need to know little of each other, and all of it is in `Trainer`: the embedding is also the head, on another
+stage, so their gradients are added; the mean over pipelines is taken when the pipeline is done; the loss is a mean over
+the tokens of the whole batch; the norm of the gradients counts each once; dropout has a seed for each layer and
+micro-batch, wherever they are.
 
 Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m micro-batches, s tokens, h hidden size:
 
                  parameters, gradients     sent per step
     tp           Ψ/(tp·pp) each            (8L/pp + 2 at each end) · m·bsh (tp-1)/tp, and the loss's 6·m·bs (tp-1)/tp
-    pp                                     m·bsh per neighbour stage, and for the tied embedding its Ψ once
+    pp                                     m·bsh per neighbour stage; between first and last the embedding's gradient
     dp                                     2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
     optimizer    2Ψ/(tp·pp), with --zero1 over dp
 
-Run:      torchrun --nproc-per-node 4 parallel_3d.py --tp 2 --pp 2 [--model gpt2-345m] [--compare]
+Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
 Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
 Mirrors:  Megatron-LM's pretrain_gpt.py
 Left out: checkpoints, evaluation, data sets of tokens; context and expert parallelism
 """
 
-import argparse
+import gc
 import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
-import weakref
+from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 import amp
 import ddp
@@ -54,59 +57,37 @@ import zero
 
 
 class Grid:
-    """Where this rank is: `tp`, `dp` and `pp` are the sizes, `at[axis]` the position, `group(axis)` its neighbours.
+    """`tp`, `dp` and `pp` are the sizes; of this rank, `at[axis]` is the position and `groups[axis]` the neighbours.
 
-    ValueError when tp · pp does not divide the world.
+    `groups["ends"]` are the first and the last of pp. ValueError when tp · pp does not divide the world.
     """
 
-    AXES = ("pp", "dp", "tp")  # outermost first
-
-    def __init__(self, tp=1, pp=1, device_type="cpu"):
-        rank, world = dist.get_rank(), dist.get_world_size()
+    def __init__(self, tp=1, pp=1):
+        world = dist.get_world_size()
         if tp < 1 or pp < 1 or world % (tp * pp):
             raise ValueError(f"--tp {tp} × --pp {pp} = {tp * pp} ranks must divide the world of {world}")
         self.tp, self.dp, self.pp = tp, world // (tp * pp), pp
-        self.at = {"tp": rank % tp, "dp": rank // tp % self.dp, "pp": rank // (tp * self.dp)}
-        mesh = init_device_mesh(device_type, (pp, self.dp, tp), mesh_dim_names=self.AXES)
-        # Weak, as everywhere: what holds a group keeps its threads running after destroy_process_group().
-        self.groups = {axis: weakref.ref(mesh.get_group(axis)) for axis in self.AXES}
-        self.device = torch.device(device_type)
-        for axis, stride in {"tp": 1, "dp": tp, "pp": tp * self.dp}.items():
-            neighbours = [rank + (i - self.at[axis]) * stride for i in range(getattr(self, axis))]
-            assert self.at[axis] == mesh.get_local_rank(axis)
-            assert neighbours == dist.get_process_group_ranks(self.group(axis))
+        ranks = torch.arange(world).view(pp, self.dp, tp)
+        self.at = dict(zip(("pp", "dp", "tp"), (ranks == dist.get_rank()).nonzero()[0].tolist(), strict=True))
+        rows = {"tp": ranks.flatten(0, 1), "dp": ranks.mT.flatten(0, 1), "pp": ranks.flatten(1).T}
+        if pp > 1:
+            rows["ends"] = rows["pp"][:, [0, -1]]
+        join = dist.new_subgroups_by_enumeration  # all ranks make all groups; -> the one with this rank, all
+        self.groups = {axis: join(lists.tolist(), timedelta(minutes=10))[0] for axis, lists in rows.items()}
 
-    def group(self, axis):
-        return self.groups[axis]()
-
-    def sum(self, number, *axes, op=dist.ReduceOp.SUM):
-        """The sum of a number over the ranks along `axes`: the same on all of them."""
-        total = torch.tensor([number], dtype=torch.float64, device=self.device)
+    def sum(self, number, *axes):
+        """The sum of a tensor of one number over the ranks along `axes`: the same on all of them."""
         for axis in axes:
-            dist.all_reduce(total, op=op, group=self.group(axis))
-        return total.item()
+            dist.all_reduce(number, group=self.groups[axis])
+        return number.item()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. The model: plain layers, and what makes them parallel. Activations are (sequence, batch, hidden).
+# 2. The model (Radford et al. 2019): plain layers, and what makes them parallel. Activations: sequence, batch, hidden.
 
-
-@dataclass(frozen=True)
-class GPT2:
-    """Radford et al. 2019. Parameters: Vh + Ph + L(12h² + 13h) + 2h, the head tied to the embedding."""
-
-    L: int
-    h: int
-    heads: int
-    V: int = 50257
-    P: int = 1024  # positions
-
-    def parameters(self):
-        return self.V * self.h + self.P * self.h + self.L * (12 * self.h**2 + 13 * self.h) + 2 * self.h
-
-
+GPT2 = namedtuple("GPT2", "L h heads V P", defaults=(50257, 1024))  # layers, hidden, heads, vocabulary, positions
 MODELS = {
-    "gpt2-tiny": GPT2(4, 64, 4, V=260, P=128),
+    "gpt2-tiny": GPT2(4, 64, 4, V=257, P=128),
     "gpt2-124m": GPT2(12, 768, 12),
     "gpt2-345m": GPT2(24, 1024, 16),
     "gpt2-774m": GPT2(36, 1280, 20),
@@ -125,23 +106,27 @@ class Embedding(nn.Module):
         return self.dropout(self.enter(self.word(tokens_bs.T) + positions[:, None]))
 
 
-class Block(nn.TransformerEncoderLayer):
-    def __init__(self, config, dropout):
-        gelu = partial(F.gelu, approximate="tanh")
-        super().__init__(config.h, config.heads, 4 * config.h, dropout, activation=gelu, norm_first=True)
-
-    def forward(self, x_sbh):
-        mask = nn.Transformer.generate_square_subsequent_mask(len(x_sbh), x_sbh.device, x_sbh.dtype)
-        return super().forward(x_sbh, src_mask=mask, is_causal=True)
-
-
-class Head(nn.Module):
+class Block(nn.Module):
     def __init__(self, config, dropout):
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(config.h), nn.Linear(config.h, config.V, bias=False)
+        h, self.head_dim = config.h, config.h // config.heads
+        self.norm1, self.norm2, self.dropout = nn.LayerNorm(h), nn.LayerNorm(h), nn.Dropout(dropout)
+        self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.linear1, self.linear2 = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+        self.region = nullcontext  # in which the heads draw their dropout
 
     def forward(self, x_sbh):
-        return self.linear(self.norm(x_sbh))
+        heads = (y.unflatten(-1, (-1, self.head_dim)).movedim(0, 2) for y in self.qkv(self.norm1(x_sbh)).chunk(3, -1))
+        dropout = self.dropout.p if self.training else 0.0
+        with self.region() if dropout else nullcontext():
+            y = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
+        x_sbh = x_sbh + self.dropout(self.proj(y.movedim(2, 0).flatten(2)))
+        return x_sbh + self.dropout(self.linear2(F.gelu(self.linear1(self.norm2(x_sbh)), approximate="tanh")))
+
+
+class Head(nn.Sequential):
+    def __init__(self, config, dropout):
+        super().__init__(OrderedDict(norm=nn.LayerNorm(config.h), linear=nn.Linear(config.h, config.V, bias=False)))
 
 
 @torch.no_grad()
@@ -151,39 +136,54 @@ def build_layer(config, number, dropout=0.0, seed=0):
     layer = (Embedding if number == 0 else Head if number == config.L + 1 else Block)(config, dropout)
     for name, parameter in layer.named_parameters():
         if parameter.dim() > 1:
-            residual = name in ("self_attn.out_proj.weight", "linear2.weight")  # 2L of them add up
+            residual = name in ("proj.weight", "linear2.weight")  # 2L of them add up
             parameter.normal_(std=0.02 / (2 * config.L) ** 0.5 if residual else 0.02)
         elif name.endswith("bias"):
             parameter.zero_()
+    if number > config.L:  # starts as a copy, wherever the embedding itself is
+        layer.linear.weight = build_layer(config, 0, seed=seed).word.weight
     return layer
+
+
+class Stage(nn.Sequential):
+    """Some layers of the model, {number: layer}, for one micro-batch after the other, from number `microbatch` on.
+
+    Dropout has a seed for each layer and micro-batch, so that one device, which has all of both, draws the same masks.
+    """
+
+    def __init__(self, layers, seed=None):
+        super().__init__()
+        self._modules.update({str(number): layer for number, layer in layers.items()})
+        self.microbatch, self.seed = 0, seed
+
+    def forward(self, x):
+        for number, layer in self.named_children():
+            if self.seed is not None:
+                torch.manual_seed(self.seed * 2**40 + self.microbatch * 2**10 + int(number))
+            x = layer(x)
+        self.microbatch += 1
+        return x
 
 
 def plain_model(config, dropout=0.0, seed=0):
     """The whole model on one device: (batch, sequence) tokens to (sequence, batch, V) logits."""
-    layers = [build_layer(config, number, dropout, seed) for number in range(config.L + 2)]
-    layers[-1].linear.weight = layers[0].word.weight
-    return nn.Sequential(*layers)
+    layers = {number: build_layer(config, number, dropout, seed) for number in range(config.L + 2)}
+    layers[config.L + 1].linear.weight = layers[0].word.weight
+    return Stage(layers, seed if dropout else None)
+
+
+PLAN = {"word": "vocab", "linear": "vocab", "qkv": "qkv", "proj": "row", "linear1": "column", "linear2": "row"}
+PLAN |= {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}  # where the sequence is split
 
 
 def split_layer(layer, group, sequence_parallel):
-    """Let a plain layer keep this rank's slices. The vocabulary is padded to a multiple of 128 · tp."""
-    vocabulary = {"process_group": group, "make_vocab_size_divisible_by": 128}
-    plan = {}
-    if isinstance(layer, Embedding):
-        layer.word = tensor_parallel.VocabParallelEmbedding.from_full(layer.word, **vocabulary)
-        if sequence_parallel:
-            layer.enter, plan = partial(enter_sequence, weakref.ref(group)), {"dropout": "dropout"}
-    elif isinstance(layer, Head):
-        vocabulary["sequence_parallel"] = sequence_parallel
-        layer.linear = tensor_parallel.ColumnParallelLinear.from_full(layer.linear, **vocabulary)
-        plan = {"norm": "norm"} if sequence_parallel else {}
-    else:
-        plan = {"": "layer"}
-    return tensor_parallel.parallelize(layer, plan, group, sequence_parallel)
-
-
-def enter_sequence(group, x):
-    return tensor_parallel.scatter_to_sequence(x, group())
+    """Let a plain layer keep this rank's slices."""
+    names = [name for name in layer._modules if name in PLAN and (sequence_parallel or name != "dropout")]
+    if isinstance(layer, Block):
+        layer.region = lambda: tensor_parallel.parallel_region(group)
+    elif isinstance(layer, Embedding) and sequence_parallel:
+        layer.enter = lambda x: tensor_parallel.scatter_to_sequence(x, group)
+    return tensor_parallel.parallelize(layer, {name: PLAN[name] for name in names}, group, sequence_parallel)
 
 
 def layers_of_stage(config, stage, num_stages):
@@ -193,7 +193,25 @@ def layers_of_stage(config, stage, num_stages):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Training on the grid.
+# 3. Training: first on one device, as plainly as possible, then on the grid.
+
+
+def train_on_one_device(config, args, batches, device="cpu"):
+    """Yields (loss, gradients' norm, model) after each step. What is to be in 16 bits is in fp32 here."""
+    dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+    model = plain_model(config, args.dropout, args.seed).to(device, dtype)
+    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
+    for number, (inputs, targets) in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
+        optimizer.zero_grad()
+        loss, tokens = 0.0, (targets != -100).sum().clamp(min=1)
+        for x, y in zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True):
+            part = F.cross_entropy(model(x).flatten(0, 1), y.T.flatten(), reduction="sum") / tokens
+            part.backward()
+            loss += part.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf).item()
+        optimizer.step()
+        yield loss, norm, model
 
 
 class Trainer:
@@ -201,146 +219,111 @@ class Trainer:
 
     def __init__(self, config, grid, args, device="cpu"):
         self.config, self.grid, self.args, self.device = config, grid, args, torch.device(device)
-        self.dtype, self.scaler = getattr(torch, args.dtype), None
+        self.dtype, self.number = getattr(torch, args.dtype), 0  # of the next step
         self.num_stages = grid.pp * args.stages_per_rank
         self.microbatches = args.global_batch_size // max(args.micro_batch_size * grid.dp, 1)
-        if problem := self.find_problem():
-            raise ValueError(problem)
+        self.check_arguments()
         mine = range(grid.at["pp"], self.num_stages, grid.pp)
-        numbers = [layers_of_stage(config, stage, self.num_stages) for stage in mine]
-        layers = {number: self.build(number) for number in itertools.chain(*numbers)}
+        self.numbers = [layers_of_stage(config, stage, self.num_stages) for stage in mine]
+        layers = {n: build_layer(config, n, args.dropout, args.seed) for numbers in self.numbers for n in numbers}
+        for layer in layers.values():
+            split_layer(layer, grid.groups["tp"], args.sequence_parallel).to(self.device, self.dtype)
         embedding, head = layers.get(0), layers.get(config.L + 1)
         if embedding and head:
             head.linear.weight = embedding.word.weight
-        self.stages = nn.ModuleList(nn.Sequential(*(layers[number] for number in part)) for part in numbers)
         self.tied = embedding.word.weight if embedding else head.linear.weight if head else None
-        self.counts_tied = embedding is not None  # on the first stage, not again on the last
-        self.pipeline = self.make_pipeline()
-        self.optimizer = self.make_optimizer()  # afterwards: the pipeline has made tied weights equal
-        warm_up = lambda step: min(1.0, (step + 1) / max(1, args.warmup))  # noqa: E731
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, warm_up)
-        self.parameters = list(dict.fromkeys(self.stages.parameters()))
+        seed = args.seed if args.dropout else None
+        self.stages = nn.ModuleList(Stage({number: layers[number] for number in part}, seed) for part in self.numbers)
+        self.parameters = list(self.stages.parameters())
+        # In the norm, what several ranks hold counts on one: the first of tp, the first stage.
+        split = {self.stages.get_parameter(name) for name, *_ in tensor_parallel.split_parameters(self.stages)}
+        self.counted = {parameter for parameter in self.parameters if parameter in split or grid.at["tp"] == 0}
+        self.counted -= set() if embedding else {self.tied}
+        self.pipeline = pipeline.Pipeline(self.stages, args.schedule, self.microbatches, self.loss, grid.groups["pp"])
+        self.scaler = amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        optimizer, lr = getattr(torch.optim, args.optimizer), args.lr
+        if args.zero1:  # has fp32 masters where the model is in 16 bits
+            self.optimizer = zero.Zero1(self.stages, optimizer, grid.groups["dp"], lr=lr)
+        else:
+            self.optimizer = optimizer(self.parameters, lr=lr)
+            if self.dtype.itemsize == 2:
+                self.optimizer = amp.MixedPrecisionOptimizer(self.optimizer, self.dtype)
 
-    def find_problem(self):
+    def check_arguments(self):
         args, grid, config = self.args, self.grid, self.config
-        if args.global_batch_size != args.micro_batch_size * self.microbatches * grid.dp or self.microbatches < 1:
-            return (
-                f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
-                f"{args.micro_batch_size} × {grid.dp} data-parallel ranks"
-            )
-        if self.num_stages > config.L or (grid.pp == 1 and args.stages_per_rank > 1):
-            return f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks, and 1 rank 1 stage"
+        tensor_parallel.check_divides("attention heads", config.heads, grid.tp)
+        if args.sequence_parallel:
+            tensor_parallel.check_divides("positions", args.sequence_length, grid.tp)
+        multiple, size = args.micro_batch_size * grid.dp, args.global_batch_size
+        if multiple < 1 or size < 1 or size % multiple:
+            multiple = f"--micro-batch-size {args.micro_batch_size} × {grid.dp} data-parallel ranks"
+            raise ValueError(f"--global-batch-size {size} must be a multiple of {multiple}")
+        if not 1 <= self.num_stages <= config.L:
+            raise ValueError(f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks")
         if not 1 <= args.sequence_length <= config.P:
-            return f"--sequence-length {args.sequence_length}; the model has {config.P} positions"
+            raise ValueError(f"--sequence-length {args.sequence_length}; the model has {config.P} positions")
         if not args.clip_grad >= 0:
-            return f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none"
-        if args.zero1 and self.dtype == torch.float16:
-            return "--zero1 does not scale the loss, which float16 needs; use --dtype bfloat16"
-        return None
-
-    def build(self, number):
-        layer = build_layer(self.config, number, self.args.dropout, self.args.seed)
-        return split_layer(layer, self.grid.group("tp"), self.args.sequence_parallel).to(self.device, self.dtype)
-
-    def make_pipeline(self):
-        args, grid, stages, tied = self.args, self.grid, list(self.stages), []
-        wrapped = grid.dp > 1 and not args.zero1  # which averages gradients itself
-        if wrapped:
-            stages = [ddp.DistributedDataParallel(stage, grid.group("dp")) for stage in stages]
-        if grid.pp > 1:
-            end = self.num_stages - 1
-            names = "0.word.weight", f"{len(layers_of_stage(self.config, end, end + 1)) - 1}.linear.weight"
-            tied = [[f"{stage}.{'module.' * wrapped}{name}" for stage, name in zip((0, end), names, strict=True)]]
-        return pipeline.Pipeline(
-            stages,
-            args.schedule,
-            self.microbatches,
-            self.loss,
-            grid.group("pp"),
-            weight=lambda targets: (targets != -100).sum(),
-            tied=tied,
-            seed=args.seed * 10_000 + grid.at["dp"],  # dropout: its own in each data-parallel pipeline
-        )
-
-    def make_optimizer(self):
-        make = partial(getattr(torch.optim, self.args.optimizer), lr=self.args.lr)
-        if self.args.zero1:  # has fp32 masters where the model is in 16 bits
-            return zero.Zero1(self.stages, make.func, self.grid.group("dp"), **make.keywords)
-        optimizer = make(self.stages.parameters())
-        if self.dtype.itemsize == 2:
-            self.scaler = amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
-            optimizer = amp.MixedPrecisionOptimizer(optimizer, self.dtype, self.scaler)
-        return optimizer
-
-    def loss(self, logits, targets_bs):
-        """Mean over the micro-batch, times what makes the mean over pipelines that over the tokens of the batch."""
-        losses = tensor_parallel.vocab_parallel_cross_entropy(
-            logits, targets_bs.T, self.grid.group("tp"), vocab_size=self.config.V
-        )
-        mean = losses.sum() / (targets_bs != -100).sum() * self.share
-        return mean if self.scaler is None else self.scaler.scale(mean)
+            raise ValueError(f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none")
 
     def step(self, inputs_bs, targets_bs):
         """One step on the global batch, targets of -100 masked. -> its loss and its gradients' norm, on all ranks.
 
         A gradient that is not finite, on any rank, leaves the parameters as they are on all.
         """
-        grid = self.grid
+        grid, args, m, scale = self.grid, self.args, self.microbatches, self.scaler.get_scale()
         inputs, targets = (x.to(self.device).chunk(grid.dp)[grid.at["dp"]] for x in (inputs_bs, targets_bs))
-        tokens = (targets != -100).sum().item()
-        self.share = tokens * grid.dp / max(1.0, grid.sum(tokens, "dp"))
+        # The loss of a micro-batch is the sum over its tokens times this: so the mean over micro-batches and pipelines
+        # is the mean over the tokens of the batch, wherever they are.
+        self.share = m * grid.dp / max(1, (targets_bs != -100).sum().item())
+        for stage in self.stages:
+            stage.microbatch = (self.number * grid.dp + grid.at["dp"]) * m
+        self.number += 1
+        self.optimizer.param_groups[0]["lr"] = args.lr * min(1.0, self.number / max(1, args.warmup))
         self.optimizer.zero_grad()
-        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         loss = self.pipeline.step(inputs, targets)
-        norm = self.clip_grad_norm_(self.args.clip_grad)
-        if math.isfinite(norm) or self.scaler:  # which skips the step by itself, on all ranks, and lowers the scale
-            self.optimizer.step()
-        self.schedule.step()
-        return grid.sum(0.0 if loss is None else loss.item() / scale / grid.dp, "pp", "dp"), norm
+        if self.tied is not None and grid.pp > 1:  # it is used on the first stage and on the last
+            dist.all_reduce(self.tied.grad, group=grid.groups["ends"])
+        if not args.zero1:  # which averages by itself
+            ddp.all_reduce_gradients(self.stages, grid.groups["dp"])
+        norm = self.clip_grad_norm_(args.clip_grad or math.inf)
+        self.optimizer.step() if math.isfinite(norm) else self.optimizer.zero_grad()
+        if self.scaler.is_enabled():
+            self.adapt_scale(norm)
+        loss = torch.zeros((), device=self.device) if loss is None else loss / scale / grid.dp
+        return grid.sum(loss.double(), "pp", "dp"), norm
 
-    def counts(self, parameter):
-        """Is this rank the one whose part of `parameter` is in the norm? What is replicated counts once."""
-        split = getattr(parameter, "tensor_parallel", None) is not None
-        return (split or self.grid.at["tp"] == 0) and (parameter is not self.tied or self.counts_tied)
+    def loss(self, logits, targets_bs):
+        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets_bs.T, self.grid.groups["tp"])
+        return self.scaler.scale(losses.sum() * self.share)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Scale the gradients so that the norm of all of them is at most `max_norm`, unless that is 0; -> the norm."""
-        model_parallel, max_norm = ("tp", "pp"), max_norm or float("inf")
+        """Divide the gradients by the scale of the loss, and clip them; -> the norm of all of them together."""
+        grid, scale, counted = self.grid, self.scaler.get_scale(), self.counted.__contains__
         if self.args.zero1:
-            groups = [self.grid.group(axis) for axis in model_parallel]
-            return self.optimizer.clip_grad_norm_(max_norm, counted=self.counts, process_groups=groups).item()
-        if isinstance(self.optimizer, amp.MixedPrecisionOptimizer):
-            self.optimizer.unscale_()
-            masters = itertools.chain(*(group["params"] for group in self.optimizer.param_groups))
-            pieces = zip(self.parameters, (master.grad for master in masters), strict=True)
-        else:
-            pieces = [(parameter, parameter.grad) for parameter in self.parameters]
-        pieces = [(parameter, gradient) for parameter, gradient in pieces if gradient is not None]
-        mine = [g.norm(dtype=torch.float64) ** 2 for parameter, g in pieces if self.counts(parameter)]
-        norm = self.grid.sum(float(sum(mine)), *model_parallel) ** 0.5
-        if norm > max_norm:
-            for _, gradient in pieces:
-                gradient.mul_(max_norm / (norm + 1e-6))
+            for bucket in self.optimizer._buckets if self.scaler.is_enabled() else ():
+                bucket.divisor = scale  # whose 16-bit gradients are means
+            groups = [grid.groups["tp"], grid.groups["pp"]]
+            return self.optimizer.clip_grad_norm_(max_norm, counted=counted, process_groups=groups).item()
+        if self.dtype.itemsize == 2:
+            self.optimizer.unscale_()  # casts them up
+        weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their fp32 masters
+        mine = [weight.grad for weight in itertools.compress(weights, map(counted, self.parameters))]
+        norm = grid.sum(nn.utils.get_total_norm(mine).double() ** 2, "tp", "pp") ** 0.5 / scale
+        for weight in weights:
+            weight.grad.mul_(min(1.0, max_norm / (norm + 1e-6)) / scale)
         return norm
 
+    def adapt_scale(self, norm):
+        """The scaler sees one gradient, the norm, which is finite if they all are."""
+        seen = nn.Parameter(torch.zeros((), device=self.device))
+        seen.grad = torch.full_like(seen, norm)
+        self.scaler.unscale_(torch.optim.SGD([seen]))
+        self.scaler.update()
 
-def train_on_one_device(config, args, batches):
-    """The same without parallelism, as plainly as possible; yields (loss, gradients' norm, model) after each step."""
-    model = plain_model(config, args.dropout, args.seed).to(getattr(torch, args.dtype))
-    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
-    for number, (inputs, targets) in enumerate(batches):
-        optimizer.zero_grad()
-        loss, tokens = 0.0, (targets != -100).sum()
-        for x, y in zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True):
-            part = F.cross_entropy(model(x).flatten(0, 1), y.T.flatten(), reduction="sum") / tokens
-            part.backward()
-            loss += part.item()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or float("inf")).item()
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
-        optimizer.step()
-        yield loss, norm, model
+    def full_state_dict(self):
+        """The whole parameters of this rank's layers, under their names in the plain model. All tp ranks call it."""
+        return {name: x for stage in self.stages for name, x in tensor_parallel.full_state_dict(stage).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,234 +335,166 @@ class SentByAxis(ddp.SentBytes):
 
     def __init__(self, grid):
         super().__init__()
-        self.axes = {grid.group(axis).group_name: axis for axis in grid.AXES}
-        self.by_axis = dict.fromkeys(grid.AXES, 0.0)
+        self.by_axis = dict.fromkeys(("tp", "pp", "dp"), 0.0)
+        self.axes = {grid.groups[axis].group_name: axis for axis in self.by_axis}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = self.total
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        before, result = self.total, super().__torch_dispatch__(func, types, args, kwargs)
         if self.total > before:
-            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))  # of tied parameters: along pp
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             self.by_axis[self.axes.get(dist.ProcessGroup.unbox(group).group_name, "pp")] += self.total - before
         return result
 
 
 def sent_by_formula(trainer):
-    """Bytes that this rank sends in a step along each axis; without the few hundred by which ranks agree on sizes."""
+    """Bytes that this rank sends in a step along each axis; without the few hundred by which ranks agree on numbers."""
     config, grid, args, itemsize = trainer.config, trainer.grid, trainer.args, trainer.dtype.itemsize
-    t, h, m, bs = grid.tp, config.h, trainer.microbatches, args.micro_batch_size * args.sequence_length
-    mine = range(grid.at["pp"], trainer.num_stages, grid.pp)
-    blocks = sum(isinstance(layer, Block) for stage in trainer.stages for layer in stage)
-    first, last = 0 in mine, trainer.num_stages - 1 in mine
-    ends = first + last
-    if args.sequence_parallel:  # the inputs of column-parallel layers are gathered again; norms' gradients summed
-        tp = (10 * blocks + 3 * ends) * bs * h + (8 * blocks + 4 * last) * h
-    else:
-        tp = (8 * blocks + 2 * ends) * bs * h
+    t, m, bs, h = grid.tp, trainer.microbatches, args.micro_batch_size * args.sequence_length, config.h
+    numbers = [number for stage in trainer.numbers for number in stage]
+    first, last = 0 in numbers, config.L + 1 in numbers
+    blocks, ends = len(numbers) - first - last, first + last
+    tp = (8 * blocks + 2 * ends) * bs * h
+    if args.sequence_parallel:  # inputs are gathered again in backward; norms' and row biases' gradients are summed
+        tp += (2 * blocks + ends) * bs * h + (12 * blocks + 4 * last) * h
     tp = tp * itemsize + 6 * last * bs * max(4, itemsize)  # the loss is in fp32 at least
-    hops = 2 * len(mine) - ends if grid.pp > 1 else 0  # each stage sends to both neighbours, where it has them
-    pp = m * hops * bs * h // (t if args.sequence_parallel else 1)
-    if grid.pp > 1:  # the gradient of the tied embedding
-        pp += 0 if trainer.tied is None else trainer.tied.numel()
-    psi = sum(parameter.numel() for parameter in trainer.parameters)
-    dp = 2 * psi * (grid.dp - 1) / grid.dp
+    hops = 2 * len(trainer.numbers) - ends if grid.pp > 1 else 0  # to both neighbours, where a stage has them
+    pp = m * hops * bs * h // (t if args.sequence_parallel else 1) + (trainer.tied.numel() if hops and ends else 0)
+    dp = 2 * sum(parameter.numel() for parameter in trainer.parameters) * (grid.dp - 1) / grid.dp
     return {"tp": m * tp * (t - 1) / t, "pp": pp * itemsize, "dp": dp * itemsize}
-
-
-class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """`peak`: the most bytes that autograd has kept for backward at one time, parameters apart."""
-
-    def __init__(self, parameters):
-        super().__init__(self.pack, lambda kept: kept.tensor)
-        self.users = {parameter.untyped_storage().data_ptr(): 1 for parameter in parameters}  # so they never count
-        self.now = self.peak = 0
-
-    def pack(self, tensor):
-        storage = tensor.untyped_storage()
-        self.count(storage, 1)
-        return Kept(tensor, lambda: self.count(storage, -1))
-
-    def count(self, storage, change):
-        users = self.users[storage.data_ptr()] = self.users.get(storage.data_ptr(), 0) + change
-        if users == max(change, 0):  # the first, or the last
-            self.now += change * storage.nbytes()
-            self.peak = max(self.peak, self.now)
-
-
-class Kept:
-    def __init__(self, tensor, forget):
-        self.tensor, self.forget = tensor, forget
-
-    def __del__(self):
-        self.forget()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Demo.
 
-
-def arguments(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="gpt2-tiny")
-    parser.add_argument(
-        "--tp", type=int, default=1, help="tensor-parallel ranks; data-parallel are those that are left"
-    )
-    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel ranks")
-    parser.add_argument("--schedule", choices=pipeline.SCHEDULES, default="1f1b")
-    parser.add_argument("--stages-per-rank", type=int, default=1)
-    parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--zero1", action="store_true", help="split the optimizer over data-parallel ranks")
-    parser.add_argument("--micro-batch-size", type=int, default=2, help="sequences that are computed at once")
-    parser.add_argument("--global-batch-size", type=int, default=16, help="sequences per step, over all ranks")
-    parser.add_argument("--sequence-length", type=int, default=64)
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--optimizer", choices=("AdamW", "SGD"), default="AdamW")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=0, metavar="STEPS", help="steps to the full learning rate")
-    parser.add_argument("--clip-grad", type=float, default=1.0, metavar="NORM", help="0: do not clip")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--data", metavar="FILE", help="text to train on, by bytes (default: the standard library)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--metrics", metavar="FILE", help="write a JSON object a line and step")
-    parser.add_argument("--compare", action="store_true", help="one row for each grid that fits the world")
-    parser.add_argument("--check", action="store_true", default=None, help="compare with one device (tiny: always)")
-    return parser.parse_args(argv)
+FLAGS = {
+    "--model": {"choices": MODELS, "default": "gpt2-tiny"},
+    "--tp": {"type": int, "help": "tensor-parallel ranks; data-parallel are those that are left"},
+    "--pp": {"type": int, "help": "pipeline-parallel ranks; without --tp and --pp both are 2 where the world has them"},
+    "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b"},
+    "--stages-per-rank": {"type": int, "default": 1},
+    "--sequence-parallel": {"action": "store_true"},
+    "--zero1": {"action": "store_true", "help": "split the optimizer over data-parallel ranks"},
+    "--micro-batch-size": {"type": int, "default": 2, "help": "sequences that are computed at once"},
+    "--global-batch-size": {"type": int, "default": 16, "help": "sequences per step, over all ranks"},
+    "--sequence-length": {"type": int, "default": 64},
+    "--dtype": {"choices": ("float64", "float32", "bfloat16", "float16"), "help": "default: float64 where compared"},
+    "--optimizer": {"choices": ("AdamW", "SGD"), "default": "AdamW"},
+    "--lr": {"type": float, "default": 1e-3},
+    "--warmup": {"type": int, "default": 0, "metavar": "STEPS", "help": "steps to the full learning rate"},
+    "--clip-grad": {"type": float, "default": 1.0, "metavar": "NORM", "help": "0: do not clip"},
+    "--dropout": {"type": float, "default": 0.0},
+    "--steps": {"type": int, "default": 10},
+    "--metrics": {"metavar": "FILE", "help": "write a JSON object a line and step"},
+    "--compare": {"action": "store_true", "help": "one row for each grid that fits the world"},
+    "--check": {"action": "store_true", "help": "compare with one device (tiny: always)"},
+}
+HEADER = ("tp × pp × dp", "params", "grads", "optimizer", "tp", "pp", "dp", "tokens/s", "vs 1 device")
 
 
 class Session(ddp.Demo):
-    """Joins the world, reads the text, trains on a grid or on several, and prints."""
+    """Trains on a grid, or on several, beside one device, and prints."""
 
     def __init__(self):
-        self.args = arguments()
-        self.join_world()
-        self.T, self.batch_size = self.args.sequence_length, self.args.global_batch_size
-        problem = self.read_text(self.args.data)
-        if self.args.steps < 1:
-            problem = f"--steps {self.args.steps}: at least 1"
-        self.config = MODELS[self.args.model]
-        if self.args.check is None:
-            self.args.check = self.args.model == "gpt2-tiny" and self.args.dropout == 0
-        self.metrics_begun = False
-        self.stop_if(problem)
+        ddp.__doc__ = __doc__  # whose first line --help shows
+        super().__init__(FLAGS)
+        args, self.config = self.args, MODELS[self.args.model]
+        with torch.device("meta"):
+            self.psi = sum(parameter.numel() for parameter in plain_model(self.config).parameters())
+        args.check = args.check or args.model == "gpt2-tiny"
+        args.dtype = args.dtype or ("float64" if args.check else "float32")
+        self.metrics = open(args.metrics if args.metrics and self.rank == 0 else os.devnull, "w")  # noqa: SIM115
 
     def grids(self):
-        if not self.args.compare:
-            return [(self.args.tp, self.args.pp)]
-        fits = [
-            (tp, pp)
-            for tp in range(1, self.ranks + 1)
-            for pp in range(1, self.ranks + 1)
-            if self.ranks % (tp * pp) == 0
-        ]
-        return [(tp, pp) for tp, pp in fits if self.config.heads % tp == 0]
+        """-> (tp, pp) of each grid to train on."""
+        tp, pp, sizes = self.args.tp, self.args.pp, range(1, self.ranks + 1)
+        if self.args.compare:
+            return [(tp, pp) for tp in sizes for pp in sizes if not (self.ranks % (tp * pp) or self.config.heads % tp)]
+        if tp is None and pp is None:
+            return [(2 if self.ranks % 2 == 0 else 1, 2 if self.ranks % 4 == 0 else 1)]
+        return [(1 if tp is None else tp, 1 if pp is None else pp)]
+
+    def batch(self, number):
+        """-> inputs, targets of a step, (global batch, sequence)."""
+        generator, T = torch.Generator().manual_seed(1_000_003 * self.args.seed + number), self.args.sequence_length
+        starts = torch.randint(len(self.text) - T, (self.args.global_batch_size, 1), generator=generator)
+        window = self.text[starts + torch.arange(T + 1)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
 
     def run(self, tp, pp):
-        """Train on one grid; -> a row of the table."""
-        trainer = problem = None
+        """Train on one grid. -> a row of the table"""
+        args, history, differences, plain = self.args, [], [], itertools.repeat(None)
         try:
-            trainer = Trainer(self.config, Grid(tp, pp, self.device.type), self.args, self.device)
+            trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
         except ValueError as error:
-            problem = str(error)
-        self.stop_if(problem)
-        grid, steps, history = trainer.grid, self.args.steps, []
-        for number in range(steps):
-            saved, sent, start = SavedBytes(trainer.parameters), SentByAxis(grid), time.perf_counter()
-            measured = number == min(1, steps - 1)  # it takes time; and in the first step ranks also agree on shapes
-            with saved if measured else nullcontext(), sent if measured else nullcontext():
-                loss, norm = trainer.step(*self.batch(number))
-            if measured:
-                costs = sent.by_axis, saved.peak
-            history.append(
-                {"step": number + 1, "loss": loss, "grad_norm": norm, "lr": trainer.schedule.get_last_lr()[0]}
-            )
-            history[-1]["seconds"] = time.perf_counter() - start
-            history[-1]["tokens_per_second"] = self.batch_size * self.T / history[-1]["seconds"]
-            self.progress(history[-1], grid)
-        return self.row(trainer, history, *costs)
+            self.stop(error)
+        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
+        self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
+        if args.check and (tp == 1 or args.dropout == 0):  # heads on several ranks draw dropout of their own
+            plain = train_on_one_device(self.config, args, map(self.batch, range(args.steps)), self.device)
+        for number in range(args.steps):
+            batch, sent, start = self.batch(number), SentByAxis(trainer.grid), time.perf_counter()
+            with sent if number == args.steps - 1 else nullcontext():  # it takes time
+                loss, norm = trainer.step(*batch)
+            middle = time.perf_counter()
+            expected, end = next(plain), time.perf_counter()
+            history.append((loss, middle - start, end - middle))
+            self.progress(trainer, loss, norm, middle - start)
+            if expected:
+                mine, theirs = trainer.full_state_dict(), expected[2].state_dict()
+                differences += [(mine[name] - theirs[name]).abs().max().item() for name in mine]
+                differences += [abs(loss - expected[0]), abs(norm - expected[1])]
+        return self.report(trainer, *zip(*history, strict=True), differences, sent)
 
-    def progress(self, now, grid):
-        """A line per step: on a terminal with the time left and, in the end, replaced by the result."""
-        line = "step {step}/{steps}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  {tokens_per_second:,.0f}"
-        line = line.format(**now, steps=self.args.steps) + " tokens/s"
-        if sys.stderr.isatty():
-            line = f"\r{line}  {now['seconds'] * (self.args.steps - now['step']):.0f} s left\033[K"
-            self.show(line, end="" if now["step"] < self.args.steps else "\r\033[K", file=sys.stderr)
-        elif not self.args.check:
-            self.show(line)
-        if self.args.metrics and self.rank == 0:
-            with open(self.args.metrics, "a" if now["step"] > 1 or self.metrics_begun else "w") as file:
-                self.metrics_begun = True
-                file.write(json.dumps({"tp": grid.tp, "pp": grid.pp, "dp": grid.dp} | now) + "\n")
+    def progress(self, trainer, loss, norm, seconds):
+        """A line for each step, and one of JSON."""
+        now = {axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | {"step": trainer.number}
+        now |= {"loss": loss, "grad_norm": norm, "lr": trainer.optimizer.param_groups[0]["lr"], "seconds": seconds}
+        now["tokens_per_second"] = self.args.global_batch_size * self.args.sequence_length / seconds
+        print(json.dumps(now), file=self.metrics, flush=True)
+        line = "step {step}/{steps}   loss {loss:.3f}   grad norm {grad_norm:.3f}   {tokens_per_second:,.0f} tokens/s"
+        self.show(line.format(**now, steps=self.args.steps))
 
-    def row(self, trainer, history, sent, activations):
-        """Report one grid, of each cost the most that any rank has. -> its row of the table; does it agree?"""
-        optimizer = trainer.optimizer
-        held = zero.held_by(optimizer) if self.args.zero1 else ddp.held(trainer.parameters, optimizer)
+    def report(self, trainer, losses, seconds, seconds_plain, differences, sent):
+        """Print, of each cost, the most that any rank has."""
+        args, grid, optimizer = self.args, trainer.grid, trainer.optimizer
+        held = zero.held_by(optimizer) if args.zero1 else ddp.held(trainer.parameters, optimizer)
         if isinstance(optimizer, amp.MixedPrecisionOptimizer):
-            masters = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-            held = (*held[:2], held[2] + ddp.held_bytes(masters))
-        everyone, formula = [None] * self.ranks, sent_by_formula(trainer)
-        sent, formula = ([by_axis[axis] for axis in ("tp", "pp", "dp")] for by_axis in (sent, formula))
-        dist.all_gather_object(everyone, [*held, activations, *sent, *formula, sum(sent), sum(formula)])
-        most = [f"{max(values) / 1e6:.1f}" for values in zip(*everyone, strict=True)]
-        verdict, agree, ms_one_device = self.check(history) if self.args.check else ("not compared", None, "-")
-        grid, ms = trainer.grid, 1e3 * statistics.median(now["seconds"] for now in history)
-        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''} · {self.device.type}/{dist.get_backend()}"
-        psi, plain = self.config.parameters(), self.config.parameters() * trainer.dtype.itemsize / 1e6
-        self.show(f"parallel_3d · {world} · {psi / 1e6:.1f}M parameters · {len(history)} steps")
-        self.show(f"grid        tp {grid.tp} × pp {grid.pp} × dp {grid.dp} · {self.args.model} · {self.args.dtype}")
-        self.show(f"loss        {history[0]['loss']:.3f} → {history[-1]['loss']:.3f}")
-        self.show(f"vs 1 device {verdict}")
-        held = "   ".join(
-            f"{name} {size} MB" for name, size in zip(("params", "grads", "optimizer"), most, strict=False)
-        )
-        self.show(f"held/rank   {held}      (1 device: {plain:.1f} / {plain:.1f} / {2 * plain:.1f})")
-        self.show(f"sent/rank   {most[10]} MB per step      formula tp+pp+dp = {most[11]} MB")
-        self.show(f"time        {ms:.0f} ms per step      (1 device: {ms_one_device})\n")
-        rate = f"{1e3 * self.batch_size * self.T / ms:,.0f}"
-        return (
-            f"{grid.tp} × {grid.pp} × {grid.dp}",
-            *most[:4],
-            *most[4:7],
-            rate,
-            {None: "-", True: "ok", False: "DIFFERS"}[agree],
-        ), agree
-
-    def check(self, history):
-        """Train on one device, on every rank. -> what the difference is, whether it is small, and the time per step."""
-        batches = (self.batch(number) for number in range(self.args.steps))
-        start, plain = time.perf_counter(), []
-        for loss, norm, _ in train_on_one_device(self.config, self.args, batches):
-            plain.append((loss, norm))
-        ms = 1e3 * (time.perf_counter() - start) / self.args.steps
-        differences = [
-            max(abs(now[key] - values[i]) for now, values in zip(history, plain, strict=True))
-            for i, key in enumerate(("loss", "grad_norm"))
-        ]
-        tolerance = {"float64": 1e-9, "float32": 1e-3}.get(self.args.dtype, 0.05)
-        agree = self.all_agree(max(differences) <= tolerance)  # NaN is not
-        text = "max |Δloss| {:.1e}, max |Δgrad_norm| {:.1e}, ".format(*differences)
-        return f"{text}{'' if agree else 'NOT '}equal within {tolerance:g}", agree, f"{ms:.0f}"
-
-    def all_agree(self, mine):
-        everyone = [None] * self.ranks
-        dist.all_gather_object(everyone, mine)
-        return all(everyone)
-
-
-HEADER = ("tp × pp × dp", "params", "grads", "optimizer", "activations", "tp", "pp", "dp", "tokens/s", "vs 1 device")
+            held = *held[:2], held[2] + ddp.held_bytes(optimizer.param_groups[0]["params"])
+        numbers = [*held, *sent.by_axis.values(), sent.total, sum(sent_by_formula(trainer).values())]
+        numbers.append(torch.tensor([0.0, *differences]).nan_to_num(nan=math.inf).max())
+        numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        *cells, total, formula, _ = (f"{number / 1e6:.1f}" for number in numbers.tolist())
+        tolerance, size, verdict = {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05), trainer.dtype.itemsize, "-"
+        state = 4 * (size == 2) + 2 * max(4, size) * (args.optimizer == "AdamW")  # masters, moments
+        plain = " / ".join(f"{self.psi * each / 1e6:.1f}" for each in (size, size, state))
+        ms, ms_plain = (f"{1e3 * statistics.median(column):.0f}" for column in (seconds, seconds_plain))
+        self.show(f"loss        {losses[0]:.3f} → {losses[-1]:.3f}")
+        if differences:
+            verdict = "ok" if numbers[-1] <= tolerance else "DIFFERS"
+            words = f"{'' if verdict == 'ok' else 'NOT '}equal within {tolerance}: {numbers[-1]:.0e}"
+            self.show(f"vs 1 device loss, gradients' norm and parameters {words} over {args.steps} steps")
+        held = "params {} MB   grads {} MB   optimizer {} MB".format(*cells)
+        self.show(f"held/rank   {held}      (1 device: {plain})")
+        self.show(f"sent/rank   {total} MB per step      formula tp+pp+dp = {formula} MB")
+        self.show(f"time        {ms} ms per step      (1 device: {ms_plain if differences else '-'})")
+        rate = args.global_batch_size * args.sequence_length / statistics.median(seconds)
+        return f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", verdict
 
 
 def main():
     session = Session()
-    rows, agree = zip(*(session.run(tp, pp) for tp, pp in session.grids()), strict=True)
-    session.show("the most on any rank, in MB: held, and sent per step along each axis")
+    rows = [session.run(tp, pp) for tp, pp in session.grids()]
+    session.show("The most on any rank, in MB: held; sent per step along each axis. Does one device train the same?")
     for row in (HEADER, *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))
-    session.leave(1 if False in agree else 0)
+    return int("DIFFERS" in {row[-1] for row in rows})
 
 
 if __name__ == "__main__":
-    main()
+    status = main()
+    gc.collect()  # who still holds a group keeps gloo's threads, which may abort the process at its exit
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(status)

@@ -1,137 +1,145 @@
 """parallel_3d.py: every grid trains as one device does, and sends and holds what the formulas say."""
 
-import itertools
+import argparse
 import json
 import math
 import os
 import re
 import shutil
-import signal
 import subprocess
-import time
+import sys
+from types import SimpleNamespace
 
 import pool
 import pytest
 import torch
 import torch.distributed as dist
-from launch import ROOT, TORCHRUN, descendants, launch
+from launch import ROOT, TORCHRUN, launch
 
 import ddp
 import parallel_3d
 import tensor_parallel
 import zero
-from parallel_3d import MODELS, Grid, Trainer, arguments, plain_model, train_on_one_device
+from parallel_3d import GPT2, MODELS, Grid, Trainer, plain_model, train_on_one_device
 
 FILE = ROOT / "parallel_3d.py"
 GRIDS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]  # (tp, pp) of 4 ranks
-TINY = MODELS["gpt2-tiny"]
+SMALL = GPT2(4, 32, 4, V=37, P=16)  # a vocabulary that neither 2 nor 4 ranks can split evenly
+SGD = "--optimizer SGD --lr 0.5"
+HALF, ALL = 1.4, 100.0  # of the targets are masked: all of the first sequences, of all
 
 
-def batches(args, steps=5, masked=0.0):
+def options(flags="", dtype="float64"):
+    """What the command line gives, of small batches of 8 sequences of 8 tokens."""
+    parser = argparse.ArgumentParser()
+    for flag, keywords in {**parallel_3d.FLAGS, "--seed": {"type": int, "default": 0}}.items():
+        parser.add_argument(flag, **keywords)
+    sizes = "--sequence-length 8 --global-batch-size 8 --warmup 2 --lr 0.01 --clip-grad 0.5 --dtype"
+    return parser.parse_args([*sizes.split(), dtype, *flags.split()])
+
+
+def batches(args, steps=4, masked=0.0):
     """Global batches, with targets of -100 where masked: more of them in the first sequences than in the last."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(steps):
-        tokens = torch.randint(TINY.V, (args.global_batch_size, args.sequence_length + 1), generator=generator)
+        tokens = torch.randint(SMALL.V, (args.global_batch_size, args.sequence_length + 1), generator=generator)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         chance = masked * torch.linspace(1.5, 0.1, args.global_batch_size)[:, None]
         targets[torch.rand(targets.shape, generator=generator) < chance] = -100
         yield inputs, targets
 
 
-def options(*flags, dtype="float64"):
-    sizes = [
-        "--sequence-length",
-        "8",
-        "--global-batch-size",
-        "8",
-        "--warmup",
-        "2",
-        "--lr",
-        "0.01",
-        "--clip-grad",
-        "0.5",
-    ]
-    return arguments([*sizes, "--dtype", dtype, *flags])
+def assert_same_on(trainer, axis, tensors):
+    """Bitwise, on all ranks along an axis."""
+    for tensor in tensors:
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(trainer.grid.groups[axis]))]
+        dist.all_gather(everyone, tensor.detach().contiguous(), group=trainer.grid.groups[axis])
+        assert all(torch.equal(everyone[0], other) for other in everyone), axis
 
 
-def whole_layers(trainer):
-    """{number of a layer of the plain model: its whole state}, of this rank's layers."""
-    mine = range(trainer.grid.at["pp"], trainer.num_stages, trainer.grid.pp)
-    for stage, layers in zip(mine, trainer.stages, strict=True):
-        numbers = parallel_3d.layers_of_stage(trainer.config, stage, trainer.num_stages)
-        for number, layer in zip(numbers, layers, strict=True):
-            yield number, tensor_parallel.full_state_dict(layer)
+def assert_replicas_agree(trainer):
+    """What several ranks hold: the same on all dp, what is not split on all tp, the embedding on both ends of pp."""
+    split = {trainer.stages.get_parameter(name) for name, *_ in tensor_parallel.split_parameters(trainer.stages)}
+    assert_same_on(trainer, "dp", trainer.parameters)
+    assert_same_on(trainer, "tp", [parameter for parameter in trainer.parameters if parameter not in split])
+    if trainer.grid.pp > 1 and trainer.tied is not None:
+        assert_same_on(trainer, "ends", [trainer.tied])
 
 
 def body_equal(tp, pp, flags, masked):
-    """Losses, gradient norms and parameters of one device, up to the order of sums."""
+    args = options(flags)
+    trainer = Trainer(SMALL, Grid(tp, pp), args)
+    plain = train_on_one_device(SMALL, args, batches(args, masked=masked))
+    for number, batch in enumerate(batches(args, masked=masked)):
+        ours, (loss, norm, model) = trainer.step(*batch), next(plain)
+        assert ours == pytest.approx((loss, norm), rel=1e-11), number
+        assert trainer.optimizer.param_groups[0]["lr"] == args.lr * (0.5 if number == 0 else 1)
+        expected = model.state_dict()
+        for name, value in trainer.full_state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-11)
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, list(trainer.full_state_dict()))
+    assert set().union(*everyone) == expected.keys()
+    assert_replicas_agree(trainer)
+
+
+EQUAL = [(grid, "", 0.0) for grid in GRIDS]
+EQUAL += [(grid, f"--zero1 --sequence-parallel {SGD}", 0.4) for grid in GRIDS]
+EQUAL += [((2, 1), flags, 0.4) for flags in (SGD, "--zero1 --clip-grad 0", "--sequence-parallel --micro-batch-size 1")]
+EQUAL += [((2, 2), f"--schedule {name} --sequence-parallel", 0.4) for name in ("naive", "gpipe", "zero_bubble")]
+EQUAL += [(grid, "--schedule interleaved_1f1b --stages-per-rank 2", 0.0) for grid in ((2, 2), (1, 2), (2, 1))]
+EQUAL += [((1, 2), "--schedule interleaved_1f1b --stages-per-rank 2 --zero1", 0.0)]
+EQUAL += [((1, pp), "--dropout 0.3", 0.4) for pp in (1, 2, 4)]  # the masks of one device, on any stage and pipeline
+EQUAL += [((1, 2), "--dropout 0.3 --schedule zero_bubble --zero1", 0.0)]
+EQUAL += [(grid, SGD, HALF) for grid in ((1, 1), (1, 2))] + [((2, 1), f"{SGD} --zero1", HALF), ((2, 2), "", ALL)]
+
+
+@pytest.mark.parametrize(("grid", "flags", "masked"), EQUAL, ids=str)
+def test_equal(grid, flags, masked):
+    """Losses, gradient norms and parameters are one device's after every step, up to the order of sums."""
+    pool.run(4, body_equal, *grid, flags, masked)
+
+
+def test_dropout_has_a_seed_for_each_layer_and_micro_batch():
+    model, tokens, seeds = plain_model(SMALL, dropout=0.3), torch.arange(16).view(2, 8), []
+    first = model(tokens)
+    assert not torch.equal(first, model(tokens))
+    model.microbatch = 0
+    for layer in model:
+        layer.register_forward_hook(lambda *_: seeds.append(torch.initial_seed()))
+    assert torch.equal(first, model(tokens))
+    model(tokens)
+    assert len(set(seeds)) == 2 * len(model)
+
+
+def body_dropout(tp, pp, flags):
+    args, results = options(f"--dropout 0.3 {flags}"), []
+    for _ in range(2):
+        trainer = Trainer(SMALL, Grid(tp, pp), args)
+        results.append([trainer.step(*batch) for batch in batches(args)])
+        assert_replicas_agree(trainer)
+    assert results[0] == results[1]  # bitwise from run to run
+    block = next(layer for layer in trainer.stages[0] if isinstance(layer, parallel_3d.Block))
     torch.manual_seed(0)
-    args = options(*flags)
-    trainer = Trainer(TINY, Grid(tp, pp), args)
-    plain = train_on_one_device(TINY, args, batches(args, masked=masked))
-    for (inputs, targets), (loss, norm, model) in zip(batches(args, masked=masked), plain, strict=True):
-        before = trainer.schedule.get_last_lr()
-        ours = trainer.step(inputs, targets)
-        assert ours == pytest.approx((loss, norm), rel=1e-11), (ours, loss, norm)
-        assert before != trainer.schedule.get_last_lr() or before[0] == args.lr
-        for number, state in whole_layers(trainer):
-            expected = model[number].state_dict()
-            assert state.keys() == expected.keys()
-            for name, value in state.items():
-                assert value.shape == expected[name].shape
-                largest = (value - expected[name]).abs().max().item()
-                assert largest < 1e-11, (number, name, largest)
-    agree_on_replicas(trainer)
+    with block.region():
+        inside = torch.rand(8)
+    everyone = [torch.empty_like(inside) for _ in range(tp)]
+    dist.all_gather(everyone, inside, group=trainer.grid.groups["tp"])
+    assert len({tuple(numbers.tolist()) for numbers in everyone}) == tp
+    assert_same_on(trainer, "tp", [torch.rand(8)])
 
 
-def agree_on_replicas(trainer):
-    """What several ranks hold is bitwise the same on all."""
-    for axis in ("tp", "dp"):
-        for parameter in trainer.parameters:
-            if axis == "tp" and getattr(parameter, "tensor_parallel", None) is not None:
-                continue
-            everyone = [torch.empty_like(parameter) for _ in range(getattr(trainer.grid, axis))]
-            dist.all_gather(everyone, parameter.detach(), group=trainer.grid.group(axis))
-            assert all(torch.equal(everyone[0], other) for other in everyone)
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_equal_to_one_device(grid):
-    pool.run(4, body_equal, *grid, [], 0.0)
-
-
-SGD = ["--optimizer", "SGD", "--lr", "0.5"]
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_zero_sequence_parallelism_and_masked_targets(grid):
-    """The loss is the mean over the tokens of the global batch, wherever they are."""
-    pool.run(4, body_equal, *grid, ["--zero1", "--sequence-parallel", *SGD], 0.4)
-
-
-@pytest.mark.parametrize("flags", [SGD, ["--zero1", "--clip-grad", "0"], ["--sequence-parallel"]], ids=" ".join)
-@pytest.mark.parametrize("grid", [(1, 1), (2, 1), (2, 2)], ids=str)
-def test_one_at_a_time(grid, flags):
-    pool.run(4, body_equal, *grid, flags, 0.4)
-
-
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "zero_bubble"])
-@pytest.mark.parametrize("grid", [(2, 2), (1, 4)], ids=str)
-def test_schedules(grid, schedule):
-    pool.run(4, body_equal, *grid, ["--schedule", schedule, "--sequence-parallel"], 0.0)
-
-
-@pytest.mark.parametrize("grid", [(2, 2), (1, 2)], ids=str)
-def test_interleaved_stages(grid):
-    flags = ["--schedule", "interleaved_1f1b", "--stages-per-rank", "2"]
-    pool.run(4, body_equal, *grid, [*flags, "--zero1", "--sequence-parallel"], 0.0)
-    pool.run(4, body_equal, *grid, flags, 0.0)
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel --zero1"])
+@pytest.mark.parametrize("grid", [(2, 1), (2, 2)], ids=str)
+def test_dropout(grid, flags):
+    """Ranks that hold the same stay the same; the heads of each draw masks of their own."""
+    pool.run(4, body_dropout, *grid, flags)
 
 
 def body_skipped(flags, dtype):
-    """One rank's slice of a weight overflows: no rank takes the step, and all take the next."""
-    args = options(*flags, "--clip-grad", "1", dtype=dtype)
-    trainer = Trainer(TINY, Grid(2, 2), args)
+    args = options(f"{flags} --clip-grad 1", dtype)
+    trainer = Trainer(SMALL, Grid(2, 2), args)
+    scale = trainer.scaler.get_scale()
     for number, batch in enumerate(batches(args, steps=3)):
         before = [parameter.detach().clone() for parameter in trainer.parameters]
         if number == 1 and pool.rank() == 3:
@@ -143,35 +151,73 @@ def body_skipped(flags, dtype):
         same = [torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True)]
         assert math.isfinite(norm) == (number != 1)
         assert all(same) if number == 1 else not any(same[:2]), number
+    assert trainer.scaler.get_scale() == (scale / 2 if dtype == "float16" else 1)
     assert all(parameter.isfinite().all() for parameter in trainer.parameters)
 
 
-@pytest.mark.parametrize(("flags", "dtype"), [([], "float64"), (["--zero1"], "float32"), ([], "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [("", "float64"), ("--zero1", "float32"), ("", "bfloat16"), ("", "float16"), ("--zero1", "float16")],
+)
 def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(flags, dtype):
+    """One rank's slice of a weight overflows: no rank takes the step, all take the next; fp16 halves its scale."""
     pool.run(4, body_skipped, flags, dtype)
 
 
-def body_grid(tp, pp):
-    grid, rank = Grid(tp, pp), pool.rank()
-    dp = 4 // (tp * pp)
-    assert (grid.at["pp"] * dp + grid.at["dp"]) * tp + grid.at["tp"] == rank
-    assert dist.get_process_group_ranks(grid.group("tp")) == list(range(rank // tp * tp, rank // tp * tp + tp))
-    assert grid.sum(rank, "tp", "dp", "pp") == 6
-    return grid.at
+def body_low_precision(tp, pp, flags, dtype):
+    args, exact = options(flags, dtype), options(flags, "float32")
+    trainer = Trainer(SMALL, Grid(tp, pp), args)
+    roundoff = {"bfloat16": 2**-8, "float16": 2**-11}[dtype]
+    plain = train_on_one_device(SMALL, exact, batches(exact))
+    for number, (batch, (loss, norm, _)) in enumerate(zip(batches(args), plain, strict=True)):
+        ours = trainer.step(*batch)
+        assert ours[0] != loss
+        assert abs(ours[0] - loss) < 4 * roundoff * loss, number
+        assert number > 0 or abs(ours[1] - norm) < 4 * roundoff * norm  # later ones are of other weights
+    assert_replicas_agree(trainer)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("flags", ["", "--zero1", f"--zero1 {SGD}"])
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
+def test_low_precision(grid, flags, dtype):
+    """Within a few units of roundoff of float32; with SGD, which sees a gradient that is still scaled."""
+    pool.run(4, body_low_precision, *grid, flags, dtype)
+
+
+def body_grids():
+    for tp, pp in GRIDS:
+        grid, rank, dp = Grid(tp, pp), pool.rank(), 4 // (tp * pp)
+        neighbours = {axis: dist.get_process_group_ranks(group) for axis, group in grid.groups.items() if group}
+        assert (grid.at["pp"] * dp + grid.at["dp"]) * tp + grid.at["tp"] == rank
+        assert all(neighbours[axis][grid.at[axis]] == rank for axis in ("tp", "dp", "pp"))
+        assert [len(neighbours[axis]) for axis in ("tp", "dp", "pp")] == [tp, dp, pp]
+        assert neighbours["tp"] == list(range(rank - grid.at["tp"], rank - grid.at["tp"] + tp))
+        assert ("ends" in neighbours) == (pp > 1 and grid.at["pp"] in (0, pp - 1))
+        assert grid.sum(torch.tensor(float(rank)), "tp", "dp", "pp") == 6
 
 
 def test_rank_order():
     """Megatron's: tensor innermost, then data, then pipeline."""
-    for tp, pp in GRIDS:
-        at = pool.run(4, body_grid, tp, pp)
-        assert [place["tp"] for place in at] == [rank % tp for rank in range(4)]
-        assert [place["pp"] for place in at] == [rank // (4 // pp) for rank in range(4)]
+    pool.run(4, body_grids)
+
+
+def grids(ranks, flags):
+    return parallel_3d.Session.grids(SimpleNamespace(args=options(flags), ranks=ranks, config=SMALL))
+
+
+def test_layout():
+    """By default two of each axis, tensor first, as far as the world has them."""
+    assert [grids(ranks, "") for ranks in (1, 2, 3, 4, 8)] == [[(1, 1)], [(2, 1)], [(1, 1)], [(2, 2)], [(2, 2)]]
+    assert [grids(4, flags) for flags in ("--tp 4", "--pp 2", "--tp 0")] == [[(4, 1)], [(1, 2)], [(0, 1)]]
+    assert grids(4, "--compare") == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+    assert grids(3, "--compare") == [(1, 1), (1, 3)]  # 4 heads are not split over 3 ranks
 
 
 def body_wrong(flags, message):
-    args = options(*flags)
+    args, config = options(flags.removesuffix(" of 2 heads")), SMALL._replace(heads=2) if "heads" in flags else SMALL
     with pytest.raises(ValueError, match=message):
-        Trainer(TINY, Grid(args.tp, args.pp), args)
+        Trainer(config, Grid(args.tp or 1, args.pp or 1), args)
 
 
 @pytest.mark.parametrize(
@@ -180,88 +226,43 @@ def body_wrong(flags, message):
         ("--tp 3", "--tp 3 × --pp 1 = 3 ranks must divide the world of 4"),
         ("--global-batch-size 12 --micro-batch-size 5", "multiple of --micro-batch-size 5 × 4 data-parallel ranks"),
         ("--global-batch-size 2", "--global-batch-size 2 must be a multiple of --micro-batch-size 2 × 4"),
+        ("--micro-batch-size 0", "multiple of --micro-batch-size 0"),
         ("--pp 4 --stages-per-rank 2", "8 stages on 4 ranks; the model has 4 blocks"),
-        ("--tp 2 --stages-per-rank 2", "2 stages on 1 ranks"),
-        ("--sequence-length 129", "--sequence-length 129; the model has 128 positions"),
-        ("--zero1 --dtype float16", "use --dtype bfloat16"),
+        ("--sequence-length 17", "--sequence-length 17; the model has 16 positions"),
+        ("--tp 4 --sequence-parallel --sequence-length 6", "6 positions do not divide by 4 tensor-parallel ranks"),
+        ("--tp 4 of 2 heads", "2 attention heads do not divide by 4"),
+        ("--clip-grad -1", "--clip-grad -1.0; it must be positive"),
     ],
 )
 def test_wrong_arguments(flags, message):
-    pool.run(4, body_wrong, flags.split(), message)
+    pool.run(4, body_wrong, flags, message)
 
 
 def body_costs(tp, pp, flags):
-    args = options(*flags)
-    trainer = Trainer(TINY, Grid(tp, pp), args)
-    for number, batch in enumerate(batches(args, steps=2)):
-        sent = parallel_3d.SentByAxis(trainer.grid)
-        with sent:
+    args = options(flags)
+    trainer = Trainer(SMALL, Grid(tp, pp), args)
+    for batch in batches(args, steps=2):  # in the first step ranks tell each other shapes
+        with parallel_3d.SentByAxis(trainer.grid) as sent:
             trainer.step(*batch)
-        if number:  # in the first step ranks tell each other shapes
-            for axis, expected in parallel_3d.sent_by_formula(trainer).items():
-                # numbers on which ranks agree: sizes and flags, tokens, losses and norms, flags of ZeRO
-                assert 0 <= sent.by_axis[axis] - expected < 2000, (axis, sent.by_axis, expected)
+    for axis, expected in parallel_3d.sent_by_formula(trainer).items():
+        # What is above it are numbers: losses, norms, who failed; in ZeRO a byte per parameter, and paddings.
+        assert 0 <= sent.by_axis[axis] - expected < 1200, (axis, sent.by_axis, expected)
+    assert sum(sent.by_axis.values()) == sent.total
     psi = sum(parameter.numel() for parameter in trainer.parameters)
     held = zero.held_by(trainer.optimizer) if args.zero1 else ddp.held(trainer.parameters, trainer.optimizer)
     state = 2 * 8 * psi / (trainer.grid.dp if args.zero1 else 1)
-    assert held[0] == pytest.approx(8 * psi, rel=0.01)
+    assert held[0] == pytest.approx(8 * psi, rel=0.02)
     assert state <= held[2] < 1.02 * state + 2000  # the paddings of its buckets, and the counts of steps
-    padded = -(-TINY.V // (128 * tp)) * 128 * tp
-    counted = sum(parameter.numel() for parameter in trainer.parameters if trainer.counts(parameter))
-    assert trainer.grid.sum(counted, "tp", "pp") == TINY.parameters() + (padded - TINY.V) * TINY.h
+    counted = torch.tensor(float(sum(parameter.numel() for parameter in trainer.counted)))
+    whole = sum(parameter.numel() for parameter in plain_model(SMALL).parameters())
+    assert trainer.grid.sum(counted, "tp", "pp") == whole + (-SMALL.V % tp) * SMALL.h  # each once
 
 
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel --schedule gpipe --micro-batch-size 1 --zero1"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_sent_and_held_bytes(grid, flags):
-    pool.run(4, body_costs, *grid, flags.split())
-
-
-def body_dropout(tp, pp, flags):
-    """On each axis: ranks that hold the same stay the same; pipelines that see other data draw other masks."""
-    args = options("--dropout", "0.3", *flags)
-    results = []
-    for _ in range(2):
-        trainer = Trainer(TINY, Grid(tp, pp), args)
-        half = next(batches(args))[0][: args.global_batch_size // trainer.grid.dp]
-        batch = half.repeat(trainer.grid.dp, 1)  # every pipeline gets the same
-        results.append(trainer.step(batch, batch.roll(-1, 1)))
-        agree_on_replicas(trainer)
-        if trainer.pipeline.losses is not None:
-            losses = torch.stack(trainer.pipeline.losses)
-            everyone = [torch.empty_like(losses) for _ in range(trainer.grid.dp)]
-            dist.all_gather(everyone, losses, group=trainer.grid.group("dp"))
-            for a, b in itertools.combinations(everyone, 2):
-                assert (a - b).abs().min() > 1e-4
-    assert results[0] == results[1]  # bitwise from run to run
-
-
-@pytest.mark.parametrize("flags", [[], ["--sequence-parallel", "--zero1"]], ids=str)
-@pytest.mark.parametrize("grid", [(1, 1), (2, 1), (2, 2), (1, 2)], ids=str)
-def test_dropout(grid, flags):
-    pool.run(4, body_dropout, *grid, flags)
-
-
-def body_low_precision(tp, pp, flags, dtype):
-    losses = {}
-    for kind in ("float32", dtype):
-        args = options(*flags, dtype=kind) if kind == dtype else options(dtype=kind)
-        trainer = Trainer(TINY, Grid(tp, pp), args)
-        losses[kind] = [trainer.step(*batch) for batch in batches(args, steps=4)]
-        agree_on_replicas(trainer)
-    roundoff = {"bfloat16": 2**-8, "float16": 2**-11}[dtype]
-    for (loss, _), (expected, _) in zip(losses[dtype], losses["float32"], strict=True):
-        assert loss != expected
-        assert abs(loss - expected) < 4 * roundoff * expected
-    norm, expected = losses[dtype][0][1], losses["float32"][0][1]  # later ones are of other weights
-    assert abs(norm - expected) < 4 * roundoff * expected
-
-
-@pytest.mark.parametrize(("flags", "dtype"), [([], "bfloat16"), (["--zero1"], "bfloat16"), ([], "float16")], ids=str)
-def test_low_precision(flags, dtype):
-    """Within a few units of roundoff of float32."""
-    pool.run(4, body_low_precision, 2, 1, flags, dtype)
-    pool.run(4, body_low_precision, 1, 2, flags, dtype)
+    """By axis what the formulas say; every parameter is in the norm once."""
+    pool.run(4, body_costs, *grid, flags)
 
 
 @pytest.mark.parametrize(
@@ -269,149 +270,99 @@ def test_low_precision(flags, dtype):
     [("124m", 124_439_808), ("345m", 354_823_168), ("774m", 774_030_080), ("1.5b", 1_557_611_200)],
 )
 def test_number_of_parameters(name, parameters):
-    config = MODELS[f"gpt2-{name}"]
     with torch.device("meta"):
-        model = plain_model(config)
-    assert sum(p.numel() for p in model.parameters()) == parameters == config.parameters()
+        model = plain_model(MODELS[f"gpt2-{name}"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
-def run(*flags, ranks=4, cwd=ROOT, **keywords):
-    return launch([*TORCHRUN, "--nproc-per-node", ranks, FILE, "--steps", 3, *flags], cwd, **keywords)
+def test_a_block_is_pytorchs_encoder_layer():
+    block, gelu = parallel_3d.build_layer(SMALL, 1).double(), torch.nn.GELU("tanh")
+    theirs = torch.nn.TransformerEncoderLayer(32, 4, 128, 0.0, gelu, norm_first=True, dtype=torch.float64)
+    state = block.state_dict()
+    names = [name.replace("qkv.", "self_attn.in_proj_").replace("proj.", "self_attn.out_proj.") for name in state]
+    theirs.load_state_dict(dict(zip(names, state.values(), strict=True)))
+    x, mask = torch.randn(8, 2, 32, dtype=torch.float64), torch.nn.Transformer.generate_square_subsequent_mask(8)
+    torch.testing.assert_close(block(x), theirs(x, src_mask=mask.double(), is_causal=True), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_all_grids_of_fewer_ranks(ranks):
-    done = run("--compare", "--dtype", "float64", "--global-batch-size", 12, ranks=ranks)
+def run(*flags, ranks=4):
+    done = launch([*TORCHRUN, "--nproc-per-node", ranks, FILE, "--steps", 3, *flags], ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    verdicts = re.findall(r"max \|Δloss\| (\S+), max \|Δgrad_norm\| (\S+), equal", done.stdout)
-    assert len(verdicts) == {1: 1, 2: 3, 3: 2}[ranks]  # 4 heads are not split over 3 ranks
-    assert all(float(difference) < 1e-11 for verdict in verdicts for difference in verdict)
+    return done.stdout
 
 
-def test_grid_of_8_ranks(tmp_path):
+@pytest.mark.parametrize(("ranks", "grids"), [(1, 1), (2, 3), (3, 2)])
+def test_all_grids_of_fewer_ranks(ranks, grids):
+    output = run("--compare", "--global-batch-size", 12, "--sequence-length", 16, ranks=ranks)
+    largest = re.findall(r"^vs 1 device loss, .* and parameters equal within 1e-09: (\S+) over 3 steps$", output, re.M)
+    assert len(largest) == grids
+    assert all(float(difference) < 1e-11 for difference in largest)
+    assert len(re.findall(r" × .* ok$", output, re.M)) == grids
+
+
+def test_the_default_on_8_ranks(tmp_path):
     """2 × 2 × 2, on cores that they share; and what the metrics say."""
-    flags = ["--tp", 2, "--pp", 2, "--dtype", "float64", "--sequence-parallel", "--zero1", "--metrics", tmp_path / "m"]
-    done = run(*flags, ranks=8)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"grid +tp 2 × pp 2 × dp 2", done.stdout)
+    output = run("--sequence-parallel", "--zero1", "--metrics", tmp_path / "m", ranks=8)
+    assert re.search(r"^grid +tp 2 × pp 2 × dp 2 · gpt2-tiny · float64$", output, re.M)
+    assert re.search(r"^sent/rank +(\S+) MB per step +formula tp\+pp\+dp = \1 MB$", output, re.M)
     lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(line.keys() >= {"step", "loss", "grad_norm", "lr", "tokens_per_second"} for line in lines)
-    assert re.search(rf"loss +{lines[0]['loss']:.3f} → {lines[-1]['loss']:.3f}", done.stdout)
+    assert all(line.keys() >= {"loss", "grad_norm", "lr", "tokens_per_second", "tp", "pp", "dp"} for line in lines)
+    assert re.search(rf"^loss +{lines[0]['loss']:.3f} → {lines[-1]['loss']:.3f}$", output, re.M)
 
 
-def test_progress_in_a_log(tmp_path):
-    done = run("--model", "gpt2-tiny", "--dropout", "0.1", ranks=2)  # with dropout there is nothing to compare with
-    assert re.findall(r"^step (\d)/3  loss \d\.\d+  grad norm \S+  lr \S+  \S+ tokens/s$", done.stdout, re.M) == [
-        "1",
-        "2",
-        "3",
-    ]
-    assert "vs 1 device not compared" in done.stdout
+def test_what_is_not_compared():
+    """Heads on two ranks draw other masks than one device."""
+    output = run("--dropout", "0.1", ranks=2)
+    assert re.findall(r"^step (\d)/3   loss \d\.\d+   grad norm \S+   \S+ tokens/s$", output, re.M) == ["1", "2", "3"]
+    assert re.search(r" -$", output, re.M)
+    assert "equal within" not in output
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--tp", 3), "must divide"),
-        (("--steps", 0), "--steps 0: at least 1"),
-        (("--clip-grad", -1), "--clip-grad -1.0; it must be positive"),
-        (("--micro-batch-size", 0), "multiple of --micro-batch-size 0"),
-    ],
-)
-def test_wrong_command_lines(flags, message):
-    done = run(*flags, ranks=2)
-    assert done.returncode != 0
-    assert len(re.findall(message, done.stderr)) == 1
+def test_a_wrong_command_line():
+    done = launch([sys.executable, FILE, "--tp", 3], ROOT)
+    assert done.returncode == 2
+    assert done.stderr == "error: --tp 3 × --pp 1 = 3 ranks must divide the world of 1\n"
 
 
-@pytest.mark.parametrize("whom", ["a rank", "torchrun"])
-def test_killed_in_the_middle(whom, tmp_path):
-    """A rank that dies ends the others; a torchrun that is told to stop ends all."""
-    mark = {"KILLED_BY_TEST": str(tmp_path)}
-    command = [*TORCHRUN, "--nproc-per-node", "4", FILE, "--tp", "2", "--pp", "2", "--steps", "100000"]
-    process = subprocess.Popen(
-        list(map(str, command)),
-        env={**os.environ, "OMP_NUM_THREADS": "1", **mark, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    name = f"KILLED_BY_TEST={tmp_path}"
-    try:
-        end = time.monotonic() + 60
-        while len(descendants(name)) < 5 and time.monotonic() < end:
-            time.sleep(0.2)
-        time.sleep(8)  # in the middle of training
-        ranks = [pid for pid in descendants(name) if pid != process.pid]
-        assert len(ranks) == 4
-        os.kill(ranks[2] if whom == "a rank" else process.pid, signal.SIGKILL if whom == "a rank" else signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode != 0, errors
-        end = time.monotonic() + 10
-        while descendants(name) and time.monotonic() < end:
-            time.sleep(0.2)
-        assert not descendants(name)
-    finally:
-        for pid in descendants(name):
-            os.kill(pid, signal.SIGKILL)
+def ip(command):
+    return subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
 
 
-def ip(*arguments):
-    return subprocess.run(["ip", *map(str, arguments)], capture_output=True, text=True, check=False)
-
-
+@pytest.fixture
 def two_machines():
-    """Two network namespaces, joined by a cable, with an address each. -> their names; why there are none"""
-    if not shutil.which("ip"):
-        return None, "needs the command ip (iproute2)"
-    names = [f"p3d{os.getpid()}{side}" for side in "ab"]
-    commands = [["netns", "add", name] for name in names]
-    commands += [
-        ["link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1]]
-    ]
+    """The names of two network namespaces, joined by a cable, with the addresses 10.77.0.1 and 10.77.0.2."""
+    a, b = names = [f"p3d{os.getpid()}{side}" for side in "ab"]
+    commands = [f"netns add {a}", f"netns add {b}", f"link add cable netns {a} type veth peer name cable netns {b}"]
     for i, name in enumerate(names):
-        commands += [["-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", "cable"]]
-        commands += [["-n", name, "link", "set", device, "up"] for device in ("cable", "lo")]
-    for command in commands:
-        if (done := ip(*command)).returncode:
-            for name in names:
-                ip("netns", "del", name)
-            return None, f"may not make network namespaces: ip {' '.join(command)}: {done.stderr.strip()}"
-    return names, None
-
-
-def test_two_machines():
-    """Two ranks on each of two machines that reach each other by their addresses alone."""
-    names, problem = two_machines()
-    if problem:
-        pytest.skip(problem)
+        commands += [f"-n {name} address add 10.77.0.{i + 1}/24 dev cable"]
+        commands += [f"-n {name} link set {device} up" for device in ("cable", "lo")]
     try:
-        processes = []
-        for i, name in enumerate(names):
-            command = ["ip", "netns", "exec", name, *TORCHRUN[:-1], "--nnodes", "2", "--nproc-per-node", "2"]
-            command += [
-                "--rdzv-backend",
-                "c10d",
-                "--rdzv-endpoint",
-                "10.77.0.1:29500",
-                "--local-addr",
-                f"10.77.0.{i + 1}",
-            ]
-            command += ["--rdzv-conf", f"is_host={i == 0}"]  # their names do not resolve to these addresses
-            command += [str(FILE), "--tp", "2", "--pp", "2", "--dtype", "float64", "--steps", "3"]
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
-            processes.append(
-                subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            )
+        for command in commands:
+            if (done := ip(command)).returncode:
+                pytest.skip(f"may not make network namespaces: ip {command}: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            ip(f"netns del {name}")
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip (iproute2)")
+def test_two_machines(two_machines):
+    """Two ranks on each of two machines that reach each other by their addresses alone."""
+    env, processes = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}, []
+    for i, name in enumerate(two_machines):
+        flags = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29500"
+        flags += f" --local-addr 10.77.0.{i + 1} --rdzv-conf is_host={i == 0}"  # no name resolves to these addresses
+        command = ["ip", "netns", "exec", name, *TORCHRUN[:-1], *flags.split(), str(FILE), "--steps", "3"]
+        processes.append(subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    try:
         outputs = [process.communicate(timeout=120) for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], outputs
-        assert "equal within 1e-09" in "".join(output for output, _ in outputs)
-        count = ip("netns", "exec", names[0], "cat", "/sys/class/net/cable/statistics/tx_bytes").stdout
-        assert int(count) > 3 * 8 * 16 * 64 * 64  # activations of 3 steps
     finally:
         for process in processes:
             process.kill()
-        for name in names:
-            ip("netns", "del", name)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "equal within 1e-09" in "".join(output for output, _ in outputs)
+    count = ip(f"netns exec {two_machines[0]} cat /sys/class/net/cable/statistics/tx_bytes").stdout
+    assert int(count) > 3 * 8 * 16 * 64 * 64  # activations of 3 steps
