@@ -18,7 +18,8 @@ Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py is a worl
 Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314; rsLoRA, 2312.03732
 Mirrors:  peft (get_peft_model, its layer and files), bitsandbytes (quantize_4bit, dequantize_4bit)
 Left out: convolutions, embeddings, DoRA, several adapters, a rank for each layer, .bin files: peft. Products of 4 bits:
-          bitsandbytes. Reducing during backward is ddp.py, sharding is fsdp.py: both take a model from inject_lora
+          bitsandbytes. Layers whose weight is read instead of their being called: nn.MultiheadAttention's, and in eval
+          nn.TransformerEncoderLayer's. Overlap is ddp.py, sharding fsdp.py: both take a model from inject_lora
 """
 
 import argparse
