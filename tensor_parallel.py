@@ -368,9 +368,8 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **linear):
         super().__init__()
-        self.parts = 1 + ["gelu", "swiglu"].index(activation)
-        rows, stack = self.parts * ffn_hidden_size, (1,) * self.parts
-        self.linear1 = ColumnParallelLinear(hidden_size, rows, stack=stack, **linear)
+        self.parts = parts = 1 + ["gelu", "swiglu"].index(activation)
+        self.linear1 = ColumnParallelLinear(hidden_size, parts * ffn_hidden_size, stack=(1,) * parts, **linear)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **linear)
 
     def forward(self, x):
