@@ -27,8 +27,8 @@ Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble     (py
 Papers:   Huang et al. 2019, GPipe, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473, §2.2: 1F1B, interleaved;
           Qi et al. 2023, Zero Bubble, arXiv 2401.10241, §2: I, W and ZB-H1
 Mirrors:  torch.distributed.pipelining, whose CSV files of schedules it reads and writes
-Left out: tied parameters, data parallelism around stages, clipping (parallel_3d.py: an all-reduce after the step);
-          the gradient of inputs; layouts on the wire (all arrives contiguous); W for layers that are not linear
+Left out: tied parameters, data parallelism around stages, clipping (parallel_3d.py); the gradient of inputs; layouts
+          on the wire (all arrives contiguous); W for layers that are not linear
 """
 
 import argparse
@@ -43,7 +43,7 @@ import re
 import statistics
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -96,8 +96,8 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     """For each rank its list of actions, for any number of micro-batches; stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
-        problem = f"{name!r} with {p} ranks, {m} micro-batches and {v} stages per rank"
-        raise ValueError(f"no schedule {problem}: each must be at least 1, the name one of {', '.join(SCHEDULES)}")
+        text = f"{p} ranks, {m} micro-batches and {v} stages per rank; names are {', '.join(SCHEDULES)}"
+        raise ValueError(f"no schedule {name!r} with {text}")
     # Micro-batches go in rounds: all of a round through the rank's first stage, then all through its next.
     num_rounds = {"naive": m, "gpipe": 1}.get(name, max(1, m // p))
     rounds = [range(m * k // num_rounds, m * (k + 1) // num_rounds) for k in range(num_rounds)]
@@ -127,6 +127,28 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     return schedule
 
 
+def parse(action):
+    """Of "2F0" -> 2, "F", 0."""
+    if not (match := re.fullmatch(r"(\d+)([FBIW])(\d+)", action)):
+        raise ValueError(f"{action!r} is not stage, F, B, I or W, micro-batch, as in '2F0'")
+    return int(match[1]), match[2], int(match[3])
+
+
+def check(schedule):
+    """-> {stage: rank}, number of micro-batches. ValueError unless each has F and B, or F, I and W, on each stage."""
+    actions = [(rank, *parse(action)) for rank, row in enumerate(schedule) for action in row]
+    rank_of, done = {stage: rank for rank, stage, *_ in actions}, collections.defaultdict(str)
+    for rank, stage, kind, i in actions:
+        done[rank, stage, i] += kind
+    m = 1 + max((i for *_, i in actions), default=0)
+    for stage, i in itertools.product(range(1 + max(rank_of, default=0)), range(m)):
+        rank = rank_of.get(stage)
+        if sorted(kinds := done[rank, stage, i]) not in (["B", "F"], ["F", "I", "W"]):
+            text = f"stage {stage}, micro-batch {i}, rank {rank}: {kinds or 'nothing'} is done"
+            raise ValueError(f"{text}; it must be F and B, or F, I and W")
+    return rank_of, m
+
+
 Simulation = collections.namedtuple("Simulation", "start end bubble_fraction peak_activations")
 
 
@@ -137,67 +159,32 @@ def simulate(schedule, cost=COST):
     -> start and end, by action; the share of all ranks' time that is idle; for each rank, the most micro-batches, of
     each stage, that are between F and B or W. ValueError: an action is missing or repeated, or there is a deadlock.
     """
-    schedule = flat(schedule)
-    check(schedule)
-    start, end = run_times(schedule, COST | dict(cost))
+    schedule, cost, before = flat(schedule), COST | dict(cost), {}
+    rank_of, _ = check(schedule)
+    for actions in schedule:
+        for previous, action in zip([None, *actions], actions, strict=False):
+            stage, kind, i = parse(action)
+            backward = [f"{stage}F{i}", f"{stage + 1}B{i}", f"{stage + 1}I{i}"]  # of B and I there is one
+            before[action] = [previous, *{"F": [f"{stage - 1}F{i}"], "W": [f"{stage}I{i}"]}.get(kind, backward)]
+    before = {action: [need for need in needs if need in before] for action, needs in before.items()}
+    start, end = {}, {}
+    try:
+        for action in graphlib.TopologicalSorter(before).static_order():
+            stage, kind, _ = parse(action)
+            start[action] = max((end[need] for need in before[action]), default=0)
+            end[action] = start[action] + cost.get(f"{stage}{kind}", cost[kind])
+    except graphlib.CycleError as error:
+        cycle = [f"{action} (rank {rank_of[parse(action)[0]]})" for action in reversed(error.args[1])]
+        raise ValueError(f"the schedule deadlocks: {' waits for '.join(cycle)}") from None
     busy, total = sum(end.values()) - sum(start.values()), max(end.values()) * len(schedule)
     alive = [itertools.accumulate({"F": 1, "I": 0}.get(parse(a)[1], -1) for a in actions) for actions in schedule]
     return Simulation(start, end, 1 - busy / total, [max(n, default=0) for n in alive])
 
 
-def run_times(schedule, cost=COST):
-    """-> {action: start}, {action: end}, in an order in which all of them can run. ValueError: there is none."""
-    rank_of = {action: rank for rank, actions in enumerate(schedule) for action in actions}
-    before = {}  # action: the one before it on its rank, and those whose outputs it takes
-    for actions in schedule:
-        for previous, action in zip([None, *actions], actions, strict=False):
-            stage, kind, i = parse(action)
-            backward = [f"{stage}F{i}", f"{stage + 1}B{i}", f"{stage + 1}I{i}"]  # of B and I there is one
-            needs = {"F": [f"{stage - 1}F{i}"], "W": [f"{stage}I{i}"]}.get(kind, backward)
-            before[action] = [a for a in (*needs, previous) if a in rank_of]
-    start, end = {}, {}
-    try:
-        for action in graphlib.TopologicalSorter(before).static_order():
-            stage, kind, _ = parse(action)
-            start[action] = max((end[a] for a in before[action]), default=0)
-            end[action] = start[action] + cost.get(f"{stage}{kind}", cost[kind])
-    except graphlib.CycleError as error:
-        cycle = [f"{action} (rank {rank_of[action]})" for action in reversed(error.args[1])]
-        raise ValueError(f"the schedule deadlocks: {' waits for '.join(cycle)}") from None
-    return start, end
-
-
-def parse(action):
-    """Of "2F0" -> 2, "F", 0."""
-    stage, kind, microbatch = re.split("([FBIW])", action)
-    return int(stage), kind, int(microbatch)
-
-
-def check(schedule):
-    """-> {stage: rank}, number of micro-batches. ValueError unless each has F and B, or F, I and W, on each stage."""
-    done, rank_of = collections.defaultdict(str), {}
-    for rank, actions in enumerate(schedule):
-        for stage, kind, i in map(parse, actions):
-            done[stage, i] += kind
-            if rank_of.setdefault(stage, rank) != rank:
-                raise ValueError(f"stage {stage} is on two ranks, {rank_of[stage]} and {rank}")
-    m = 1 + max((i for _, i in done), default=0)
-    for stage, i in itertools.product(range(1 + max(rank_of, default=0)), range(m)):
-        if "".join(sorted(done[stage, i])) not in ("BF", "FIW"):
-            kinds = done[stage, i] or "nothing"
-            raise ValueError(f"stage {stage}, micro-batch {i}: {kinds} is done; it must be F and B, or F, I and W")
-    return rank_of, m
-
-
 def flat(schedule):
     """As PyTorch writes schedules -> actions alone. Idle cells and communication go; "(0F4;7B0)OVERLAP_F_B" is two."""
     other = re.compile(r"[();]|OVERLAP_F_B|\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB])\d*")
-    result = [other.sub(" ", " ".join(filter(None, cells))).split() for cells in schedule]
-    for rank, actions in enumerate(result):
-        for action in actions:
-            if not re.fullmatch(r"\d+[FBIW]\d+", action):
-                raise ValueError(f"rank {rank}: {action!r} is not stage, F, B, I or W, micro-batch, as in '2F0'")
-    return result
+    return [other.sub(" ", " ".join(filter(None, cells))).split() for cells in schedule]
 
 
 def schedule_to_csv(schedule, path):
@@ -220,14 +207,14 @@ def taker(action):
     return {"F": (stage + 1, "F", i), "W": (stage, "W", i)}.get(kind, (stage - 1, "B", i))
 
 
-def add_messages(schedule, rank_of):
+def add_messages(schedule):
     """For each rank what it does, in order: [(method of Pipeline, action), …].
 
     Simulated time puts everything in one order, an action at its end and its message right after it, and each rank does
     its part of that. What anything waits for stands before it: so the first thing not yet done can always be done, even
     if sends wait for receivers (NCCL), and nothing deadlocks. A receive is posted before the actions that hide it.
     """
-    programs, end = [[] for _ in schedule], run_times(schedule)[1]
+    programs, rank_of, end = [[] for _ in schedule], check(schedule)[0], simulate(schedule).end
     for action in sorted(end, key=end.get):
         src, dst = rank_of[parse(action)[0]], rank_of.get(taker(action)[0])
         programs[src].append(("_run", action))
@@ -250,17 +237,21 @@ def leaf(tensor):
 
 
 def cut(tensor, parts):
-    samples = 0 if tensor is None else len(tensor)
-    pieces = tensor.chunk(parts) if samples else ()
+    pieces = tensor.chunk(parts)
     if len(pieces) != parts:
-        text = f"torch.chunk cuts a batch of {samples} samples into {len(pieces)} micro-batches, not into {parts}"
-        raise ValueError(f"{text}; pass a multiple of {parts}, or change num_microbatches")
+        raise ValueError(f"torch.chunk cuts {len(tensor)} samples into {len(pieces)} micro-batches, not into {parts}")
     return pieces
 
 
-# What autograd can start from without the tensor, whose memory is then free before W. (Torch 2.6 takes tensors only.)
-root_of = torch.autograd.graph.get_gradient_edge if torch.__version__ >= (2, 7) else lambda tensor: tensor
 linear = F.linear
+
+
+def split_linear(x, weight, bias=None):
+    """Stands for F.linear, which PyTorch's modules call, while a schedule with I and W runs."""
+    trained = weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf)
+    if trained and torch.is_grad_enabled():
+        return SplitLinear.apply(torch.empty((), requires_grad=True), x, (weight, bias))
+    return linear(x, weight, bias)  # the gradient of a weight that is computed is needed in I
 
 
 class SplitLinear(torch.autograd.Function):
@@ -269,42 +260,28 @@ class SplitLinear(torch.autograd.Function):
     These are no inputs of this node, which would run their hooks in I as well; the anchor makes autograd come here.
     """
 
+    todo = []  # what the backward that runs now leaves to W: (output, its gradient, weights)
+
     @staticmethod
-    def forward(ctx, anchor, x, weights, queue):
+    def forward(ctx, anchor, x, weights):
         # Without the hooks of a checkpoint around it, which would compute everything again for I, and again for W
         keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with torch.enable_grad(), keep:
             ctx.x = leaf(x)
-            y = linear(ctx.x, *weights)
-        ctx.root, ctx.weights, ctx.queue = root_of(y), weights, queue
-        return y.detach()
+            ctx.y, ctx.weights = linear(ctx.x, *weights), weights
+        return ctx.y.detach()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.queue.append((ctx.root, gradient, [w for w in ctx.weights if w is not None and w.requires_grad]))
+        SplitLinear.todo.append((ctx.y, gradient, [w for w in ctx.weights if w is not None and w.requires_grad]))
         wanted = ctx.needs_input_grad[1]
-        dx = torch.autograd.grad(ctx.root, ctx.x, gradient, retain_graph=True)[0] if wanted else None
-        return None, dx, None, None
+        return None, torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)[0] if wanted else None, None
 
 
-@contextmanager
-def split_linears(queue):
-    """In here F.linear, which PyTorch's modules call, leaves in `queue` what W is to do (None: it does not).
-
-    Other weights get their gradients in I. For F, and for I, since a checkpoint computes forward there once more.
-    """
-
-    def split(x, weight, bias=None):
-        if torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf):
-            return SplitLinear.apply(torch.empty((), requires_grad=True), x, (weight, bias), queue)
-        return before(x, weight, bias)
-
-    before = F.linear
-    F.linear = before if queue is None else split
-    try:
-        yield
-    finally:
-        F.linear = before
+def backward_weights(todo):
+    if todo:  # all at once: gradients of a weight used twice are added in the same order as in one backward
+        outputs, gradients, weights = zip(*todo, strict=True)
+        torch.autograd.backward(outputs, gradients, inputs=list(dict.fromkeys(itertools.chain(*weights))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -314,17 +291,14 @@ def split_linears(queue):
 class Pipeline(nn.Module):
     """Runs this rank's stages, forward and backward, in the order that a schedule gives.
 
-    Args:
-        stages: a module, or the list of this rank's modules in stage order. Each is called with what the one before it
-            returned: a tensor, or a tuple of tensors, which are then its arguments (as in PyTorch's pipelining).
-        schedule: a name (build_schedule), or for each rank its list of actions, in PyTorch's notation.
-        num_microbatches: the batch is cut into so many along dimension 0, as torch.chunk does.
-        loss_fn: loss_fn(output, target) -> mean loss of a micro-batch.
-        weight: weight(target) -> how much a micro-batch counts in the batch's mean (by default its samples), such as
-            its tokens that are not masked.
+    stages: a module, or the list of this rank's modules in stage order. Each is called with what the one before it
+        returned: a tensor, or a tuple of tensors, which are then its arguments.
+    schedule: a name (build_schedule), or for each rank its list of actions, in PyTorch's notation.
+    num_microbatches: the batch is cut into so many along dimension 0, as torch.chunk does.
+    loss_fn: loss_fn(output, target) -> mean loss of a micro-batch.
+    weight: weight(target) -> how much a micro-batch counts in the batch's mean: its samples, or its tokens not masked.
 
     `timeline` is the last step's: (action, start, end) in seconds of the host's clock.
-    Raises ValueError, on all ranks, when stages and schedule do not fit, or differ.
     """
 
     def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None, *, weight=len):
@@ -337,32 +311,36 @@ class Pipeline(nn.Module):
         if isinstance(schedule, str):
             schedule = build_schedule(schedule, dist.get_world_size(process_group), num_microbatches, len(stages))
         self.schedule = flat(schedule)
-        everyone = self._all_gather((self.schedule, num_microbatches, len(stages)))
+        given = self._all_gather((self.schedule, num_microbatches, len(stages)))
         self._rank_of, m = check(self.schedule)
         counts = [list(self._rank_of.values()).count(rank) for rank in range(len(self.schedule))]
-        if everyone != [(self.schedule, m, count) for count in counts]:
-            given = f"{num_microbatches} micro-batches and {[n for *_, n in everyone]} stages, or different schedules"
-            raise ValueError(f"the schedule has {m} micro-batches and, by rank, {counts} stages; given are {given}")
+        if given != [(self.schedule, m, count) for count in counts]:
+            text = f"given are {num_microbatches} and {[n for *_, n in given]}, or different schedules"
+            raise ValueError(f"the schedule has {m} micro-batches and, by rank, {counts} stages; {text}")
         mine = [stage for stage, rank in sorted(self._rank_of.items()) if rank == self._rank]
         self.stages = nn.ModuleDict({str(index): stage for index, stage in zip(mine, stages, strict=True)})
-        self._last = len(self._rank_of) - 1
+        self._program, self._last = add_messages(self.schedule)[self._rank], max(self._rank_of)
         gloo = dist.get_backend(process_group) == "gloo"  # which sends from the host's memory
         self._wire = torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
         self.device = next((parameter.device for parameter in self.parameters()), self._wire)
-        forward = [[action for action in actions if "F" in action] for actions in self.schedule]
-        self._programs = [add_messages(s, self._rank_of)[self._rank] for s in (forward, self.schedule)]
-        self._batch, self._forms = None, {}  # what the last batch was like, and, by action, what each F returned
+        self._batch, self._forms = None, {}  # what the last batch was like, and what it made the stages pass on
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch; adds to .grad what a loop over its micro-batches on one device would.
 
         `inputs`, a tensor or a tuple of tensors, are for stage 0, `targets`, a tensor, for loss_fn; ignored elsewhere.
         -> the mean loss where the last stage is, None elsewhere. Forward only under torch.no_grad().
-        An error on one rank is raised there, and with its text on all others. Gradients are incomplete then.
+        An error on one rank is raised there, and as a RuntimeError on all others. Gradients are incomplete then.
         """
-        self._start(inputs, targets)
-        for do, action in self._programs[torch.is_grad_enabled()]:
-            getattr(self, do)(action)
+        self._start(as_tuple(inputs), targets)
+        if any("I" in action for action in self.schedule[self._rank]):
+            F.linear = split_linear
+        try:
+            for do, action in self._program:
+                if torch.is_grad_enabled() or "F" in action:
+                    getattr(self, do)(action)
+        finally:
+            F.linear = linear
         return self._finish()
 
     @torch.no_grad()
@@ -372,17 +350,17 @@ class Pipeline(nn.Module):
 
     def _start(self, inputs, targets):
         """Hear from all ranks whether the batch is like the one before, and cut it."""
-        m, grad, inputs = self.num_microbatches, torch.is_grad_enabled(), as_tuple(inputs)
-        self._values = {}  # by who takes it, (stage, kind, micro-batch): list of tensors
+        m, grad = self.num_microbatches, torch.is_grad_enabled()
+        self._values = {}  # by who takes it, (stage, kind, micro-batch): list of tensors; none after a failure
         self._arriving = {}  # the same: transfers to wait for before that
-        self._leaving = collections.deque()  # transfers and their tensors, both kept until they are over
+        self._leaving = []  # transfers and their tensors, both kept until they are over
         self._failure, self._targets, self.timeline = None, None, []
         before, self._batch = self._batch, (grad, like(filter(torch.is_tensor, inputs)), like(self.parameters()))
         with_grad, changed = self._sum(grad, self._batch != before)
-        if with_grad not in (0, len(self.schedule)):
-            raise ValueError(f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must")
         if changed:
             self._forms = {}
+        if with_grad not in (0, len(self.schedule)):
+            raise ValueError(f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must")
         self._began = time.perf_counter()  # on all ranks at about one time
         try:
             if "0" in self.stages:
@@ -390,88 +368,91 @@ class Pipeline(nn.Module):
                 self._values = {(0, "F", i): x for i, x in enumerate(parts)}
             if str(self._last) in self.stages and (grad or targets is not None):
                 self._targets = cut(targets, m)
-                weights = torch.tensor([self.weight(target) for target in self._targets], dtype=torch.float64)
-                self._weights = weights / weights.mean()  # 1 if they are equal
+                weights = [float(self.weight(target)) for target in self._targets]
+                self._weights = [weight * m / sum(weights) for weight in weights]  # 1.0 if they are equal
         except Exception as error:  # messages go on, so that no rank hangs, and in the end all raise
-            self._failure = time.time(), "its batch", error
+            self._failure = "its batch", error
 
     def _run(self, action):
-        """Run an action on what others have left for it. After a failure only messages go on."""
+        """Run an action on what others have left for it."""
         stage, kind, i = parse(action)
         key = stage, "B" if kind == "I" else kind, i
         given = self._values.pop(key, None)
         for transfer in self._arriving.pop(key, ()):
             transfer.wait()
-        if self._failure:
+        if given is None or self._failure:  # here, or where it should come from: only messages go on
             return
-        began = time.perf_counter()
+        began = time.perf_counter() - self._began
         try:
-            {"F": self._forward, "W": self._backward_weights}.get(kind, self._backward)(stage, i, given)
+            if kind == "F":
+                self._forward(stage, i, given)
+            elif kind == "W":
+                backward_weights(given)
+            else:
+                self._backward(stage, kind, i, given)
         except Exception as error:
-            self._failure = time.time(), action, error
-        self.timeline.append((action, began - self._began, time.perf_counter() - self._began))
+            self._failure = action, error
+        self.timeline.append((action, began, time.perf_counter() - self._began))
 
     def _forward(self, stage, i, x):
         x = [leaf(t.to(self.device)) for t in x]
-        queue = [] if f"{stage}I{i}" in self.schedule[self._rank] else None
-        with split_linears(queue):
-            y = self.stages[str(stage)](*x)
+        y = self.stages[str(stage)](*x)
         if stage == self._last and self._targets is not None:
-            empty = self._weights[i] == 0  # a mean over nothing would be NaN
-            y = sum(t.sum() for t in as_tuple(y)) * 0.0 if empty else self.loss_fn(y, self._targets[i])
+            y = self.loss_fn(y, self._targets[i])
+            self._values[stage, "B", i] = [y.new_tensor(self._weights[i] / self.num_microbatches)]  # scaled only here
         y = as_tuple(y)
         if torch.is_grad_enabled():
-            self._values[stage, "graph", i] = x, [t for t in y if t.requires_grad], queue
-        self._values[stage + 1, "F", i] = [leaf(t) for t in y]
+            self._values[stage, "graph", i] = x, [t for t in y if t.requires_grad]
+        y = [leaf(t) for t in y]
+        if (before := self._forms.get((stage, i), like(y))) != like(y):  # and the receiver will expect `before`
+            raise RuntimeError(f"the output was {before} for inputs of the same shapes, and is now {like(y)}")
+        self._values[stage + 1, "F", i] = y
 
-    def _backward(self, stage, i, gradients):
-        x, y, queue = self._values.pop((stage, "graph", i))
-        if stage == self._last:  # the only place that scales
-            gradients = [torch.full_like(t, self._weights[i].item() / self.num_microbatches) for t in y]
+    def _backward(self, stage, kind, i, gradients):
+        x, y = self._values.pop((stage, "graph", i))
+        SplitLinear.todo = todo = []
         if y:
-            with split_linears(queue):
-                torch.autograd.backward(y, [g.to(self.device) for g in gradients])
-        self._values[stage, "W", i] = queue
-        if stage > 0:  # zeros for what the stage has not used
-            leaves = [t for t in x if t.requires_grad]
-            self._values[stage - 1, "B", i] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
-
-    def _backward_weights(self, stage, i, queue):
-        if queue:  # all at once: gradients of a weight used twice are added in the same order as in one backward
-            roots, gradients, weights = zip(*queue, strict=True)
-            torch.autograd.backward(roots, gradients, inputs=list(dict.fromkeys(itertools.chain(*weights))))
+            torch.autograd.backward(y, [g.to(self.device) for g in gradients])
+        if kind == "I":
+            self._values[stage, "W", i] = todo
+        else:
+            backward_weights(todo)
+        leaves = [t for t in x if t.requires_grad]  # zeros for what the stage has not used
+        self._values[stage - 1, "B", i] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
 
     def _message(self, action):
         """Start to send, or to receive, the output of an action."""
-        (stage, kind, i), taken = parse(action), taker(action)
-        sending, value = str(stage) in self.stages, self._values.pop(taken, None)
-        peer = {"group_dst": self._rank_of[taken[0]]} if sending else {"group_src": self._rank_of[stage]}
-        peer["group"] = self.process_group
-        forward = action if kind == "F" else f"{stage - 1}F{i}"  # whose output's gradients these are
-        if forward not in self._forms:  # activations of a new kind of batch are preceded by what they are like
+        (stage, kind, i), taken, group = parse(action), taker(action), self.process_group
+        src, dst = self._rank_of[stage], self._rank_of[taken[0]]
+        edge, sending, value = (min(stage, taken[0]), i), src == self._rank, self._values.pop(taken, None)
+        if edge not in self._forms:  # activations of a new kind of batch are preceded by what they are like
             box = [like(value or ())]  # nothing after a failure
-            (dist.send_object_list if sending else dist.recv_object_list)(box, **peer)
-            self._forms[forward] = box[0]
-        forms = [(*form, grad and kind == "F") for *form, grad in self._forms[forward] if grad or kind == "F"]
-        if value is not None and like(value) != forms:
-            text = f"the output was {forms} before, for a batch of the same shapes, and is now {like(value)}"
-            self._failure, value = self._failure or (time.time(), action, RuntimeError(text)), None
+            if sending:
+                dist.send_object_list(box, group=group, group_dst=dst)
+            else:
+                dist.recv_object_list(box, group=group, group_src=src)
+            self._forms[edge] = box[0]
+        forms = self._forms[edge] if kind == "F" else [(s, d, False) for s, d, grad in self._forms[edge] if grad]
         if value is None:  # to be received, or after a failure
             value = [torch.zeros(s, dtype=d, device=self._wire, requires_grad=grad) for s, d, grad in forms]
         if sending:
             tensors = [t.detach().to(self._wire).contiguous() for t in value]
-            self._leaving.append(([dist.isend(t, **peer) for t in tensors], tensors))
-            if len(self._leaving) > 4:  # a sender is seldom further ahead of its receiver
-                for transfer in self._leaving.popleft()[0]:
-                    transfer.wait()
+            self._leaving += [(dist.isend(t, group=group, group_dst=dst), t) for t in tensors]
+            while len(self._leaving) > 4:  # a sender is seldom further ahead of its receiver
+                self._leaving.pop(0)[0].wait()
         else:
-            self._arriving[taken] = [dist.irecv(t.detach(), **peer) for t in value]
-            self._values[taken] = value
+            self._arriving[taken] = [dist.irecv(t.detach(), group=group, group_src=src) for t in value]
+            self._values[taken] = value if self._forms[edge] else None
 
     def _finish(self):
-        for transfer in itertools.chain(*(transfers for transfers, _ in self._leaving)):
+        for transfer, _ in self._leaving:
             transfer.wait()
-        self._raise_failure()
+        if self._sum(self._failure is not None) != [0]:
+            self._forms = {}
+            action, error = self._failure or (None, None)
+            text = f"rank {self._rank} failed in {action} with {type(error).__name__}: {error}"
+            failures = self._all_gather(error and text)
+            raise error or RuntimeError(next(filter(None, failures)))
         if str(self._last) not in self.stages:
             return None
         results = [self._values.pop((self._last + 1, "F", i)) for i in range(self.num_microbatches)]
@@ -479,19 +460,7 @@ class Pipeline(nn.Module):
             outputs = [torch.cat(parts) for parts in zip(*results, strict=True)]
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
         losses = torch.stack([loss.detach() for (loss,) in results])
-        return (losses * self._weights.to(losses)).mean()
-
-    def _raise_failure(self):
-        """Raise, on all ranks, what was the first failure on any: others may follow from what then did not come."""
-        failure, self._failure = self._failure, None
-        if self._sum(failure is not None) == [0]:
-            return
-        self._forms = {}
-        what = failure and f"{failure[1]} with {type(failure[2]).__name__}: {failure[2]}"
-        mine = failure and (failure[0], self._rank, isinstance(failure[2], ValueError), what)
-        _, rank, wrong_use, what = min(theirs for theirs in self._all_gather(mine) if theirs)
-        kind = ValueError if wrong_use else RuntimeError
-        raise failure[2] if rank == self._rank else kind(f"rank {rank} failed in {what}")
+        return (losses * losses.new_tensor(self._weights)).mean()
 
     def _all_gather(self, mine):
         everyone = [None] * dist.get_world_size(self.process_group)
@@ -499,32 +468,23 @@ class Pipeline(nn.Module):
         return everyone
 
     def _sum(self, *numbers):
-        """-> the sum of each number over all ranks."""
         sums = torch.tensor(numbers, dtype=torch.int64, device=self._wire)
         dist.all_reduce(sums, group=self.process_group)
         return sums.tolist()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. Refinement: cutting a model into stages.
-
-
 def split(layers, num_stages):
-    """A list of layers -> `num_stages` nn.Sequentials, cut so that the largest has as few parameters as can be."""
+    """A list of layers -> `num_stages` nn.Sequentials of about as many parameters each, and of at least one layer."""
     layers = list(layers)
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     if not 1 <= num_stages <= len(layers):
-        raise ValueError(f"{len(layers)} layers cannot be {num_stages} stages of at least one")
-
-    @functools.cache
-    def best(stages, end):
-        """-> size of the largest stage, and where to cut, when so many stages have the layers before `end`."""
-        if stages == 1:
-            return sum(sizes[:end]), [0, end]
-        cuts = ((b, *best(stages - 1, b)) for b in range(stages - 1, end))
-        return min((max(largest, sum(sizes[b:end])), [*at, end]) for b, largest, at in cuts)
-
-    return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise(best(num_stages, len(layers))[1])]
+        raise ValueError(f"{len(layers)} layers cannot be {num_stages} stages")
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    ends, cuts = list(itertools.accumulate(sizes)), [0]
+    for stage in range(1, num_stages):  # a layer goes where its middle is
+        share = ends[-1] * stage / num_stages
+        before = sum(end - size / 2 < share for end, size in zip(ends, sizes, strict=True))
+        cuts.append(min(max(before, cuts[-1] + 1), len(layers) - num_stages + stage))
+    return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise([*cuts, len(layers)])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -535,12 +495,11 @@ def main():
     flags = {
         "--schedule": {"choices": SCHEDULES, "default": "1f1b"},
         "--microbatches": {"type": int, "default": 4, "metavar": "M"},
-        "--stages-per-rank": {"type": int, "metavar": "V", "help": "default: 2 interleaved, 1 otherwise"},
         "--trace": {"metavar": "FILE", "help": "write both timelines as Chrome trace JSON (ui.perfetto.dev)"},
     }
     demo = Demo(flags)
     name, m, p, rank = demo.args.schedule, demo.args.microbatches, demo.ranks, demo.rank
-    v, layers, batch = demo.args.stages_per_rank or 1 + (name == "interleaved_1f1b"), len(language_model()), 8 * p
+    v, layers, batch = 1 + (name == "interleaved_1f1b"), len(language_model()), 8 * p
     if m < 1 or batch % m or not 1 <= p * v <= layers:
         demo.stop(f"{p} × {v} stages of {layers} layers; {m} micro-batches, which must divide {batch} sequences")
     model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)  # losses times 1/4, say, are exact
