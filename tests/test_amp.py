@@ -3,7 +3,6 @@
 import gc
 import io
 import re
-import threading
 import weakref
 from functools import partial
 from pathlib import Path
@@ -75,7 +74,7 @@ def two_optimizers():
     return weights, [torch.optim.SGD([weight], lr=0.25) for weight in weights]
 
 
-CALLS = st.sampled_from(["iteration"] * 6 + ["scale", "unscale", "step", "update", "set", "load", "empty"])
+CALLS = st.sampled_from(["iteration"] * 6 + ["scale", "unscale", "step", "update", "set", "empty"])
 
 
 @given(
@@ -101,7 +100,6 @@ def test_any_sequence_of_calls_and_overflows(calls, init_scale, growth, backoff,
                 "step": [partial(scaler.step, optimizer)],
                 "update": [scaler.update],
                 "set": [partial(scaler.update, 7.0 if value != value else value)],
-                "load": [lambda s=scaler: s.load_state_dict(s.state_dict())],
                 "empty": [partial(setattr, weight, "grad", None)],
             }
             actions["iteration"] = actions["scale"] + actions["step"] + actions["update"]
@@ -116,7 +114,7 @@ def test_any_sequence_of_calls_and_overflows(calls, init_scale, growth, backoff,
 
 
 @SCALERS
-def test_a_scaler_refuses_closures_fp16_gradients_and_a_second_step(scaler_class):
+def test_a_scaler_refuses_closures_and_fp16_gradients(scaler_class):
     scaler, ([weight, _], [optimizer, _]) = scaler_class("cpu", 4.0), two_optimizers()
     weight.grad, half = scaler.scale(torch.ones_like(weight)), nn.Parameter(weight.detach().half())
     with pytest.raises(RuntimeError, match=r"(?i)closure"):
@@ -124,34 +122,6 @@ def test_a_scaler_refuses_closures_fp16_gradients_and_a_second_step(scaler_class
     half.grad = torch.ones_like(half)
     with pytest.raises(ValueError, match="FP16"):  # also where only one is
         scaler.unscale_(torch.optim.SGD([weight, half]))
-    scaler.step(optimizer)
-    for method in (scaler.unscale_, scaler.step):
-        with pytest.raises(RuntimeError):
-            method(optimizer)
-    for bad in ({"growth_factor": 1.0}, {"backoff_factor": 1.0}):
-        with pytest.raises(AssertionError):
-            scaler_class("cpu", **bad)
-
-
-@SCALERS
-def test_gradients_of_several_dtypes(scaler_class):
-    """All are divided, and looked at; also that of a weight frozen since, which the optimizer would step."""
-    for bad in (None, 0, 1, 2):
-        weights = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
-        scaler = scaler_class("cpu")
-        scaler.scale(sum(weight.sum().float() for weight in weights)).backward()
-        if bad is not None:
-            weights[bad].grad[-1] = NAN
-        weights[0].requires_grad_(False)
-        scaler.step(torch.optim.SGD(weights, lr=0.5))
-        assert [weight.tolist() for weight in weights] == [[0.5 if bad is None else 1.0] * 2] * 3
-
-
-@SCALERS
-def test_scale_keeps_containers_and_never_overflows_an_fp16_loss(scaler_class):
-    loss = torch.tensor(3.0, dtype=torch.float16)
-    first, rest = scaler_class("cpu").scale([loss, (loss,)])
-    assert (first.item(), rest[0].item(), type(rest)) == (3.0 * 2**16, 3.0 * 2**16, tuple)
 
 
 @SCALERS
@@ -170,21 +140,14 @@ def test_a_disabled_scaler_steps_plainly(scaler_class):
             assert not scaler_class().is_enabled()
 
 
-@SCALERS
-def test_a_scale_that_cannot_grow_stays(scaler_class):
-    scaler, ([weight, _], [optimizer, _]) = scaler_class("cpu", 3e38, growth_interval=1), two_optimizers()
-    weight.grad = scaler.scale(torch.full((2,), 0.5))
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == torch.tensor(3e38).item()
-
-
 def test_scalers_load_each_others_state():
     ours, theirs, weight = amp.GradScaler("cpu"), torch.amp.GradScaler("cpu"), nn.Parameter(torch.ones(1))
     assert ours.state_dict() == theirs.state_dict()  # the defaults
     ours, again = amp.GradScaler("cpu", 8.0, 3.0, 0.25, 5), amp.GradScaler("cpu")
     at_first = ours.state_dict()
-    ours.scale(weight.sum()).backward()
+    loss, (other,) = ours.scale([weight.sum(), (torch.tensor(3.0, dtype=torch.float16),)])
+    assert (other * 2**14).isfinite()  # it is in fp32
+    loss.backward()
     ours.step(torch.optim.SGD([weight], lr=0.0))
     ours.update()
     theirs.load_state_dict(ours.state_dict())
@@ -230,15 +193,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(N, bad_rank):
 
 
 def body_default_group(scaler_class):
-    scaler, (weights, optimizers) = scaler_class("cpu"), two_optimizers()
-    with pytest.raises(AssertionError, match="No inf checks"):  # on all ranks: none has a gradient
-        scaler.step(optimizers[0])
+    scaler, (weights, optimizers), others = scaler_class("cpu"), two_optimizers(), dist.new_group([0, 1])
     if pool.rank() == 0:
         weights[1].grad = torch.full_like(weights[1], INF)
     scaler.step(optimizers[1])
     scaler.update()
     assert scaler.get_scale() == 2.0**15
-    others = dist.new_group([0, 1])
     if pool.rank() > 1:
         with pytest.raises(ValueError, match=f"rank {pool.rank()} is not"):
             scaler_class("cpu", process_group=others)
@@ -439,8 +399,6 @@ def test_zero_grad_and_unused_parameters(set_to_none):
         assert (used.grad is None) == set_to_none
         assert unused.grad is None
     assert (used.tolist(), unused.tolist()) == ([0.5, 0.5], [1, 1])
-    optimizer.zero_grad()
-    optimizer.step()  # nothing to do
 
 
 @pytest.mark.parametrize("scaler_class", SCALER_OF.values(), ids=SCALER_OF)
@@ -458,16 +416,13 @@ def test_a_step_given_up_after_clipping(scaler_class):
 
 def test_what_cannot_be_wrapped_or_loaded_is_refused():
     weights = [nn.Parameter(torch.ones(n)) for n in (2, 3)]
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        with pytest.raises(ValueError, match=str(dtype)):
-            amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](weights), dtype)
+    one, other = (amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"]([w]), torch.bfloat16) for w in weights)
+    with pytest.raises(ValueError, match=r"\(3,\).*\(2,\)"):
+        one.load_state_dict(other.state_dict())
     reducing = OPTIMIZERS["sgd"](weights)
     reducing.no_sync = lambda: None  # as zero.py's have
     with pytest.raises(ValueError, match="SGD has fp32 masters"):
         amp.MixedPrecisionOptimizer(reducing, torch.bfloat16)
-    one, other = (amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"]([w]), torch.bfloat16) for w in weights)
-    with pytest.raises(ValueError, match=r"\(3,\).*\(2,\)"):
-        one.load_state_dict(other.state_dict())
 
 
 # ---- autocast
@@ -521,31 +476,20 @@ def test_the_lists_are_the_core_of_those_that_torch_has_for_cuda():
 
 
 def test_regions_nest_and_end():
-    """The innermost decides, also one that is not enabled; they end by an exception; each thread has its own."""
+    """The innermost decides, also one that is not enabled; a region also decorates."""
     half, inner = amp.autocast(torch.float16), amp.autocast(torch.bfloat16)
 
     def product():
         return (A @ A).dtype
 
     with half:
-        assert product() == torch.float16
+        with inner, amp.autocast(torch.float16, enabled=False):
+            assert product() == torch.float32
+            assert A.half().sum().dtype == torch.float16
         with inner:
             assert product() == torch.bfloat16
-            with amp.autocast(torch.float16, enabled=False):
-                assert product() == torch.float32
-                assert A.half().sum().dtype == torch.float16
-                with half:
-                    assert product() == torch.float16
-            assert product() == torch.bfloat16
-        with pytest.raises(ZeroDivisionError), inner:
-            raise ZeroDivisionError
         assert product() == torch.float16
-        assert inner(product)() == torch.bfloat16  # a decorated function
-        found = []
-        thread = threading.Thread(target=lambda: found.extend([product(), inner(product)()]))
-        thread.start()
-        thread.join()
-        assert found == [torch.float32, torch.bfloat16]
+        assert inner(product)() == torch.bfloat16
         assert torch.mm(A, A, out=torch.empty(2, 2)).dtype == torch.float32
     assert product() == torch.float32
     with pytest.raises(ValueError, match="float64"):
@@ -560,44 +504,35 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("cache", "expected"), [(True, 1), (False, 3)])
-def test_a_weight_is_cast_once_in_a_region_and_not_kept_after(cache, expected):
+def test_a_weight_is_cast_once_in_a_region():
+    """With its gradient, and anew when it has changed; activations are not kept, and after the region nothing is."""
     layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4, dtype=torch.bfloat16)
-    with amp.autocast(torch.bfloat16, cache_enabled=cache) as region, Casts() as casts:
-        for _ in range(3):
-            layer(x)
-        assert casts.count == expected
-        activation = layer(x).float()
+    with amp.autocast(torch.bfloat16) as region:
+        with torch.no_grad():
+            before = layer(x)
+        with Casts() as casts:
+            outputs = [layer(x) for _ in range(3)]
+        assert casts.count == 1
+        outputs[-1].sum().backward()
+        assert layer.weight.grad.dtype == torch.float32
+        assert torch.equal(before, outputs[-1])
+        with amp.autocast(torch.float16):
+            assert layer(x).dtype == torch.float16
+        activation = outputs.pop().float()
         layer(activation)
         gone = weakref.ref(activation)
         del activation
-        assert gone() is None  # only weights are kept, and until the end
-    gone = weakref.ref(layer.weight)
-    del layer
-    gc.collect()
-    assert region is not None
-    assert gone() is None
-
-
-def test_a_cached_cast_is_neither_without_gradient_nor_stale():
-    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4)
-    with amp.autocast(torch.bfloat16):
-        with torch.no_grad():
-            before = layer(x)
-        after = layer(x)
-        after.sum().backward()
-        assert layer.weight.grad.dtype == torch.float32
-        assert torch.equal(before, after)
-        with amp.autocast(torch.float16):
-            assert layer(x).dtype == torch.float16
+        assert gone() is None
         with torch.no_grad():
             layer.weight.zero_()
         assert (layer(x) == 0).all()
-        with torch.inference_mode():
-            assert (layer(x) == 0).all()
-        layer(x).sum().backward()
         half = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
         assert ((half @ half).dtype, half.sum().dtype) == (torch.bfloat16, torch.float32)
+    gone = weakref.ref(layer.weight)
+    del layer, outputs
+    gc.collect()
+    assert region is not None
+    assert gone() is None
 
 
 def test_loss_and_gradients_are_those_of_torch_autocast():
@@ -615,32 +550,7 @@ def test_loss_and_gradients_are_those_of_torch_autocast():
     assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_whole_models():
-    """Also what PyTorch composes in Python: gradients in fp32, within bf16's roundoff; in eval the same output."""
-    torch.manual_seed(0)
-    model, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 5, 8)
-    exact = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    with amp.autocast(torch.bfloat16):
-        y = model(x)
-    y.square().mean().backward()
-    for a, p in zip(exact, model.parameters(), strict=True):
-        assert 0 < (a - p.grad).norm() <= 0.05 * a.norm() + 1e-3
-    with torch.no_grad(), amp.autocast(torch.bfloat16):
-        assert torch.equal(model.eval()(x), y)
-
-
-# ---- another default dtype, and the cost at scale
-
-
-@pytest.mark.parametrize("scaler_class", SCALER_OF.values(), ids=SCALER_OF)
-def test_another_default_dtype(scaler_class, request):
-    request.addfinalizer(partial(torch.set_default_dtype, torch.float32))
-    torch.set_default_dtype(torch.float64)
-    weight, scaler = nn.Parameter(torch.ones(3)), scaler_class and scaler_class("cpu")
-    optimizer = amp.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=0.5), torch.bfloat16, scaler)
-    optimizer.scale(weight.sum()).backward()
-    optimizer.step()
-    assert weight.tolist() == [0.5] * 3
+# ---- the cost at scale
 
 
 @pytest.mark.parametrize("N", [8, 64, 1024])
