@@ -140,7 +140,7 @@ def build_layer(config, number, dropout=0.0, seed=0):
             parameter.normal_(std=0.02 / (2 * config.L) ** 0.5 if residual else 0.02)
         elif name.endswith("bias"):
             parameter.zero_()
-    if number > config.L:  # starts as a copy, wherever the embedding itself is
+    if number > config.L:  # starts as a copy of the embedding, which may be on another stage
         layer.linear.weight = build_layer(config, 0, seed=seed).word.weight
     return layer
 
@@ -225,9 +225,10 @@ class Trainer:
         self.check_arguments()
         mine = range(grid.at["pp"], self.num_stages, grid.pp)
         self.numbers = [layers_of_stage(config, stage, self.num_stages) for stage in mine]
-        layers = {n: build_layer(config, n, args.dropout, args.seed) for numbers in self.numbers for n in numbers}
-        for layer in layers.values():
-            split_layer(layer, grid.groups["tp"], args.sequence_parallel).to(self.device, self.dtype)
+        layers = {}
+        for number in itertools.chain(*self.numbers):  # one after the other: no rank ever holds a whole stage
+            layer = build_layer(config, number, args.dropout, args.seed)
+            layers[number] = split_layer(layer, grid.groups["tp"], args.sequence_parallel).to(self.device, self.dtype)
         embedding, head = layers.get(0), layers.get(config.L + 1)
         if embedding and head:
             head.linear.weight = embedding.word.weight
@@ -404,8 +405,7 @@ class Session(ddp.Demo):
         args.dtype = args.dtype or ("float64" if args.check else "float32")
         self.metrics = open(args.metrics if args.metrics and self.rank == 0 else os.devnull, "w")  # noqa: SIM115
 
-    def grids(self):
-        """-> (tp, pp) of each grid to train on."""
+    def grids(self):  # -> (tp, pp) of each
         tp, pp, sizes = self.args.tp, self.args.pp, range(1, self.ranks + 1)
         if self.args.compare:
             return [(tp, pp) for tp in sizes for pp in sizes if not (self.ranks % (tp * pp) or self.config.heads % tp)]
@@ -413,8 +413,7 @@ class Session(ddp.Demo):
             return [(2 if self.ranks % 2 == 0 else 1, 2 if self.ranks % 4 == 0 else 1)]
         return [(1 if tp is None else tp, 1 if pp is None else pp)]
 
-    def batch(self, number):
-        """-> inputs, targets of a step, (global batch, sequence)."""
+    def batch(self, number):  # -> inputs, targets of a step, (global batch, sequence)
         generator, T = torch.Generator().manual_seed(1_000_003 * self.args.seed + number), self.args.sequence_length
         starts = torch.randint(len(self.text) - T, (self.args.global_batch_size, 1), generator=generator)
         window = self.text[starts + torch.arange(T + 1)].to(self.device, torch.long)
