@@ -3,9 +3,8 @@
     x ──┬── W (d × k), frozen; QLoRA: in 4 bits ──┬── y = W x + (α/r) B A x
         └── A (r × k) ── r numbers ── B (d × r) ──┘
 
-B starts at zero: training starts from the pretrained model, bit for bit. Afterwards (α/r) B A is added to W (merge) and
-costs no time; or it stays beside W, in a small file of its own. Data-parallel, W is the same on all ranks and has no
-gradient, so only those of A and B travel.
+B starts at zero: training starts from the pretrained model, bit for bit. Afterwards (α/r) B A is added to W (merge), or
+stays beside it, in a small file of its own. Data-parallel, only gradients of A and B travel: W has none.
 
 Cost per rank in elements, with Adam; Ψ parameters, Φ = Σ r(d + k) over the adapted matrices:
 
@@ -17,9 +16,8 @@ Cost per rank in elements, with Adam; Ψ parameters, Φ = Σ r(d + k) over the a
 Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py is a world of one)
 Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314; rsLoRA, 2312.03732
 Mirrors:  peft (get_peft_model, its layer and files), bitsandbytes (quantize_4bit, dequantize_4bit)
-Left out: convolutions, embeddings, DoRA, several adapters, a rank for each layer, .bin files: peft. Products of 4 bits:
-          bitsandbytes. Layers whose weight is read instead of their being called: nn.MultiheadAttention's, and in eval
-          nn.TransformerEncoderLayer's. Overlap is ddp.py, sharding fsdp.py: both take a model from inject_lora
+Left out: convolutions, embeddings, DoRA, several adapters, .bin files, weights that are read where no layer is called
+          (nn.MultiheadAttention's; in eval nn.TransformerEncoderLayer's): peft. Products of 4 bits: bitsandbytes
 """
 
 import argparse
@@ -96,7 +94,7 @@ def inject_lora(
     """Put a LoRALinear in the place of each nn.Linear that target_modules names, and freeze all else; -> model.
 
     target_modules: a list of names, whole or from a dot on ("q_proj"); or one regular expression for whole names; or
-    "all-linear". The rest, and `more`, which can be double_quant, is LoRALinear's. ValueError: an argument is unusable.
+    "all-linear". The rest, and `more` (double_quant), is LoRALinear's. ValueError: an argument is unusable.
     """
     if any(isinstance(layer, LoRALinear) for layer in model.modules()):
         raise ValueError("the model has adapters already")
@@ -123,13 +121,12 @@ def trained_by(model):
 def average_adapters(model, process_group=None):
     """Between backward and step: the mean over ranks of the gradients of what trains, in one all-reduce.
 
-    All ranks must start from the same A: inject after the same torch.manual_seed. Or leave all of it to ddp.py, under
-    QLoRA with broadcast_buffers=False: else the 4 bits, which are buffers, travel before every forward.
+    All ranks must start from the same A: inject after the same torch.manual_seed. Or leave it to ddp.py (under QLoRA
+    with broadcast_buffers=False, or the 4 bits, which are buffers, travel before every forward) or fsdp.py.
     """
     if (ranks := dist.get_world_size(process_group)) < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    trained = trained_by(model)
-    # Zeros for what only other ranks used: all must send the same.
+    trained = trained_by(model)  # zeros for what only other ranks have used: all must send the same
     flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained])
     dist.all_reduce(flat, group=process_group)
     flat /= ranks  # after the sum, as one device that accumulates
@@ -182,8 +179,7 @@ def save_adapter(model, directory, state_dict=None):
     """Write what peft.PeftModel.from_pretrained(base_model, directory) reads. Call it on one rank."""
     from safetensors.torch import save_file
 
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    (directory := Path(directory)).mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
     (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2, default=list))  # a set of names, too
     save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
@@ -197,8 +193,8 @@ def load_adapter(model, directory):
     from safetensors.torch import load_file
 
     fields = json.loads((Path(directory) / "adapter_config.json").read_text())
-    others = {name: value for name, value in fields.items() if value and name not in CONFIG.keys() | IGNORED}
-    if wrong := [f"{name} {value!r}" for name, value in others.items() if value not in SUPPORTED.get(name, [])]:
+    others = [(name, value) for name, value in fields.items() if value and name not in CONFIG.keys() | IGNORED]
+    if wrong := [f"{name} {value!r}" for name, value in others if value not in SUPPORTED.get(name, [])]:
         raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
     config = {name: fields.get(name, default) for name, default in CONFIG.items()}
     if not hasattr(model, "lora_config"):
@@ -308,8 +304,8 @@ def train(demo, model, lr, what):
 def main():
     demo, names = Demo(), ["linear1", "linear2"]
     plain, text = demo.start("lora", bitwise=demo.ranks <= 2), demo.text
-    prose = Path(argparse.__file__).with_name("pydoc_data") / "topics.py"
-    demo.text = torch.frombuffer(bytearray(prose.read_bytes()), dtype=torch.uint8)
+    prose = (Path(argparse.__file__).with_name("pydoc_data") / "topics.py").read_bytes()
+    demo.text = torch.frombuffer(bytearray(prose), dtype=torch.uint8)
     train(demo, plain, 2e-3, "pretraining on Python's documentation")
     plain.zero_grad()
     demo.text = text
