@@ -386,13 +386,14 @@ class Order:
     def settle(self):
         """All units at rest, nothing on its way; and of a backward that has raised nothing left."""
         for unit in self.units:
-            if unit.sent:
-                unit.add_gradients()
             unit.reshard()
             if self.backward is not None:
-                unit.kept, unit.reached = None, []
+                wait(unit.sent[0] if unit.sent else [])
+                unit.sent, unit.kept, unit.reached = None, None, []
                 for place in unit.places:
                     place.whole.grad = None
+            elif unit.sent:
+                unit.add_gradients()
         self.outermost, self.backward, self.script = None, None, []
 
 
@@ -461,17 +462,17 @@ def find_parameters(module, groups):
     """-> {parameter: [(module, attribute), …]} of a unit to be. ValueError where they cannot be one."""
     taken = {m for inner in module.modules() if hasattr(inner, "_fsdp_unit") for m in inner.modules()}
     found, mine, what = {}, [], type(module).__name__
-    for path, owner in module.named_modules():
-        for attribute, parameter in owner._parameters.items() if owner not in taken else ():
-            if parameter is None:
-                continue
-            name = f"{path}.{attribute}".lstrip(".")
-            if other := getattr(parameter, "_fsdp_unit", None):
-                raise ValueError(f"{name!r} of {what} is tied to {other.name}, another unit; one unit must have both")
-            if parameter.dtype != next(iter(found), parameter).dtype:
-                raise ValueError(f"{name!r} of {what} is {parameter.dtype}, others not; make a unit for each dtype")
-            found.setdefault(parameter, []).append((owner, attribute))
-            mine.append(f"{name!r}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if owner in taken:
+            continue
+        if other := getattr(parameter, "_fsdp_unit", None):
+            raise ValueError(f"{name!r} of {what} is tied to {other.name}, another unit; one unit must have both")
+        if parameter.dtype != next(iter(found), parameter).dtype:
+            raise ValueError(f"{name!r} of {what} is {parameter.dtype}, others not; make a unit for each dtype")
+        found.setdefault(parameter, []).append((owner, attribute))
+        mine.append(f"{name!r}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
     everyone = [mine]
     for group in groups:
         everyone = list(itertools.chain(*gather_objects(everyone, group)))
@@ -544,10 +545,7 @@ def load_full_state_dict(module, state_dict):
 
 
 def full_optimizer_state_dict(module, optimizer):
-    """What state_dict() of the plain optimizer would be, over the plain module's parameters in the same groups.
-
-    Of an elementwise optimizer: another (Adafactor, LBFGS, Muon) does not do on shards what it does on wholes.
-    """
+    """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
     places, state_dict, whole = places_of(module), optimizer.state_dict(), {}
     for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
         states = gather_objects(state_dict["state"].get(i), shard._fsdp_unit.groups[-1])
@@ -571,10 +569,7 @@ def load_full_optimizer_state_dict(module, optimizer, state_dict):
 
 @torch.no_grad()
 def materialize(module):
-    """Give a module that was built and sharded on the meta device the values that reset_parameters() of its modules
-
-    draw under the first rank's seed, unit by unit: no rank holds the whole model. Before an optimizer sees it.
-    """
+    """Draw values for a module on the meta device by reset_parameters(), a unit at a time, as the first rank does."""
     device = units_of(module)[0].device
 
     def visit(module):
