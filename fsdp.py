@@ -334,7 +334,10 @@ class Order:
         return tree_map(cast, (args, kwargs)) if dtype else (args, kwargs)
 
     def after_forward(self, unit, output):
-        nodes = {x.grad_fn for x in tree_leaves(output) if torch.is_tensor(x)} - {None}
+        leaves = tree_leaves(output)
+        if any(map(dataclasses.is_dataclass, leaves)):
+            raise ValueError(f"{unit.name} returns a {type(output).__name__}; return tensors in lists, tuples or dicts")
+        nodes = {x.grad_fn for x in leaves if torch.is_tensor(x)} - {None}
         if nodes:
             reach = functools.partial(self.reach, unit, unit.start, next(clock))  # the graph holds it
             unit.starts[reach] = unit.start

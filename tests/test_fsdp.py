@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
+from dataclasses import make_dataclass
 from itertools import pairwise
 from unittest import mock
 
@@ -1098,6 +1099,10 @@ def test_errors_on_every_rank():
     for module, kwargs, words in cases:
         with pytest.raises(ValueError, match=words):
             fsdp.fully_shard(module, process_group=group, **kwargs)
+    box = make_dataclass("Box", ["y"])
+    model.blocks[0].forward = box
+    with pytest.raises(ValueError, match="returns a Box; return tensors in lists"):
+        Ours.shard(model.blocks[0])(torch.ones(6, 6))
     Ours.shard(model.head)
     with pytest.raises(ValueError, match="a unit already"):
         Ours.shard(model.head)
