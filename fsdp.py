@@ -265,7 +265,7 @@ class Unit:
     @torch.no_grad()
     def add_gradients(self):
         """What reduce began: this rank's piece of the mean -> .grad of its shards; None where no rank has one."""
-        (works, terms, unused), self.sent = self.sent, None
+        works, terms, unused = self.sent
         wait(works)
         total = functools.reduce(torch.add, terms)
         for group in self.groups[:-1]:
@@ -277,6 +277,7 @@ class Unit:
             mean, shard = total[place.here], place.shard
             if place not in unused or not ((mean[:1] == 0) & mean[:1].signbit()).all():
                 shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+        self.sent = None
 
     def show(self, what):
         for place in self.places:
