@@ -26,8 +26,8 @@ Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et 
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): a gather lands in place. FSDP2
           cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
 Left out: ranks that run different units or in another order (as in PyTorch); outputs but tensors in lists, tuples and
-          dicts; loading from rank 0 alone; second-order gradients. A unit of which one parameter trains is reduced
-          whole: give frozen ones their own. Units in reentrant checkpoints are reduced when backward ends
+          dicts; loading from rank 0 alone; second-order gradients; .to() after sharding. A unit of which one parameter
+          trains is reduced whole: give frozen ones their own. Units in reentrant checkpoints are reduced at the end
 """
 
 import argparse
@@ -35,16 +35,13 @@ import copy
 import dataclasses
 import functools
 import itertools
-import math
 import os
 import statistics
 import sys
 import time
 import weakref
-from collections import deque
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -69,19 +66,18 @@ def all_gather(whole, piece, group, tag=0):
     """Begin to fill `whole` with all ranks' pieces, in rank order. -> what to wait for before either is touched."""
     if not by_messages(whole, group):
         return [all_gather_single(whole, piece, group=group, async_op=True)]
-    pieces = whole.view(dist.get_world_size(group), len(piece))
-    pieces[dist.get_rank(group)] = piece
+    pieces = whole.chunk(dist.get_world_size(group))
+    pieces[dist.get_rank(group)].copy_(piece)
     return exchange([piece] * len(pieces), pieces, group, tag)
 
 
 def reduce_scatter(whole, group, tag=0):
     """Begin to add all ranks' `whole`. -> what to wait for, and the terms of this rank's 1/N of the sum."""
-    N, rank = dist.get_world_size(group), dist.get_rank(group)
+    parts, rank = whole.chunk(dist.get_world_size(group)), dist.get_rank(group)
     if not by_messages(whole, group):
-        total = whole.new_empty(len(whole) // N)
+        total = torch.empty_like(parts[rank])
         return [reduce_scatter_single(total, whole, group=group, async_op=True)], [total]
-    parts = whole.view(N, len(whole) // N)
-    terms = [mine if r == rank else torch.empty_like(mine) for r, mine in enumerate(parts)]
+    terms = [part if r == rank else torch.empty_like(part) for r, part in enumerate(parts)]
     return exchange(parts, terms, group, tag), terms  # in rank order, as one device adds them
 
 
@@ -90,7 +86,7 @@ def by_messages(tensor, group):  # gloo's own all-gather takes twice as long; it
 
 
 def exchange(sent, received, group, tag):
-    """Send sent[r] to each other rank r, and fill received[r] from it. Another tag is another unit's: it waits."""
+    """Send sent[r] to each other rank r, and fill received[r] from it. Messages of two units never mix: their tags."""
     works = []
     for r in range(len(received)):
         if r != dist.get_rank(group) and received[r].numel():
@@ -129,53 +125,41 @@ def forward_sharded(module, pieces, *inputs, process_group=None):
         whole = {name: whole[name][: p.numel()].view(p.shape) for name, p in module.named_parameters()}
         return functional_call(module, whole, inputs)
 
-    # It forgets what was gathered after forward, and gathers (and computes) again in backward.
-    return checkpoint(forward, *inputs, use_reentrant=False)
+    return checkpoint(forward, *inputs, use_reentrant=False)  # forgets what was gathered, and gathers again in backward
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. The real one: units, whose parameters are gathered, freed and reduced together. Nothing is computed twice.
 
 
-def layout(sizes, align, N):
-    """Parameters of so many elements, each at a multiple of `align`: -> their offsets, the elements of a piece."""
-    offsets = list(itertools.accumulate((-(-size // align) * align for size in sizes), initial=0))
-    return offsets[:-1], -(-(offsets[-2] + sizes[-1]) // N) if sizes else 0
-
-
 class Place:
-    """Where one parameter of a unit lies: in the module, in the flat buffer, and in this rank's piece of that."""
+    """Where a parameter of a unit lies. The optimizer knows of `shard`; `whole` is in the module while it computes."""
 
-    def __init__(self, parameter, name, slots, offset, start, stop):
-        self.name, self.slots = name, slots  # (module, attribute), several where it is tied
+    def __init__(self, parameter, slots, offset, start, stop):
+        self.slots = slots  # (module, attribute), several where it is tied
         self.shape, self.offset, numel = parameter.shape, offset, parameter.numel()
         # Dimensions keep their order in memory: products of transposed matrices round as they did.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         first, last = (min(max(bound - offset, 0), numel) for bound in (start, stop))
         self.mine = slice(first, last)  # of its elements, those on this rank
         self.here = slice(first + offset - start, last + offset - start)  # of this rank's piece
-        self.shard = parameter  # later what the optimizer has; and `whole`, what autograd has
-
-    def cut(self, whole):
-        """This rank's elements, 1-D, of a tensor like the whole parameter."""
-        memory = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
-        return memory.as_strided((whole.numel(),), (1,))[self.mine].clone()
-
-    def join(self, pieces):
-        """The whole parameter, from all ranks' elements."""
-        return torch.cat(pieces).as_strided(self.shape, self.stride)
-
-    def view(self, flat):
-        return flat.as_strided(self.shape, self.stride, self.offset)
+        self.shard, self.whole = parameter, None  # until the unit is built
 
     def get(self):
         return self.slots[0][0]._parameters[self.slots[0][1]]
 
+    def view(self, flat):
+        return flat.as_strided(self.shape, self.stride, self.offset)
 
-class State(Enum):
-    SHARDED = "`flat` has memory: this rank's piece, of which each shard is a view"
-    GATHERING = "`gathered` has memory, too, and all ranks' pieces are on their way into it"
-    UNSHARDED = "`gathered` has arrived; each whole parameter is a view of it"
+    def cut(self, whole):
+        """This rank's elements, 1-D, of a tensor like the whole parameter."""
+        flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
+        flat.as_strided(self.shape, self.stride).copy_(whole)
+        return flat[self.mine].clone()
+
+    def join(self, pieces):
+        """The whole parameter, from all ranks' elements."""
+        return torch.cat(pieces).as_strided(self.shape, self.stride)
 
 
 class Unit:
@@ -183,40 +167,40 @@ class Unit:
 
     def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
         self.name, self.groups, self.reshard_after_forward = type(module).__name__, groups, reshard_after_forward
-        self.N, self.ranks = dist.get_world_size(groups[-1]), math.prod(map(dist.get_world_size, groups))
-        found = find_parameters(module, groups)
-        parameters = [parameter for parameter, *_ in found]
-        self.dtype = parameters[0].dtype if parameters else torch.float32
-        self.param_dtype = (mp_policy.param_dtype if self.dtype.is_floating_point else None) or self.dtype
+        self.N = dist.get_world_size(groups[-1])
+        self.ranks = self.N * (dist.get_world_size(groups[0]) if len(groups) > 1 else 1)
+        found, nccl = find_parameters(module, groups), dist.get_backend(groups[-1]) == "nccl"
+        like = next(iter(found), torch.empty(0))
+        self.dtype, self.device = like.dtype, torch.device("cpu") if like.is_meta else like.device
+        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else self.device
+        self.home = torch.device("cpu") if offload_policy else self.device
+        self.param_dtype = mp_policy.param_dtype or self.dtype
         self.reduce_dtype, self.cast_inputs_to = mp_policy.reduce_dtype or self.param_dtype, mp_policy.param_dtype
-        here = parameters[0].device if parameters and not parameters[0].is_meta else torch.device("cpu")
-        nccl = dist.get_backend(groups[-1]) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else here
-        self.offload_policy = offload_policy
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
-        offsets, self.chunk = layout([p.numel() for p in parameters], 64 // self.param_dtype.itemsize, self.N)
+        align = 64 // self.param_dtype.itemsize
+        offsets = list(itertools.accumulate((-(-p.numel() // align) * align for p in found), initial=0))
+        self.chunk = -(-offsets.pop() // self.N)
         start = dist.get_rank(groups[-1]) * self.chunk
-        self.places = [Place(*f, at, start, start + self.chunk) for f, at in zip(found, offsets, strict=True)]
-        self.state, self.works, self.flat = State.SHARDED, [], None
-        self.sync, self.kept = True, None  # False within no_sync; the gradient that it keeps
-        self.calls = weakref.WeakSet()  # forwards whose graph is alive, and through which no backward has come
-        for parameter in parameters:
+        self.places = [Place(*f, at, start, start + self.chunk) for f, at in zip(found.items(), offsets, strict=True)]
+        self.works, self.flat = None, None  # works: None at rest, else what `gathered` waits for
+        self.sync, self.kept, self.sent = True, None, None  # no_sync, what it keeps; what is on its way
+        # When calls began whose graph is alive, or that backward has reached; until their gradients are reduced.
+        self.starts, self.reached = weakref.WeakKeyDictionary(), []
+        for parameter in found:
             parameter._fsdp_unit = self
-        if not any(parameter.is_meta for parameter in parameters):
-            self.build(parameters)
+        if not any(parameter.is_meta for parameter in found):
+            self.build()
 
     @torch.no_grad()
-    def build(self, parameters):
+    def build(self):
         """Replace whole parameters, of which the first rank's count, by shards."""
-        home = torch.device("cpu") if self.offload_policy else self.device
-        pinned = home != self.device and self.offload_policy.pin_memory
-        self.flat = torch.zeros(self.chunk, dtype=self.dtype, device=home, pin_memory=pinned)
+        pinned = self.home != self.device
+        self.flat = torch.zeros(self.chunk, dtype=self.dtype, device=self.home, pin_memory=pinned)
         self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
-        for place, parameter in zip(self.places, parameters, strict=True):
-            trains, whole = parameter.requires_grad, parameter.detach().to(self.device, copy=True).contiguous()
+        for place in self.places:
+            trains, whole = place.shard.requires_grad, place.get().detach().to(self.device, copy=True).contiguous()
             for group in self.groups:
-                first = dist.get_global_rank(group or dist.group.WORLD, 0)
-                dist.broadcast(whole.view(-1).view(torch.uint8), first, group=group)
+                dist.broadcast(whole.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
             place.shard = nn.Parameter(self.flat[place.here], requires_grad=trains)
             place.shard.copy_(place.cut(whole))
             # .data: what lands in `gathered` later is no change of what autograd has saved
@@ -228,70 +212,72 @@ class Unit:
     @torch.no_grad()
     def gather(self):
         """Send this rank's piece to the others, and let theirs come."""
-        assert self.state is State.SHARDED
         if self.flat is None:
             raise RuntimeError(f"{self.name} is still on the meta device; call materialize(model) first")
         memory = self.flat.untyped_storage().data_ptr()
         for place in self.places:
             if place.get() is not place.shard or place.shard.untyped_storage().data_ptr() != memory:
-                raise ValueError(f"{place.name!r} of {self.name} was moved or replaced; call .to() before fully_shard")
+                raise ValueError(
+                    f"{self.name}.{place.slots[0][1]} was moved or replaced; call .to() before fully_shard"
+                )
+            place.whole.requires_grad_(place.shard.requires_grad)
         # The storage stays the same: what autograd has saved in forward are views of it.
         self.gathered.untyped_storage().resize_(self.gathered.nbytes)
         piece = self.flat.to(self.device, self.param_dtype, non_blocking=True)
         self.works = all_gather(self.gathered, piece, self.groups[-1], self.number)
-        self.state = State.GATHERING
 
     def unshard(self):
         """Have the whole parameters."""
-        if self.state is State.SHARDED:
+        if self.works is None:
             self.gather()
         wait(self.works)
-        self.works, self.state = [], State.UNSHARDED
-        for place in self.places:
-            place.whole.requires_grad_(place.shard.requires_grad)
+        self.works = []
 
     def reshard(self):
         """Free them."""
-        if self.state is not State.SHARDED:
+        if self.works is not None:
             self.show("shard")
             wait(self.works)
             self.gathered.untyped_storage().resize_(0)
-            self.works, self.state = [], State.SHARDED
+            self.works = None
 
     @torch.no_grad()
     def reduce(self):
-        """Begin to reduce what gradients there are. -> what add_gradients takes, or None where nothing was sent."""
+        """Begin to reduce what gradients there are; within no_sync, keep them."""
         if self.kept is None and not any(place.shard.requires_grad for place in self.places):
-            return None
-        # -0.0 + x is x for every x: what no rank has used is still -0.0 after the sum. Used gradients have no -0.0.
-        flat = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
+            return
+        # -0.0 stands for "no gradient": x + -0.0 is x for every x, so a sum is -0.0 only where all ranks have none.
+        flat, self.kept = self.kept, None
+        if flat is None:
+            flat = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
             if place.whole.grad is not None:
-                torch.add(place.whole.grad, 0.0, out=place.view(flat))
+                place.view(flat).add_(place.whole.grad).add_(0.0)  # -0.0 + 0.0 is 0.0, a gradient
                 place.whole.grad = None
-        flat, self.kept = flat if self.kept is None else flat.add_(self.kept), None
         if not self.sync:
             self.kept = flat
-            return None
+            return
         if self.reduce_dtype == torch.float16:
             flat /= self.ranks  # before the sum, which overflows at 65504
-        return self, *reduce_scatter(flat, self.groups[-1], self.number), unused
+        self.sent = *reduce_scatter(flat, self.groups[-1], self.number), unused
 
     @torch.no_grad()
-    def add_gradients(self, works, terms, unused):
-        """This rank's piece of the mean -> .grad of its shards; None stays where no rank has a gradient."""
+    def add_gradients(self):
+        """What reduce began: this rank's piece of the mean -> .grad of its shards; None where no rank has one."""
+        works, terms, unused = self.sent
         wait(works)
         total = functools.reduce(torch.add, terms)
         for group in self.groups[:-1]:
             dist.all_reduce(total, group=group)
         if self.reduce_dtype != torch.float16:
             total /= self.ranks  # after the sum, as one device: before it, at 3 ranks, every term would be rounded
-        total = total.to(self.flat.device, self.dtype)
+        total = total.to(self.home, self.dtype)
         for place in self.places:
             mean, shard = total[place.here], place.shard
             if place not in unused or not ((mean[:1] == 0) & mean[:1].signbit()).all():
                 shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+        self.sent = None
 
     def show(self, what):
         for place in self.places:
@@ -304,9 +290,9 @@ class Unit:
 #
 #   forward        gather 0, wait 0   gather 1   compute 0   free 0   wait 1   gather 2   compute 1   free 1   wait 2 …
 #   backward       gather 2, wait 2   gather 1   compute 2
-#     reaches 1    reduce 2, free 2   wait 1     gather 0   compute 1
-#     reaches 0    wait for reduce 2, reduce 1, free 1      wait 0   compute 0
-#     ends         wait for reduce 1, reduce 0, free 0      wait for reduce 0
+#     reaches 1    free 2, reduce 2   wait 1     gather 0   compute 1
+#     reaches 0    wait for reduce 2, free 1, reduce 1      wait 0   compute 0
+#     ends         wait for reduce 1, free 0, reduce 0      wait for reduce 0
 #
 # Blocks may nest or be called twice: when is 2 past? Autograd runs nodes in reverse order of creation. So once it
 # reaches a call that had ended before the first call of unit 2 began, it is through with all of unit 2.
@@ -315,33 +301,22 @@ clock = itertools.count()
 running_backward = torch._C._current_graph_task_id  # -1: none. In one, a forward is a checkpoint's that computes again
 
 
-@dataclasses.dataclass(eq=False)
-class Call:
-    """One forward of a unit. The hooks in its graph hold it, so it lives as long."""
-
-    unit: Unit
-    start: int
-    end: int
-    backward: object = None  # the one that has reached it
-
-
 class Order:
     """When the units under one outermost unit are gathered and reduced."""
 
     def __init__(self, units):
         self.units, self.outermost, self.backward = units, None, None
-        self.script, self.ended = deque(), []  # units to come; those of the latest forward that have a backward
-        self.pending, self.reduction = [], None  # calls that backward has reached, of units not yet reduced
-        units[0].script = units  # of its forward as the outermost unit; later as the latest one was
+        self.begun, self.ended = units, []  # by the latest forward; ended: those that have a backward
+        self.script = []  # what is yet to come of this forward or backward, if it goes as the latest forward did
         for number, unit in enumerate(units):
             unit.order, unit.number = self, number
 
     def advance(self, unit):
         """Have `unit`, and begin to gather the next."""
-        while unit in self.script and self.script.popleft() is not unit:
+        while unit in self.script and self.script.pop(0) is not unit:
             pass
         unit.unshard()
-        if self.script and self.script[0].state is State.SHARDED:
+        if self.script and self.script[0].works is None:
             self.script[0].gather()
 
     def before_forward(self, unit, args, kwargs):
@@ -351,8 +326,8 @@ class Order:
         else:
             if self.outermost in (None, unit):
                 self.settle()
-                self.outermost, self.script, unit.script, self.ended = unit, deque(unit.script), [], []
-            self.outermost.script.append(unit)
+                self.outermost, self.script, self.begun, self.ended = unit, list(self.begun), [], []
+            self.begun.append(unit)
             self.advance(unit)
         unit.show("whole")
         unit.start, dtype = next(clock), unit.cast_inputs_to
@@ -365,11 +340,11 @@ class Order:
             raise ValueError(f"{unit.name} returns a {type(output).__name__}; return tensors in lists, tuples or dicts")
         nodes = {x.grad_fn for x in leaves if torch.is_tensor(x)} - {None}
         if nodes:
-            call = Call(unit, unit.start, next(clock))
-            unit.calls.add(call)
+            reach = functools.partial(self.reach, unit, unit.start, next(clock))  # the graph holds it
+            unit.starts[reach] = unit.start
             self.ended.append(unit)
         for node in nodes:
-            node.register_prehook(lambda _: unit.order.enter_backward(call))
+            node.register_prehook(reach)
         if running_backward() == -1:
             unit.show("shard")  # to an optimizer, even if they are whole
             if unit.reshard_after_forward or not nodes:
@@ -382,53 +357,48 @@ class Order:
             self.settle()  # that one raised
         if self.backward is None:
             end = functools.partial(Order.end_backward, self)  # autograd alone holds it
-            self.backward, self.script = weakref.ref(end), deque(reversed(self.ended))
+            self.backward, self.script = weakref.ref(end), self.ended[::-1]
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def enter_backward(self, call):
-        """Autograd is about to run through `call`."""
+    def reach(self, unit, start, end, _):
+        """Autograd is about to run through a call of `unit`."""
         self.begin_backward()
-        if call.backward is self.backward:
-            return  # through another of its outputs
-        call.backward = self.backward
-        call.unit.calls.add(call)
-        for unit in dict.fromkeys(other.unit for other in self.pending):
-            if min(other.start for other in unit.calls) > call.end:
-                self.reduce(unit)
-        self.pending.append(call)
-        self.advance(call.unit)
-        call.unit.show("whole")  # to a checkpoint inside, which computes again
+        for other in self.units:
+            if other.reached and min([*other.reached, *other.starts.values()]) > end:
+                self.reduce(other)
+        unit.reached.append(start)
+        self.advance(unit)
+        unit.show("whole")  # to a checkpoint inside, which computes again
 
     def reduce(self, unit):
-        """Begin to reduce `unit`. The one before has travelled while this one computed."""
-        if self.reduction:
-            self.reduction[0].add_gradients(*self.reduction[1:])
-        self.pending = [call for call in self.pending if call.unit is not unit]
-        unit.calls = weakref.WeakSet(call for call in unit.calls if call.backward is not self.backward)
-        self.reduction = unit.reduce()
+        """Free and begin to reduce `unit`. The one before has travelled while this one computed."""
+        for other in self.units:
+            if other.sent:
+                other.add_gradients()
+        unit.reached.clear()
+        unit.starts.clear()
         unit.reshard()
+        unit.reduce()
 
     def end_backward(self):
-        kept = [unit for unit in self.units if unit.kept is not None and unit.sync]  # by no_sync; not reached now
-        for unit in dict.fromkeys([call.unit for call in self.pending] + kept):
-            self.reduce(unit)
-        if self.reduction:
-            self.reduction[0].add_gradients(*self.reduction[1:])
-        self.backward = self.reduction = None
+        for unit in self.units:
+            if unit.reached or (unit.kept is not None and unit.sync):  # kept by no_sync, and not reached now
+                self.reduce(unit)
+        self.backward = None
         self.settle()
 
     def settle(self):
-        """All units SHARDED, nothing on its way; and of a backward that has raised nothing left."""
-        wait(self.reduction[1] if self.reduction else [])
+        """All units at rest, nothing on its way; and of a backward that has raised nothing left."""
         for unit in self.units:
             unit.reshard()
             if self.backward is not None:
-                unit.calls = weakref.WeakSet(call for call in unit.calls if call.backward is not self.backward)
-                unit.kept = None
+                wait(unit.sent[0] if unit.sent else [])
+                unit.sent, unit.kept, unit.reached = None, None, []
                 for place in unit.places:
                     place.whole.grad = None
-        self.outermost, self.backward, self.reduction, self.pending = None, None, None, []
-        self.script.clear()
+            elif unit.sent:
+                unit.add_gradients()
+        self.outermost, self.backward, self.script = None, None, []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -437,18 +407,12 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """param_dtype: gather and compute in it, and cast floating-point inputs to it (None: the parameters' dtype).
-    reduce_dtype: add gradients in it (None: param_dtype). Shards, .grad and optimizer keep the parameters' dtype."""
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None  # to gather and compute, and of inputs; None: the parameters'
+    reduce_dtype: torch.dtype | None = None  # to add gradients; None: param_dtype. Shards, .grad keep the parameters'
 
 
-@dataclasses.dataclass(frozen=True)
 class CPUOffloadPolicy:
     """Shards, .grad and so the optimizer's state in host memory, pinned where there is a GPU."""
-
-    pin_memory: bool = True
 
 
 def fully_shard(
@@ -463,38 +427,26 @@ def fully_shard(
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
     Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
-    rank's shards: 1-D nn.Parameters under their old names, those elements that lie in this rank's piece of the flat
-    buffer, perhaps none. After backward their .grad are those of the mean gradient; None where no rank has one. The
-    values are those of the group's first rank; buffers stay each rank's own. All ranks run the same units in one order.
-
+    rank's shards: 1-D, under their old names, perhaps empty. After backward their .grad are pieces of the mean
+    gradient, None where no rank has one. Parameters start as the first rank has them; buffers stay each rank's own.
     torch.nn.utils.clip_grad_norm_ would take each rank's own norm: use clip_grad_norm_ of this file. To save and load,
     use full_state_dict, …; module.state_dict() raises. A module on the meta device stays there until `materialize`.
 
     mesh, instead of process_group: one dimension shards; two are hybrid sharding (replicate, shard).
     reshard_after_forward: False keeps what was gathered until backward has used it.
-    mp_policy, offload_policy: MixedPrecisionPolicy and CPUOffloadPolicy, this file's or PyTorch's.
-    ValueError: an argument is unusable; ranks hold different parameters; a parameter is in two units (tied).
     """
     if mesh is not None and (process_group is not None or mesh.ndim > 2):
         raise ValueError(f"pass process_group, or a mesh of 1 or 2 dimensions; this mesh has {mesh.ndim}")
-    if not isinstance(reshard_after_forward, bool):
-        raise ValueError(f"reshard_after_forward is {reshard_after_forward!r}; it must be True or False")
     if type(module).forward is nn.Module.forward:
         raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
     if dist.get_world_size(process_group) < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    groups = [process_group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    groups = [None if group is dist.group.WORLD else group for group in groups]
+    groups = [process_group or dist.group.WORLD] if mesh is None else mesh.get_all_groups()
     inner = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
     if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
         raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")
-    offload_policy = offload_policy if hasattr(offload_policy, "pin_memory") else None  # PyTorch has a neutral one
-    unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
-    module._fsdp_unit = unit
+    module._fsdp_unit = unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
     Order([unit, *inner])
-    for name, submodule in module.named_modules():
-        if hasattr(submodule, "_fsdp_unit"):
-            submodule._fsdp_unit.name = name or type(module).__name__
     before = lambda _, args, kwargs: unit.order.before_forward(unit, args, kwargs)  # noqa: E731
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     # always_call: also when forward raises
@@ -511,27 +463,28 @@ def refuse_state_dict(module, _, keep_vars, *load):
 
 
 def find_parameters(module, groups):
-    """-> (parameter, name, [(module, attribute), …]) of a unit to be. ValueError where they cannot be one."""
+    """-> {parameter: [(module, attribute), …]} of a unit to be. ValueError where they cannot be one."""
     taken = {m for inner in module.modules() if hasattr(inner, "_fsdp_unit") for m in inner.modules()}
-    found, mine = {}, type(module).__name__
-    for path, owner in module.named_modules():
-        for attribute, parameter in owner._parameters.items() if owner not in taken else ():
-            if parameter is not None:
-                entry = found.setdefault(parameter, (parameter, f"{path}.{attribute}".lstrip("."), []))
-                entry[2].append((owner, attribute))
-    for parameter, name, _ in found.values():
+    found, mine, what = {}, [], type(module).__name__
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if owner in taken:
+            continue
         if other := getattr(parameter, "_fsdp_unit", None):
-            raise ValueError(f"{name!r} of {mine} is tied to {other.name}, another unit; one unit must have both")
-    if len(dtypes := {str(parameter.dtype) for parameter in found}) > 1:
-        raise ValueError(f"{mine} has parameters of {' and '.join(sorted(dtypes))}; make a unit for each dtype")
-    everyone = [[f"{n!r}: {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}" for p, n, _ in found.values()]]
+            raise ValueError(f"{name!r} of {what} is tied to {other.name}, another unit; one unit must have both")
+        if parameter.dtype != next(iter(found), parameter).dtype:
+            raise ValueError(f"{name!r} of {what} is {parameter.dtype}, others not; make a unit for each dtype")
+        found.setdefault(parameter, []).append((owner, attribute))
+        mine.append(f"{name!r}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+    everyone = [mine]
     for group in groups:
         everyone = list(itertools.chain(*gather_objects(everyone, group)))
     for rank, theirs in enumerate(everyone):
         for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing more"):
             if first != other:
                 raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
-    return list(found.values())
+    return found
 
 
 def gather_objects(mine, group):
@@ -565,16 +518,13 @@ def clip_grad_norm_(module, max_norm):
     if alone := [n for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "_fsdp_unit")]:
         raise ValueError(f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too")
     units, gradients = units_of(module), [p.grad for p in module.parameters() if p.grad is not None]
-    # Of all units: a rank without gradients sends the same. Squares of fp16 overflow soon.
-    dtype = functools.reduce(torch.promote_types, (unit.dtype for unit in units), torch.float32)
-    total = torch.zeros((), dtype=dtype, device=units[0].device)
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=dtype).to(total.device) ** 2
+    total = torch.zeros((), dtype=torch.float64, device=units[0].device)  # the square of 512 is no float16
+    total = sum((torch.linalg.vector_norm(g, dtype=total.dtype).to(total.device) ** 2 for g in gradients), total)
     dist.all_reduce(total, group=units[0].groups[-1])
     scale = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device))
-    return total.sqrt()
+    return total.sqrt().to(units[0].dtype)
 
 
 @torch.no_grad()
@@ -587,83 +537,64 @@ def full_state_dict(module):
 
 @torch.no_grad()
 def load_full_state_dict(module, state_dict):
-    """Load, on every rank, what full_state_dict() or the plain module's state_dict() returned at any world size.
-
-    A module on the meta device is materialized first. RuntimeError where names or shapes do not match.
-    """
-    if any(unit.flat is None for unit in units_of(module)):
-        materialize(module)
+    """Load what full_state_dict() or the plain module's state_dict() returned at any world size. All ranks have it."""
+    materialize(module)
     places, ours = places_of(module), module.state_dict(keep_vars=True)
-    shapes = {name: tuple(places.get(tensor, tensor).shape) for name, tensor in ours.items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    for name in shapes | theirs:
-        if shapes.get(name) != theirs.get(name):
-            raise RuntimeError(f"the state dict does not fit: {name}: {theirs.get(name)}, not {shapes.get(name)}")
+    expected = {name: tuple(places.get(tensor, tensor).shape) for name, tensor in ours.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    for name, _ in sorted(expected.items() ^ given.items()):
+        raise RuntimeError(f"the state dict does not fit: {name}: {given.get(name)}, not {expected.get(name)}")
     for name, tensor in ours.items():
         tensor.copy_(places[tensor].cut(state_dict[name]) if tensor in places else state_dict[name])
 
 
-@torch.no_grad()
 def full_optimizer_state_dict(module, optimizer):
-    """What state_dict() of the plain optimizer would be, over the plain module's parameters in the same groups.
-
-    Of an elementwise optimizer: another (Adafactor, LBFGS, Muon) does not do on shards what it does on wholes.
-    """
+    """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
     places, state_dict, whole = places_of(module), optimizer.state_dict(), {}
-    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
-    for i, shard in enumerate(shards):
+    for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
         states = gather_objects(state_dict["state"].get(i), shard._fsdp_unit.groups[-1])
         states = [state for state in states if state]  # who has no elements of a parameter may have no state
         for key, value in states[0].items() if states else ():
             is_piece = torch.is_tensor(value) and value.dim()
             whole.setdefault(i, {})[key] = places[shard].join([state[key] for state in states]) if is_piece else value
-    return {"state": whole, "param_groups": state_dict["param_groups"]}
+    return state_dict | {"state": whole}
 
 
-@torch.no_grad()
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
     """Load what full_optimizer_state_dict() or the plain optimizer's state_dict() returned at any world size."""
-    places, mine = places_of(module), copy.deepcopy(state_dict["state"])
+    places, state_dict = places_of(module), copy.deepcopy(state_dict)
     shards = [shard for group in optimizer.param_groups for shard in group["params"]]
-    for i, state in mine.items():
-        place = places[shards[i]]
+    for i, state in state_dict["state"].items():
         for key, value in state.items():
-            if torch.is_tensor(value) and value.shape == place.shape and key != "step":
-                state[key] = place.cut(value)
-    optimizer.load_state_dict({"state": mine, "param_groups": state_dict["param_groups"]})
+            if torch.is_tensor(value) and value.shape == places[shards[i]].shape and key != "step":
+                state[key] = places[shards[i]].cut(value)
+    optimizer.load_state_dict(state_dict)
 
 
 @torch.no_grad()
 def materialize(module):
-    """Give a module that was built, and sharded, on the meta device its values; before an optimizer sees it.
-
-    Bitwise those of module.to_empty(device=…).apply(lambda m: m.reset_parameters()) under the first rank's seed. But a
-    unit is cut as soon as its modules have been visited, so no rank holds the whole model.
-    """
+    """Draw values for a module on the meta device by reset_parameters(), a unit at a time, as the first rank does."""
     device = units_of(module)[0].device
 
     def visit(module):
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             module.to_empty(device=device, recurse=False).reset_parameters()
-        unit = getattr(module, "_fsdp_unit", None)
-        if unit and unit.flat is None:
-            unit.build([place.get() for place in unit.places])
+        if hasattr(module, "_fsdp_unit") and module._fsdp_unit.flat is None:
+            module._fsdp_unit.build()
 
     module.apply(visit)
 
 
 def units_of(module):
-    """The units that `module`'s parameters are in, all at rest. ValueError where there is none."""
+    """The units that `module`'s parameters are in, all at rest."""
     units = list(dict.fromkeys(p._fsdp_unit for p in module.parameters() if hasattr(p, "_fsdp_unit")))
-    if not units:
-        raise ValueError(f"this {type(module).__name__} has no unit; call fully_shard first")
     for unit in units:
         unit.order.settle()
     return units
 
 
 def places_of(module):
-    return {place.get(): place for unit in units_of(module) for place in unit.places}
+    return {place.shard: place for unit in units_of(module) for place in unit.places}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -683,7 +614,6 @@ def main():
         moves.clear()
         optimizer.zero_grad()
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
-        moves.append((time.perf_counter(), None, "loss"))
         loss.backward()
         timeline[:] = moves
         optimizer.step()
@@ -700,37 +630,30 @@ def main():
     return status
 
 
-SIGNS = {"gather": "·", "unshard": "F", "reshard": " ", "reduce": "-", "add_gradients": " "}  # what follows a move
+# What a unit is doing once it has made a move, in forward and in backward.
+SIGNS = {"gather": "··", "unshard": "FB", "reshard": "  ", "reduce": "--", "add_gradients": "  "}
 
 
 def watch(units):
-    """-> a list that fills with (when, unit, move) as the moves of units return."""
+    """-> a list that fills with (when, unit, sign) as the moves of units return."""
     moves = []
 
-    def noted(unit, name, move, *args):
-        result = move(*args)
-        moves.append((time.perf_counter(), unit, name))
-        return result
+    def noted(unit, move, signs):
+        move()
+        moves.append((time.perf_counter(), unit, signs[running_backward() != -1]))
 
-    for unit in units:
-        for name in SIGNS:
-            setattr(unit, name, functools.partial(noted, unit, name, getattr(unit, name)))
+    for unit, (name, signs) in itertools.product(units, SIGNS.items()):
+        setattr(unit, name, functools.partial(noted, unit, getattr(unit, name), signs))
     return moves
 
 
 def draw_timeline(moves, width=100):
-    """A line per unit, a column per so many milliseconds."""
-    (start, *_), (end, *_), signs, lines, now = moves[0], moves[-1], dict(SIGNS), {}, {}
-    for at, unit, move in moves:
-        if unit is None:
-            signs["unshard"] = "B"  # the loss is there
-        elif move != "reshard" or now.get(unit) != "-":  # freed while its gradient travels
-            line, sign = lines.get(unit, ""), now.get(unit, " ")
-            columns = round(width * (at - start) / (end - start)) - len(line)
-            lines[unit], now[unit] = line + sign * max(columns, sign != " "), signs[move]
-    title = f"\nunit  the last step until backward's end, {1e3 * (end - start):.0f} ms: F forward, B backward, "
-    title += "· all-gather on its way, - reduce-scatter on its way"
-    return "\n".join([title, *(f"{unit.name:5} {line}" for unit, line in lines.items())])
+    start, end, lines = moves[0][0], moves[-1][0], {}
+    for at, unit, sign in moves:
+        column = round(width * (at - start) / (end - start))
+        lines[unit.number] = lines.get(unit.number, " " * width)[:column] + sign * (width - column)
+    title = f"\nunit  a step of {1e3 * (end - start):.0f} ms: F forward, B backward, · gather and - reduce in flight"
+    return "\n".join([title, *(f"{number:4}  {line}" for number, line in sorted(lines.items()))])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
