@@ -513,7 +513,7 @@ class Zero3(Zero2):
         self._next[self._last], self._last = unit, (unit, in_backward)
         ahead = self._needed.get(self._next.get(self._last), [])
         for bucket in self._buckets:
-            if bucket not in needed and bucket not in ahead:
+            if bucket not in needed:
                 bucket.free()
         for bucket in needed:
             bucket.gather(wait=False)

@@ -518,8 +518,12 @@ def body_part_of_chain(stage, state, name, first, count, dtype):
     before = optimizer.state_dict()
     model_state = optimizer.module_state_dict() if stage is zero.Zero3 else model.state_dict()
     state = copy.deepcopy({"model": model_state, "optimizer": before})
-    optimizer.step()  # changes nothing of what was saved
-    same_state(before, state["optimizer"]) if stage else None
+    if stage:
+        optimizer.step()
+        same_state(before, state["optimizer"])  # what was saved is its own
+        held = zero.held_by(optimizer)
+        optimizer.load_state_dict(before)
+        assert zero.held_by(optimizer) == held  # a shard, and nothing of the whole
     return state
 
 
@@ -971,6 +975,7 @@ def test_a_backward_that_raises_leaves_nothing_behind(stage):
         ours[2:](Raises.apply(ours[:2](make_batch(0, 0)))).sum().backward()
     optimizer.zero_grad()
     loss_of(ours, pool.rank(), 1).backward()
+    assert stage is zero.Zero1 or all(p.grad is None for p in ours.parameters())  # reduced at once, as ever
     one_device_backward(plain, pool.world_size(), [1])
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
