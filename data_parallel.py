@@ -77,7 +77,7 @@ def replicate(module, devices):
 
 def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
     """-> each module's output for its inputs (a tuple or a tensor) and kwargs, on its device, in a thread of its own
-    with this one's modes and streams. Raises, once all have ended, what the first that failed raised, with its number.
+    with this one's modes and streams. Raises, once all have ended, what the lowest-numbered that failed raised.
     """
     inputs = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     devices = devices or [next(x.device for x in tree_leaves(args) if torch.is_tensor(x)) for args in inputs]

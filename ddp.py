@@ -6,8 +6,8 @@ One step on N = 2 ranks:
                                                ├─ all-reduce ──┤
     rank 1   batch 1 → forward → backward ─ g₁ ┘               └ (g₀ + g₁)/2 → optimizer step
 
-The loss is a mean over the batch, so the mean of the ranks' gradients is the gradient of the whole batch. All ranks
-start with rank 0's weights and make the same updates, so the replicas stay bitwise equal and no weight travels again.
+The loss is a mean over the batch, of which all ranks have as much, so the mean of their gradients is that of the whole
+batch. All ranks start with rank 0's weights and make the same updates: replicas stay bitwise equal, no weight travels.
 
 Backward produces the gradients of the last layers first. They are collected in that order into buckets, and a full
 bucket is all-reduced while backward goes on with the layers below:
@@ -46,12 +46,11 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea. Call this between loss.backward() and optimizer.step().
+# 1. The idea: call this between loss.backward() and optimizer.step(). Section 2 has the same result.
 
 
 def all_reduce_gradients(module, process_group=None):
@@ -71,7 +70,7 @@ def all_reduce_gradients(module, process_group=None):
 
 
 def assign_buckets(tensors, cap_bytes):
-    """`tensors`, last first, in lists of one dtype and device, each closed once it holds `cap_bytes`."""
+    """`tensors`, last first, in lists of one dtype and device; a new list begins once one holds `cap_bytes` or more."""
     buckets, kind, size = [], None, 0
     for tensor in reversed(tensors):
         if kind != (tensor.dtype, tensor.device) or size >= cap_bytes:
@@ -94,9 +93,10 @@ class Bucket:
     def __init__(self, index, is_last, parameters):
         self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters), requires_grad=False)
         self.views = dict(zip(parameters, views_into(self.flat, parameters), strict=True))
+        self.clear()
+        # Methods, as a dist.GradBucket has them.
         self.index, self.is_last, self.parameters = lambda: index, lambda: is_last, lambda: list(parameters)
         self.buffer, self.gradients = lambda: self._buffer, lambda: views_into(self._buffer, parameters)
-        self.clear()
 
     def clear(self):
         self.missing = set(self.views)  # parameters whose gradient is not in the buffer yet
@@ -106,9 +106,31 @@ class Bucket:
         self._buffer = buffer
 
     def wait(self):
-        result = self.work.wait()  # True from a collective, the mean gradients from a communication hook
+        result = self.work.wait()  # set by _send; True from a collective, the mean gradients from a communication hook
         if result is not True:
             self.flat.copy_((result if isinstance(result, torch.Tensor) else result[0]).view_as(self.flat))
+
+
+def broadcast(tensors, process_group):
+    """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
+    tensors = [tensor.data for tensor in tensors]  # not a new version: a running graph may have saved the buffer
+    for bucket in assign_buckets(tensors, 25 * 2**20):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)  # bytes: gloo has no int16, no float8
+        for tensor, values in zip(bucket, views_into(flat, bucket), strict=True):
+            tensor.copy_(values)
+
+
+def verify_same_model(module, process_group):
+    """Raise ValueError on all ranks where one holds other states than rank 0: their sum would abort, or be garbage."""
+    states = [*module.named_parameters(), *module.named_buffers()]
+    mine = [f"{name!r}: {tuple(s.shape)}, {s.dtype}, requires_grad={s.requires_grad}" for name, s in states]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, [*mine, "nothing more"], group=process_group)
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip(everyone[0], theirs, strict=False):
+            if first != other:
+                raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
 
 
 class DistributedDataParallel(nn.Module):
@@ -144,18 +166,19 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(f"device_ids={device_ids}, output_device={output_device}: a process has one GPU, or None")
         if dist.get_rank(process_group) < 0:  # its world size is -1 here, and dividing by that reverses gradients
             raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members can be replicas")
+        verify_same_model(module, process_group)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise RuntimeError("DistributedDataParallel is not needed: no parameter requires a gradient")
-        verify_same_model(module, process_group)
         broadcast([*module.parameters(), *module.buffers()], process_group)
 
         self.module, self.device_ids, self.process_group = module, device_ids, process_group
         self.broadcast_buffers, self.find_unused_parameters = broadcast_buffers, find_unused_parameters
         self.gradient_as_bucket_view, self._comm_hook = gradient_as_bucket_view, None
         self.require_backward_grad_sync = True  # False inside no_sync()
-        self.require_forward_param_sync = True  # buffers do not travel between micro-batches, as in PyTorch
-        self._reduce = self._in_backward = False
+        self.require_forward_param_sync = True  # the latest forward's; buffers do not travel between micro-batches
+        self._reduce = False  # is the backward to come, or the one that runs, synchronised?
+        self._in_backward = False  # is _finish_backward queued?
         self._used = set()  # parameters with a gradient since the last reduction
         buckets = assign_buckets(parameters, (bucket_cap_mb or 25) * 2**20)
         self._buckets = [Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)]
@@ -181,7 +204,7 @@ class DistributedDataParallel(nn.Module):
         return output
 
     def _start_backward(self, _=None):
-        self._reduce = True
+        self._reduce = True  # again: after two forwards, the backward of the first has reset it
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
@@ -198,7 +221,7 @@ class DistributedDataParallel(nn.Module):
             raise RuntimeError(f"Expected to mark a variable ready only once: {what}; add up losses for one backward")
         self._fill(bucket, parameter)
         if self.gradient_as_bucket_view:
-            parameter.grad = bucket.views[parameter]  # now: what autograd has made is memory for the gradients to come
+            parameter.grad = bucket.views[parameter]  # now: it frees autograd's own tensor, for those still to come
         # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
         while self._waiting and not self._waiting[0].missing:
             self._send(self._waiting.pop(0))
@@ -215,7 +238,7 @@ class DistributedDataParallel(nn.Module):
         if self._comm_hook is None:
             bucket.work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
         else:
-            if bucket.index() > 0:  # whose hook may still issue collectives, at times that differ between ranks
+            if bucket.index() > 0:  # the hook before may still issue collectives, at times that differ between ranks
                 self._buckets[bucket.index() - 1].wait()
             state, hook = self._comm_hook
             bucket.work = hook(state, bucket)
@@ -230,7 +253,7 @@ class DistributedDataParallel(nn.Module):
                 self._fill(bucket, parameter)
             self._send(bucket)
         if self._waiting:
-            return  # the next forward raises
+            return  # _check_finished raises in the next forward
         for bucket in self._buckets:
             bucket.wait()
         unused = self._unused_by_all_ranks() if self.find_unused_parameters else ()
@@ -254,7 +277,7 @@ class DistributedDataParallel(nn.Module):
     def _check_finished(self):
         self._in_backward = False  # the last one may have raised
         missing = set().union(*(bucket.missing for bucket in self._buckets))
-        if len(missing) < sum(len(bucket.views) for bucket in self._buckets):
+        if len(missing) < sum(len(bucket.views) for bucket in self._buckets):  # a reduction began, and did not end
             names = ", ".join(name for name, parameter in self.module.named_parameters() if parameter in missing)
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration before starting a new one. Parameters that "
@@ -264,7 +287,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Gradients of a forward in here, wherever its backward runs, stay on this rank until the next one outside."""
+        """Gradients of forwards in here, wherever their backward runs, stay local until those of the next forward outside."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -281,28 +304,6 @@ class DistributedDataParallel(nn.Module):
 
 
 DDP = DistributedDataParallel
-
-
-def broadcast(tensors, process_group):
-    """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
-    tensors = [tensor.data for tensor in tensors]  # not a new version: a running graph may have saved the buffer
-    for bucket in assign_buckets(tensors, 25 * 2**20):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)  # bytes: gloo has no int16, no float8
-        for tensor, values in zip(bucket, views_into(flat, bucket), strict=True):
-            tensor.copy_(values)
-
-
-def verify_same_model(module, process_group):
-    """Raise ValueError on all ranks where one holds other states than rank 0: their sum would abort, or be garbage."""
-    states = [*module.named_parameters(), *module.named_buffers()]
-    mine = [f"{name!r}: {tuple(s.shape)}, {s.dtype}, requires_grad={s.requires_grad}" for name, s in states]
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, [*mine, "nothing more"], group=process_group)
-    for rank, theirs in enumerate(everyone):
-        for first, other in zip(everyone[0], theirs, strict=False):
-            if first != other:
-                raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,20 +332,22 @@ def main():
 
 
 def show_overlap(demo, model, width=80):
-    """When each bucket was full and left, and when its mean arrived, measured in one more backward."""
-    times = {}  # seconds: bucket to when it left, when it arrived
+    """When each bucket was full and left, and when its mean was there, measured in one more backward (on a CPU)."""
+    times, futures, send = {}, [], model._send  # bucket: when it left, when it arrived, in seconds
 
-    def timed_all_reduce(group, bucket):
+    def timed_send(bucket):
         times[bucket] = [time.perf_counter()]
-        future = allreduce_hook(group, bucket)
-        return future.then(lambda mean: (times[bucket].append(time.perf_counter()), mean.value())[1])
+        send(bucket)
+        future = bucket.work.get_future()
+        futures.append(future.then(lambda _: times[bucket].append(time.perf_counter())))
 
-    model.register_comm_hook(None, timed_all_reduce)
+    model._send = timed_send
     inputs, targets = map(demo.part, demo.batch(0))
     loss = language_loss(model(inputs), targets)
     begin = start = time.perf_counter()
     loss.backward()
     scale = width / (time.perf_counter() - start)
+    torch.futures.wait_all(futures)
     demo.show(
         f"overlap     a backward of {1e3 * width / scale:.0f} ms: = a bucket fills and leaves, ~ its mean comes back"
     )
