@@ -287,7 +287,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Gradients of forwards in here, wherever their backward runs, stay local until those of the next forward outside."""
+        """Gradients of forwards in here, wherever their backward runs, stay local until the next forward outside."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
