@@ -37,6 +37,7 @@ import os
 import statistics
 import sys
 import time
+import weakref
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -183,9 +184,10 @@ class DistributedDataParallel(nn.Module):
         buckets = assign_buckets(parameters, (bucket_cap_mb or 25) * 2**20)
         self._buckets = [Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)]
         self._waiting = list(self._buckets)  # to be sent, in this order
+        hook = weakref.WeakMethod(self._on_gradient)  # a strong one would keep a discarded wrapper, and its buckets
         for bucket in self._buckets:
             for parameter in bucket.views:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket))
+                parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: hook() and hook()(bucket, p))
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:

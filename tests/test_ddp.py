@@ -4,9 +4,11 @@ Bodies take the class under test, and wrap(module, **arguments) with it, on the 
 """
 
 import copy
+import gc
 import inspect
 import subprocess
 import sys
+import weakref
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
@@ -521,6 +523,23 @@ def body_raises(DDP):
 
 def test_a_backward_that_raised_is_reported_by_the_next_forward():
     pool.run(2, body_raises, ddp.DDP)
+
+
+def body_discarded(DDP):
+    model = make_model("plain")
+    wrapped = wrap(DDP, model)
+    loss_of(wrapped(make_batch(pool.rank(), 0))).backward()
+    reference = weakref.ref(wrapped)
+    del wrapped
+    gc.collect()
+    assert reference() is None
+    with Collectives() as seen:
+        loss_of(model(make_batch(pool.rank(), 0))).backward()
+    assert seen.calls == []
+
+
+def test_a_discarded_wrapper_is_gone_and_sends_nothing():
+    pool.run(2, body_discarded, ddp.DDP)
 
 
 # ---- buffers, outputs, checkpoints, graphs
