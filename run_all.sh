@@ -85,7 +85,7 @@ rows = [("file", "run", "ranks", "equal to one device", "held/rank MB", "sent/ra
 for name in names:
     name = name.removesuffix(".py")
     text, status = (Path(logs) / name).read_text(), (Path(logs) / f"{name}.status").read_text().strip()
-    runs = re.split(r"^(?=\w+ · \d+ ranks? ·)", text, flags=re.MULTILINE)[1:]  # zero.py has three
+    runs = re.split(r"^(?=[\w ]+ · \d+ ranks? ·)", text, flags=re.MULTILINE)[1:]  # zero.py has three
     for run in runs or [text]:
 
         def find(pattern, run=run):
@@ -97,7 +97,7 @@ for name in names:
         time = re.sub(r" / (\S+)", r" (\1)", find(r"^time +(\S+) ms per step +\(1 device: (\S+)\)"))
         ranks, sent, verdict = find(r"· (\d+) ranks? ·"), find(r"^sent/rank +(\S+) MB"), f"FAILED ({status})"
         verdict = "ok" if status == "0" else verdict
-        rows.append((f"{name}.py", find(r"^(\w+) ·"), ranks, equal, held, sent, time, verdict))
+        rows.append((f"{name}.py", find(r"^([\w ]+) ·"), ranks, equal, held, sent, time, verdict))
 widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 print()
 for row in rows:
