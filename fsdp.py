@@ -200,7 +200,9 @@ class Unit:
         for place in self.places:
             trains, whole = place.shard.requires_grad, place.get().detach().to(self.device, copy=True).contiguous()
             for group in self.groups:
-                dist.broadcast(whole.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group=group)
+                dist.broadcast(
+                    whole.view(-1).view(torch.uint8), dist.get_global_rank(group or dist.group.WORLD, 0), group=group
+                )
             place.shard = nn.Parameter(self.flat[place.here], requires_grad=trains)
             place.shard.copy_(place.cut(whole))
             # .data: what lands in `gathered` later is no change of what autograd has saved
@@ -441,7 +443,8 @@ def fully_shard(
         raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
     if dist.get_world_size(process_group) < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    groups = [process_group or dist.group.WORLD] if mesh is None else mesh.get_all_groups()
+    groups = [process_group] if mesh is None else mesh.get_all_groups()
+    groups = [None if group is dist.group.WORLD else group for group in groups]  # held, its threads outlive the world
     inner = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
     if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
         raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")
