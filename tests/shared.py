@@ -1,5 +1,7 @@
 """What several test files use: models, data, and what equal means (DESIGN: bitwise, or 1e-12 in float64)."""
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,9 +70,9 @@ def make_model(kind, dtype=torch.float32, seed=1):
 MODELS = ("plain", "frozen", "tied", "batchnorm", "odd", "mixed")
 
 OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
 }
 
 

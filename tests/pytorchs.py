@@ -1,0 +1,52 @@
+"""PyTorch's own, and peft's, in the form in which claims.py calls a kind, where they have another."""
+
+from types import SimpleNamespace
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import schedules
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import pipeline
+
+
+def build_schedule(name, p, m, v=1):
+    stages = [SimpleNamespace(group_size=p, group_rank=0, num_stages=p * v, submod=None, is_last=0) for _ in range(v)]
+    schedule = getattr(schedules, name)(stages, m)
+    return pipeline.flat([[str(action) for action in schedule.pipeline_order[rank] if action] for rank in range(p)])
+
+
+build_schedule.names = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")
+
+
+def styled(linear, style, process_group):
+    return parallelize_module(linear, DeviceMesh.from_group(process_group, "cpu"), style)
+
+
+class Column:
+    def __init__(self, in_features, out_features, bias=True, *, gather_output, sequence_parallel, process_group):
+        """Only its names are read."""
+
+    @staticmethod
+    def from_full(linear, *, gather_output=False, sequence_parallel=False, process_group):
+        there, back = (Shard(0) if sequence_parallel else Replicate()), (Replicate() if gather_output else Shard(-1))
+        return styled(linear, ColwiseParallel(input_layouts=there, output_layouts=back), process_group)
+
+
+class Row:
+    def __init__(self, in_features, out_features, bias=True, *, input_is_parallel, sequence_parallel, process_group):
+        """Only its names are read."""
+
+    @staticmethod
+    def from_full(linear, *, input_is_parallel=True, sequence_parallel=False, process_group):
+        there, back = (
+            (Shard(-1) if input_is_parallel else Replicate()),
+            (Shard(0) if sequence_parallel else Replicate()),
+        )
+        return styled(linear, RowwiseParallel(input_layouts=there, output_layouts=back), process_group)
+
+
+def inject_lora(model, r, lora_alpha, target_modules):
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules))

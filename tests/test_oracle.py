@@ -1,0 +1,65 @@
+"""Each claim of claims.py, of our implementations or of the one that an option names; and that it can fail."""
+
+import claims
+import pool
+import pytest
+import torch
+import wrong
+from launch import ROOT
+
+
+def why_not(kind, name, spec, worlds=None):
+    """-> "" where the claim holds, None where it is not offered, else why not, in a line."""
+    for N in worlds or claims.CLAIMS[kind, name].worlds:
+        try:
+            answers = pool.run(N, claims.run, kind, name, spec)
+        except AssertionError as error:  # it raised, died, or hung
+            return str(error).strip().splitlines()[-1] if "hang" not in str(error).splitlines()[0] else "it hangs"
+        if None in answers:
+            return None
+        if any(answers):
+            return f"{next(filter(None, answers))} ({N} ranks)"
+    return ""
+
+
+def test_claim(kind, name, spec, verdicts):
+    """`spec` is ours, or what --KIND names."""
+    verdicts[kind, name] = answer = why_not(kind, name, spec)
+    if answer is None:
+        pytest.skip("not offered by this implementation")
+    assert not answer, claims.CLAIMS[kind, name].sentence
+
+
+@pytest.mark.parametrize("mistake", wrong.MISTAKES, ids=lambda m: f"{m.kind}-{m.implementation}-{m.caught_by}")
+def test_a_wrong_implementation_is_caught(mistake, monkeypatch):
+    """By the claim that says so."""
+    monkeypatch.setattr(pool, "HANGS_AFTER", 15.0)
+    assert why_not(mistake.kind, mistake.caught_by, f"wrong:{mistake.implementation}")
+
+
+@pytest.mark.parametrize(("kind", "implementation"), wrong.RIGHT)
+def test_what_the_mistakes_are_made_in_is_right(kind, implementation):
+    """But for what is said there."""
+    names = [name for of, name in claims.CLAIMS if of == kind and name not in wrong.RIGHT[kind, implementation]]
+    assert not {name: why for name in names if (why := why_not(kind, name, f"wrong:{implementation}"))}
+
+
+def test_another_file_by_its_path(tmp_path):
+    """As a user names his own: path/to/file.py:Name."""
+    (tmp_path / "mine.py").write_text((ROOT / "ddp.py").read_text())
+    assert why_not("ddp", "mean_gradient", f"{tmp_path}/mine.py:DDP", [2]) == ""
+
+
+def table():
+    """The claims, and whether they hold of ours and of PyTorch's, as README has them."""
+    signs = {"": "yes", None: "–"}
+    rows = [f"| claim | ours | PyTorch {torch.__version__.partition('+')[0]} |", "|---|---|---|"]
+    for (kind, name), claim in claims.CLAIMS.items():
+        theirs = why_not(kind, name, claims.PYTORCHS[kind]) if kind in claims.PYTORCHS else None
+        ours = why_not(kind, name, claims.OURS[kind])
+        rows.append(f"| {kind}: {claim.sentence} | {signs.get(ours, 'no')} | {signs.get(theirs, 'no')} |")
+    return rows
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

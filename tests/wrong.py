@@ -1,0 +1,487 @@
+"""Wrong on purpose: how people get these techniques wrong, in a few lines each, and which claim says so.
+
+Most of it shipped somewhere. What a mistake is made in, Plain…, is right, but for what its docstring says.
+"""
+
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.utils import parametrize
+
+import amp
+import lora
+from pipeline import build_schedule
+
+# ---- DistributedDataParallel
+
+
+class PlainDDP(nn.Module):
+    """Averages after backward, when finish_gradient_synchronization() is called: nothing overlaps."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.start()
+
+    def start(self):
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            dist.broadcast(tensor.data, 0)
+
+    def forward(self, *args):
+        if torch.is_grad_enabled():
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+        return self.module(*args)
+
+    def finish_gradient_synchronization(self):
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                self.average(parameter)
+
+    def average(self, parameter):
+        used = torch.tensor(parameter.grad is not None, dtype=torch.int)
+        dist.all_reduce(used)
+        if used:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = torch.empty_like(parameter).copy_(self.mean(gradient))
+
+    def mean(self, gradient):
+        mean = gradient.contiguous() / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean
+
+
+class SumsGradients(PlainDDP):
+    def mean(self, gradient):
+        return super().mean(gradient) * dist.get_world_size()
+
+
+class DividesAfterTheSum(PlainDDP):
+    def mean(self, gradient):
+        dist.all_reduce(total := gradient.contiguous().clone())
+        return total / dist.get_world_size()
+
+
+class ReducesParameters(PlainDDP):
+    """A hook gets the parameter, and so the parameter it is that is reduced."""
+
+    def average(self, parameter):
+        parameter.data = self.mean(parameter.data)
+
+
+class StartsAnywhere(PlainDDP):
+    def start(self):
+        pass
+
+
+class LeavesOutUnused(PlainDDP):
+    """A rank without a gradient skips the collective; the others' meets the next parameter's."""
+
+    def average(self, parameter):
+        if parameter.grad is not None:
+            parameter.grad = torch.empty_like(parameter).copy_(self.mean(parameter.grad))
+
+
+class ZerosForUnused(PlainDDP):
+    """A gradient of zero is not no gradient: weight decay and momentum go on."""
+
+    def average(self, parameter):
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        super().average(parameter)
+
+
+class Unties(PlainDDP):
+    """Makes new parameters, one for each place that held one."""
+
+    def start(self):
+        for owner in self.module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                setattr(owner, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+        super().start()
+
+
+class OwnBuffers(PlainDDP):
+    def forward(self, *args):
+        return self.module(*args)
+
+
+class LastMicroBatchOnly(PlainDDP):
+    """Averages what the synchronised backward adds; what no_sync has left in .grad stays each rank's own."""
+
+    finish_gradient_synchronization, sync = None, True
+
+    def start(self):
+        super().start()
+        for parameter in filter(lambda parameter: parameter.requires_grad, self.module.parameters()):
+            parameter.register_hook(lambda gradient, p=parameter: self.mean(gradient) if self.due(p) else gradient)
+
+    def due(self, parameter):
+        return self.sync
+
+    @contextmanager
+    def no_sync(self):
+        self.sync = False
+        yield
+        self.sync = True
+
+
+class FirstMicroBatchOnly(LastMicroBatchOnly):
+    def due(self, parameter):
+        return parameter.grad is None
+
+
+class SendsUnderNoSync(LastMicroBatchOnly):
+    def due(self, parameter):
+        return True
+
+
+# ---- ZeRO-1, over gradients that are averaged already
+
+
+class PlainZero1(torch.optim.Optimizer):
+    """Each rank updates every N-th parameter and broadcasts it."""
+
+    def __init__(self, parameters, optimizer_class, **arguments):
+        self.parameters = list(parameters)
+        self.mine = self.parameters[dist.get_rank() :: dist.get_world_size()] or self.parameters[:1]
+        super().__init__(self.parameters, arguments)
+        self.optimizer = self.make(optimizer_class, arguments)
+
+    def make(self, optimizer_class, arguments):
+        return optimizer_class(self.mine, **arguments)
+
+    def step(self):
+        self.optimizer.param_groups[0].update({k: v for k, v in self.param_groups[0].items() if k != "params"})
+        self.optimizer.step()
+        for i, parameter in enumerate(self.parameters):
+            self.send(parameter, i % dist.get_world_size())
+
+    def send(self, parameter, src):
+        dist.broadcast(parameter.data, src)
+
+
+class SavesItsOwnPart(PlainZero1):
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+
+class KeepsItsUpdates(PlainZero1):
+    def send(self, parameter, src):
+        pass
+
+
+class FixedLearningRate(PlainZero1):
+    """A scheduler changes the groups of the outer optimizer; nobody tells the inner one."""
+
+    def step(self):
+        self.optimizer.step()
+        for i, parameter in enumerate(self.parameters):
+            self.send(parameter, i % dist.get_world_size())
+
+
+class KeepsTheWholeState(PlainZero1):
+    def make(self, optimizer_class, arguments):
+        return optimizer_class(self.parameters, **arguments)
+
+
+# ---- fully_shard
+
+
+class Gather(torch.autograd.Function):
+    """Right, and all that there is to FSDP, but for memory: autograd keeps what has been gathered until backward."""
+
+    @staticmethod
+    def forward(ctx, piece):
+        pieces = [torch.empty_like(piece) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, piece)
+        return torch.cat(pieces)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient := gradient.contiguous())
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
+
+
+class SummingGather(Gather):
+    @staticmethod
+    def backward(ctx, gradient):
+        return Gather.backward(ctx, gradient) * dist.get_world_size()
+
+
+class Whole(nn.Module):
+    gather, stale = Gather, False
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, piece):
+        if not self.stale or torch.is_grad_enabled():
+            self.gathered = self.gather.apply(piece)[: self.shape.numel()].view(self.shape)
+        return self.gathered
+
+    def right_inverse(self, whole):
+        N = dist.get_world_size()
+        flat = F.pad(whole.flatten(), (0, -whole.numel() % N))
+        return flat.chunk(N)[dist.get_rank()].clone()
+
+
+class StaleWhole(Whole):
+    """Gathers for training only: an evaluation after the step finds what forward had."""
+
+    stale = True
+
+
+class SummedWhole(Whole):
+    gather = SummingGather
+
+
+def keeps_what_it_gathers(module, whole=Whole):
+    for owner in list(module.modules()):
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            if not isinstance(owner, parametrize.ParametrizationList):
+                parametrize.register_parametrization(owner, name, whole(parameter.shape), unsafe=True)
+    return module
+
+
+def sums_shards(module):
+    return keeps_what_it_gathers(module, whole=SummedWhole)
+
+
+def stale_in_evaluation(module):
+    return keeps_what_it_gathers(module, whole=StaleWhole)
+
+
+def initialises_again(module):
+    for child in module.modules():
+        if hasattr(child, "reset_parameters") and not parametrize.is_parametrized(child):
+            child.reset_parameters()
+    return keeps_what_it_gathers(module)
+
+
+def clips_by_its_own_norm(module):
+    """nn.utils.clip_grad_norm_ over pieces: every rank divides by another norm."""
+    return keeps_what_it_gathers(module)
+
+
+def shards_nothing(module):
+    return module
+
+
+def full_state_dict(module):
+    return {name: parameter(module, name) for name in names(module)}
+
+
+def names(module):
+    found = [name for name, _ in module.named_parameters()]
+    return [name.replace("parametrizations.", "").removesuffix(".original") for name in found]
+
+
+def parameter(module, name):
+    owner, _, name = name.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+# ---- column and row linear
+
+
+class Column(nn.Linear):
+    """Computes its features right; its backward knows of no others."""
+
+    def __init__(self, in_features, out_features, bias=True, *, gather_output=False):
+        super().__init__(in_features, out_features // dist.get_world_size(), bias)
+        self.gather_output = gather_output
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.gather_output:
+            y = self.gather(y)
+        return y
+
+    def gather(self, y):
+        parts = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, y.detach())
+        parts[dist.get_rank()] = y
+        return torch.cat(parts, -1)
+
+
+class Row(nn.Linear):
+    """Right."""
+
+    def __init__(self, in_features, out_features, bias=True):
+        super().__init__(in_features // dist.get_world_size(), out_features, bias)
+
+    def forward(self, x):
+        return Sum.apply(F.linear(x, self.weight)) + (0 if self.bias is None else self.bias)
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(total := x.clone())
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class SumBothWays(Sum):
+    """The sum's conjugate is the identity: every rank has the whole gradient of the output already."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Sum.forward(ctx, gradient)
+
+
+class AddsTheBiasOnEveryRank(Row):
+    def forward(self, x):
+        return Sum.apply(F.linear(x, self.weight, self.bias))
+
+
+class SumsGradientsToo(Row):
+    def forward(self, x):
+        return SumBothWays.apply(F.linear(x, self.weight)) + (0 if self.bias is None else self.bias)
+
+
+# ---- pipeline schedules
+
+
+def forgets_the_last_backward(p, m, v=1):
+    return [actions[:-1] for actions in build_schedule("1f1b", p, m, v)]
+
+
+def backward_before_forward(p, m, v=1):
+    """One forward too few before the first backward, on the first rank."""
+    first, *others = build_schedule("1f1b", p, m, v)
+    return [[*first[1:2], *first[:1], *first[2:]] if p == 1 else [first[-1], *first[:-1]], *others]
+
+
+def last_in_first_out(p, m, v=1):
+    """GPipe's own order: right to rounding, but not bit by bit."""
+    schedule = build_schedule("gpipe", p, m, v)
+    return [[a for a in actions if "F" in a] + [a for a in actions if "B" in a][::-1] for actions in schedule]
+
+
+# ---- GradScaler
+
+
+class EachRankForItself(amp.GradScaler):
+    def unscale_(self, optimizer):
+        initialized, dist.is_initialized = dist.is_initialized, lambda: False
+        super().unscale_(optimizer)
+        dist.is_initialized = initialized
+
+
+class CountsOn(amp.GradScaler):
+    """Good steps are counted, in a row or not."""
+
+    def update(self, new_scale=None):
+        before = getattr(self, "_state", {}).get("_growth_tracker", 0)
+        super().update(new_scale)
+        if self._state["_growth_tracker"] == 0 and before and new_scale is None and self._state["scale"] < 1024:
+            self._state["_growth_tracker"] = before
+
+
+class UnscalesTwice(amp.GradScaler):
+    def step(self, optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= self.get_scale()
+        return super().step(optimizer)
+
+
+class StepsAnyway(amp.GradScaler):
+    def step(self, optimizer):
+        super().step(optimizer)
+        return optimizer.step()
+
+
+class NeverUnscales(amp.GradScaler):
+    def step(self, optimizer):
+        return optimizer.step()
+
+
+class ForgetsItsCount(amp.GradScaler):
+    def state_dict(self):
+        return {**super().state_dict(), "_growth_tracker": 0}
+
+
+# ---- LoRA
+
+
+def starts_changed(model, r, lora_alpha, target_modules):
+    """B is drawn at random, as A is."""
+    model = lora.inject_lora(model, r, lora_alpha, target_modules=target_modules)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return model
+
+
+def trains_the_base_too(model, r, lora_alpha, target_modules):
+    return lora.inject_lora(model, r, lora_alpha, target_modules=target_modules).requires_grad_()
+
+
+def forgets_alpha_over_r(model, r, lora_alpha, target_modules):
+    return lora.inject_lora(model, r, lora_alpha=r, target_modules=target_modules)
+
+
+class Mistake(NamedTuple):
+    kind: str
+    implementation: str
+    caught_by: str
+
+
+MISTAKES = [
+    Mistake("ddp", "SumsGradients", "mean_gradient"),
+    Mistake("ddp", "ReducesParameters", "mean_gradient"),
+    Mistake("ddp", "DividesAfterTheSum", "overflow"),
+    Mistake("ddp", "StartsAnywhere", "start_of_rank_0"),
+    Mistake("ddp", "LeavesOutUnused", "unused_on_one_rank"),
+    Mistake("ddp", "ZerosForUnused", "unused"),
+    Mistake("ddp", "Unties", "tied"),
+    Mistake("ddp", "OwnBuffers", "buffers"),
+    Mistake("ddp", "LastMicroBatchOnly", "accumulation"),
+    Mistake("ddp", "FirstMicroBatchOnly", "accumulation"),
+    Mistake("ddp", "SendsUnderNoSync", "no_sync_is_silent"),
+    Mistake("ddp", "PlainDDP", "overlap"),
+    Mistake("zero1", "KeepsItsUpdates", "mean_gradient"),
+    Mistake("zero1", "SavesItsOwnPart", "whole_state_dict"),
+    Mistake("zero1", "FixedLearningRate", "schedulers"),
+    Mistake("zero1", "KeepsTheWholeState", "state_is_sharded"),
+    Mistake("fsdp", "sums_shards", "mean_gradient"),
+    Mistake("fsdp", "initialises_again", "mean_gradient"),
+    Mistake("fsdp", "keeps_what_it_gathers", "nothing_whole_is_kept"),
+    Mistake("fsdp", "keeps_what_it_gathers", "tied"),
+    Mistake("fsdp", "stale_in_evaluation", "evaluation"),
+    Mistake("fsdp", "clips_by_its_own_norm", "clipping"),
+    Mistake("fsdp", "shards_nothing", "parameters_are_shards"),
+    Mistake("column-linear", "Column", "column"),
+    Mistake("column-linear", "Column", "column_gathered"),
+    Mistake("row-linear", "AddsTheBiasOnEveryRank", "row"),
+    Mistake("row-linear", "SumsGradientsToo", "row"),
+    Mistake("pipeline-schedule", "forgets_the_last_backward", "complete"),
+    Mistake("pipeline-schedule", "backward_before_forward", "no_deadlock"),
+    Mistake("pipeline-schedule", "last_in_first_out", "in_order"),
+    Mistake("grad-scaler", "EachRankForItself", "shared_overflow"),
+    Mistake("grad-scaler", "CountsOn", "grown"),
+    Mistake("grad-scaler", "UnscalesTwice", "clipped"),
+    Mistake("grad-scaler", "StepsAnyway", "skipped"),
+    Mistake("grad-scaler", "NeverUnscales", "scaled_and_unscaled"),
+    Mistake("grad-scaler", "ForgetsItsCount", "resumed"),
+    Mistake("lora", "starts_changed", "unchanged_at_first"),
+    Mistake("lora", "trains_the_base_too", "base_stays"),
+    Mistake("lora", "trains_the_base_too", "r_times_d_plus_k"),
+    Mistake("lora", "forgets_alpha_over_r", "dense_equivalent"),
+]
+RIGHT = {  # what the mistakes are made in, and the claims that it cannot hold
+    ("ddp", "PlainDDP"): {"overlap", "different_models", "sent_bytes"},
+    ("zero1", "PlainZero1"): {"whole_state_dict", "bitwise_at_four"},
+    ("fsdp", "keeps_what_it_gathers"): {"nothing_whole_is_kept", "tied", "clipping", "bitwise_at_four"},
+    ("row-linear", "Row"): set(),
+}
