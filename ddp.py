@@ -1,19 +1,14 @@
 """DDP: every rank holds the whole model, trains on its own part of the batch, and averages gradients with the others.
 
-One step on N = 2 ranks:
+One step on N = 2 ranks. Backward produces the gradients of the last layers first; they are collected in that order into
+buckets, and a full bucket is all-reduced while backward goes on with the layers below:
 
-    rank 0   batch 0 → forward → backward ─ g₀ ┐               ┌ (g₀ + g₁)/2 → optimizer step
-                                               ├─ all-reduce ──┤
-    rank 1   batch 1 → forward → backward ─ g₁ ┘               └ (g₀ + g₁)/2 → optimizer step
+    rank 0   batch 0 → forward → backward   layer 4 │ layer 3 │ layer 2 │ layer 1 │      │ optimizer step
+                                 all-reduce                   └── bucket 0 ──┘    └ bucket 1 ┘
+    rank 1   batch 1 → forward → backward   layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
 
 The loss is a mean over the batch, of which all ranks have as much, so the mean of their gradients is that of the whole
 batch. All ranks start with rank 0's weights and make the same updates: replicas stay bitwise equal, no weight travels.
-
-Backward produces the gradients of the last layers first. They are collected in that order into buckets, and a full
-bucket is all-reduced while backward goes on with the layers below:
-
-    backward     layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
-    all-reduce                     └── bucket 0 ──┘    └ bucket 1 ┘
 
 Cost per rank in elements, with Adam; Ψ parameters:
 
@@ -94,17 +89,15 @@ class Bucket:
     def __init__(self, index, is_last, parameters):
         self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters), requires_grad=False)
         self.views = dict(zip(parameters, views_into(self.flat, parameters), strict=True))
-        self.clear()
-        # Methods, as a dist.GradBucket has them.
         self.index, self.is_last, self.parameters = lambda: index, lambda: is_last, lambda: list(parameters)
-        self.buffer, self.gradients = lambda: self._buffer, lambda: views_into(self._buffer, parameters)
+        self.clear()
 
     def clear(self):
-        self.missing = set(self.views)  # parameters whose gradient is not in the buffer yet
+        self.missing = len(self.views)  # gradients that are not in the buffer yet
         self.set_buffer(self.flat)
 
-    def set_buffer(self, buffer):
-        self._buffer = buffer
+    def set_buffer(self, buffer):  # a communication hook may send another, in 16 bits for example
+        self.buffer, self.gradients = lambda: buffer, lambda: views_into(buffer, self.parameters())
 
     def wait(self):
         result = self.work.wait()  # set by _send; True from a collective, the mean gradients from a communication hook
@@ -138,11 +131,8 @@ class DistributedDataParallel(nn.Module):
     """Averages the gradients of `module` over the ranks of `process_group` during each backward.
 
     Arguments as PyTorch's; `others` must have PyTorch's default values. gradient_as_bucket_view saves Ψ elements and a
-    copy. With find_unused_parameters, what no rank has used keeps its .grad (None, after zero_grad).
-
-    Raises ValueError for an unusable argument, or where ranks hold different parameters or buffers (named, with the
-    rank). RuntimeError: in forward, where the last backward did not reach all parameters (named); in backward, for a
-    second gradient of a parameter before the first is reduced. Source: Li et al. 2020, §3.2, §4.
+    copy. find_unused_parameters: a parameter that has no gradient on some ranks counts as zero there; where it has none
+    on any, .grad stays None. Without it the next forward raises a RuntimeError that names such parameters.
     """
 
     def __init__(
@@ -155,22 +145,17 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers=True,
         find_unused_parameters=False,
         gradient_as_bucket_view=False,
-        output_device=None,
         **others,
     ):
         super().__init__()
-        theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+        theirs = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         for name, value in others.items():
-            if name not in theirs or value != theirs[name].default:
+            default = name in theirs and value == theirs[name].default
+            if not default and (name, [value]) != ("output_device", device_ids):
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
-        if len(device_ids or []) > 1 or output_device not in (None, *(device_ids or [])):
-            raise ValueError(f"device_ids={device_ids}, output_device={output_device}: a process has one GPU, or None")
         if dist.get_rank(process_group) < 0:  # its world size is -1 here, and dividing by that reverses gradients
             raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members can be replicas")
         verify_same_model(module, process_group)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not parameters:
-            raise RuntimeError("DistributedDataParallel is not needed: no parameter requires a gradient")
         broadcast([*module.parameters(), *module.buffers()], process_group)
 
         self.module, self.device_ids, self.process_group = module, device_ids, process_group
@@ -178,16 +163,15 @@ class DistributedDataParallel(nn.Module):
         self.gradient_as_bucket_view, self._comm_hook = gradient_as_bucket_view, None
         self.require_backward_grad_sync = True  # False inside no_sync()
         self.require_forward_param_sync = True  # the latest forward's; buffers do not travel between micro-batches
-        self._reduce = False  # is the backward to come, or the one that runs, synchronised?
-        self._in_backward = False  # is _finish_backward queued?
-        self._used = set()  # parameters with a gradient since the last reduction
+        self._backward = "local"  # or "expected", a synchronised one, or "running", and _finish_backward is queued
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         buckets = assign_buckets(parameters, (bucket_cap_mb or 25) * 2**20)
         self._buckets = [Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)]
-        self._waiting = list(self._buckets)  # to be sent, in this order
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
+        self._waiting, self._filled = list(self._buckets), set()  # buckets to send, in this order; parameters in theirs
         hook = weakref.WeakMethod(self._on_gradient)  # a strong one would keep a discarded wrapper, and its buckets
-        for bucket in self._buckets:
-            for parameter in bucket.views:
-                parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: hook() and hook()(bucket, p))
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: hook() and hook()(parameter))
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
@@ -195,46 +179,54 @@ class DistributedDataParallel(nn.Module):
             inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
         if not torch.is_grad_enabled():  # nothing is sent: one rank may evaluate alone
             return self.module(*inputs, **kwargs)
-        self._check_finished()
+        if self._filled:
+            missing = [name for name, p in self.module.named_parameters() if p.requires_grad and p not in self._filled]
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration before starting a new one. Parameters that "
+                f"did not receive grad for rank {dist.get_rank(self.process_group)}: {', '.join(missing)}. Unless "
+                "backward raised, pass find_unused_parameters=True, or use all outputs of forward in the loss"
+            )
         if self.broadcast_buffers and self.training and self.require_forward_param_sync:
             broadcast(list(self.module.buffers()), self.process_group)
-        self._reduce = self.require_forward_param_sync = self.require_backward_grad_sync
+        self.require_forward_param_sync = synchronised = self.require_backward_grad_sync
+        self._backward = "expected" if synchronised else "local"
         output = self.module(*inputs, **kwargs)
-        for tensor in tree_leaves(output) if self._reduce else ():  # backward begins here, and may reach no parameter
+        for tensor in tree_leaves(output) if synchronised else ():  # backward begins here, and may reach no parameter
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self._start_backward)
         return output
 
     def _start_backward(self, _=None):
-        self._reduce = True  # again: after two forwards, the backward of the first has reset it
-        if not self._in_backward:
-            self._in_backward = True
+        if self._backward != "running":
+            self._backward = "running"
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    @torch.no_grad()
-    def _on_gradient(self, bucket, parameter):
+    def _on_gradient(self, parameter):
         """Autograd has added to parameter.grad."""
-        self._used.add(parameter)
-        if not self._reduce:
+        if self._backward == "local":
             return  # no_sync: it stays in .grad, where the next synchronised backward adds to it
         self._start_backward()
-        if parameter not in bucket.missing:
+        if parameter in self._filled:
             what = f"a parameter of shape {tuple(parameter.shape)} got a second gradient before it was reduced"
             raise RuntimeError(f"Expected to mark a variable ready only once: {what}; add up losses for one backward")
-        self._fill(bucket, parameter)
+        self._fill(parameter)
+
+    def _fill(self, parameter):
+        """Copy the gradient into its bucket, and send what is full."""
+        bucket = self._bucket_of[parameter]
+        view = bucket.views[parameter]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        # Divide before the sum: N fp16 gradients overflow at 65504. A communication hook divides for itself.
+        divisor = 1 if self._comm_hook else dist.get_world_size(self.process_group)
+        torch.mul(parameter.grad, 1 / divisor, out=view)
         if self.gradient_as_bucket_view:
-            parameter.grad = bucket.views[parameter]  # now: it frees autograd's own tensor, for those still to come
+            parameter.grad = view  # now: it frees autograd's own tensor, for those still to come
+        self._filled.add(parameter)
+        bucket.missing -= 1
         # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
         while self._waiting and not self._waiting[0].missing:
             self._send(self._waiting.pop(0))
-
-    def _fill(self, bucket, parameter):
-        if parameter.grad is None:
-            bucket.views[parameter].zero_()
-        else:  # Divide before the sum: N fp16 gradients overflow at 65504. A communication hook divides for itself.
-            divisor = 1 if self._comm_hook else dist.get_world_size(self.process_group)
-            torch.mul(parameter.grad, 1 / divisor, out=bucket.views[parameter])
-        bucket.missing.remove(parameter)
 
     def _send(self, bucket):
         if self._comm_hook is None:
@@ -245,47 +237,27 @@ class DistributedDataParallel(nn.Module):
             state, hook = self._comm_hook
             bucket.work = hook(state, bucket)
 
-    @torch.no_grad()
     def _finish_backward(self):
         """Wait for all buckets and hand out the means."""
-        self._in_backward = False
-        while self._waiting and self.find_unused_parameters:
-            bucket = self._waiting.pop(0)
-            for parameter in list(bucket.missing):  # takes part with zeros, or with what no_sync left in .grad
-                self._fill(bucket, parameter)
-            self._send(bucket)
+        self._backward, unused = "local", []
+        if self.find_unused_parameters:
+            used = [parameter.grad is not None for parameter in self._bucket_of]
+            used = torch.tensor(used, dtype=torch.int32, device=self._buckets[0].flat.device)
+            for parameter in self._bucket_of.keys() - self._filled:
+                self._fill(parameter)  # with zeros, or with what no_sync left in .grad
+            dist.all_reduce(used, group=self.process_group)
+            unused = [parameter for parameter, count in zip(self._bucket_of, used.tolist(), strict=True) if not count]
         if self._waiting:
-            return  # _check_finished raises in the next forward
+            return  # the next forward raises
         for bucket in self._buckets:
             bucket.wait()
-        unused = self._unused_by_all_ranks() if self.find_unused_parameters else ()
-        for bucket in self._buckets:
-            for parameter, view in bucket.views.items():
-                if parameter in unused:
-                    continue  # its .grad stays what it was
-                if self.gradient_as_bucket_view or parameter.grad is None:  # None: only other ranks have used it
-                    parameter.grad = view if self.gradient_as_bucket_view else view.clone()
-                else:
+            if not self.gradient_as_bucket_view:
+                for parameter, view in bucket.views.items():
                     parameter.grad.copy_(view)
             bucket.clear()
-        self._waiting, self._used, self._reduce = list(self._buckets), set(), False
-
-    def _unused_by_all_ranks(self):
-        parameters = [parameter for bucket in self._buckets for parameter in bucket.views]
-        used = torch.tensor([p in self._used for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        dist.all_reduce(used, group=self.process_group)
-        return {parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count == 0}
-
-    def _check_finished(self):
-        self._in_backward = False  # the last one may have raised
-        missing = set().union(*(bucket.missing for bucket in self._buckets))
-        if len(missing) < sum(len(bucket.views) for bucket in self._buckets):  # a reduction began, and did not end
-            names = ", ".join(name for name, parameter in self.module.named_parameters() if parameter in missing)
-            raise RuntimeError(
-                "Expected to have finished reduction in the prior iteration before starting a new one. Parameters that "
-                f"did not receive grad for rank {dist.get_rank(self.process_group)}: {names}. Unless backward raised, "
-                "pass find_unused_parameters=True, or use all outputs of forward in the loss"
-            )
+        for parameter in unused:
+            parameter.grad = None
+        self._waiting, self._filled = list(self._buckets), set()
 
     @contextmanager
     def no_sync(self):
@@ -298,10 +270,6 @@ class DistributedDataParallel(nn.Module):
 
     def register_comm_hook(self, state, hook):
         """Reduce each bucket by `hook(state, bucket)`, -> a future of the mean of its undivided gradients."""
-        if not callable(hook):
-            raise TypeError(f"Communication hook must be callable, not {type(hook).__name__}")
-        if self._comm_hook:
-            raise RuntimeError("register_comm_hook can only be called once")
         self._comm_hook = (state, hook)
 
 
@@ -328,33 +296,28 @@ def main():
     demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
     psi, N = held_bytes(demo.model.parameters()), demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", 2 * psi * (N - 1) / N)
-
     show_overlap(demo, model)
     return status
 
 
 def show_overlap(demo, model, width=80):
     """When each bucket was full and left, and when its mean was there, measured in one more backward (on a CPU)."""
-    times, futures, send = {}, [], model._send  # bucket: when it left, when it arrived, in seconds
+    sent, send = [], model._send
 
     def timed_send(bucket):
-        times[bucket] = [time.perf_counter()]
+        left = time.perf_counter()
         send(bucket)
-        future = bucket.work.get_future()
-        futures.append(future.then(lambda _: times[bucket].append(time.perf_counter())))
+        sent.append((bucket, left, bucket.work.get_future().then(lambda _: time.perf_counter())))
 
     model._send = timed_send
     inputs, targets = map(demo.part, demo.batch(0))
     loss = language_loss(model(inputs), targets)
     begin = start = time.perf_counter()
     loss.backward()
-    scale = width / (time.perf_counter() - start)
-    torch.futures.wait_all(futures)
-    demo.show(
-        f"overlap     a backward of {1e3 * width / scale:.0f} ms: = a bucket fills and leaves, ~ its mean comes back"
-    )
-    for bucket, (left, arrived) in times.items():
-        first, second, third = (round(scale * (at - start)) for at in (begin, left, arrived))
+    took = time.perf_counter() - start
+    demo.show(f"overlap     a backward of {1e3 * took:.0f} ms: = a bucket fills and leaves, ~ its mean comes back")
+    for bucket, left, arrived in sent:
+        first, second, third = (round(width * (at - start) / took) for at in (begin, left, arrived.wait()))
         line = " " * first + "=" * (second - first) + "~" * (third - second)
         demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {line}")
         begin = left
