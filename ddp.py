@@ -67,52 +67,39 @@ def all_reduce_gradients(module, process_group=None):
 
 def assign_buckets(tensors, cap_bytes):
     """`tensors`, last first, in lists of one dtype and device; a new list begins once one holds `cap_bytes` or more."""
-    buckets, kind, size = [], None, 0
+    buckets, size = [], cap_bytes
     for tensor in reversed(tensors):
-        if kind != (tensor.dtype, tensor.device) or size >= cap_bytes:
+        if size >= cap_bytes or (tensor.dtype, tensor.device) != (buckets[-1][0].dtype, buckets[-1][0].device):
             buckets.append([])
-            kind, size = (tensor.dtype, tensor.device), 0
+            size = 0
         buckets[-1].append(tensor)
         size += tensor.nbytes
     return buckets
-
-
-def views_into(flat, tensors):
-    """Consecutive pieces of `flat`, each in the shape of one of `tensors`."""
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 class Bucket:
     """The gradients of some parameters, side by side in one flat buffer; to a communication hook, a dist.GradBucket."""
 
     def __init__(self, index, is_last, parameters):
-        self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters), requires_grad=False)
-        self.views = dict(zip(parameters, views_into(self.flat, parameters), strict=True))
         self.index, self.is_last, self.parameters = lambda: index, lambda: is_last, lambda: list(parameters)
-        self.clear()
-
-    def clear(self):
-        self.missing = len(self.views)  # gradients that are not in the buffer yet
+        self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters), requires_grad=False)
         self.set_buffer(self.flat)
+        self.views = dict(zip(parameters, self.gradients(), strict=True))
+        self.missing = len(parameters)  # gradients that are not in the buffer yet
 
     def set_buffer(self, buffer):  # a communication hook may send another, in 16 bits for example
-        self.buffer, self.gradients = lambda: buffer, lambda: views_into(buffer, self.parameters())
-
-    def wait(self):
-        result = self.work.wait()  # set by _send; True from a collective, the mean gradients from a communication hook
-        if result is not True:
-            self.flat.copy_((result if isinstance(result, torch.Tensor) else result[0]).view_as(self.flat))
+        pieces = buffer.split([parameter.numel() for parameter in self.parameters()])
+        views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters(), strict=True)]
+        self.buffer, self.gradients = lambda: buffer, lambda: views
 
 
 def broadcast(tensors, process_group):
     """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
-    tensors = [tensor.data for tensor in tensors]  # not a new version: a running graph may have saved the buffer
     for bucket in assign_buckets(tensors, 25 * 2**20):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)  # bytes: gloo has no int16, no float8
-        for tensor, values in zip(bucket, views_into(flat, bucket), strict=True):
-            tensor.copy_(values)
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.data.copy_(values.view_as(tensor))  # not a new version: a running graph may have saved the buffer
 
 
 def verify_same_model(module, process_group):
@@ -128,11 +115,9 @@ def verify_same_model(module, process_group):
 
 
 class DistributedDataParallel(nn.Module):
-    """Averages the gradients of `module` over the ranks of `process_group` during each backward.
+    """Averages `module`'s gradients over the ranks of `process_group` during each backward; arguments as PyTorch's.
 
-    Arguments as PyTorch's; `others` must have PyTorch's default values. gradient_as_bucket_view saves Ψ elements and a
-    copy. find_unused_parameters: a parameter that has no gradient on some ranks counts as zero there; where it has none
-    on any, .grad stays None. Without it the next forward raises a RuntimeError that names such parameters.
+    Backward must reach all parameters; with find_unused_parameters, those that have no .grad on any rank keep None.
     """
 
     def __init__(
@@ -157,34 +142,31 @@ class DistributedDataParallel(nn.Module):
             raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members can be replicas")
         verify_same_model(module, process_group)
         broadcast([*module.parameters(), *module.buffers()], process_group)
-
-        self.module, self.device_ids, self.process_group = module, device_ids, process_group
+        self.module, self.process_group = module, process_group
+        self._device = next(module.parameters()).device if device_ids else None  # inputs are moved there
         self.broadcast_buffers, self.find_unused_parameters = broadcast_buffers, find_unused_parameters
-        self.gradient_as_bucket_view, self._comm_hook = gradient_as_bucket_view, None
+        self.gradient_as_bucket_view, self._hook = gradient_as_bucket_view, None
         self.require_backward_grad_sync = True  # False inside no_sync()
         self.require_forward_param_sync = True  # the latest forward's; buffers do not travel between micro-batches
-        self._backward = "local"  # or "expected", a synchronised one, or "running", and _finish_backward is queued
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        buckets = assign_buckets(parameters, (bucket_cap_mb or 25) * 2**20)
+        self._backward = "local"  # or "expected", a synchronised one; or "running", and _finish_backward is queued
+        buckets = assign_buckets([p for p in module.parameters() if p.requires_grad], (bucket_cap_mb or 25) * 2**20)
         self._buckets = [Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
         self._waiting, self._filled = list(self._buckets), set()  # buckets to send, in this order; parameters in theirs
         hook = weakref.WeakMethod(self._on_gradient)  # a strong one would keep a discarded wrapper, and its buckets
-        for parameter in parameters:
+        for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(lambda parameter: hook() and hook()(parameter))
 
     def forward(self, *inputs, **kwargs):
-        if self.device_ids:
-            device = next(self.module.parameters()).device
-            inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
+        if self._device:
+            inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), (inputs, kwargs))
         if not torch.is_grad_enabled():  # nothing is sent: one rank may evaluate alone
             return self.module(*inputs, **kwargs)
         if self._filled:
-            missing = [name for name, p in self.module.named_parameters() if p.requires_grad and p not in self._filled]
+            missing = [name for name, p in self.module.named_parameters() if p in self._bucket_of.keys() - self._filled]
             raise RuntimeError(
-                "Expected to have finished reduction in the prior iteration before starting a new one. Parameters that "
-                f"did not receive grad for rank {dist.get_rank(self.process_group)}: {', '.join(missing)}. Unless "
-                "backward raised, pass find_unused_parameters=True, or use all outputs of forward in the loss"
+                "Expected to have finished reduction in the prior iteration: backward raised, or did not reach "
+                f"{', '.join(missing)} on rank {dist.get_rank(self.process_group)}; try find_unused_parameters=True"
             )
         if self.broadcast_buffers and self.training and self.require_forward_param_sync:
             broadcast(list(self.module.buffers()), self.process_group)
@@ -202,26 +184,20 @@ class DistributedDataParallel(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _on_gradient(self, parameter):
-        """Autograd has added to parameter.grad."""
+        """Autograd has added to parameter.grad: copy it into its bucket, and send what is full."""
         if self._backward == "local":
             return  # no_sync: it stays in .grad, where the next synchronised backward adds to it
         self._start_backward()
         if parameter in self._filled:
-            what = f"a parameter of shape {tuple(parameter.shape)} got a second gradient before it was reduced"
-            raise RuntimeError(f"Expected to mark a variable ready only once: {what}; add up losses for one backward")
-        self._fill(parameter)
-
-    def _fill(self, parameter):
-        """Copy the gradient into its bucket, and send what is full."""
+            raise RuntimeError(f"Expected to mark a variable, {parameter.shape}, ready only once: add losses up first")
         bucket = self._bucket_of[parameter]
-        view = bucket.views[parameter]
-        if parameter.grad is None:
+        if parameter.grad is None:  # called by _finish_backward: unused here, but the other ranks wait for it
             parameter.grad = torch.zeros_like(parameter)
         # Divide before the sum: N fp16 gradients overflow at 65504. A communication hook divides for itself.
-        divisor = 1 if self._comm_hook else dist.get_world_size(self.process_group)
-        torch.mul(parameter.grad, 1 / divisor, out=view)
+        divisor = 1 if self._hook else dist.get_world_size(self.process_group)
+        torch.mul(parameter.grad, 1 / divisor, out=bucket.views[parameter])
         if self.gradient_as_bucket_view:
-            parameter.grad = view  # now: it frees autograd's own tensor, for those still to come
+            parameter.grad = bucket.views[parameter]  # now: it frees autograd's own tensor, for those still to come
         self._filled.add(parameter)
         bucket.missing -= 1
         # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
@@ -229,35 +205,34 @@ class DistributedDataParallel(nn.Module):
             self._send(self._waiting.pop(0))
 
     def _send(self, bucket):
-        if self._comm_hook is None:
-            bucket.work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+        if self._hook is None:
+            bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
         else:
             if bucket.index() > 0:  # the hook before may still issue collectives, at times that differ between ranks
-                self._buckets[bucket.index() - 1].wait()
-            state, hook = self._comm_hook
-            bucket.work = hook(state, bucket)
+                self._buckets[bucket.index() - 1].work.wait()
+            bucket.set_buffer(bucket.flat)
+            bucket.work = self._hook(bucket).then(lambda mean: bucket.flat.copy_(mean.value().view_as(bucket.flat)))
 
     def _finish_backward(self):
         """Wait for all buckets and hand out the means."""
-        self._backward, unused = "local", []
         if self.find_unused_parameters:
-            used = [parameter.grad is not None for parameter in self._bucket_of]
-            used = torch.tensor(used, dtype=torch.int32, device=self._buckets[0].flat.device)
+            used = self._buckets[0].flat.new_tensor([p.grad is not None for p in self._bucket_of])
             for parameter in self._bucket_of.keys() - self._filled:
-                self._fill(parameter)  # with zeros, or with what no_sync left in .grad
-            dist.all_reduce(used, group=self.process_group)
-            unused = [parameter for parameter, count in zip(self._bucket_of, used.tolist(), strict=True) if not count]
+                self._on_gradient(parameter)
+        self._backward = "local"
         if self._waiting:
             return  # the next forward raises
         for bucket in self._buckets:
-            bucket.wait()
-            if not self.gradient_as_bucket_view:
-                for parameter, view in bucket.views.items():
-                    parameter.grad.copy_(view)
-            bucket.clear()
-        for parameter in unused:
-            parameter.grad = None
+            bucket.work.wait()
+            for parameter, view in bucket.views.items():
+                parameter.grad.copy_(view)  # does nothing where .grad is that view
+            bucket.missing = len(bucket.views)
         self._waiting, self._filled = list(self._buckets), set()
+        if self.find_unused_parameters:
+            dist.all_reduce(used, group=self.process_group)
+            for parameter, ranks in zip(self._bucket_of, used.tolist(), strict=True):
+                if ranks == 0:
+                    parameter.grad = None
 
     @contextmanager
     def no_sync(self):
@@ -270,7 +245,7 @@ class DistributedDataParallel(nn.Module):
 
     def register_comm_hook(self, state, hook):
         """Reduce each bucket by `hook(state, bucket)`, -> a future of the mean of its undivided gradients."""
-        self._comm_hook = (state, hook)
+        self._hook = lambda bucket: hook(state, bucket)
 
 
 DDP = DistributedDataParallel
@@ -282,8 +257,7 @@ DDP = DistributedDataParallel
 
 def main():
     demo = Demo()
-    plain = demo.start("ddp", bitwise=demo.ranks <= 2)
-    model = DistributedDataParallel(plain, bucket_cap_mb=2, gradient_as_bucket_view=True)
+    model = DDP(demo.start("ddp", bitwise=demo.ranks <= 2), bucket_cap_mb=2, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
@@ -310,16 +284,14 @@ def show_overlap(demo, model, width=80):
         sent.append((bucket, left, bucket.work.get_future().then(lambda _: time.perf_counter())))
 
     model._send = timed_send
-    inputs, targets = map(demo.part, demo.batch(0))
-    loss = language_loss(model(inputs), targets)
+    loss = model(demo.part(demo.batch(0)[0])).mean()
     begin = start = time.perf_counter()
     loss.backward()
     took = time.perf_counter() - start
     demo.show(f"overlap     a backward of {1e3 * took:.0f} ms: = a bucket fills and leaves, ~ its mean comes back")
     for bucket, left, arrived in sent:
-        first, second, third = (round(width * (at - start) / took) for at in (begin, left, arrived.wait()))
-        line = " " * first + "=" * (second - first) + "~" * (third - second)
-        demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {line}")
+        a, b, c = (round(width * (at - start) / took) for at in (begin, left, arrived.wait()))
+        demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {' ' * a}{'=' * (b - a)}{'~' * (c - b)}")
         begin = left
 
 
