@@ -53,6 +53,10 @@ def grads_equal_on_all_ranks(model):
     return equal_on_all_ranks(parameter.grad for parameter in model.parameters())
 
 
+def backward(model, step):
+    loss_of(model(make_batch(pool.rank(), step))).backward()
+
+
 # ---- pure functions
 
 
@@ -85,6 +89,13 @@ def one_device_step(model, ranks, batches):
                 total[name] = total[name] + mine if name in total else mine
     for name, parameter in model.named_parameters():
         parameter.grad = total.get(name)
+
+
+def assert_mean(model, plain, *steps):
+    """The gradients are those of one device that accumulates what the ranks got in `steps`."""
+    N = pool.world_size()
+    one_device_step(plain, N, [[make_batch(r, step) for step in steps] for r in range(N)])
+    assert_same_parameters(model.module, plain, exact=N <= 2)
 
 
 def body_train(classes, kind, dtype, optimizer, arguments, micro_batches, set_to_none):
@@ -128,11 +139,6 @@ def test_five_steps_equal_one_device_and_pytorch(N, kind, dtype, cap, as_view, f
     arguments = {"bucket_cap_mb": cap, "gradient_as_bucket_view": as_view, "find_unused_parameters": find_unused}
     optimizer, set_to_none = others["optimizer"], others["set_to_none"]
     pool.run(N, body_train, (ddp.DDP, TorchDDP), kind, dtype, optimizer, arguments, micro_batches, set_to_none)
-
-
-@pytest.mark.parametrize("N", [1, 2, 3])
-def test_default_arguments(N):
-    pool.run(N, body_train, (ddp.DDP,), "plain", torch.float64 if N == 3 else torch.float32, "adamw", {}, 1, True)
 
 
 def body_naive(all_reduce_gradients, kind):
@@ -265,18 +271,15 @@ class Reversible(nn.Module):
 
 
 def body_order(DDP):
-    rank, N = pool.rank(), pool.world_size()
-    torch.manual_seed(0)
-    model = wrap(DDP, Reversible(rank), bucket_cap_mb=1e-6)
-    plain = [copy.deepcopy(model.module) for _ in range(N)]
+    rank = pool.rank()
+    model, plain = wrap(DDP, Reversible(rank), bucket_cap_mb=1e-6), Reversible(0)
+    plain.load_state_dict(model.module.state_dict())
     with Collectives() as seen:
-        loss_of(model(make_batch(rank, 0, rows=4))).backward()
-    for r, copied in enumerate(plain):
-        copied.order = Reversible(r).order
-        loss_of(copied(make_batch(r, 0, rows=4))).backward()
-    for name, parameter in model.module.named_parameters():
-        mean = sum(copied.get_parameter(name).grad / N for copied in plain)
-        assert_equal(parameter.grad, mean, exact=True, what=name)
+        backward(model, 0)
+    for r in range(2):
+        plain.order = Reversible(r).order
+        (loss_of(plain(make_batch(r, 0))) / 2).backward()
+    assert_same_parameters(model.module, plain, exact=True)
     return seen.calls
 
 
@@ -287,56 +290,41 @@ def test_buckets_are_sent_in_one_order_whatever_the_order_of_gradients():
 
 
 def body_overlap(DDP):
-    events, original = [], dist.all_reduce
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
-    model[0].register_full_backward_pre_hook(lambda *_: events.append("backward of the first layer"))
     wrapped = wrap(DDP, model, bucket_cap_mb=1e-6)
-
-    def recorded(tensor, *args, **kwargs):
-        assert kwargs["async_op"]
-        events.append("all-reduce")
-        return original(tensor, *args, **kwargs)
-
-    dist.all_reduce = recorded
-    try:
+    with Collectives() as seen:
+        model[0].register_full_backward_pre_hook(lambda *_: seen.calls.append("backward of the first layer"))
         for step in (0, 1):
-            loss_of(wrapped(make_batch(pool.rank(), step))).backward()
-    finally:
-        dist.all_reduce = original
-    return events
+            backward(wrapped, step)
+    return seen.calls
 
 
 def test_a_full_bucket_is_sent_while_backward_goes_on():
-    expected = ["all-reduce", "backward of the first layer", "all-reduce"]
-    assert pool.run(2, body_overlap, ddp.DDP) == [2 * expected] * 2
+    sent = ("allreduce_", 6 * 6 * 4)
+    assert pool.run(2, body_overlap, ddp.DDP) == [2 * [sent, "backward of the first layer", sent]] * 2
 
 
 # ---- no_sync and accumulation
 
 
 def body_no_sync(DDP, as_view):
-    rank = pool.rank()
     model, local = wrap(DDP, make_model("plain"), gradient_as_bucket_view=as_view), make_model("plain")
     with Collectives() as seen, model.no_sync():
-        loss_of(model(make_batch(rank, 0))).backward()
-    assert seen.calls == []
-    with model.no_sync():
-        inside = loss_of(model(make_batch(rank, 1)))
+        backward(model, 0)
+        inside = loss_of(model(make_batch(pool.rank(), 1)))
     inside.backward()  # the forward counts: still local
-    for step in (0, 1):
-        loss_of(local(make_batch(rank, step))).backward()
+    assert seen.calls == []
+    backward(local, 0)
+    backward(local, 1)
     assert_same_parameters(model.module, local, exact=True)
-    outside = loss_of(model(make_batch(rank, 2)))
+    outside = loss_of(model(make_batch(pool.rank(), 2)))
     with model.no_sync():
         outside.backward()  # the forward counts: reduced, with what was accumulated
-    plain = make_model("plain")
-    one_device_step(plain, 2, [[make_batch(r, m) for m in range(3)] for r in range(2)])
-    assert_same_parameters(model.module, plain, exact=True)
+    plain, last = make_model("plain"), make_model("plain")
+    assert_mean(model, plain, 0, 1, 2)
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
-    assert model.require_backward_grad_sync
-    loss_of(model(make_batch(rank, 3))).backward()  # a reduction each time: the means of the micro-batches add up
-    last = make_model("plain")
+    backward(model, 3)  # a reduction each time: the means of the micro-batches add up
     one_device_step(last, 2, [[make_batch(r, 3)] for r in range(2)])
     for ours, first, second in zip(model.module.parameters(), plain.parameters(), last.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, first.grad + second.grad)
@@ -350,10 +338,8 @@ def test_no_sync_keeps_gradients_local_until_the_next_synchronised_backward(DDP,
 
 
 def body_several_forwards(DDP):
-    rank = pool.rank()
-    model, plain = wrap(DDP, make_model("plain")), make_model("plain")
-    first, second = model(make_batch(rank, 0)), model(make_batch(rank, 1))
-    (loss_of(first) + loss_of(second)).backward()  # two forwards, one backward
+    rank, model, plain = pool.rank(), wrap(DDP, make_model("plain")), make_model("plain")
+    (loss_of(model(make_batch(rank, 0))) + loss_of(model(make_batch(rank, 1)))).backward()  # two forwards, one backward
     for r in range(2):
         ((loss_of(plain(make_batch(r, 0))) + loss_of(plain(make_batch(r, 1)))) / 2).backward()
     assert_same_parameters(model.module, plain, exact=True)
@@ -386,65 +372,51 @@ class Branches(nn.Module):
 
 def body_unused(DDP, as_view):
     rank, N = pool.rank(), pool.world_size()
-    arguments = {"find_unused_parameters": True, "bucket_cap_mb": 1e-6, "gradient_as_bucket_view": as_view}
-    model = wrap(DDP, Branches(4), **arguments)
-    layers = model.module.layers
+    model = wrap(DDP, Branches(4), find_unused_parameters=True, bucket_cap_mb=1e-6, gradient_as_bucket_view=as_view)
+
+    def gradient(layer):
+        return model.module.layers[layer].weight.grad
+
+    def mean(step, ranks):
+        return (sum(make_batch(r, step).sum(0) for r in ranks) / N).expand(2, 6)
+
     for _ in range(2):
         model.zero_grad()
         model(make_batch(rank, 0), rank % 2, 3).sum().backward()  # rank r uses r % 2 and 3; nobody uses 2
-        assert layers[2].weight.grad is None
-        even = sum(make_batch(r, 0).sum(0) / N for r in range(0, N, 2))
-        torch.testing.assert_close(layers[0].weight.grad, even.expand(2, 6))
-        everyone = sum(make_batch(r, 0).sum(0) / N for r in range(N))
-        torch.testing.assert_close(layers[3].weight.grad, everyone.expand(2, 6))
-    before = layers[0].weight.grad.clone()
+        assert gradient(2) is None
+        torch.testing.assert_close(gradient(0), mean(0, range(0, N, 2)))
+        torch.testing.assert_close(gradient(3), mean(0, range(N)))
+    before = gradient(0).clone()
     model(make_batch(rank, 1), 2).sum().backward()  # without zero_grad: a gradient that nobody adds to stays
-    torch.testing.assert_close(layers[0].weight.grad, before)
+    torch.testing.assert_close(gradient(0), before)
     model(make_batch(rank, 2), *([0] if rank == 0 else [])).sum().backward()  # added to on one rank, none on others
-    torch.testing.assert_close(layers[0].weight.grad, before + make_batch(0, 2).sum(0).expand(2, 6) / N)
+    torch.testing.assert_close(gradient(0), before + mean(2, [0]))
     model.zero_grad()
     model(make_batch(rank, 3)).sum().backward()  # nobody uses anything
-    assert all(layer.weight.grad is None for layer in layers)
+    assert [gradient(layer) for layer in range(4)] == [None] * 4
+    with model.no_sync():
+        model(make_batch(rank, 4), rank % 2).sum().backward()  # used only here: it still arrives
+    model(make_batch(rank, 5), 3).sum().backward()
+    torch.testing.assert_close(gradient(0), mean(4, range(0, N, 2)))
+    assert gradient(2) is None
 
 
 @pytest.mark.parametrize("as_view", [False, True])
 @pytest.mark.parametrize("N", [2, 3])
-def test_unused_parameters_that_differ_by_rank(N, as_view):
+def test_unused_parameters_that_differ_by_rank_and_micro_batch(N, as_view):
     pool.run(N, body_unused, ddp.DDP, as_view)
 
 
-def body_used_in_no_sync(DDP, as_view):
-    rank, arguments = pool.rank(), {"find_unused_parameters": True, "gradient_as_bucket_view": as_view}
-    model = wrap(DDP, Branches(), bucket_cap_mb=1e-6, **arguments)
-    with model.no_sync():
-        model(make_batch(rank, 0), rank).sum().backward()
-    model(make_batch(rank, 1), 2).sum().backward()
-    for layer in (0, 1):
-        expected = make_batch(layer, 0).sum(0) / 2
-        torch.testing.assert_close(model.module.layers[layer].weight.grad, expected.expand(2, 6))
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-def test_what_only_an_unsynchronised_micro_batch_used_still_arrives(as_view):
-    pool.run(2, body_used_in_no_sync, ddp.DDP, as_view)
-
-
 def body_unused_error(DDP):
-    model = wrap(DDP, Branches(), bucket_cap_mb=1e-6)
+    model, x = wrap(DDP, Branches(), bucket_cap_mb=1e-6), make_batch(pool.rank(), 0)
     with model.no_sync():
-        model(make_batch(pool.rank(), 0), 1).sum().backward()  # is no help
-    model(make_batch(pool.rank(), 0), 0, 2).sum().backward()  # layer 1 is not reached on any rank
+        model(x, 1).sum().backward()  # is no help
+    model(x, 0, 2).sum().backward()  # layer 1 is not reached on any rank
     with torch.no_grad():
-        model(make_batch(pool.rank(), 0), 0)  # evaluation goes on working
-    with pytest.raises(RuntimeError) as error:
-        model(make_batch(pool.rank(), 0), 0, 1, 2)
-    return str(error.value)
-
-
-def test_unused_parameters_are_named_in_the_next_forward():
-    for rank, message in enumerate(pool.run(2, body_unused_error, ddp.DDP)):
-        assert "Expected to have finished reduction in the prior iteration" in message
-        assert f"did not reach layers.1.weight on rank {rank}; try find_unused_parameters=True" in message
+        model(x, 0)  # evaluation goes on working
+    words = f"prior iteration.* did not reach layers.1.weight on rank {pool.rank()}; try find_unused_parameters=True"
+    with pytest.raises(RuntimeError, match=words):
+        model(x, 0, 1, 2)
 
 
 class Trunk(nn.Module):
@@ -479,7 +451,7 @@ def body_raises(DDP):
     model = wrap(DDP, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), bucket_cap_mb=1e-6)
     handle = model.module[0].register_forward_hook(lambda module, args, output: output.register_hook(broken) and None)
     with pytest.raises(KeyError):
-        model(make_batch(pool.rank(), 1)).sum().backward()
+        backward(model, 1)
     handle.remove()
     with pytest.raises(RuntimeError, match=r"backward raised, or did not reach 0.weight, 0.bias on rank \d"):
         model(make_batch(pool.rank(), 2))
@@ -488,13 +460,13 @@ def body_raises(DDP):
 def body_discarded(DDP):
     model = make_model("plain")
     wrapped = wrap(DDP, model)
-    loss_of(wrapped(make_batch(pool.rank(), 0))).backward()
+    backward(wrapped, 0)
     references = [weakref.ref(held) for held in (wrapped, wrapped._buckets[0])]
     del wrapped
     gc.collect()
     assert [reference() for reference in references] == [None, None]
     with Collectives() as seen:
-        loss_of(model(make_batch(pool.rank(), 0))).backward()
+        backward(model, 0)
     assert seen.calls == []
 
 
@@ -515,8 +487,7 @@ def body_buffers(DDP):
     if rank == 1:  # alone: neither evaluation nor no_grad sends anything
         with torch.no_grad():
             forward_with(rank)
-        model.eval()
-        with torch.no_grad():
+            model.eval()
             forward_with(rank)
         model.train()
         assert seen == [0, 1, 1]
@@ -575,18 +546,16 @@ class Checkpointed(nn.Module):
 
 
 def body_checkpoint(DDP, reentrant, shared, find_unused):
-    rank = pool.rank()
     plain = Checkpointed(reentrant, shared)
     model = wrap(DDP, copy.deepcopy(plain), find_unused_parameters=find_unused, bucket_cap_mb=1e-6)
+    if reentrant and shared:
+        with pytest.raises(RuntimeError, match="ready only once"):
+            backward(model, 0)
+        return
     for step in range(2):
-        if reentrant and shared:
-            with pytest.raises(RuntimeError, match="ready only once"):
-                loss_of(model(make_batch(rank, step))).backward()
-            return
-        loss_of(model(make_batch(rank, step))).backward()
-        one_device_step(plain, 2, [[make_batch(r, step)] for r in range(2)])
-        assert_same_parameters(model.module, plain, exact=True)
         model.zero_grad()
+        backward(model, step)
+        assert_mean(model, plain, step)
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
@@ -597,47 +566,45 @@ def test_activation_checkpoints_inside(reentrant, shared, find_unused):
 
 
 def body_autograd_grad(DDP):
-    rank, model, plain = pool.rank(), wrap(DDP, make_model("plain")), make_model("plain")
-    torch.autograd.grad(model(make_batch(rank, 0)).sum(), model.module[0].weight)  # touches no .grad
+    model = wrap(DDP, make_model("plain"))
+    torch.autograd.grad(model(make_batch(pool.rank(), 0)).sum(), model.module[0].weight)  # touches no .grad
     assert all(parameter.grad is None for parameter in model.parameters())
-    loss_of(model(make_batch(rank, 1))).backward()
-    one_device_step(plain, 2, [[make_batch(r, 1)] for r in range(2)])
-    assert_same_parameters(model.module, plain, exact=True)
+    backward(model, 1)
+    assert_mean(model, make_model("plain"), 1)
 
 
 # ---- communication hooks
 
 
-def body_default_hook(DDP, hook, dtype):
-    rank, N = pool.rank(), pool.world_size()
-    ours = wrap(DDP, make_model("plain", dtype), bucket_cap_mb=1e-3, gradient_as_bucket_view=rank == 0)
-    plain, hook = make_model("plain", dtype), getattr(default_hooks, hook)
-    ours.register_comm_hook(pool.group(), hook)
-    compressed = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}.get(hook.__name__, dtype)
+def body_default_hook(DDP, hook):
+    N = pool.world_size()
+    ours = wrap(DDP, make_model("plain"), bucket_cap_mb=1e-3, gradient_as_bucket_view=pool.rank() == 0)
+    plain = make_model("plain")
+    ours.register_comm_hook(pool.group(), getattr(default_hooks, hook))
+    dtype = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}.get(hook, torch.float32)
     for step in range(3):
         ours.zero_grad()
-        loss_of(ours(make_batch(rank, step, dtype))).backward()
+        backward(ours, step)
         total = {}
         for r in range(N):
             plain.zero_grad()
-            loss_of(plain(make_batch(r, step, dtype))).backward()
+            loss_of(plain(make_batch(r, step))).backward()
             for name, p in plain.named_parameters():
-                total[name] = total.get(name, 0) + p.grad.to(compressed) / N
+                total[name] = total.get(name, 0) + p.grad.to(dtype) / N
         for name, p in ours.module.named_parameters():
-            assert_equal(p.grad, total[name].to(dtype), exact=True, what=name)
+            assert_equal(p.grad, total[name].float(), exact=True, what=name)
 
 
 @pytest.mark.parametrize("hook", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
 def test_default_hooks(hook):
-    pool.run(2, body_default_hook, ddp.DDP, hook, torch.float32)
+    pool.run(2, body_default_hook, ddp.DDP, hook)
 
 
 def body_other_hooks(DDP):
-    rank = pool.rank()
     silent, local = wrap(DDP, make_model("plain")), make_model("plain")
     silent.register_comm_hook(None, debugging_hooks.noop_hook)
-    for model in (silent, local):
-        loss_of(model(make_batch(rank, 0))).backward()
+    backward(silent, 0)
+    backward(local, 0)
     assert_same_parameters(silent.module, local, exact=True)
     results = []  # a wrapper sets another buffer
     for hook in (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), default_hooks.fp16_compress_hook):
@@ -645,7 +612,7 @@ def body_other_hooks(DDP):
         model.register_comm_hook(pool.group(), hook)
         for step in range(2):
             model.zero_grad()
-            loss_of(model(make_batch(rank, step))).backward()
+            backward(model, step)
         results.append(model.module)
     assert_same_parameters(*results, exact=True)
 
@@ -655,9 +622,8 @@ def body_power_sgd(cap):
     results = []
     for DDP in (ddp.DDP, TorchDDP) if cap == 25 else (ddp.DDP,):
         model = wrap(DDP, make_model("plain", torch.float64), bucket_cap_mb=cap)
-        state = powerSGD_hook.PowerSGDState(
-            pool.group(), matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
-        )
+        options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2, "min_compression_rate": 0.5}
+        state = powerSGD_hook.PowerSGDState(pool.group(), **options)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         for step in range(6):
@@ -688,7 +654,7 @@ def body_hook_order(DDP):
     plain = make_model("plain")
     for step in range(3):
         model.zero_grad()
-        loss_of(model(make_batch(pool.rank(), step))).backward()
+        backward(model, step)
         one_device_step(plain, 2, [[make_batch(r, step)] for r in range(2)])
         for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
             assert_equal(ours.grad, 2 * theirs.grad, exact=True)  # the mean, added up over two ranks
@@ -706,7 +672,7 @@ def body_held(DDP, as_view):
     for set_to_none in (True, False, True):
         model.zero_grad(set_to_none=set_to_none)
         during.clear()
-        loss_of(model(make_batch(pool.rank(), 0))).backward()
+        backward(model, 0)
         gradients, buckets = [p.grad for p in model.parameters()], [bucket.buffer() for bucket in model._buckets]
         assert len(buckets) > 1
         assert ddp.held_bytes(buckets) == psi
@@ -724,7 +690,7 @@ def body_sent(DDP):
     psi = sum(p.nbytes for p in model.parameters())
     for step in range(3):
         with Collectives() as seen, ddp.SentBytes() as sent:
-            loss_of(model(make_batch(pool.rank(), step))).backward()
+            backward(model, step)
         assert {name for name, _ in seen.calls} == {"allreduce_"}
         assert (seen.bytes_of("allreduce_"), round(sent.total)) == (psi, round(2 * psi * (N - 1) / N))
 
@@ -781,6 +747,7 @@ TWO_RANKS = {
     "a backward that raised is reported by the next forward": body_raises,
     "a discarded wrapper is gone, its buckets too, and sends nothing": body_discarded,
     "buffers are rank 0's in each training forward, and only then": body_buffers,
+    "parameters that backward did not reach are named in the next forward": body_unused_error,
     "autograd.grad is no backward": body_autograd_grad,
     "hooks that replace the buffer, or send nothing": body_other_hooks,
     "hooks run one bucket after another": body_hook_order,
