@@ -1,4 +1,4 @@
-"""ddp.py against one device and against torch.nn.parallel.DistributedDataParallel.
+"""ddp.py against one device and against torch.nn.parallel.DistributedDataParallel: what holds is in CLAIMS, at the end.
 
 Bodies take the class under test, and wrap(module, **arguments) with it, on the running body's ranks.
 """
@@ -6,30 +6,21 @@ Bodies take the class under test, and wrap(module, **arguments) with it, on the 
 import copy
 import gc
 import inspect
-import subprocess
 import sys
 import weakref
-from collections import namedtuple
 from contextlib import nullcontext
-from pathlib import Path
+from itertools import product
 
 import pool
 import pytest
+import shared
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from hypothesis import example, given
 from hypothesis import strategies as st
-from shared import (
-    MODELS,
-    OPTIMIZERS,
-    Collectives,
-    assert_equal,
-    assert_same_parameters,
-    loss_of,
-    make_batch,
-    make_model,
-)
+from launch import ROOT, launch
+from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters, loss_of, make_batch, make_model
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.utils.checkpoint import checkpoint
 
@@ -109,8 +100,7 @@ def body_train(classes, kind, dtype, optimizer, arguments, micro_batches, set_to
             optimizers[model].zero_grad(set_to_none=set_to_none)
             for i, batch in enumerate(batches[rank]):
                 with model.no_sync() if i < micro_batches - 1 else nullcontext():
-                    loss = loss_of(model(batch))
-                    loss.backward()
+                    loss_of(model(batch)).backward()
         one_device_step(plain, N, batches)
         for o in optimizers.values():
             o.step()
@@ -118,12 +108,12 @@ def body_train(classes, kind, dtype, optimizer, arguments, micro_batches, set_to
             assert_same_parameters(model.module, plain, exact, f"step {step}, one device:")
             for (name, a), (_, b) in zip(model.named_buffers(), models[-1].named_buffers(), strict=True):
                 assert_equal(a, b, exact, what=name)
-        assert equal_on_all_ranks(model.parameters())
+    assert all(equal_on_all_ranks(model.parameters()) for model in models)
 
 
 @given(
     N=st.integers(1, 4),
-    kind=st.sampled_from(MODELS),
+    kind=st.sampled_from(shared.MODELS),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     cap=st.sampled_from([25, 1e-3, 1e-4, 1e-6]),
@@ -159,11 +149,6 @@ def body_naive(all_reduce_gradients, kind):
             assert_equal(ours.get_parameter(name).grad, parameter.grad, exact, name)
 
 
-@pytest.mark.parametrize(("N", "kind"), [(1, "plain"), (2, "frozen"), (2, "odd"), (3, "tied")])
-def test_naive_form(N, kind):
-    pool.run(N, body_naive, ddp.all_reduce_gradients, kind)
-
-
 def body_subgroups(DDP):
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
@@ -176,11 +161,6 @@ def body_subgroups(DDP):
     if DDP is ddp.DDP:
         with pytest.raises(ValueError, match=f"rank {rank} is not in process_group"):
             DDP(make_model("plain"), process_group=groups[1 - rank % 2])
-
-
-@pytest.mark.parametrize("DDP", [ddp.DDP, TorchDDP])
-def test_two_groups_side_by_side_never_meet(DDP):
-    pool.run(4, body_subgroups, DDP)
 
 
 def body_fp16_range(DDP):
@@ -256,28 +236,22 @@ def test_arguments_are_pytorchs_or_refused_by_name():
 # ---- overlap and order
 
 
-class Reversible(nn.Module):
-    """Layers that rank 0 uses in one order and the others in the reverse: gradients arrive in another order too."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.order = list(range(4)) if rank == 0 else list(reversed(range(4)))
-
+class Reversible(nn.Sequential):
     def forward(self, x):
-        for i in self.order:
-            x = torch.tanh(self.layers[i](x))
+        for layer in list(self)[:: self.direction]:
+            x = torch.tanh(layer(x))
         return x
 
 
 def body_order(DDP):
-    rank = pool.rank()
-    model, plain = wrap(DDP, Reversible(rank), bucket_cap_mb=1e-6), Reversible(0)
-    plain.load_state_dict(model.module.state_dict())
+    """Each rank uses the layers in an order of its own, and has their gradients in another."""
+    plain = Reversible(*(nn.Linear(6, 6) for _ in range(4)))
+    model = wrap(DDP, copy.deepcopy(plain), bucket_cap_mb=1e-6)
+    model.module.direction = 1 - 2 * pool.rank()
     with Collectives() as seen:
         backward(model, 0)
     for r in range(2):
-        plain.order = Reversible(r).order
+        plain.direction = 1 - 2 * r
         (loss_of(plain(make_batch(r, 0))) / 2).backward()
     assert_same_parameters(model.module, plain, exact=True)
     return seen.calls
@@ -329,12 +303,6 @@ def body_no_sync(DDP, as_view):
     for ours, first, second in zip(model.module.parameters(), plain.parameters(), last.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, first.grad + second.grad)
     assert grads_equal_on_all_ranks(model)
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("DDP", [ddp.DDP, TorchDDP])
-def test_no_sync_keeps_gradients_local_until_the_next_synchronised_backward(DDP, as_view):
-    pool.run(2, body_no_sync, DDP, as_view)
 
 
 def body_several_forwards(DDP):
@@ -401,12 +369,6 @@ def body_unused(DDP, as_view):
     assert gradient(2) is None
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("N", [2, 3])
-def test_unused_parameters_that_differ_by_rank_and_micro_batch(N, as_view):
-    pool.run(N, body_unused, ddp.DDP, as_view)
-
-
 def body_unused_error(DDP):
     model, x = wrap(DDP, Branches(), bucket_cap_mb=1e-6), make_batch(pool.rank(), 0)
     with model.no_sync():
@@ -435,13 +397,6 @@ def body_two_losses(DDP, as_view, cap):
     a.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="ready only once"):
         b.sum().backward()
-
-
-@pytest.mark.parametrize("cap", [25, 1e-6])
-@pytest.mark.parametrize("as_view", [False, True])
-@pytest.mark.parametrize("DDP", [ddp.DDP, TorchDDP])
-def test_a_second_gradient_before_the_reduction_is_an_error(DDP, as_view, cap):
-    pool.run(2, body_two_losses, DDP, as_view, cap)
 
 
 def body_raises(DDP):
@@ -504,34 +459,21 @@ def body_buffers(DDP):
     assert (alone.module[1].running_mean[0] > 0.5) == bool(rank)
 
 
-Pair = namedtuple("Pair", "a b")
-OUTPUTS = {
-    "tuple": (lambda a, b: (a, b, None), lambda o: o[:2]),
-    "dict": (lambda a, b: {"a": [a], "more": {"b": b}, "text": "x"}, lambda o: (o["a"][0], o["more"]["b"])),
-    "namedtuple": (Pair, lambda o: o),
-    "opaque": (lambda a, b: lambda: (a, b), lambda o: o()),  # nobody can find tensors in it
-}
-
-
 class Outputs(Trunk):
-    def forward(self, x, kind):
-        return OUTPUTS[kind][0](*super().forward(x))
+    def forward(self, x, opaque):
+        a, b = super().forward(x)
+        return (lambda: (a, b)) if opaque else {"a": [a], "more": (b, None, "x")}  # nobody finds tensors in the first
 
 
-def body_outputs(DDP, kind, find_unused):
+def body_outputs(DDP, opaque, find_unused):
     model = wrap(DDP, Outputs(), find_unused_parameters=find_unused)
     for step in range(2):
-        a, b = OUTPUTS[kind][1](model(make_batch(pool.rank(), step), kind))
+        model.zero_grad()
+        output = model(make_batch(pool.rank(), step), opaque)
+        a, b = output() if opaque else (output["a"][0], output["more"][0])
         a /= 10  # in place: outputs are the module's own tensors
         (a.sum() + b.square().sum()).backward()
         assert grads_equal_on_all_ranks(model)
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("kind", OUTPUTS)
-def test_outputs_of_every_kind(kind, find_unused):
-    pool.run(2, body_outputs, ddp.DDP, kind, find_unused)
 
 
 class Checkpointed(nn.Module):
@@ -556,13 +498,6 @@ def body_checkpoint(DDP, reentrant, shared, find_unused):
         model.zero_grad()
         backward(model, step)
         assert_mean(model, plain, step)
-
-
-@pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_activation_checkpoints_inside(reentrant, shared, find_unused):
-    pool.run(2, body_checkpoint, ddp.DDP, reentrant, shared, find_unused)
 
 
 def body_autograd_grad(DDP):
@@ -593,11 +528,6 @@ def body_default_hook(DDP, hook):
                 total[name] = total.get(name, 0) + p.grad.to(dtype) / N
         for name, p in ours.module.named_parameters():
             assert_equal(p.grad, total[name].float(), exact=True, what=name)
-
-
-@pytest.mark.parametrize("hook", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"])
-def test_default_hooks(hook):
-    pool.run(2, body_default_hook, ddp.DDP, hook)
 
 
 def body_other_hooks(DDP):
@@ -634,11 +564,6 @@ def body_power_sgd(cap):
         results.append(model.module)
     if cap == 25:
         assert_same_parameters(*results, exact=False)
-
-
-@pytest.mark.parametrize(("N", "cap"), [(2, 25), (3, 1e-6)])
-def test_power_sgd(N, cap):
-    pool.run(N, body_power_sgd, cap)
 
 
 def body_hook_order(DDP):
@@ -680,11 +605,6 @@ def body_held(DDP, as_view):
         assert ddp.held_bytes(during + buckets) == (psi if as_view else 2 * psi)
 
 
-@pytest.mark.parametrize("as_view", [False, True])
-def test_gradients_hold_what_the_cost_table_says(as_view):
-    pool.run(2, body_held, ddp.DDP, as_view)
-
-
 def body_sent(DDP):
     model, N = wrap(DDP, make_model("plain"), bucket_cap_mb=1e-3), pool.world_size()
     psi = sum(p.nbytes for p in model.parameters())
@@ -695,18 +615,9 @@ def body_sent(DDP):
         assert (seen.bytes_of("allreduce_"), round(sent.total)) == (psi, round(2 * psi * (N - 1) / N))
 
 
-@pytest.mark.parametrize("N", [1, 2, 3, 4])
-def test_a_step_sends_one_all_reduce_of_the_parameters(N):
-    pool.run(N, body_sent, ddp.DDP)
-
-
 FAKE = """
-import sys
-import torch
-import torch.distributed as dist
+import sys, torch, torch.distributed as dist, ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import ddp
 
 N, rank = int(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=N)
@@ -725,14 +636,8 @@ print("ok")
 
 @pytest.mark.parametrize(("N", "rank"), [(8, 3), (1024, 0)])
 def test_the_same_bytes_at_scale(N, rank):
-    here = Path(__file__).parent
-    environment = {"PYTHONPATH": f"{here}:{here.parent}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FAKE, str(N), str(rank)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = launch([sys.executable, "-c", FAKE, N, rank], ROOT)
     assert done.stdout == "ok\n", done.stderr
-
-
-# ---- what holds on two ranks
 
 
 def body_unknown_operator(DDP):
@@ -740,21 +645,48 @@ def body_unknown_operator(DDP):
         dist.all_gather([torch.zeros(1)] * pool.world_size(), torch.zeros(1), group=pool.group())
 
 
-TWO_RANKS = {
-    "fp16 gradients do not overflow in the sum": body_fp16_range,
-    "all ranks start from rank 0": body_start,
-    "each forward outside no_sync is reduced by its backward": body_several_forwards,
-    "a backward that raised is reported by the next forward": body_raises,
-    "a discarded wrapper is gone, its buckets too, and sends nothing": body_discarded,
-    "buffers are rank 0's in each training forward, and only then": body_buffers,
-    "parameters that backward did not reach are named in the next forward": body_unused_error,
-    "autograd.grad is no backward": body_autograd_grad,
-    "hooks that replace the buffer, or send nothing": body_other_hooks,
-    "hooks run one bucket after another": body_hook_order,
-    "an operator that the demo's counter does not know is an error": body_unknown_operator,
+# ---- what holds
+
+
+DDP, BOTH, YES_NO = [ddp.DDP], [ddp.DDP, TorchDDP], [False, True]
+CLAIMS = {  # a body, on how many ranks, and what each of its arguments may be
+    "fp16 gradients do not overflow in the sum": (body_fp16_range, [2], DDP),
+    "two groups side by side never meet": (body_subgroups, [4], BOTH),
+    "all ranks start from rank 0": (body_start, [2], DDP),
+    "no_sync keeps gradients local until the next synchronised backward": (body_no_sync, [2], BOTH, YES_NO),
+    "each forward outside no_sync is reduced by its backward": (body_several_forwards, [2], DDP),
+    "unused parameters may differ by rank and by micro-batch": (body_unused, [2, 3], DDP, YES_NO),
+    "parameters that backward did not reach are named in the next forward": (body_unused_error, [2], DDP),
+    "a backward that raised is reported by the next forward": (body_raises, [2], DDP),
+    "a second gradient before the reduction is an error": (body_two_losses, [2], BOTH, YES_NO, [25, 1e-6]),
+    "a discarded wrapper is gone, its buckets too, and sends nothing": (body_discarded, [2], DDP),
+    "buffers are rank 0's in each training forward, and only then": (body_buffers, [2], DDP),
+    "outputs may be anything": (body_outputs, [2], DDP, YES_NO, YES_NO),
+    "activation checkpoints may be inside": (body_checkpoint, [2], DDP, YES_NO, YES_NO, YES_NO),
+    "autograd.grad is no backward": (body_autograd_grad, [2], DDP),
+    "PyTorch's hooks run": (
+        body_default_hook,
+        [2],
+        DDP,
+        ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"],
+    ),
+    "hooks may replace the buffer, or send nothing": (body_other_hooks, [2], DDP),
+    "powerSGD is PyTorch's where buckets are, and agrees anywhere": (body_power_sgd, [2, 3], [25, 1e-6]),
+    "hooks run one bucket after another": (body_hook_order, [2], DDP),
+    "gradients hold what the cost table says": (body_held, [2], DDP, YES_NO),
+    "a step sends one all-reduce of the parameters": (body_sent, [1, 2, 3, 4], DDP),
+    "an operator that the demo's counter does not know is an error": (body_unknown_operator, [2], DDP),
+    "the naive form is one device's mean": (
+        body_naive,
+        [1, 2, 3],
+        [ddp.all_reduce_gradients],
+        ["frozen", "odd", "tied"],
+    ),
 }
+CASES = [(claim, (body, *case)) for claim, (body, *choices) in CLAIMS.items() for case in product(*choices)]
 
 
-@pytest.mark.parametrize("claim", TWO_RANKS)
-def test_on_two_ranks(claim):
-    pool.run(2, TWO_RANKS[claim], ddp.DDP)
+@pytest.mark.parametrize(("claim", "case"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_that(claim, case):
+    body, N, *arguments = case
+    pool.run(N, body, *arguments)
