@@ -1,19 +1,14 @@
 """DDP: every rank holds the whole model, trains on its own part of the batch, and averages gradients with the others.
 
-One step on N = 2 ranks:
+One step on N = 2 ranks. Backward produces the gradients of the last layers first; they are collected in that order into
+buckets, and a full bucket is all-reduced while backward goes on with the layers below:
 
-    rank 0   batch 0 → forward → backward ─ g₀ ┐               ┌ (g₀ + g₁)/2 → optimizer step
-                                               ├─ all-reduce ──┤
-    rank 1   batch 1 → forward → backward ─ g₁ ┘               └ (g₀ + g₁)/2 → optimizer step
+    rank 0   batch 0 → forward → backward   layer 4 │ layer 3 │ layer 2 │ layer 1 │      │ optimizer step
+                                 all-reduce                   └── bucket 0 ──┘    └ bucket 1 ┘
+    rank 1   batch 1 → forward → backward   layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
 
 The loss is a mean over the batch, of which all ranks have as much, so the mean of their gradients is that of the whole
 batch. All ranks start with rank 0's weights and make the same updates: replicas stay bitwise equal, no weight travels.
-
-Backward produces the gradients of the last layers first. They are collected in that order into buckets, and a full
-bucket is all-reduced while backward goes on with the layers below:
-
-    backward     layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
-    all-reduce                     └── bucket 0 ──┘    └ bucket 1 ┘
 
 Cost per rank in elements, with Adam; Ψ parameters:
 
@@ -72,54 +67,39 @@ def all_reduce_gradients(module, process_group=None):
 
 def assign_buckets(tensors, cap_bytes):
     """`tensors`, last first, in lists of one dtype and device; a new list begins once one holds `cap_bytes` or more."""
-    buckets, kind, size = [], None, 0
+    buckets, size = [], cap_bytes
     for tensor in reversed(tensors):
-        if kind != (tensor.dtype, tensor.device) or size >= cap_bytes:
+        if size >= cap_bytes or (tensor.dtype, tensor.device) != (buckets[-1][0].dtype, buckets[-1][0].device):
             buckets.append([])
-            kind, size = (tensor.dtype, tensor.device), 0
+            size = 0
         buckets[-1].append(tensor)
         size += tensor.nbytes
     return buckets
-
-
-def views_into(flat, tensors):
-    """Consecutive pieces of `flat`, each in the shape of one of `tensors`."""
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 class Bucket:
     """The gradients of some parameters, side by side in one flat buffer; to a communication hook, a dist.GradBucket."""
 
     def __init__(self, index, is_last, parameters):
-        self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters), requires_grad=False)
-        self.views = dict(zip(parameters, views_into(self.flat, parameters), strict=True))
-        self.clear()
-        # Methods, as a dist.GradBucket has them.
         self.index, self.is_last, self.parameters = lambda: index, lambda: is_last, lambda: list(parameters)
-        self.buffer, self.gradients = lambda: self._buffer, lambda: views_into(self._buffer, parameters)
-
-    def clear(self):
-        self.missing = set(self.views)  # parameters whose gradient is not in the buffer yet
+        self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters), requires_grad=False)
         self.set_buffer(self.flat)
+        self.views = dict(zip(parameters, self.gradients(), strict=True))
+        self.missing = len(parameters)  # gradients that are not in the buffer yet
 
-    def set_buffer(self, buffer):
-        self._buffer = buffer
-
-    def wait(self):
-        result = self.work.wait()  # set by _send; True from a collective, the mean gradients from a communication hook
-        if result is not True:
-            self.flat.copy_((result if isinstance(result, torch.Tensor) else result[0]).view_as(self.flat))
+    def set_buffer(self, buffer):  # a communication hook may send another, in 16 bits for example
+        pieces = buffer.split([parameter.numel() for parameter in self.parameters()])
+        views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters(), strict=True)]
+        self.buffer, self.gradients = lambda: buffer, lambda: views
 
 
 def broadcast(tensors, process_group):
     """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
-    tensors = [tensor.data for tensor in tensors]  # not a new version: a running graph may have saved the buffer
     for bucket in assign_buckets(tensors, 25 * 2**20):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)  # bytes: gloo has no int16, no float8
-        for tensor, values in zip(bucket, views_into(flat, bucket), strict=True):
-            tensor.copy_(values)
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.data.copy_(values.view_as(tensor))  # not a new version: a running graph may have saved the buffer
 
 
 def verify_same_model(module, process_group):
@@ -135,14 +115,9 @@ def verify_same_model(module, process_group):
 
 
 class DistributedDataParallel(nn.Module):
-    """Averages the gradients of `module` over the ranks of `process_group` during each backward.
+    """Averages `module`'s gradients over the ranks of `process_group` during each backward; arguments as PyTorch's.
 
-    Arguments as PyTorch's; `others` must have PyTorch's default values. gradient_as_bucket_view saves Ψ elements and a
-    copy. With find_unused_parameters, what no rank has used keeps its .grad (None, after zero_grad).
-
-    Raises ValueError for an unusable argument, or where ranks hold different parameters or buffers (named, with the
-    rank). RuntimeError: in forward, where the last backward did not reach all parameters (named); in backward, for a
-    second gradient of a parameter before the first is reduced. Source: Li et al. 2020, §3.2, §4.
+    Backward must reach all parameters; with find_unused_parameters, those that have no .grad on any rank keep None.
     """
 
     def __init__(
@@ -155,137 +130,109 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers=True,
         find_unused_parameters=False,
         gradient_as_bucket_view=False,
-        output_device=None,
         **others,
     ):
         super().__init__()
-        theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+        theirs = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         for name, value in others.items():
-            if name not in theirs or value != theirs[name].default:
+            default = name in theirs and value == theirs[name].default
+            if not default and (name, [value]) != ("output_device", device_ids):
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
-        if len(device_ids or []) > 1 or output_device not in (None, *(device_ids or [])):
-            raise ValueError(f"device_ids={device_ids}, output_device={output_device}: a process has one GPU, or None")
         if dist.get_rank(process_group) < 0:  # its world size is -1 here, and dividing by that reverses gradients
             raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members can be replicas")
         verify_same_model(module, process_group)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not parameters:
-            raise RuntimeError("DistributedDataParallel is not needed: no parameter requires a gradient")
         broadcast([*module.parameters(), *module.buffers()], process_group)
-
-        self.module, self.device_ids, self.process_group = module, device_ids, process_group
+        self.module, self.process_group = module, process_group
+        self._device = next(module.parameters()).device if device_ids else None  # inputs are moved there
         self.broadcast_buffers, self.find_unused_parameters = broadcast_buffers, find_unused_parameters
-        self.gradient_as_bucket_view, self._comm_hook = gradient_as_bucket_view, None
+        self.gradient_as_bucket_view, self._hook = gradient_as_bucket_view, None
         self.require_backward_grad_sync = True  # False inside no_sync()
         self.require_forward_param_sync = True  # the latest forward's; buffers do not travel between micro-batches
-        self._reduce = False  # is the backward to come, or the one that runs, synchronised?
-        self._in_backward = False  # is _finish_backward queued?
-        self._used = set()  # parameters with a gradient since the last reduction
-        buckets = assign_buckets(parameters, (bucket_cap_mb or 25) * 2**20)
+        self._backward = "local"  # or "expected", a synchronised one; or "running", and _finish_backward is queued
+        buckets = assign_buckets([p for p in module.parameters() if p.requires_grad], (bucket_cap_mb or 25) * 2**20)
         self._buckets = [Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)]
-        self._waiting = list(self._buckets)  # to be sent, in this order
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
+        self._waiting, self._filled = list(self._buckets), set()  # buckets to send, in this order; parameters in theirs
         hook = weakref.WeakMethod(self._on_gradient)  # a strong one would keep a discarded wrapper, and its buckets
-        for bucket in self._buckets:
-            for parameter in bucket.views:
-                parameter.register_post_accumulate_grad_hook(lambda p, bucket=bucket: hook() and hook()(bucket, p))
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: hook() and hook()(parameter))
 
     def forward(self, *inputs, **kwargs):
-        if self.device_ids:
-            device = next(self.module.parameters()).device
-            inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs))
+        if self._device:
+            inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), (inputs, kwargs))
         if not torch.is_grad_enabled():  # nothing is sent: one rank may evaluate alone
             return self.module(*inputs, **kwargs)
-        self._check_finished()
+        if self._filled:
+            missing = [name for name, p in self.module.named_parameters() if p in self._bucket_of.keys() - self._filled]
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration: backward raised, or did not reach "
+                f"{', '.join(missing)} on rank {dist.get_rank(self.process_group)}; try find_unused_parameters=True"
+            )
         if self.broadcast_buffers and self.training and self.require_forward_param_sync:
             broadcast(list(self.module.buffers()), self.process_group)
-        self._reduce = self.require_forward_param_sync = self.require_backward_grad_sync
+        self.require_forward_param_sync = synchronised = self.require_backward_grad_sync
+        self._backward = "expected" if synchronised else "local"
         output = self.module(*inputs, **kwargs)
-        for tensor in tree_leaves(output) if self._reduce else ():  # backward begins here, and may reach no parameter
+        for tensor in tree_leaves(output) if synchronised else ():  # backward begins here, and may reach no parameter
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self._start_backward)
         return output
 
     def _start_backward(self, _=None):
-        self._reduce = True  # again: after two forwards, the backward of the first has reset it
-        if not self._in_backward:
-            self._in_backward = True
+        if self._backward != "running":
+            self._backward = "running"
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    @torch.no_grad()
-    def _on_gradient(self, bucket, parameter):
-        """Autograd has added to parameter.grad."""
-        self._used.add(parameter)
-        if not self._reduce:
+    def _on_gradient(self, parameter):
+        """Autograd has added to parameter.grad: copy it into its bucket, and send what is full."""
+        if self._backward == "local":
             return  # no_sync: it stays in .grad, where the next synchronised backward adds to it
         self._start_backward()
-        if parameter not in bucket.missing:
-            what = f"a parameter of shape {tuple(parameter.shape)} got a second gradient before it was reduced"
-            raise RuntimeError(f"Expected to mark a variable ready only once: {what}; add up losses for one backward")
-        self._fill(bucket, parameter)
+        if parameter in self._filled:
+            raise RuntimeError(f"Expected to mark a variable, {parameter.shape}, ready only once: add losses up first")
+        bucket = self._bucket_of[parameter]
+        if parameter.grad is None:  # called by _finish_backward: unused here, but the other ranks wait for it
+            parameter.grad = torch.zeros_like(parameter)
+        # Divide before the sum: N fp16 gradients overflow at 65504. A communication hook divides for itself.
+        divisor = 1 if self._hook else dist.get_world_size(self.process_group)
+        torch.mul(parameter.grad, 1 / divisor, out=bucket.views[parameter])
         if self.gradient_as_bucket_view:
             parameter.grad = bucket.views[parameter]  # now: it frees autograd's own tensor, for those still to come
+        self._filled.add(parameter)
+        bucket.missing -= 1
         # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
         while self._waiting and not self._waiting[0].missing:
             self._send(self._waiting.pop(0))
 
-    def _fill(self, bucket, parameter):
-        if parameter.grad is None:
-            bucket.views[parameter].zero_()
-        else:  # Divide before the sum: N fp16 gradients overflow at 65504. A communication hook divides for itself.
-            divisor = 1 if self._comm_hook else dist.get_world_size(self.process_group)
-            torch.mul(parameter.grad, 1 / divisor, out=bucket.views[parameter])
-        bucket.missing.remove(parameter)
-
     def _send(self, bucket):
-        if self._comm_hook is None:
-            bucket.work = dist.all_reduce(bucket.buffer(), group=self.process_group, async_op=True)
+        if self._hook is None:
+            bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
         else:
             if bucket.index() > 0:  # the hook before may still issue collectives, at times that differ between ranks
-                self._buckets[bucket.index() - 1].wait()
-            state, hook = self._comm_hook
-            bucket.work = hook(state, bucket)
+                self._buckets[bucket.index() - 1].work.wait()
+            bucket.set_buffer(bucket.flat)
+            bucket.work = self._hook(bucket).then(lambda mean: bucket.flat.copy_(mean.value().view_as(bucket.flat)))
 
-    @torch.no_grad()
     def _finish_backward(self):
         """Wait for all buckets and hand out the means."""
-        self._in_backward = False
-        while self._waiting and self.find_unused_parameters:
-            bucket = self._waiting.pop(0)
-            for parameter in list(bucket.missing):  # takes part with zeros, or with what no_sync left in .grad
-                self._fill(bucket, parameter)
-            self._send(bucket)
+        if self.find_unused_parameters:
+            used = self._buckets[0].flat.new_tensor([p.grad is not None for p in self._bucket_of])
+            for parameter in self._bucket_of.keys() - self._filled:
+                self._on_gradient(parameter)
+        self._backward = "local"
         if self._waiting:
-            return  # _check_finished raises in the next forward
+            return  # the next forward raises
         for bucket in self._buckets:
-            bucket.wait()
-        unused = self._unused_by_all_ranks() if self.find_unused_parameters else ()
-        for bucket in self._buckets:
+            bucket.work.wait()
             for parameter, view in bucket.views.items():
-                if parameter in unused:
-                    continue  # its .grad stays what it was
-                if self.gradient_as_bucket_view or parameter.grad is None:  # None: only other ranks have used it
-                    parameter.grad = view if self.gradient_as_bucket_view else view.clone()
-                else:
-                    parameter.grad.copy_(view)
-            bucket.clear()
-        self._waiting, self._used, self._reduce = list(self._buckets), set(), False
-
-    def _unused_by_all_ranks(self):
-        parameters = [parameter for bucket in self._buckets for parameter in bucket.views]
-        used = torch.tensor([p in self._used for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        dist.all_reduce(used, group=self.process_group)
-        return {parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if count == 0}
-
-    def _check_finished(self):
-        self._in_backward = False  # the last one may have raised
-        missing = set().union(*(bucket.missing for bucket in self._buckets))
-        if len(missing) < sum(len(bucket.views) for bucket in self._buckets):  # a reduction began, and did not end
-            names = ", ".join(name for name, parameter in self.module.named_parameters() if parameter in missing)
-            raise RuntimeError(
-                "Expected to have finished reduction in the prior iteration before starting a new one. Parameters that "
-                f"did not receive grad for rank {dist.get_rank(self.process_group)}: {names}. Unless backward raised, "
-                "pass find_unused_parameters=True, or use all outputs of forward in the loss"
-            )
+                parameter.grad.copy_(view)  # does nothing where .grad is that view
+            bucket.missing = len(bucket.views)
+        self._waiting, self._filled = list(self._buckets), set()
+        if self.find_unused_parameters:
+            dist.all_reduce(used, group=self.process_group)
+            for parameter, ranks in zip(self._bucket_of, used.tolist(), strict=True):
+                if ranks == 0:
+                    parameter.grad = None
 
     @contextmanager
     def no_sync(self):
@@ -298,11 +245,7 @@ class DistributedDataParallel(nn.Module):
 
     def register_comm_hook(self, state, hook):
         """Reduce each bucket by `hook(state, bucket)`, -> a future of the mean of its undivided gradients."""
-        if not callable(hook):
-            raise TypeError(f"Communication hook must be callable, not {type(hook).__name__}")
-        if self._comm_hook:
-            raise RuntimeError("register_comm_hook can only be called once")
-        self._comm_hook = (state, hook)
+        self._hook = lambda bucket: hook(state, bucket)
 
 
 DDP = DistributedDataParallel
@@ -314,8 +257,7 @@ DDP = DistributedDataParallel
 
 def main():
     demo = Demo()
-    plain = demo.start("ddp", bitwise=demo.ranks <= 2)
-    model = DistributedDataParallel(plain, bucket_cap_mb=2, gradient_as_bucket_view=True)
+    model = DDP(demo.start("ddp", bitwise=demo.ranks <= 2), bucket_cap_mb=2, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
@@ -328,35 +270,28 @@ def main():
     demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
     psi, N = held_bytes(demo.model.parameters()), demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", 2 * psi * (N - 1) / N)
-
     show_overlap(demo, model)
     return status
 
 
 def show_overlap(demo, model, width=80):
     """When each bucket was full and left, and when its mean was there, measured in one more backward (on a CPU)."""
-    times, futures, send = {}, [], model._send  # bucket: when it left, when it arrived, in seconds
+    sent, send = [], model._send
 
     def timed_send(bucket):
-        times[bucket] = [time.perf_counter()]
+        left = time.perf_counter()
         send(bucket)
-        future = bucket.work.get_future()
-        futures.append(future.then(lambda _: times[bucket].append(time.perf_counter())))
+        sent.append((bucket, left, bucket.work.get_future().then(lambda _: time.perf_counter())))
 
     model._send = timed_send
-    inputs, targets = map(demo.part, demo.batch(0))
-    loss = language_loss(model(inputs), targets)
+    loss = model(demo.part(demo.batch(0)[0])).mean()
     begin = start = time.perf_counter()
     loss.backward()
-    scale = width / (time.perf_counter() - start)
-    torch.futures.wait_all(futures)
-    demo.show(
-        f"overlap     a backward of {1e3 * width / scale:.0f} ms: = a bucket fills and leaves, ~ its mean comes back"
-    )
-    for bucket, (left, arrived) in times.items():
-        first, second, third = (round(scale * (at - start)) for at in (begin, left, arrived))
-        line = " " * first + "=" * (second - first) + "~" * (third - second)
-        demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {line}")
+    took = time.perf_counter() - start
+    demo.show(f"overlap     a backward of {1e3 * took:.0f} ms: = a bucket fills and leaves, ~ its mean comes back")
+    for bucket, left, arrived in sent:
+        a, b, c = (round(width * (at - start) / took) for at in (begin, left, arrived.wait()))
+        demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {' ' * a}{'=' * (b - a)}{'~' * (c - b)}")
         begin = left
 
 
