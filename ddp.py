@@ -226,7 +226,7 @@ class DistributedDataParallel(nn.Module):
             bucket.work.wait()
             for parameter, view in bucket.views.items():
                 parameter.grad.copy_(view)  # does nothing where .grad is that view
-            bucket.missing = len(bucket.views)
+            bucket.missing, bucket.work = len(bucket.views), None  # who keeps it keeps gloo's threads
         self._waiting, self._filled = list(self._buckets), set()
         if self.find_unused_parameters:
             dist.all_reduce(used, group=self.process_group)

@@ -21,7 +21,9 @@ LINES = [
 
 # `python FILE …`, and what the process is left with at its end.
 WATCHED = """
-import atexit, pathlib, runpy, sys
+import atexit, gc, pathlib, runpy, sys
+
+gc.disable()  # what holds a group in a cycle is to be seen each time, not now and then
 
 @atexit.register
 def look():
