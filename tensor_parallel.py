@@ -7,19 +7,17 @@ features, or of the heads, from all of X; the second is cut by its inputs, so it
     X ── f ───┤                                       ├─── g ── Z       Z = Y₀ B₀ + Y₁ B₁
               └── X A₁ → GELU, or attention → Y₁ B₁ ──┘                 rank 1
 
-    f   copy_to_region               forward nothing           backward all-reduce: X has a gradient from each rank
-    g   reduce_from_region           forward all-reduce        backward nothing
-
 Between the pairs all ranks do the same with the same X. Sequence parallelism splits that too: norms, dropout and
 residuals see 1/t of the sequence, and each all-reduce becomes its two halves:
-
-    f   gather_from_sequence         forward all-gather        backward reduce-scatter
-    g   reduce_scatter_to_sequence   forward reduce-scatter    backward all-gather
+                                       forward          backward
+    f   copy_to_region                 nothing          all-reduce: X has a gradient from each rank
+    g   reduce_from_region             all-reduce       nothing
+    f   gather_from_sequence           all-gather       reduce-scatter
+    g   reduce_scatter_to_sequence     reduce-scatter   all-gather
 
 Cost per rank for t ranks, batch b, sequence s, hidden h, heads a, vocabulary V: 1/t of parameters, gradients and
 optimizer state, and all of norms and row biases. Per layer and micro-batch: elements sent, times (t-1)/t; and bytes of
 16-bit activations (Korthikanti et al., §4; 2sbh are masks of dropout, 5as/h scores, which we compute again):
-
                             sent                activations
     one device              0                   sbh (34 + 5as/h)
     tensor parallel         8bsh                sbh (10 + 24/t + 5as/(ht))
@@ -27,11 +25,9 @@ optimizer state, and all of norms and row biases. Per layer and micro-batch: ele
     embedding, head, loss   4bsh + 6bs          4bs V/t of the loss         of norms and biases; here 2bsh + 4h more
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]          (python …: a world of one)
-Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, §3; Korthikanti et al. 2022, 2205.05198; Narayanan et al.
-          2021, 2104.04473, §3.2
+Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: masks other than causal; key and value heads copied over ranks; padding_idx and max_norm of embeddings; norms
-          other than LayerNorm on a part of the sequence; a check that seeds agree
+Left out: masks but causal; key and value heads copied over ranks; padding_idx, max_norm; norms but LayerNorm
 """
 
 import argparse
@@ -47,20 +43,16 @@ from datetime import timedelta
 from fnmatch import filter as names_like
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# torch 2.13 renames both, and warns about the old names
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. The idea: communication in pairs, each the gradient of the other. Each function up to Communicate begins to move
@@ -75,8 +67,8 @@ def rank_and_size(process_group):
 
 def check_divides(what, size, t):
     if size % t:
-        *fit, last = [str(n) for n in range(1, size + 1) if size % n == 0]
-        fit = f"{', '.join(fit)} or {last}" if fit else last
+        fit = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        fit = " or ".join(fit.rsplit(", ", 1))
         raise ValueError(f"{size} {what} do not divide by {t} tensor-parallel ranks; use a world size of {fit}")
 
 
@@ -86,7 +78,7 @@ def keep(x, process_group):
 
 def own_part(x, process_group):
     rank, t = rank_and_size(process_group)
-    check_divides("positions or features", x.shape[0], t)
+    check_divides("positions or features", len(x), t)
     return x.chunk(t)[rank].clone
 
 
@@ -105,17 +97,12 @@ def begin_all_gather(x, process_group):
     return partial(finish, all_gather_single(whole, x.contiguous(), group=process_group, async_op=True), [whole])
 
 
-def begin_reduce_scatter(x, process_group):
+def begin_reduce_scatter(x, process_group):  # an exchange and a sum: gloo's own is an all-reduce inside, and slower
     t = rank_and_size(process_group)[1]
-    check_divides("positions or features", x.shape[0], t)
-    parts = x.contiguous().unflatten(0, (t, -1))
-    if dist.get_backend(process_group) == "gloo":  # its reduce-scatter is an all-reduce inside, and twice as slow
-        received = torch.empty_like(parts)
-        work = dist.all_to_all_single(received, parts, group=process_group, async_op=True)
-    else:
-        received = [torch.empty_like(parts[0])]
-        work = reduce_scatter_single(received[0], parts.flatten(0, 1), group=process_group, async_op=True)
-    return partial(finish, work, received)
+    check_divides("positions or features", len(x), t)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    work = dist.all_to_all_single(received, x.contiguous(), group=process_group, async_op=True)
+    return partial(finish, work, received.chunk(t))
 
 
 class Communicate(torch.autograd.Function):
@@ -132,25 +119,19 @@ class Communicate(torch.autograd.Function):
         return Communicate.apply(gradient, *ctx.conjugate), None, None, None
 
 
-def conjugates(there, back, dim=0):
-    def operator(x, process_group=None):
-        if rank_and_size(process_group)[1] == 1:
-            return x
-        return Communicate.apply(x.movedim(dim, 0), there, back, process_group).movedim(0, dim)
-
-    return operator
+def communicate(there, back, x, process_group=None, dim=0):
+    if rank_and_size(process_group)[1] == 1:
+        return x
+    return Communicate.apply(x.movedim(dim, 0), there, back, process_group).movedim(0, dim)
 
 
-# f, from where all compute the same to where each has a slice; g, and back, to the sum of what the ranks have
-copy_to_region = conjugates(keep, begin_all_reduce)
-reduce_from_region = conjugates(begin_all_reduce, keep)
-# f and g where x between the pairs is split along dimension 0, the sequence
-gather_from_sequence = conjugates(begin_all_gather, begin_reduce_scatter)
-reduce_scatter_to_sequence = conjugates(begin_reduce_scatter, begin_all_gather)
-# between what all have alike, gradients too, and what is split, along the sequence or by features
-scatter_to_sequence = conjugates(own_part, begin_all_gather)
-scatter_to_region = conjugates(own_part, begin_all_gather, dim=-1)
-gather_from_region = conjugates(begin_all_gather, own_part, dim=-1)
+copy_to_region = partial(communicate, keep, begin_all_reduce)
+reduce_from_region = partial(communicate, begin_all_reduce, keep)
+gather_from_sequence = partial(communicate, begin_all_gather, begin_reduce_scatter)
+reduce_scatter_to_sequence = partial(communicate, begin_reduce_scatter, begin_all_gather)
+scatter_to_sequence = partial(communicate, own_part, begin_all_gather)  # of what all have alike, gradients too
+scatter_to_region = partial(communicate, own_part, begin_all_gather, dim=-1)
+gather_from_region = partial(communicate, begin_all_gather, own_part, dim=-1)
 
 
 def parallel_mlp(x, A, B, process_group=None):
@@ -159,49 +140,46 @@ def parallel_mlp(x, A, B, process_group=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. The pair of layers. `**split` is process_group=None, sequence_parallel=False; `**linear` that and bias=True.
-
-
-class Shard(NamedTuple):
-    """How a parameter is split along `dim`: it is a stack of `sizes` (of q, k and v, say); a rank has 1/t of each."""
-
-    dim: int
-    sizes: tuple
-    padded: bool = False  # of a vocabulary: with zeros at the end, so that it divides
-
-    def cut(self, whole, rank, t):
-        for size in () if self.padded else self.sizes:
-            check_divides(("output", "input")[self.dim] + " features", size, t)
-        pad = -sum(self.sizes) % t
-        padded = torch.cat((whole, whole.new_zeros(pad, *whole.shape[1:]))) if pad else whole
-        parts = padded.split((*self.sizes[:-1], self.sizes[-1] + pad), self.dim)
-        return torch.cat([part.chunk(t, self.dim)[rank] for part in parts], self.dim)
-
-    def join(self, shards):
-        ranks = [shard.split([-(-size // len(shards)) for size in self.sizes], self.dim) for shard in shards]
-        whole = torch.cat([part for parts in zip(*ranks, strict=True) for part in parts], self.dim)
-        return whole.narrow(self.dim, 0, sum(self.sizes))
+# 2. The layers. `**split` is process_group=None, sequence_parallel=False; `**linear` that and bias=True.
 
 
 class ParallelLayer(nn.Module):
-    """A plain layer's attributes, and this rank's slices of its parameters, under their names there. `shards` say how
-    these are split; a parameter that has none is the same on all ranks."""
+    """A plain layer's attributes, and this rank's slices of its parameters, under their names: along `dims`; what has
+    none is the same on all ranks. A `stack` has parts of these relative sizes, (1, 1, 1) for q, k and v, and a rank
+    1/t of each; `pad` adds rows of zeros, so that t divides them."""
 
-    def __init__(self, plain, process_group=None, sequence_parallel=False, **shards):
+    def __init__(self, plain, process_group=None, sequence_parallel=False, stack=(1,), pad=False, **dims):
         super().__init__()
         self.__dict__ |= {name: value for name, value in vars(plain).items() if not name.startswith("_")}
         self.rank, self.t = rank_and_size(process_group)
-        self.process_group, self.sequence_parallel, self.shards = process_group, sequence_parallel, shards
-        for name, whole in plain._parameters.items():
-            self.register_parameter(name, None)
-            if whole is not None:
-                mine = shards[name].cut(whole, self.rank, self.t) if name in shards else whole.clone()
-                self.register_parameter(name, nn.Parameter(mine.detach(), whole.requires_grad))
+        self.process_group, self.sequence_parallel = process_group, sequence_parallel
+        self.dims, self.stack, self.padding = dims, stack, -len(plain.weight) % self.t if pad else 0
+        self._parameters |= plain._parameters
+        for name, whole in plain.named_parameters():
+            mine = self.cut(name, whole) if name in dims else whole.clone()
+            self.register_parameter(name, nn.Parameter(mine.detach(), whole.requires_grad))
 
     @classmethod
-    def from_full(cls, plain, **keywords):
-        """This rank's slices of a plain layer, which is left alone; the keywords are the constructor's."""
+    def from_full(cls, plain, **keywords):  # leaves the plain layer alone; the keywords are the constructor's
         return cls(None, None, plain=plain, **keywords)
+
+    def cut(self, name, whole):  # -> this rank's slice of a parameter
+        dim, zeros = self.dims[name], whole.new_zeros(self.padding, *whole.shape[1:])
+        whole = torch.cat((whole, zeros)) if self.padding else whole
+        parts = whole.split([whole.shape[dim] * n // sum(self.stack) for n in self.stack], dim)
+        for part in parts:
+            check_divides(("output", "input")[dim] + " features", part.shape[dim], self.t)
+        return torch.cat([part.chunk(self.t, dim)[self.rank] for part in parts], dim)
+
+    def join(self, name, slices):  # (t, …), of all ranks -> the whole parameter
+        dim = self.dims[name]
+        parts = slices.split([slices.shape[dim + 1] * n // sum(self.stack) for n in self.stack], dim + 1)
+        whole = torch.cat([part.movedim(0, dim).flatten(dim, dim + 1) for part in parts], dim)
+        return whole.narrow(dim, 0, whole.shape[dim] - self.padding)
+
+    def shared(self, name):  # a parameter that all ranks have; used on parts of the sequence, its gradient is their sum
+        whole = self._parameters[name]
+        return copy_to_region(whole, self.process_group) if self.sequence_parallel and whole is not None else whole
 
 
 class ColumnLinear(torch.autograd.Function):
@@ -216,7 +194,7 @@ class ColumnLinear(torch.autograd.Function):
         return F.linear(there(x, process_group)(), weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         (x, weight), (there, back, process_group) = ctx.saved_tensors, ctx.f
         whole = there(x, process_group)
@@ -230,23 +208,18 @@ class ColumnLinear(torch.autograd.Function):
 class ColumnParallelLinear(ParallelLayer):
     """nn.Linear with its outputs split: the same (…, in) on all ranks, or with `sequence_parallel` this rank's part of
     dimension 0, to this rank's (…, out/t), or with `gather_output` to all. All ranks need the same random state: each
-    draws the whole and keeps a slice. `stack` has relative sizes of parts of the outputs, (1, 1, 1) for q, k and v: a
-    rank has 1/t of each. `pad`: to a multiple of t, as VocabParallelEmbedding; logits of padding are -inf."""
+    draws the whole and keeps a slice. Outputs that are padding are -inf, as logits of no token."""
 
-    def __init__(
-        self, in_features, out_features, bias=True, *, gather_output=False, stack=(1,), pad=False, plain=None, **split
-    ):
-        plain = plain or nn.Linear(in_features, out_features, bias)
-        shard = Shard(0, tuple(plain.out_features * n // sum(stack) for n in stack), padded=pad)
-        super().__init__(plain, **split, weight=shard, bias=shard)
-        rows, self.gather_output = len(self.weight), gather_output
-        self.padding = min(rows, max(0, (self.rank + 1) * rows - self.out_features))  # of this rank's outputs
+    def __init__(self, in_features, out_features, bias=True, *, gather_output=False, plain=None, **split):
+        super().__init__(plain or nn.Linear(in_features, out_features, bias), **split, weight=0, bias=0)
+        self.gather_output = gather_output
 
     def forward(self, x):
         f = (begin_all_gather, begin_reduce_scatter) if self.sequence_parallel else (keep, begin_all_reduce)
         y = ColumnLinear.apply(x, self.weight, self.bias, *(f if self.t > 1 else (keep, keep)), self.process_group)
-        if self.padding:
-            y = F.pad(y[..., : -self.padding], (0, self.padding), value=-math.inf)
+        rows = len(self.weight)
+        if (padding := min(rows, (self.rank + 1) * rows - self.out_features)) > 0:
+            y = F.pad(y[..., :-padding], (0, padding), value=-math.inf)
         return gather_from_region(y, self.process_group)[..., : self.out_features] if self.gather_output else y
 
 
@@ -255,48 +228,35 @@ class RowParallelLinear(ParallelLayer):
     (…, out) on all ranks, or with `sequence_parallel` this rank's part. The bias is added once, after the sum."""
 
     def __init__(self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **split):
-        plain = plain or nn.Linear(in_features, out_features, bias)
-        super().__init__(plain, **split, weight=Shard(1, (plain.in_features,)))
+        super().__init__(plain or nn.Linear(in_features, out_features, bias), **split, weight=1)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x):
         x = x if self.input_is_parallel else scatter_to_region(x, self.process_group)
         reduce = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
-        y, bias = reduce(F.linear(x, self.weight), self.process_group), self.bias
-        if self.sequence_parallel and bias is not None:
-            bias = copy_to_region(bias, self.process_group)  # its gradient: the sum of all positions'
-        return y if bias is None else y + bias.to(y.dtype)  # under autocast they differ
+        y = reduce(F.linear(x, self.weight), self.process_group)
+        return y if self.bias is None else y + self.shared("bias").to(y.dtype)  # under autocast they differ
 
 
-class SequenceParallelLayerNorm(ParallelLayer):
-    """The nn.LayerNorm `plain`, of a part of the sequence. Its parameters' gradients are summed over the ranks."""
-
+class ParallelLayerNorm(ParallelLayer):  # the nn.LayerNorm `plain`, with `sequence_parallel` of a part of the sequence
     def forward(self, x):
-        weight, bias = (p if p is None else copy_to_region(p, self.process_group) for p in (self.weight, self.bias))
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        return F.layer_norm(x, self.normalized_shape, self.shared("weight"), self.shared("bias"), self.eps)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. The vocabulary: embedding and loss of what no rank holds whole.
-
-
-def locate(integers, V, rows, rank):
-    """Which of this rank's rows the integers are, 0 for those elsewhere; and which are. Outside of V: no row at all, so
-    that looking it up is PyTorch's own IndexError, on all ranks."""
+def locate(integers, V, rows, rank):  # -> which of this rank's rows, 0 if elsewhere; whether it is. IndexError beyond V
     row = integers - rank * rows
     elsewhere = (row < 0) | (row >= rows)
     return row.masked_fill(elsewhere, 0).masked_fill((integers < 0) | (integers >= V), rows), elsewhere
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its rows split over the ranks, and padded to a multiple of t: the same integers (…) to the same
-    (…, embedding_dim). IndexError for an integer outside of the vocabulary."""
+    """nn.Embedding with its rows split over the ranks, and padded to a multiple of t. All see the same integers."""
 
     def __init__(self, num_embeddings, embedding_dim, *, plain=None, **split):
         plain = plain or nn.Embedding(num_embeddings, embedding_dim)
         if plain.padding_idx is not None or plain.max_norm is not None:
             raise ValueError(f"{plain}: it must have no padding_idx, and no max_norm")
-        super().__init__(plain, **split, weight=Shard(0, (plain.num_embeddings,), padded=True))
+        super().__init__(plain, **split, pad=True, weight=0)
 
     def forward(self, tokens):
         row, elsewhere = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
@@ -306,11 +266,8 @@ class VocabParallelEmbedding(ParallelLayer):
 
 def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignore_index=-100, label_smoothing=0.0):
     """F.cross_entropy(logits, target, reduction="none") where logits, (…, V), are split over the ranks: the loss (…).
-
     `logits_shard` is (…, V/t), -inf where there is no such entry; `target` is (…), the same on all ranks. It is
-    log Σ exp x - x_target, of x less its maximum, in float32 or more: three all-reduces of a number per token, and one
-    of two for label smoothing. IndexError for a target outside of the vocabulary. Shoeybi et al. 2019, §3.
-    """
+    log Σ exp x - x_target, of x less its maximum, in float32 or more: a few numbers per token to send, never logits."""
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}: one target per token")
     (rank, t), rows, ignored = rank_and_size(process_group), logits_shard.shape[-1], target == ignore_index
@@ -332,7 +289,7 @@ def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
+# 3. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
 
 
 def model_parallel_seed(seed, process_group=None):
@@ -345,19 +302,15 @@ def parallel_region(process_group=None):
     """Random numbers in here differ by rank, and afterwards agree again. The seed is drawn from the default generator:
     who restores that, as torch.utils.checkpoint does, gets the same dropout. (Megatron-LM keeps a second one.)"""
     rank, t = rank_and_size(process_group)
-    if t == 1:
-        yield
-        return
-    seed = torch.randint(2**48, (), device="cpu").item() + rank
+    seed = torch.randint(2**48, (), device="cpu").item() + rank if t > 1 else None
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(gpus):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(gpus, enabled=t > 1):
+        if t > 1:
+            torch.manual_seed(seed)
         yield
 
 
-class ParallelDropout(ParallelLayer):
-    """The nn.Dropout `plain`, between a column and a row layer, or of a part of the sequence."""
-
+class ParallelDropout(ParallelLayer):  # the nn.Dropout `plain`, between a pair, or of a part of the sequence
     def forward(self, x):
         with parallel_region(self.process_group) if self.training and self.p else nullcontext():
             return F.dropout(x, self.p, self.training)
@@ -378,15 +331,14 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelSelfAttention(nn.Module):
-    """Attention of x with itself, its heads split over the ranks; `dropout` is of its probabilities. With fewer
-    `num_kv_heads`, several heads share keys and values (grouped queries, Ainslie et al. 2023). t must divide both."""
+    """Causal attention, its heads split over the ranks. With fewer `num_kv_heads` several share one (2305.13245)."""
 
-    def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, causal=True, **linear):
+    def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, **linear):
         super().__init__()
         kv_heads, t = num_kv_heads or num_heads, rank_and_size(linear.get("process_group"))[1]
         check_divides("attention heads", num_heads, t)
         check_divides("key and value heads", kv_heads, t)
-        self.head_dim, self.dropout, self.causal = hidden_size // num_heads, dropout, causal
+        self.head_dim, self.dropout = hidden_size // num_heads, dropout
         self.heads, stack = (num_heads // t, kv_heads // t, kv_heads // t), (num_heads, kv_heads, kv_heads)
         self.qkv = ColumnParallelLinear(hidden_size, sum(stack) * self.head_dim, stack=stack, **linear)
         self.proj = RowParallelLinear(hidden_size, hidden_size, **linear)
@@ -396,7 +348,7 @@ class ParallelSelfAttention(nn.Module):
         q, k, v = heads.split(self.heads, 1)
         p = self.dropout if self.training else 0.0
         with parallel_region(self.qkv.process_group) if p else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, None, p, self.causal, enable_gqa=k.shape != q.shape)
+            y = F.scaled_dot_product_attention(q, k, v, None, p, is_causal=True, enable_gqa=k.shape != q.shape)
         return self.proj(y.movedim(2, 0).flatten(2))
 
 
@@ -407,11 +359,9 @@ class ParallelTransformerLayer(nn.Module):
         self, hidden_size, num_heads, ffn_hidden_size=None, num_kv_heads=None, activation="gelu", dropout=0.0, **linear
     ):
         super().__init__()
-        self.norm1, self.norm2 = (nn.LayerNorm(hidden_size, bias=linear.get("bias", True)) for _ in range(2))
-        self.dropout, group = nn.Dropout(dropout), linear.get("process_group")
-        if linear.get("sequence_parallel"):
-            self.norm1, self.norm2 = (SequenceParallelLayerNorm(norm, group) for norm in (self.norm1, self.norm2))
-            self.dropout = ParallelDropout(self.dropout, group)
+        group, sp = linear.get("process_group"), linear.get("sequence_parallel", False)
+        self.norm1, self.norm2 = (ParallelLayerNorm(nn.LayerNorm(hidden_size), group, sp) for _ in range(2))
+        self.dropout = ParallelDropout(nn.Dropout(dropout), group) if sp else nn.Dropout(dropout)
         self.self_attn = ParallelSelfAttention(hidden_size, num_heads, num_kv_heads, dropout, **linear)
         self.mlp = ParallelMLP(hidden_size, ffn_hidden_size or 4 * hidden_size, activation, **linear)
 
@@ -421,7 +371,7 @@ class ParallelTransformerLayer(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. The whole model: from a plain one, its norm, its state.
+# 4. The whole model: from a plain one, its norm, its state.
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
@@ -430,37 +380,29 @@ KINDS = {
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
-    ("norm", nn.LayerNorm): SequenceParallelLayerNorm,
+    ("norm", nn.LayerNorm): ParallelLayerNorm,
     ("dropout", nn.Dropout): ParallelDropout,
 }
 
 
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
-    """Swap layers of a plain `module`, in place, for this rank's slices of them; -> module. Tied weights stay tied.
-
-    `plan` is {name or pattern, as "layers.*.linear1": kind}: "column" and "row"; "qkv" and "swiglu", columns that are a
-    stack of three, or two; "vocab", an embedding or a head; "dropout" between a pair. With `sequence_parallel` layers
-    take and return parts of dimension 0, also "dropout", and "norm", which does nothing otherwise. ValueError, with the
-    layer's name, when one does not fit, and when the ranks' models differ.
-    """
+    """Swap layers in `module` for this rank's slices of them; -> module. Tied weights stay tied. `plan` is {name or
+    pattern, as "layers.*.linear1": kind}: "column", "row"; "qkv" and "swiglu", columns in a stack of three or two;
+    "vocab", an embedding or a head; "dropout" between a pair. With `sequence_parallel` layers take and return parts of
+    dimension 0, also "dropout" and "norm". ValueError, with its name, for one that does not fit."""
     layers = dict(module.named_modules(remove_duplicate=False))
-    swaps, split = {}, {"process_group": process_group, "sequence_parallel": sequence_parallel}
+    swaps, slices, split = {}, {}, {"process_group": process_group, "sequence_parallel": sequence_parallel}
     for pattern, kind in plan.items():
         for name in names_like(layers, pattern) or [pattern]:
             layer = layers.get(name)
-            if (kind, type(layer)) not in KINDS or layer is module:
-                kinds = ", ".join(f"{kind} for {plain.__name__}" for kind, plain in KINDS)
-                raise ValueError(f"{name!r} of {list(layers)} is {type(layer).__name__}, not {kind!r}: {kinds}")
             try:
-                if kind != "norm" or sequence_parallel:  # otherwise all ranks compute the same
-                    swaps[layer] = KINDS[kind, type(layer)](layer, **split)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-    slices = {}  # whole parameter -> this rank's slice, of which layers that share it have one
+                swaps[layer] = KINDS[kind, type(layer)](layer, **split)
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{name!r} is {layer}, and cannot be {kind!r}: {error}") from None
     for path, old in layers.items():
         new = swaps.get(old, old)
         for name, whole in old.named_parameters(recurse=False):
-            mine = slices.setdefault(whole, new._parameters[name])
+            mine = slices.setdefault(whole, new._parameters[name])  # layers that share it share the slice
             if mine.shape != new._parameters[name].shape:
                 raise ValueError(f"{path}.{name} is tied to a parameter that the plan splits in another way")
             new.register_parameter(name, mine)
@@ -471,48 +413,43 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
         raise ValueError(f"the ranks' models differ: {', '.join(sorted(differ))}")
     for parent in list(module.modules()):
         parent._modules |= {name: swaps[child] for name, child in parent._modules.items() if child in swaps}
-    return module
+    return swaps.get(module, module)
 
 
 def split_parameters(module):
-    """(name, the layer that holds it, Shard) of each parameter of `module` that is split."""
+    """(name, the layer that holds it, its name there) of each parameter of `module` that is split."""
     for path, layer in module.named_modules(remove_duplicate=False):
-        for name, shard in getattr(layer, "shards", {}).items():
+        for name in getattr(layer, "dims", {}):
             if layer._parameters[name] is not None:
-                yield f"{path}.{name}".strip("."), layer, shard
+                yield f"{path}.{name}".strip("."), layer, name
 
 
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None):
     """torch.nn.utils.clip_grad_norm_ of the whole model; -> its norm, identical on all ranks. All must call it."""
-    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     split, rank = {module.get_parameter(name) for name, *_ in split_parameters(module)}, rank_and_size(process_group)[0]
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     counted = [p.grad if p in split or rank == 0 else p.grad.new_zeros(()) for p in parameters]  # what all hold: once
     norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in counted]
-    mine = torch.linalg.vector_norm(torch.stack(norms), keepdim=True)
-    total = torch.linalg.vector_norm(begin_all_gather(mine, process_group)())
-    for parameter in parameters:
-        parameter.grad.mul_((max_norm / (total + 1e-6)).clamp(max=1.0).to(parameter.grad))
+    total = torch.linalg.vector_norm(begin_all_gather(torch.stack(norms), process_group)())
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 
 
 @torch.no_grad()
-def full_state_dict(module, tensors=None):
-    """What the plain module's state_dict() would be, or the whole of `tensors`, {name: gradient}, on every rank."""
-    whole = dict(module.state_dict() if tensors is None else tensors)
-    for name, layer, shard in split_parameters(module):
+def full_state_dict(module, gradients=False):
+    """What the plain module's state_dict() would be, or {name: whole gradient}, on every rank."""
+    whole = {name: p.grad for name, p in module.named_parameters()} if gradients else dict(module.state_dict())
+    for name, layer, own in split_parameters(module):
         if whole.get(name) is not None:
-            whole[name] = shard.join(begin_all_gather(whole[name][None], layer.process_group)())
+            whole[name] = layer.join(own, begin_all_gather(whole[name][None], layer.process_group)())
     return whole
 
 
-def load_full_state_dict(module, state_dict, strict=True):
+def load_full_state_dict(module, state_dict):
     """Load this rank's slices of what full_state_dict(), with any number of ranks, or the plain module returned."""
-    state_dict = dict(state_dict)
-    for name, layer, shard in split_parameters(module):
-        if name in state_dict:
-            state_dict[name] = shard.cut(state_dict[name], layer.rank, layer.t)
-    return module.load_state_dict(state_dict, strict)
+    slices = {name: layer.cut(own, state_dict[name]) for name, layer, own in split_parameters(module)}
+    return module.load_state_dict({**state_dict, **slices})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -539,15 +476,12 @@ def main():
         return loss
 
     def whole():
-        parameters = dict(model.named_parameters())
-        gradients = {name: parameter.grad for name, parameter in parameters.items()}
-        return (full_state_dict(model, tensors).values() for tensors in (gradients, parameters))
+        return full_state_dict(model, gradients=True).values(), full_state_dict(model).values()
 
     demo.train(step, whole)
     l, h, bs = 4, 192, demo.batch(0)[0].numel()
-    formula, sent = "((8l+4)bsh + 6bs)(t-1)/t", (8 * l + 4) * bs * h + 6 * bs
-    if sp:
-        formula, sent = "((10l+6)bsh + 6bs + (12l+4)h)(t-1)/t", (10 * l + 6) * bs * h + 6 * bs + (12 * l + 4) * h
+    formula = "((10l+6)bsh + 6bs + (12l+4)h)(t-1)/t" if sp else "((8l+4)bsh + 6bs)(t-1)/t"
+    sent = 6 * bs + ((10 * l + 6) * bs * h + (12 * l + 4) * h if sp else (8 * l + 4) * bs * h)
     return demo.report(held(model.parameters(), optimizer), formula, 8 * sent * (t - 1) / t)  # float64: 8 bytes
 
 
