@@ -468,7 +468,7 @@ def show_timelines(demo, pipeline, width=100):
     predicted = [[(action, times.start[action], times.end[action]) for action in row] for row in pipeline.schedule]
     demo.show("|0F2-- is stage 0's forward of micro-batch 2, as long as it took (where that is short, cut off);")
     demo.show("F forward, B backward, or I and W, backward for input and weights; blank: the rank waits, the bubble")
-    for title, rows in ("predicted, if B is two F", predicted), ("measured", measured):
+    for title, rows in ("predicted, where B is two F", predicted), ("measured", measured):
         total, busy = max(row[-1][2] for row in rows), sum(end - start for _, start, end in itertools.chain(*rows))
         demo.show(f"{title}: bubble {1 - busy / total / len(rows):.0%}")
         for rank, row in enumerate(rows):
