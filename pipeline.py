@@ -16,8 +16,7 @@ for which the rank before waits, and W, those of the weights, for which nobody d
 Cost per rank; Ψ parameters, bsh the elements of a micro-batch's activations:
 
                        parameters   bubble, of all time     alive on rank 0     sent per step
-    one device         Ψ            0                       1 micro-batch       0
-    naive              Ψ/p          1 - 1/p                 1                   bsh per boundary, micro-batch and
+    naive              Ψ/p          1 - 1/p                 1 micro-batch       bsh per boundary, micro-batch and
     gpipe              Ψ/p          (p-1)/(m+p-1)           m                     direction: 2·m·bsh by a rank in the
     1f1b               Ψ/p          (p-1)/(m+p-1)           min(p, m)             middle, half by the first and last
     interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1)          more than in 1f1b   v times as much (m ≥ p)
@@ -27,8 +26,7 @@ Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble     (py
 Papers:   Huang et al. 2019, GPipe, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473, §2.2: 1F1B, interleaved;
           Qi et al. 2023, Zero Bubble, arXiv 2401.10241, §2: I, W and ZB-H1
 Mirrors:  torch.distributed.pipelining, whose CSV files of schedules it reads and writes
-Left out: tied parameters, data parallelism around stages, clipping (parallel_3d.py); the gradient of inputs; layouts
-          on the wire (all arrives contiguous); W for layers that are not linear
+Left out: tied parameters, data parallelism, clipping (parallel_3d.py); gradients of inputs; W for layers not linear
 """
 
 import argparse
@@ -61,66 +59,61 @@ from torch.utils._pytree import tree_leaves
 
 def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_group=None):
     """Forward and backward of a batch; -> its mean loss on the last rank. A stage receives tensors such as `like`."""
-    rank, p = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rank, last = dist.get_rank(process_group), dist.get_world_size(process_group) - 1
     alive = []
-    for i in range(num_microbatches):
-        x = inputs.chunk(num_microbatches)[i] if rank == 0 else torch.empty_like(like)
+    for part, target in zip(inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):
+        x = part if rank == 0 else torch.empty_like(like)
         if rank > 0:
             dist.recv(x, group=process_group, group_src=rank - 1)
             x.requires_grad_()
         y = stage(x)
-        if rank < p - 1:
+        if rank < last:
             dist.send(y.detach(), group=process_group, group_dst=rank + 1)
         else:
-            y = loss_fn(y, targets.chunk(num_microbatches)[i]) / num_microbatches
+            y = loss_fn(y, target) / num_microbatches
         alive.append((x, y))
     for x, y in alive:
-        gradient = torch.empty_like(y)
-        if rank < p - 1:
+        gradient = torch.ones_like(y)
+        if rank < last:
             dist.recv(gradient, group=process_group, group_src=rank + 1)
-        y.backward(gradient if rank < p - 1 else None)
+        y.backward(gradient)
         if rank > 0:
             dist.send(x.grad, group=process_group, group_dst=rank - 1)
-    return sum(y.detach() for _, y in alive) if rank == p - 1 else None
+    return sum(y.detach() for _, y in alive) if rank == last else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. A schedule is data: for each rank a list of actions, stage · F, B, I or W · micro-batch, as in "2F0".
-#    One list is simulated, drawn, tested and executed.
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+Simulation = collections.namedtuple("Simulation", "start end bubble_fraction peak_activations")
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     """For each rank its list of actions, for any number of micro-batches; stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
-        text = f"{p} ranks, {m} micro-batches and {v} stages per rank; names are {', '.join(SCHEDULES)}"
-        raise ValueError(f"no schedule {name!r} with {text}")
+        raise ValueError(f"{name!r} of {p} ranks, {m} micro-batches, {v} stages each; names: {', '.join(SCHEDULES)}")
     # Micro-batches go in rounds: all of a round through the rank's first stage, then all through its next.
     num_rounds = {"naive": m, "gpipe": 1}.get(name, max(1, m // p))
     rounds = [range(m * k // num_rounds, m * (k + 1) // num_rounds) for k in range(num_rounds)]
     # How many forwards a rank is ahead of its backwards: the last rank must take a round through its v - 1 other stages
     # before its first backward. From then on forwards and backwards alternate. While rank r + 1 runs a forward and the
     # backward after it, for which rank r waits, r can run the next forward: so r is one further ahead than r + 1.
-    # Interleaved it is two, as in Megatron-LM and PyTorch: activations and gradients get the time of a forward and a
-    # backward to arrive. (If transfers took no time, one would do: the same bubble, and fewer alive.)
-    hop = 2 if name == "interleaved_1f1b" else 1
+    # Interleaved it is two, as in Megatron-LM and PyTorch, which gives transfers the time of a forward and a backward.
+    hop, kind = 2 if name == "interleaved_1f1b" else 1, "I" if name == "zero_bubble" else "B"
+    block = {"naive": v, "gpipe": v * m}.get(name, 1)  # so many forwards, as many backwards: in these two a whole round
     schedule = []
     for rank in range(p):
-        stages, ahead = range(rank, p * v, p), (v - 1) * max(map(len, rounds)) + hop * (p - 1 - rank)
-        forward = [(s, i) for r in rounds for s in stages for i in r]
-        backward = [(s, i) for r in rounds for s in reversed(stages) for i in r]
-        weights = iter([f"{s}W{i}" for s, i in backward] if name == "zero_bubble" else [])
-        actions, done = [], 0
-        for k, (s, i) in enumerate(backward):
-            due = k + 1 + ahead
-            if name in ("naive", "gpipe"):  # a whole round of forwards, a whole round of backwards
-                due = k - k % (v * len(rounds[0])) + v * len(rounds[0])
-            actions += [f"{s}F{i}" for s, i in forward[done:due]]
-            actions.append(f"{s}{'I' if name == 'zero_bubble' else 'B'}{i}")
-            done = due
+        stages = range(rank, p * v, p)
+        ahead = 0 if name in ("naive", "gpipe") else (v - 1) * max(map(len, rounds)) + hop * (p - 1 - rank)
+        forward = iter([f"{s}F{i}" for r in rounds for s in stages for i in r])
+        backward = [f"{s}{kind}{i}" for r in rounds for s in reversed(stages) for i in r]
+        weights = iter([action.replace("I", "W") for action in backward] if name == "zero_bubble" else [])
+        actions = list(itertools.islice(forward, ahead))
+        for k in range(0, v * m, block):
+            actions += [*itertools.islice(forward, block), *backward[k : k + block]]
             if k >= rank:  # rank r has r micro-batches fewer in flight than rank 0: so many W may wait, at its memory
                 actions += itertools.islice(weights, 1)
         schedule.append([*actions, *weights])
@@ -142,25 +135,19 @@ def check(schedule):
         done[rank, stage, i] += kind
     m = 1 + max((i for *_, i in actions), default=0)
     for stage, i in itertools.product(range(1 + max(rank_of, default=0)), range(m)):
-        rank = rank_of.get(stage)
-        if sorted(kinds := done[rank, stage, i]) not in (["B", "F"], ["F", "I", "W"]):
-            text = f"stage {stage}, micro-batch {i}, rank {rank}: {kinds or 'nothing'} is done"
-            raise ValueError(f"{text}; it must be F and B, or F, I and W")
+        if "".join(sorted(kinds := done[rank_of.get(stage), stage, i])) not in ("BF", "FIW"):
+            raise ValueError(f"of stage {stage}, micro-batch {i} '{kinds}' is done, not F and B, or F, I and W")
     return rank_of, m
 
 
-Simulation = collections.namedtuple("Simulation", "start end bubble_fraction peak_activations")
-
-
 def simulate(schedule, cost=COST):
-    """When each action runs if a rank follows its list and an action waits for what it needs; transfers take no time.
+    """When each action runs if a rank follows its list, an action waits for what it needs, and transfers take no time.
 
-    `cost`: time by kind ("F"), or by stage and kind ("2F"), which goes first.
-    -> start and end, by action; the share of all ranks' time that is idle; for each rank, the most micro-batches, of
-    each stage, that are between F and B or W. ValueError: an action is missing or repeated, or there is a deadlock.
+    -> start and end by action; the share of all ranks' time that is idle; for each rank the most micro-batches, of each
+    stage, that are between F and B or W. ValueError: something is missing or done twice, or the schedule deadlocks.
     """
     schedule, cost, before = flat(schedule), COST | dict(cost), {}
-    rank_of, _ = check(schedule)
+    check(schedule)
     for actions in schedule:
         for previous, action in zip([None, *actions], actions, strict=False):
             stage, kind, i = parse(action)
@@ -170,12 +157,10 @@ def simulate(schedule, cost=COST):
     start, end = {}, {}
     try:
         for action in graphlib.TopologicalSorter(before).static_order():
-            stage, kind, _ = parse(action)
             start[action] = max((end[need] for need in before[action]), default=0)
-            end[action] = start[action] + cost.get(f"{stage}{kind}", cost[kind])
+            end[action] = start[action] + cost[parse(action)[1]]
     except graphlib.CycleError as error:
-        cycle = [f"{action} (rank {rank_of[parse(action)[0]]})" for action in reversed(error.args[1])]
-        raise ValueError(f"the schedule deadlocks: {' waits for '.join(cycle)}") from None
+        raise ValueError(f"the schedule deadlocks: {' waits for '.join(reversed(error.args[1]))}") from None
     busy, total = sum(end.values()) - sum(start.values()), max(end.values()) * len(schedule)
     alive = [itertools.accumulate({"F": 1, "I": 0}.get(parse(a)[1], -1) for a in actions) for actions in schedule]
     return Simulation(start, end, 1 - busy / total, [max(n, default=0) for n in alive])
@@ -200,6 +185,8 @@ def schedule_from_csv(path):
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. What the interpreter is made of: messages between actions, and backward in two.
 
+linear = F.linear
+
 
 def taker(action):
     """Who takes the output: (stage, kind, micro-batch), "B" standing for I as well."""
@@ -207,33 +194,8 @@ def taker(action):
     return {"F": (stage + 1, "F", i), "W": (stage, "W", i)}.get(kind, (stage - 1, "B", i))
 
 
-def add_messages(schedule):
-    """For each rank what it does, in order: [(method of Pipeline, action), …].
-
-    Simulated time puts everything in one order, an action at its end and its message right after it, and each rank does
-    its part of that. What anything waits for stands before it: so the first thing not yet done can always be done, even
-    if sends wait for receivers (NCCL), and nothing deadlocks. A receive is posted before the actions that hide it.
-    """
-    programs, rank_of, end = [[] for _ in schedule], check(schedule)[0], simulate(schedule).end
-    for action in sorted(end, key=end.get):
-        src, dst = rank_of[parse(action)[0]], rank_of.get(taker(action)[0])
-        programs[src].append(("_run", action))
-        for rank in {src, dst} if dst not in (None, src) else ():
-            programs[rank].append(("_message", action))
-    return programs
-
-
-def as_tuple(value):
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
 def like(tensors):
     return [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-
-
-def leaf(tensor):
-    """The same memory, without the graph that it comes from."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def cut(tensor, parts):
@@ -243,45 +205,34 @@ def cut(tensor, parts):
     return pieces
 
 
-linear = F.linear
-
-
 def split_linear(x, weight, bias=None):
-    """Stands for F.linear, which PyTorch's modules call, while a schedule with I and W runs."""
-    trained = weight.requires_grad and weight.is_leaf and (bias is None or bias.is_leaf)
-    if trained and torch.is_grad_enabled():
-        return SplitLinear.apply(torch.empty((), requires_grad=True), x, (weight, bias))
-    return linear(x, weight, bias)  # the gradient of a weight that is computed is needed in I
+    """Stands for F.linear, which PyTorch's modules call, while a schedule with I and W runs: a graph of its own."""
+    weights = [w for w in (weight, bias) if w is not None and w.requires_grad]
+    if not (weights and torch.is_grad_enabled() and all(w.is_leaf for w in weights)):
+        return linear(x, weight, bias)  # the gradient of a weight that is computed is needed in I
+    # Without the hooks of a checkpoint around it, which would compute everything again for I, and again for W
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        inner = x.detach().requires_grad_(x.requires_grad)
+        y = linear(inner, weight, bias)
+    return SplitLinear.apply(x, y.detach().requires_grad_(), (inner, y, weights))
 
 
 class SplitLinear(torch.autograd.Function):
-    """F.linear as a small graph of its own: I asks it for the input's gradient, W, later, for those of the weights.
-
-    These are no inputs of this node, which would run their hooks in I as well; the anchor makes autograd come here.
-    """
+    """I asks that graph for the gradient of the input; W asks it later for those of the weights."""
 
     todo = []  # what the backward that runs now leaves to W: (output, its gradient, weights)
 
     @staticmethod
-    def forward(ctx, anchor, x, weights):
-        # Without the hooks of a checkpoint around it, which would compute everything again for I, and again for W
-        keep = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-        with torch.enable_grad(), keep:
-            ctx.x = leaf(x)
-            ctx.y, ctx.weights = linear(ctx.x, *weights), weights
-        return ctx.y.detach()
+    def forward(ctx, x, y, graph):  # the weights are no inputs: their hooks would run in I as well
+        ctx.graph = graph
+        return y.detach()
 
     @staticmethod
     def backward(ctx, gradient):
-        SplitLinear.todo.append((ctx.y, gradient, [w for w in ctx.weights if w is not None and w.requires_grad]))
-        wanted = ctx.needs_input_grad[1]
-        return None, torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)[0] if wanted else None, None
-
-
-def backward_weights(todo):
-    if todo:  # all at once: gradients of a weight used twice are added in the same order as in one backward
-        outputs, gradients, weights = zip(*todo, strict=True)
-        torch.autograd.backward(outputs, gradients, inputs=list(dict.fromkeys(itertools.chain(*weights))))
+        inner, y, weights = ctx.graph
+        SplitLinear.todo.append((y, gradient, weights))
+        wanted = ctx.needs_input_grad[0]
+        return torch.autograd.grad(y, inner, gradient, retain_graph=True)[0] if wanted else None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,35 +242,36 @@ def backward_weights(todo):
 class Pipeline(nn.Module):
     """Runs this rank's stages, forward and backward, in the order that a schedule gives.
 
-    stages: a module, or the list of this rank's modules in stage order. Each is called with what the one before it
-        returned: a tensor, or a tuple of tensors, which are then its arguments.
+    stages: a module, or this rank's list of them. What one returns, a tensor or a tuple, are the arguments of the next.
     schedule: a name (build_schedule), or for each rank its list of actions, in PyTorch's notation.
     num_microbatches: the batch is cut into so many along dimension 0, as torch.chunk does.
-    loss_fn: loss_fn(output, target) -> mean loss of a micro-batch.
-    weight: weight(target) -> how much a micro-batch counts in the batch's mean: its samples, or its tokens not masked.
-
+    loss_fn(output, target) -> a micro-batch's mean loss.
+    weight(target) -> how much a micro-batch counts in the batch's: its samples, or its tokens not masked.
     `timeline` is the last step's: (action, start, end) in seconds of the host's clock.
     """
 
     def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None, *, weight=len):
         super().__init__()
         self.process_group, self._rank = process_group, dist.get_rank(process_group)
-        if self._rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
         self.num_microbatches, self.loss_fn, self.weight = num_microbatches, loss_fn, weight
-        stages = list(stages) if isinstance(stages, (list, tuple, nn.ModuleList)) else [stages]
+        stages = list(stages) if isinstance(stages, (list, nn.ModuleList)) else [stages]
         if isinstance(schedule, str):
             schedule = build_schedule(schedule, dist.get_world_size(process_group), num_microbatches, len(stages))
         self.schedule = flat(schedule)
         given = self._all_gather((self.schedule, num_microbatches, len(stages)))
         self._rank_of, m = check(self.schedule)
-        counts = [list(self._rank_of.values()).count(rank) for rank in range(len(self.schedule))]
-        if given != [(self.schedule, m, count) for count in counts]:
-            text = f"given are {num_microbatches} and {[n for *_, n in given]}, or different schedules"
-            raise ValueError(f"the schedule has {m} micro-batches and, by rank, {counts} stages; {text}")
-        mine = [stage for stage, rank in sorted(self._rank_of.items()) if rank == self._rank]
-        self.stages = nn.ModuleDict({str(index): stage for index, stage in zip(mine, stages, strict=True)})
-        self._program, self._last = add_messages(self.schedule)[self._rank], max(self._rank_of)
+        needed = [(m, list(self._rank_of.values()).count(rank)) for rank in range(len(self.schedule))]
+        if given != [(self.schedule, *numbers) for numbers in needed]:
+            text = f"micro-batches and stages by rank are {[numbers for _, *numbers in given]}, or schedules differ"
+            raise ValueError(f"{text}; the schedule needs {needed}")
+        mine = [str(stage) for stage, rank in sorted(self._rank_of.items()) if rank == self._rank]
+        self.stages, self._last = nn.ModuleDict(zip(mine, stages, strict=True)), max(self._rank_of)
+        # Simulated time puts all actions in one order, an action at its end and the message with its output right after
+        # it, and each rank does its part of that. What anything waits for stands before it: so the first thing not yet
+        # done can always be done, even if sends wait for receivers (NCCL), and nothing deadlocks.
+        end = simulate(self.schedule).end
+        ends = {action: [self._rank_of.get(stage) for stage in (parse(action)[0], taker(action)[0])] for action in end}
+        self._program = [action for action in sorted(end, key=end.get) if self._rank in ends[action]]
         gloo = dist.get_backend(process_group) == "gloo"  # which sends from the host's memory
         self._wire = torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
         self.device = next((parameter.device for parameter in self.parameters()), self._wire)
@@ -332,16 +284,23 @@ class Pipeline(nn.Module):
         -> the mean loss where the last stage is, None elsewhere. Forward only under torch.no_grad().
         An error on one rank is raised there, and as a RuntimeError on all others. Gradients are incomplete then.
         """
-        self._start(as_tuple(inputs), targets)
-        if any("I" in action for action in self.schedule[self._rank]):
-            F.linear = split_linear
+        self._start(inputs if isinstance(inputs, tuple) else (inputs,), targets)
+        F.linear = split_linear if any("I" in action for action in self.schedule[self._rank]) else linear
         try:
-            for do, action in self._program:
+            for action in self._program:
                 if torch.is_grad_enabled() or "F" in action:
-                    getattr(self, do)(action)
+                    if self._rank_of[parse(action)[0]] == self._rank:
+                        self._run(action)
+                    self._message(action)
         finally:
             F.linear = linear
-        return self._finish()
+        for transfer, _ in self._leaving:
+            transfer.wait()
+        if self._sum(self._failure is not None) != [0]:
+            self._forms, (action, error) = {}, self._failure or (None, None)
+            texts = self._all_gather(error and f"rank {self._rank} failed in {action} with {error!r}")
+            raise error or RuntimeError(next(filter(None, texts)))
+        return self._result() if str(self._last) in self.stages else None
 
     @torch.no_grad()
     def eval_step(self, inputs=None, targets=None):
@@ -349,29 +308,19 @@ class Pipeline(nn.Module):
         return self.step(inputs, targets)
 
     def _start(self, inputs, targets):
-        """Hear from all ranks whether the batch is like the one before, and cut it."""
-        m, grad = self.num_microbatches, torch.is_grad_enabled()
-        self._values = {}  # by who takes it, (stage, kind, micro-batch): list of tensors; none after a failure
-        self._arriving = {}  # the same: transfers to wait for before that
-        self._leaving = []  # transfers and their tensors, both kept until they are over
-        self._failure, self._targets, self.timeline = None, None, []
+        """Hear from all ranks whether the batch is like the one before."""
+        grad, p = torch.is_grad_enabled(), len(self.schedule)
         before, self._batch = self._batch, (grad, like(filter(torch.is_tensor, inputs)), like(self.parameters()))
         with_grad, changed = self._sum(grad, self._batch != before)
+        if with_grad not in (0, p):
+            raise ValueError(f"{with_grad} of {p} ranks have gradients enabled; all or none must")
         if changed:
             self._forms = {}
-        if with_grad not in (0, len(self.schedule)):
-            raise ValueError(f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must")
+        self._values = {(0, "F", i): inputs for i in range(self.num_microbatches)}  # by who takes it, as taker() says
+        self._arriving = {}  # the same: transfers to wait for before that
+        self._leaving = []  # transfers and their tensors, both kept until they are over
+        self._targets, self._shares, self._failure, self.timeline = targets, [], None, []
         self._began = time.perf_counter()  # on all ranks at about one time
-        try:
-            if "0" in self.stages:
-                parts = zip(*(cut(t, m) for t in inputs), strict=True)
-                self._values = {(0, "F", i): x for i, x in enumerate(parts)}
-            if str(self._last) in self.stages and (grad or targets is not None):
-                self._targets = cut(targets, m)
-                weights = [float(self.weight(target)) for target in self._targets]
-                self._weights = [weight * m / sum(weights) for weight in weights]  # 1.0 if they are equal
-        except Exception as error:  # messages go on, so that no rank hangs, and in the end all raise
-            self._failure = "its batch", error
 
     def _run(self, action):
         """Run an action on what others have left for it."""
@@ -384,83 +333,77 @@ class Pipeline(nn.Module):
             return
         began = time.perf_counter() - self._began
         try:
-            if kind == "F":
-                self._forward(stage, i, given)
-            elif kind == "W":
-                backward_weights(given)
-            else:
-                self._backward(stage, kind, i, given)
+            (self._forward if kind == "F" else self._backward)(stage, kind, i, given)
         except Exception as error:
             self._failure = action, error
         self.timeline.append((action, began, time.perf_counter() - self._began))
 
-    def _forward(self, stage, i, x):
-        x = [leaf(t.to(self.device)) for t in x]
+    def _forward(self, stage, kind, i, x):
+        m = self.num_microbatches
+        x = x if stage else [cut(t, m)[i] for t in x]
+        x = [t.to(self.device).detach().requires_grad_(t.requires_grad) for t in x]
         y = self.stages[str(stage)](*x)
-        if stage == self._last and self._targets is not None:
-            y = self.loss_fn(y, self._targets[i])
-            self._values[stage, "B", i] = [y.new_tensor(self._weights[i] / self.num_microbatches)]  # scaled only here
-        y = as_tuple(y)
+        if stage == self._last and (torch.is_grad_enabled() or self._targets is not None):
+            targets = cut(self._targets, m)
+            if not self._shares:  # of each micro-batch in the batch's mean
+                weights = [float(self.weight(target)) for target in targets]
+                self._shares = [weight / sum(weights) for weight in weights]
+            y = self.loss_fn(y, targets[i])
+            self._values[stage, "B", i] = [y.new_tensor(self._shares[i])]  # scaled only here
+        y = y if isinstance(y, tuple) else (y,)
         if torch.is_grad_enabled():
             self._values[stage, "graph", i] = x, [t for t in y if t.requires_grad]
-        y = [leaf(t) for t in y]
+        y = [t.detach().requires_grad_(t.requires_grad) for t in y]
         if (before := self._forms.get((stage, i), like(y))) != like(y):  # and the receiver will expect `before`
             raise RuntimeError(f"the output was {before} for inputs of the same shapes, and is now {like(y)}")
         self._values[stage + 1, "F", i] = y
 
-    def _backward(self, stage, kind, i, gradients):
-        x, y = self._values.pop((stage, "graph", i))
-        SplitLinear.todo = todo = []
-        if y:
-            torch.autograd.backward(y, [g.to(self.device) for g in gradients])
+    def _backward(self, stage, kind, i, given):
+        if kind != "W":
+            gradients = [g.to(self.device) for g in given]
+            SplitLinear.todo = given = []
+            x, y = self._values.pop((stage, "graph", i))
+            if y:
+                torch.autograd.backward(y, gradients)
+            leaves = [t for t in x if t.requires_grad]  # zeros for what the stage has not used
+            self._values[stage - 1, "B", i] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
         if kind == "I":
-            self._values[stage, "W", i] = todo
-        else:
-            backward_weights(todo)
-        leaves = [t for t in x if t.requires_grad]  # zeros for what the stage has not used
-        self._values[stage - 1, "B", i] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+            self._values[stage, "W", i] = given
+        elif given:  # all at once: gradients of a weight used twice are added in the same order as in one backward
+            outputs, gradients, weights = zip(*given, strict=True)
+            torch.autograd.backward(outputs, gradients, inputs=list(dict.fromkeys(itertools.chain(*weights))))
 
     def _message(self, action):
-        """Start to send, or to receive, the output of an action."""
+        """Start to send, or to receive, the output of an action, where another rank takes it."""
         (stage, kind, i), taken, group = parse(action), taker(action), self.process_group
-        src, dst = self._rank_of[stage], self._rank_of[taken[0]]
+        src, dst = self._rank_of[stage], self._rank_of.get(taken[0])
+        if dst in (None, src):
+            return
         edge, sending, value = (min(stage, taken[0]), i), src == self._rank, self._values.pop(taken, None)
+        peer = dist.get_global_rank(group or dist.group.WORLD, dst if sending else src)
         if edge not in self._forms:  # activations of a new kind of batch are preceded by what they are like
             box = [like(value or ())]  # nothing after a failure
-            if sending:
-                dist.send_object_list(box, group=group, group_dst=dst)
-            else:
-                dist.recv_object_list(box, group=group, group_src=src)
+            (dist.send_object_list if sending else dist.recv_object_list)(box, peer, group)
             self._forms[edge] = box[0]
         forms = self._forms[edge] if kind == "F" else [(s, d, False) for s, d, grad in self._forms[edge] if grad]
         if value is None:  # to be received, or after a failure
             value = [torch.zeros(s, dtype=d, device=self._wire, requires_grad=grad) for s, d, grad in forms]
         if sending:
             tensors = [t.detach().to(self._wire).contiguous() for t in value]
-            self._leaving += [(dist.isend(t, group=group, group_dst=dst), t) for t in tensors]
+            self._leaving += [(dist.isend(t, peer, group), t) for t in tensors]
             while len(self._leaving) > 4:  # a sender is seldom further ahead of its receiver
                 self._leaving.pop(0)[0].wait()
         else:
-            self._arriving[taken] = [dist.irecv(t.detach(), group=group, group_src=src) for t in value]
+            self._arriving[taken] = [dist.irecv(t.detach(), peer, group) for t in value]
             self._values[taken] = value if self._forms[edge] else None
 
-    def _finish(self):
-        for transfer, _ in self._leaving:
-            transfer.wait()
-        if self._sum(self._failure is not None) != [0]:
-            self._forms = {}
-            action, error = self._failure or (None, None)
-            text = f"rank {self._rank} failed in {action} with {type(error).__name__}: {error}"
-            failures = self._all_gather(error and text)
-            raise error or RuntimeError(next(filter(None, failures)))
-        if str(self._last) not in self.stages:
-            return None
+    def _result(self):
         results = [self._values.pop((self._last + 1, "F", i)) for i in range(self.num_microbatches)]
         if self._targets is None:
             outputs = [torch.cat(parts) for parts in zip(*results, strict=True)]
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
         losses = torch.stack([loss.detach() for (loss,) in results])
-        return (losses * losses.new_tensor(self._weights)).mean()
+        return (losses * losses.new_tensor(self._shares)).sum()
 
     def _all_gather(self, mine):
         everyone = [None] * dist.get_world_size(self.process_group)
@@ -475,15 +418,11 @@ class Pipeline(nn.Module):
 
 def split(layers, num_stages):
     """A list of layers -> `num_stages` nn.Sequentials of about as many parameters each, and of at least one layer."""
-    layers = list(layers)
-    if not 1 <= num_stages <= len(layers):
-        raise ValueError(f"{len(layers)} layers cannot be {num_stages} stages")
-    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    ends, cuts = list(itertools.accumulate(sizes)), [0]
-    for stage in range(1, num_stages):  # a layer goes where its middle is
-        share = ends[-1] * stage / num_stages
-        before = sum(end - size / 2 < share for end, size in zip(ends, sizes, strict=True))
-        cuts.append(min(max(before, cuts[-1] + 1), len(layers) - num_stages + stage))
+    layers, cuts = list(layers), [0]
+    ends = list(itertools.accumulate(sum(q.numel() for q in layer.parameters()) for layer in layers))
+    for stage in range(1, num_stages):
+        cuts_left = range(cuts[-1] + 1, len(layers) - num_stages + stage + 1)
+        cuts.append(min(cuts_left, key=lambda k: abs(ends[k - 1] - ends[-1] * stage / num_stages)))
     return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise([*cuts, len(layers)])]
 
 
@@ -495,15 +434,17 @@ def main():
     flags = {
         "--schedule": {"choices": SCHEDULES, "default": "1f1b"},
         "--microbatches": {"type": int, "default": 4, "metavar": "M"},
-        "--trace": {"metavar": "FILE", "help": "write both timelines as Chrome trace JSON (ui.perfetto.dev)"},
+        "--trace": {"metavar": "FILE", "help": "write the last step as Chrome trace JSON (ui.perfetto.dev)"},
     }
     demo = Demo(flags)
     name, m, p, rank = demo.args.schedule, demo.args.microbatches, demo.ranks, demo.rank
     v, layers, batch = 1 + (name == "interleaved_1f1b"), len(language_model()), 8 * p
-    if m < 1 or batch % m or not 1 <= p * v <= layers:
+    if m < 1 or batch % m or p * v > layers:
         demo.stop(f"{p} × {v} stages of {layers} layers; {m} micro-batches, which must divide {batch} sequences")
     model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)  # losses times 1/4, say, are exact
     plain, stages = split(demo.model, p * v), split(model, p * v)[rank::p]
+    plain[rank::p] = stages  # each rank compares the stages that it has
+    parameters = list(nn.ModuleList(plain).parameters())
     pipeline = Pipeline(stages, name, m, language_loss)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
 
@@ -513,13 +454,8 @@ def main():
         optimizer.step()
         return loss
 
-    def whole():  # each rank compares the stages that it has
-        plain[rank::p] = stages
-        parameters = list(nn.Sequential(*plain).parameters())
-        return [parameter.grad for parameter in parameters], parameters
-
-    demo.train(step, whole)
-    mbsh = batch * 64 * 192 * next(demo.model.parameters()).itemsize  # bytes
+    demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
+    mbsh = batch * 64 * 192 * parameters[0].itemsize  # bytes
     sent = ("(2v-1)m·bsh", (2 * v - 1) * mbsh) if p > 1 else ("0", 0)
     status = demo.report(held(pipeline.parameters(), optimizer), *sent)
     show_timelines(demo, pipeline)
@@ -527,27 +463,25 @@ def main():
 
 
 def show_timelines(demo, pipeline, width=100):
-    """The last step's, beside what simulate() predicts from the median time of each stage's actions."""
-    measured, durations, events = pipeline._all_gather(pipeline.timeline), collections.defaultdict(list), []
-    for action, start, end in itertools.chain(*measured):
-        durations["{}{}".format(*parse(action))].append(end - start)
-    times = simulate(pipeline.schedule, {key: statistics.median(values) for key, values in durations.items()})
+    """The last step's, beside what simulate() predicts for it."""
+    measured, times = pipeline._all_gather(pipeline.timeline), simulate(pipeline.schedule)
     predicted = [[(action, times.start[action], times.end[action]) for action in row] for row in pipeline.schedule]
     demo.show("|0F2-- is stage 0's forward of micro-batch 2, as long as it took (where that is short, cut off);")
     demo.show("F forward, B backward, or I and W, backward for input and weights; blank: the rank waits, the bubble")
-    for title, rows in ("predicted", predicted), ("measured", measured):
-        begin, end = min(row[0][1] for row in rows), max(row[-1][2] for row in rows)
-        busy = sum(end - start for _, start, end in itertools.chain(*rows))
-        demo.show(f"{title}: {1e3 * (end - begin):.0f} ms, bubble {1 - busy / (end - begin) / len(rows):.0%}")
+    for title, rows in ("predicted, where B is two F", predicted), ("measured", measured):
+        total, busy = max(row[-1][2] for row in rows), sum(end - start for _, start, end in itertools.chain(*rows))
+        demo.show(f"{title}: bubble {1 - busy / total / len(rows):.0%}")
         for rank, row in enumerate(rows):
             line = ""
-            for action, *span in row:
-                a, b = (round((t - begin) / (end - begin) * width) for t in span)
+            for action, start, end in row:
+                a, b = round(start / total * width), round(end / total * width)
                 line = line.ljust(a) + f"|{action}".ljust(b - a, "-")[: b - a]
-                event = {"name": action, "ph": "X", "ts": 1e6 * span[0], "dur": 1e6 * (span[1] - span[0])}
-                events.append(event | {"pid": title, "tid": rank})
             demo.show(f"  rank {rank:<4} {line}")
     if demo.args.trace and demo.rank == 0:
+        spans = [(rank, *span) for rank, row in enumerate(measured) for span in row]
+        events = [
+            {"name": a, "ph": "X", "ts": 1e6 * s, "dur": 1e6 * (e - s), "pid": 0, "tid": r} for r, a, s, e in spans
+        ]
         Path(demo.args.trace).write_text(json.dumps({"traceEvents": events}))
 
 

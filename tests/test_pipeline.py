@@ -67,14 +67,13 @@ def needed(action, last):
 @given(name=st.sampled_from(SCHEDULES), f=st.integers(1, 3), b=st.integers(1, 3), **numbers)
 def test_an_action_starts_as_soon_as_it_can_and_no_sooner(name, f, b, p, m, v):
     schedule = build_schedule(name, p, m, v)
-    cost = {"F": f, "B": b, "I": b, "0F": 2 * f}
+    cost = {"F": f, "B": b, "I": b}
     times = simulate(schedule, cost)
     for actions in schedule:
         for before, action in zip([None, *actions], actions, strict=False):
             needs = [times.end[a] for a in needed(action, p * v - 1)] + [times.end[before] if before else 0]
             assert times.start[action] == max(needs)
-            stage, kind, _ = parse(action)
-            assert times.end[action] - times.start[action] == cost.get(stage + kind, cost.get(kind, 1))
+            assert times.end[action] - times.start[action] == cost.get(parse(action)[1], 1)
     busy = sum(times.end[a] - times.start[a] for a in times.end)
     assert times.bubble_fraction == pytest.approx(1 - busy / (p * max(times.end.values())))
 
@@ -97,51 +96,30 @@ def test_bubble_and_memory_are_the_docstrings_closed_forms(b, p, m, v):
         assert zero_bubble.bubble_fraction == pytest.approx((p - 1) / (3 * m + p - 1))
 
 
-@given(name=st.sampled_from(SCHEDULES), forward_only=st.booleans(), **numbers)
-def test_no_deadlock_even_when_sends_wait_for_their_receivers(name, forward_only, p, m, v):
-    kinds = "F" if forward_only else "FBIW"  # as a step with gradients and without
-    schedule = [[a for a in actions if parse(a)[1] in kinds] for actions in build_schedule(name, p, m, v)]
-    programs = pipeline.add_messages(build_schedule(name, p, m, v))
-    programs = [[(do, a) for do, a in program if parse(a)[1] in kinds] for program in programs]
-    assert [[a for do, a in program if do == "_run"] for program in programs] == schedule
-    sent, here = Counter(), [set() for _ in range(p)]  # here: outputs that a rank has
-    while any(programs):
-        progress = False
-        for rank, program in enumerate(programs):
-            while program and program[0][0] == "_run":
-                action, progress = program.pop(0)[1], True
-                assert needed(action, p * v - 1) <= here[rank]
-                here[rank].add(action)
-        for step in {program[0] for program in programs if program}:  # a message goes when both ends are at it
-            ends = [rank for rank, program in enumerate(programs) if program and program[0] == step]
-            if step[0] == "_message" and len(ends) == 2:
-                src, progress = int(parse(step[1])[0]) % p, True
-                assert step[1] in here[src]
-                sent[src] += 1
-                here[sum(ends) - src].add(step[1])
-                for rank in ends:
-                    programs[rank].pop(0)
-        assert progress, "deadlock"
-    boundaries = [(v - (rank == p - 1)) + (v - (rank == 0)) * (not forward_only) for rank in range(p)]
-    assert [sent[rank] for rank in range(p)] == [m * n if p > 1 else 0 for n in boundaries]
+@given(name=st.sampled_from(SCHEDULES), **numbers)
+def test_no_deadlock_even_when_sends_wait_for_their_receivers(name, p, m, v):
+    """A rank's part of the order of simulated time is its list, and all that an action needs stands before it."""
+    schedule = build_schedule(name, p, m, v)
+    end = simulate(schedule).end
+    order = {action: k for k, action in enumerate(sorted(end, key=end.get))}
+    assert all(sorted(actions, key=order.get) == actions for actions in schedule)
+    assert all(order[need] < order[action] for action in order for need in needed(action, p * v - 1))
 
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
         ([["0F0", "0B0", "0F1", "0B1"], ["1F1", "1B1", "1F0", "1B0"]],
-         "0B0 (rank 0) waits for 1B0 (rank 1) waits for 1F0 (rank 1) waits for 1B1 (rank 1) waits for 1F1 (rank 1) "
-         "waits for 0F1 (rank 0) waits for 0B0 (rank 0)"),
-        ([["0B0", "0F0"]], "0B0 (rank 0) waits for 0F0 (rank 0) waits for 0B0"),
-        ([["0F0", "0W0", "0I0"]], "0W0 (rank 0) waits for 0I0"),
-        ([["0F0", "0B0"], ["1F0"]], "stage 1, micro-batch 0, rank 1: F is done"),
-        ([["0F0", "0F0", "0B0"]], "stage 0, micro-batch 0, rank 0: FFB is done"),
-        ([["0F0", "0B0", "0W0"]], "FBW is done"),
-        ([["0F0", "0I0"]], "FI is done"),
-        ([["0F0", "0B0", "0F2", "0B2"]], "stage 0, micro-batch 1, rank 0: nothing is done"),
-        ([["1F0", "1B0"]], "stage 0, micro-batch 0, rank None: nothing is done"),
-        ([["0F0"], ["0B0"]], "stage 0, micro-batch 0, rank 1: B is done"),
-        ([[], []], "nothing is done"),
+         "0B0 waits for 1B0 waits for 1F0 waits for 1B1 waits for 1F1 waits for 0F1 waits for 0B0"),
+        ([["0B0", "0F0"]], "0B0 waits for 0F0 waits for 0B0"),
+        ([["0F0", "0W0", "0I0"]], "0W0 waits for 0I0"),
+        ([["0F0", "0B0"], ["1F0"]], "of stage 1, micro-batch 0 'F' is done"),
+        ([["0F0", "0F0", "0B0"]], "of stage 0, micro-batch 0 'FFB' is done"),
+        ([["0F0", "0B0", "0W0"]], "'FBW' is done"),
+        ([["0F0", "0I0"]], "'FI' is done"),
+        ([["0F0", "0B0", "0F2", "0B2"]], "of stage 0, micro-batch 1 '' is done"),
+        ([["1F0", "1B0"]], "of stage 0, micro-batch 0 '' is done"),
+        ([["0F0"], ["0B0"]], "of stage 0, micro-batch 0 'B' is done"),
         ([["0F0", "0X0"]], "'0X0' is not stage, F, B, I or W, micro-batch, as in '2F0'"),
     ],
 )  # fmt: skip
@@ -195,13 +173,13 @@ def test_csv_files_are_pytorchs(name, tmp_path):
     assert order_of(schedule, 4) == ours
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 9))
+layer_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=9) | st.integers(1, 9).map(lambda n: [1] * n)
+
+
+@given(layer_sizes, st.integers(1, 9))
 def test_split_makes_stages_of_about_the_same_size(sizes, n):
     layers = [nn.Linear(size, 1, bias=False) for size in sizes]
-    if n > len(sizes):
-        with pytest.raises(ValueError, match=f"{len(sizes)} layers .* {n} stages"):
-            pipeline.split(layers, n)
-        return
+    n = min(n, len(sizes))
     stages = pipeline.split(nn.Sequential(*layers), n)
     assert [layer for stage in stages for layer in stage] == layers
     assert len(stages) == n
@@ -239,14 +217,15 @@ def loss_of_first(output, target):
 def accumulate(stages, inputs, targets, m, loss_fn=F.mse_loss):
     """One device, plainly: each micro-batch's loss counts by its samples. -> mean loss"""
     losses, xs = [], inputs.chunk(m)
-    for x, target in zip(xs, targets.chunk(m), strict=True):
+    shares = [len(x) / len(inputs) for x in xs]
+    for x, target, share in zip(xs, targets.chunk(m), shares, strict=True):
         y = (x,)
         for stage in stages:
             y = stage(*y)
             y = y if isinstance(y, tuple) else (y,)
         losses.append(loss_fn(y[0], target))
-        (losses[-1] * (len(x) / len(inputs))).backward()
-    return (torch.stack(losses).detach() * losses[0].new_tensor([len(x) * m / len(inputs) for x in xs])).mean()
+        (losses[-1] * share).backward()
+    return (torch.stack(losses).detach() * losses[0].new_tensor(shares)).sum()
 
 
 def check_against_one_device(
@@ -374,23 +353,11 @@ class Attention(nn.TransformerEncoderLayer):
 
 
 class Cast(Layer):
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(x).float()
-
-
-class Strided(Layer):
     """What it returns is not contiguous."""
 
     def forward(self, x):
-        return super().forward(x).transpose(0, 1).contiguous().transpose(0, 1)
-
-
-class Bare(nn.Module):
-    """No parameters."""
-
-    def forward(self, x):
-        return torch.sin(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x).float().transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def body_stages(cls, make, name, v):
@@ -399,7 +366,7 @@ def body_stages(cls, make, name, v):
 
 
 @pytest.mark.parametrize(("name", "p", "v"), [("1f1b", 3, 1), ("zero_bubble", 2, 1), ("interleaved_1f1b", 2, 2)])
-@pytest.mark.parametrize("make", [Branches, Again, PartlyFrozen, Attention, Cast, Strided])
+@pytest.mark.parametrize("make", [Branches, Again, PartlyFrozen, Attention, Cast])
 def test_stages_of_all_kinds(make, name, p, v):
     pool.run(p, body_stages, Pipeline, make, name, v)
 
@@ -407,7 +374,7 @@ def test_stages_of_all_kinds(make, name, p, v):
 def body_frozen_and_unused(cls, name):
     """Through what is frozen nothing is sent back; what nobody uses gets zeros."""
     p, rank = pool.world_size(), pool.rank()
-    frozen = [Layer().requires_grad_(False), Bare(), Layer()]
+    frozen = [Layer().requires_grad_(False), nn.Tanh(), Layer()]
     for plain in (frozen, make_layers(p, Unused)):
         stage = copy.deepcopy(plain[rank])
         ours = cls(stage, name, 2, loss_of_first, pool.group())
@@ -705,7 +672,7 @@ def test_a_stage_that_raises(name, where, action, bad_step):
         kind, text = errors[bad_step]
         assert kind == ("ZeroDivisionError" if rank == where else "RuntimeError")
         action_there = action.replace("B", "I") if name == "zero_bubble" else action
-        told = f"rank {where} failed in {where}{action_there} with ZeroDivisionError: broken on purpose"
+        told = f"rank {where} failed in {where}{action_there} with ZeroDivisionError('broken on purpose')"
         assert text == ("broken on purpose" if rank == where else told)
 
 
@@ -736,12 +703,10 @@ def test_an_output_that_changes_is_an_error():
 
 
 REFUSED = {  # what is given instead, on the last rank or on all, and what the error says
-    "schedule": (lambda last: {"schedule": "gpipe" if last else "1f1b"}, "or different schedules"),
+    "schedule": (lambda last: {"schedule": "gpipe" if last else "1f1b"}, "or schedules differ"),
     "stages": (lambda last: {"schedule": build_schedule("1f1b", 2, 4), "stages": [nn.Linear(6, 6)] * (1 + last)},
-               "by rank, [1, 1] stages; given are 4 and [1, 2]"),
-    "ranks": (lambda last: {"schedule": build_schedule("1f1b", 3, 4)},
-              "has 4 micro-batches and, by rank, [1, 1, 1] stages; given are 4 and [1, 1]"),
-    "microbatches": (lambda last: {"schedule": build_schedule("1f1b", 2, 5)}, "the schedule has 5 micro-batches"),
+               "are [[4, 1], [4, 2]], or schedules differ; the schedule needs [(4, 1), (4, 1)]"),
+    "microbatches": (lambda last: {"schedule": build_schedule("1f1b", 2, 5)}, "the schedule needs [(5, 1), (5, 1)]"),
     "mode": (lambda last: {"grad": not last}, "1 of 2 ranks have gradients enabled"),
 }  # fmt: skip
 
@@ -777,17 +742,6 @@ def body_not_a_batch(cls, inputs, targets, words):
 )
 def test_a_wrong_batch_is_an_error_on_every_rank(inputs, targets, words):
     pool.run(3, body_not_a_batch, Pipeline, inputs, targets, words)
-
-
-def body_not_a_member(cls):
-    group = dist.new_group([0])
-    if pool.rank() == 1:
-        with pytest.raises(ValueError, match="rank 1 is not a member of process_group"):
-            cls(nn.Linear(6, 6), "1f1b", 2, F.mse_loss, group)
-
-
-def test_a_rank_outside_the_group():
-    pool.run(4, body_not_a_member, Pipeline)
 
 
 # ---- torch.distributed.pipelining
