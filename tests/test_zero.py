@@ -863,7 +863,7 @@ def test_prefetch(checkpointed):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func._schema.name == "aten::addmm":  # a layer computes
-                ahead.append([number for number, bucket in enumerate(buckets) if bucket.gathering is not None])
+                ahead.append([number for number, bucket in enumerate(buckets) if bucket.works])
             return func(*args, **(kwargs or {}))
 
     psi_bytes = sum(4 * bucket.flat.numel() for bucket in buckets)
