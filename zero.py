@@ -153,10 +153,10 @@ class Bucket:
         strides = [torch.empty_like(p, device="meta").stride() for p in parameters]  # kept, where without gaps
         self.layout = [(p.shape, stride, start) for p, stride, start in zip(parameters, strides, starts, strict=True)]
         self.flat = first.new_zeros(self.N * size)
-        self.views = self.views_into(self.flat)
+        self.views, self.placed = self.views_into(self.flat), parameters
         for parameter, view in zip(parameters, self.views, strict=True):
             view.copy_(parameter.data)
-            parameter.data = view
+        self.place(self.views)
         dist.broadcast(self.flat.view(torch.uint8), group=process_group, group_src=0)  # gloo lacks some dtypes
         self.own = self.flat.chunk(self.N)[self.rank]
         self.shard = self.own.clone() if sharded else self.own
@@ -174,16 +174,23 @@ class Bucket:
     def views_into(self, flat):
         return [flat.as_strided(*place) for place in self.layout]
 
+    def place(self, tensors):
+        """Make the parameters look into `tensors`, if they still look where they were made to look."""
+        for parameter, before, tensor in zip(self.parameters, self.placed, tensors, strict=True):
+            if parameter.data_ptr() != before.data_ptr():
+                raise RuntimeError("parameters are no longer where they were: make the optimizer after module.to()")
+            parameter.data = tensor
+        self.placed = tensors
+
     def start_reduce(self):
         """Move the gradients out of .grad: what is there has not been reduced yet."""
+        self.place(self.placed)
         flat = torch.empty_like(self.flat)
-        for parameter, view, place in zip(self.parameters, self.views, self.views_into(flat), strict=True):
-            if self.works is not None and parameter.data_ptr() != view.data_ptr():
-                raise RuntimeError("parameters are no longer where they were: make the optimizer after module.to()")
+        for parameter, view in zip(self.parameters, self.views_into(flat), strict=True):
             if parameter.grad is None:
-                place.zero_()
+                view.zero_()
             else:
-                place.copy_(parameter.grad)
+                view.copy_(parameter.grad)
                 parameter.grad = None
         self.sent = flat, *start_reduce_scatter(flat, self.process_group)  # flat: in use until they have come
 
@@ -215,16 +222,14 @@ class Bucket:
     def gather(self):
         if self.works is None:
             self.flat.untyped_storage().resize_(self.flat.nbytes)
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                parameter.data = view
+            self.place(self.views)
             self.works = start_all_gather(self.flat, self.shard, self.process_group)
 
     def free(self):
         if self.works is not None:
             self.finish()  # it may have been started in vain
             nothing = self.flat.new_full((), math.nan if self.flat.is_floating_point() else 0)
-            for parameter in self.parameters:
-                parameter.data = nothing.expand(parameter.shape)
+            self.place([nothing.expand(parameter.shape) for parameter in self.parameters])
             self.flat.untyped_storage().resize_(0)
             self.works = None
 
