@@ -26,8 +26,8 @@ Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et 
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): a gather lands in place. FSDP2
           cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
 Left out: ranks that run different units or in another order (as in PyTorch); outputs but tensors in lists, tuples and
-          dicts; .to() after sharding; second-order gradients; loading from rank 0 alone; dividing float16 gradients
-          before the sum (over 65504 it is inf: set reduce_dtype). A unit of which one parameter trains is reduced whole
+          dicts; .to() after sharding; second-order gradients; loading from rank 0 alone. A unit of which one parameter
+          trains is reduced whole
 """
 
 import argparse
@@ -173,6 +173,7 @@ class Unit:
         self.home = torch.device("cpu") if offload_policy else self.device
         self.cast_inputs_to, self.param_dtype = mp_policy.param_dtype, mp_policy.param_dtype or self.dtype
         self.reduce_dtype = mp_policy.reduce_dtype or self.param_dtype
+        self.ranks = math.prod(map(dist.get_world_size, groups))
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
         align = 64 // self.param_dtype.itemsize
         *offsets, end = itertools.accumulate((-(-p.numel() // align) * align for p in found), initial=0)
@@ -245,6 +246,8 @@ class Unit:
                 place.view(self.kept).add_(place.whole.grad).add_(0.0)  # -0.0 + 0.0 is 0.0, a gradient
                 place.whole.grad = None
         if self.sync:
+            if self.reduce_dtype == torch.float16:  # of more than 65504 the sum would be inf
+                self.kept /= self.ranks
             self.sent = *reduce_scatter(self.kept, self.groups[-1], self.number), unused
             self.kept = None
 
@@ -256,7 +259,8 @@ class Unit:
         total = functools.reduce(torch.add, terms)
         for group in self.groups[:-1]:
             dist.all_reduce(total, group=group)
-        total /= math.prod(map(dist.get_world_size, self.groups))  # before the sum, 3 ranks' terms would be rounded
+        if self.reduce_dtype != torch.float16:  # before the sum, 3 ranks' terms would be rounded
+            total /= self.ranks
         total = total.to(self.home, self.dtype)
         for place in self.places:
             mean, shard = total[place.here], place.shard

@@ -712,6 +712,13 @@ def test_no_sync_adds_in_the_reduce_dtype():
         assert torch.equal(three, one + one + one)  # which bfloat16 would round
 
 
+@ranks(2)
+def test_a_sum_of_float16_does_not_overflow():
+    layer = Ours.shard(nn.Linear(4, 4).half())
+    (layer(torch.ones(1, 4).half()).sum() * 40000).backward()
+    assert torch.equal(whole(layer.bias.grad, torch.empty(4)), torch.full((4,), 40000.0).half())
+
+
 def body_hybrid(impl):
     """2 × 2: as one device, each replica as the other; the replicas exchange shards of gradients only."""
     dtype, rank = torch.float64, pool.rank()
