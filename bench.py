@@ -12,7 +12,9 @@ time, its quartiles, and the median of the ratios taken round by round; last, fo
 import argparse
 import logging
 import os
+import platform
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -344,6 +346,7 @@ def worker(rank, ranks, names, rounds, sequences, folder):
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    results = []
     for name in names:
         try:
             variants = ROWS[name](rank, ranks, sequences)
@@ -363,24 +366,41 @@ def worker(rank, ranks, names, rounds, sequences, folder):
                 if number >= 0:  # two rounds of warm-up
                     times[variant].append(1e3 * took.item())
         if rank == 0:
-            show(name, times)
+            results.append(show(name, times))
+    if rank == 0 and results:
+        what = f"{ranks} ranks of one thread, {64 * sequences} tokens for each"
+        print(f"\n{machine()}\n{what}; {rounds} rounds, and the middle half of their ratios")
+        print(f"{'row':16} {'ours':26} {'theirs':36} {'ms':>6} {'ms':>6}     ratio   range")
+        print(*(row for row, _ in results), *(line for _, line in results), sep="\n")
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # at once: library classes hold the group, and its threads may abort the process as Python ends
 
 
 def show(name, times):
-    ours = next(iter(times))
+    """-> of ours over the library's: the row of the table, and the ratio."""
+    ours, library, *_ = times
     print(f"{name}: median of {len(times[ours])} interleaved steps")
     for variant, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)
         ratios = [a / b for a, b in zip(times[ours], values, strict=True)]
         r_low, ratio, r_high = statistics.quantiles(ratios, n=4)
         spread = f"({low:.1f} to {high:.1f})"
-        print(f"  {variant:36} {middle:7.1f} ms {spread:20} {ours} / it {ratio:.3f} ({r_low:.3f} to {r_high:.3f})")
-    library = list(times)[1]
-    ratio = statistics.median(a / b for a, b in zip(times[ours], times[library], strict=True))
-    print(f"RATIO {name} {ratio:.3f}", flush=True)
+        print(
+            f"  {variant:36} {middle:7.1f} ms {spread:20} {ours} / it {ratio:.3f} ({r_low:.3f} to {r_high:.3f})",
+            flush=True,
+        )
+    ratios = [a / b for a, b in zip(times[ours], times[library], strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    ms = [statistics.median(times[variant]) for variant in (ours, library)]
+    row = f"{name:16} {ours:26} {library:36} {ms[0]:6.0f} {ms[1]:6.0f} {ratio:9.2f}   {low:.2f} to {high:.2f}"
+    return row, f"RATIO {name} {ratio:.3f}"
+
+
+def machine():
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}, torch {torch.__version__}"
 
 
 def main():

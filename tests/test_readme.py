@@ -1,17 +1,22 @@
 """Every command of the README runs; run_all.sh does what it says."""
 
+import importlib.util
 import os
 import re
 import shutil
 import socket
 import sys
+import textwrap
 from pathlib import Path
 
+import claims
+import pool
 import pytest
 import torch
 from launch import ROOT, launch
 
 import bench
+import ddp
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
@@ -33,12 +38,15 @@ ON_TWO_MACHINES = {
     f"torchrun --nnodes 2 --nproc-per-node 1 {C10D} ddp.py",
     f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2",
 }
+OTHERS = {"./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel"}
 NOT_A_TEST = {"python bench.py ddp"}  # a benchmark prints a ratio, and never runs in the suite
 RUN_ALL = {"./run_all.sh ddp"}
 
 
 def test_every_command_is_run_somewhere():
-    known = RUN_BY_CI | IN_TEST_STANDALONE | AS_IT_IS | SHORTER | ON_A_GPU | ON_TWO_MACHINES | NOT_A_TEST | RUN_ALL
+    known = (
+        RUN_BY_CI | IN_TEST_STANDALONE | AS_IT_IS | SHORTER | ON_A_GPU | ON_TWO_MACHINES | OTHERS | NOT_A_TEST | RUN_ALL
+    )
     assert set(COMMANDS) == known
     assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == sorted(RUN_BY_CI)
 
@@ -78,6 +86,80 @@ def test_the_benchmarks_command_names_a_row(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main()
     assert capsys.readouterr().err.endswith(f"no row nothing; there are {', '.join(bench.ROWS)}\n")
+
+
+# ---- the snippets
+
+(DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+SNIPPETS = [block.splitlines() for block in DIFF.split("\n\n")]
+(LOOP,) = re.findall(r"```python\n(for inputs.*?)```", README, re.DOTALL)
+ON_THE_SAME_DATA = (
+    "DataParallel(model, devices)",
+    "parallelize",
+    "pipelin",
+    "inject_lora",
+)  # not data-parallel, or alone
+
+
+def body_snippet(lines, signs):
+    """Run what is marked so in a snippet, and the usual loop unless it has one. -> losses after it, or weights"""
+    text = "\n".join(line[2:] for line in lines if line[:1] in signs)
+    same = any(words in "\n".join(lines) for words in ON_THE_SAME_DATA)
+    torch.manual_seed(0)
+    model, rank = ddp.language_model(C=32, heads=2, layers=3), pool.rank()
+    tokens = torch.randint(256, (3, 4, 17), generator=torch.Generator().manual_seed(0 if same else rank))
+    batches = [(part[:, :-1], part[:, 1:]) for part in tokens]
+    names = {"torch": torch, "model": model, "batches": batches, "rank": rank, "devices": ["cpu", "cpu"]}
+    names |= {"loss_fn": ddp.language_loss}
+    if "peft" in text:
+        names["peft"] = importlib.import_module("peft")
+    with claims.default_group(pool.group()):
+        exec(text if "for inputs" in text else text + "\n" + LOOP, names)
+        if "stage" in names:
+            return [p.detach().sum().item() for p in names["stage"].parameters()]
+        with torch.no_grad():
+            return [ddp.language_loss(names["model"](inputs), targets).item() for inputs, targets in batches]
+
+
+@pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0][2:])
+def test_a_snippet_trains_after_the_import_as_before(lines):
+    assert len(LOOP.splitlines()) == 4
+    peft = "peft" in "\n".join(lines)  # which draws A otherwise
+    if peft and importlib.util.find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+    results = [pool.run(2, body_snippet, lines, signs) for signs in (" -", " +")]
+    for before, after in zip(*results, strict=True):  # of each rank
+        assert before == pytest.approx(after, abs=0.05 if peft else 1e-4)
+
+
+def test_adding_a_technique(tmp_path):
+    """As README says it, literally, in an empty directory."""
+    (main,) = re.findall(r"```python\n(   def main.*?)```", README, re.DOTALL)
+    text = (ROOT / "ddp.py").read_text()
+    imports = text[text.index("import argparse") : text.index("# ----")]
+    set_up = text[text.index("# Demo, set-up") :]
+    script = make_project(tmp_path / "project", mine=f'"""Mine."""\n{imports}\n\n{textwrap.dedent(main)}\n\n{set_up}')
+    done = run_script(script, "mine")
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^mine\.py +mine +2 +bitwise +7\.5 / 7\.5 / 15\.0 +7\.5 +\d+ \(\d+\) +ok$", done.stdout, re.MULTILINE
+    )
+
+
+def test_readme_is_short_and_its_pictures_are_there():
+    assert len(README.splitlines()) <= 300
+    for picture in re.findall(r"!\[[^]]+\]\((\S+)\)", README):
+        assert "<svg" in (ROOT / picture).read_text()
+
+
+@pytest.mark.parametrize("command", sorted(OTHERS))
+def test_another_class_by_an_option(command):
+    """The table, of one claim here, and no traceback."""
+    script, *arguments = command.split()
+    done = run_script(ROOT / script, *arguments, "-k", "mean_gradient or overlap")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("    holds") == 2
+    assert "Communication begins while backward still runs." in done.stdout
 
 
 # ---- run_all.sh
