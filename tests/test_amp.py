@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import OPTIMIZERS, Collectives, assert_equal, make_batch, make_model
+from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters, make_batch, make_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,7 +74,7 @@ def two_optimizers():
     return weights, [torch.optim.SGD([weight], lr=0.25) for weight in weights]
 
 
-CALLS = st.sampled_from(["iteration"] * 6 + ["scale", "unscale", "step", "update", "set", "empty"])
+CALLS = st.sampled_from(["iteration"] * 6 + ["scale", "unscale", "step", "update", "set"])
 
 
 @given(
@@ -88,8 +88,9 @@ def test_any_sequence_of_calls_and_overflows(calls, init_scale, growth, backoff,
     """The same scales, counters, weights and types of errors as PyTorch's, bit for bit."""
     scalers = [kind("cpu", init_scale, growth, backoff, interval) for kind in (amp.GradScaler, torch.amp.GradScaler)]
     sides = [(scaler, *two_optimizers()) for scaler in scalers]
-    for scaler in scalers:
-        scaler.scale(torch.zeros(1))
+    for scaler, weights, _ in sides:
+        for weight in weights:
+            weight.grad = scaler.scale(torch.zeros_like(weight))
     for call, which, value in calls:
         results = []
         for scaler, weights, optimizers in sides:
@@ -99,8 +100,7 @@ def test_any_sequence_of_calls_and_overflows(calls, init_scale, growth, backoff,
                 "unscale": [partial(scaler.unscale_, optimizer)],
                 "step": [partial(scaler.step, optimizer)],
                 "update": [scaler.update],
-                "set": [partial(scaler.update, 7.0 if value != value else value)],
-                "empty": [partial(setattr, weight, "grad", None)],
+                "set": [partial(scaler.update, abs(value) if abs(value) < INF else 7.0)],
             }
             actions["iteration"] = actions["scale"] + actions["step"] + actions["update"]
             raised = None
@@ -135,24 +135,25 @@ def test_a_disabled_scaler_steps_plainly(scaler_class):
     scaler.update()
     scaler.load_state_dict({})
     assert weight.tolist() == [-INF, -INF]
-    if not torch.cuda.is_available():
-        with pytest.warns(UserWarning, match="CUDA is not available"):
-            assert not scaler_class().is_enabled()
 
 
 def test_scalers_load_each_others_state():
-    ours, theirs, weight = amp.GradScaler("cpu"), torch.amp.GradScaler("cpu"), nn.Parameter(torch.ones(1))
-    assert ours.state_dict() == theirs.state_dict()  # the defaults
-    ours, again = amp.GradScaler("cpu", 8.0, 3.0, 0.25, 5), amp.GradScaler("cpu")
-    at_first = ours.state_dict()
-    loss, (other,) = ours.scale([weight.sum(), (torch.tensor(3.0, dtype=torch.float16),)])
-    assert (other * 2**14).isfinite()  # it is in fp32
+    ours, theirs, weight = (
+        amp.GradScaler("cpu", 8.0, 3.0, 0.25, 5),
+        torch.amp.GradScaler("cpu"),
+        nn.Parameter(torch.ones(1)),
+    )
+    assert amp.GradScaler("cpu").state_dict() == theirs.state_dict()  # the defaults
+    loss, (other,) = ours.scale([weight.sum(), (torch.tensor(3e4, dtype=torch.float16),)])
+    assert other == 8 * 3e4  # it is in fp32
     loss.backward()
     ours.step(torch.optim.SGD([weight], lr=0.0))
     ours.update()
     theirs.load_state_dict(ours.state_dict())
+    again = amp.GradScaler("cpu")
     again.load_state_dict(theirs.state_dict())
-    assert again.state_dict() == theirs.state_dict() == ours.state_dict() != at_first
+    assert again.state_dict() == theirs.state_dict() == ours.state_dict()
+    assert ours.state_dict()["_growth_tracker"] == 1
 
 
 # ---- GradScaler over a group
@@ -160,7 +161,7 @@ def test_scalers_load_each_others_state():
 
 def body_overflow(scaler_class, bad_rank):
     """Rank 0 alone has gradients for the second optimizer. Equal to PyTorch's scaler, which sees an inf itself."""
-    scaler = scaler_class("cpu", growth_interval=2, process_group=pool.group())
+    scaler = scaler_class("cpu", growth_interval=2, process_group=None if pool.world_size() == 4 else pool.group())
     theirs = torch.amp.GradScaler("cpu", growth_interval=2)
     (weights, optimizers), (plain, plain_optimizers) = two_optimizers(), two_optimizers()
     theirs.scale(torch.zeros(()))
@@ -190,22 +191,6 @@ def body_overflow(scaler_class, bad_rank):
 @pytest.mark.parametrize(("N", "bad_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(N, bad_rank):
     pool.run(N, body_overflow, amp.GradScaler, bad_rank)
-
-
-def body_default_group(scaler_class):
-    scaler, (weights, optimizers), others = scaler_class("cpu"), two_optimizers(), dist.new_group([0, 1])
-    if pool.rank() == 0:
-        weights[1].grad = torch.full_like(weights[1], INF)
-    scaler.step(optimizers[1])
-    scaler.update()
-    assert scaler.get_scale() == 2.0**15
-    if pool.rank() > 1:
-        with pytest.raises(ValueError, match=f"rank {pool.rank()} is not"):
-            scaler_class("cpu", process_group=others)
-
-
-def test_the_default_group_and_ranks_outside_a_group():
-    pool.run(4, body_default_group, amp.GradScaler)
 
 
 # ---- MixedPrecisionOptimizer
@@ -363,17 +348,16 @@ def test_bytes_that_stay_allocated():
     assert all(master.grad is None for master in masters)
 
 
-def test_groups_schedulers_and_state_go_on():
-    """Bitwise the plain optimizer, in fp64: wrapped after a step, a group added, schedulers made before and after."""
+def test_schedulers_and_state_go_on():
+    """Bitwise the plain optimizer, in fp64: wrapped after a step, schedulers made before and after, a part frozen."""
     models, optimizers = [make_model("frozen", torch.float64), make_model("frozen", torch.float64)], []
     for m in models:
-        optimizer = torch.optim.AdamW([*m[0].parameters(), *m[2].parameters()], lr=0.1)
+        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
         m(make_batch(0, 0, torch.float64)).square().mean().backward()
         optimizer.step()
         if m is models[0]:
             optimizer = amp.MixedPrecisionOptimizer(optimizer, torch.float64)
-        optimizer.add_param_group({"params": m[4].parameters(), "lr": 0.01})
         schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))
         optimizers.append((m, optimizer, schedulers))
     for step in range(1, 4):
@@ -382,8 +366,7 @@ def test_groups_schedulers_and_state_go_on():
             m(make_batch(0, step, torch.float64)).square().mean().backward()
             for steps in (optimizer, *schedulers):
                 steps.step()
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_same_parameters(*models, exact=True)
     assert not hasattr(optimizers[0][1], "nothing")
 
 
@@ -403,22 +386,27 @@ def test_zero_grad_and_unused_parameters(set_to_none):
 
 @pytest.mark.parametrize("scaler_class", SCALER_OF.values(), ids=SCALER_OF)
 def test_a_step_given_up_after_clipping(scaler_class):
-    """zero_grad() instead of step(): the next gradients are looked at anew, and an inf still lowers the scale."""
+    """zero_grad() instead of step(): the next gradients are looked at anew; a scaler wants its update() first."""
     weight, scaler = nn.Parameter(torch.ones(2)), scaler_class and scaler_class("cpu", 4.0)
     optimizer = amp.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), torch.float16, scaler)
     for factor in (1.0, INF, 3.0):
         optimizer.zero_grad()
         optimizer.scale(weight.sum() * factor).backward()
         assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(factor * 2**0.5, rel=1e-3)
+        if scaler:
+            optimizer.zero_grad()
+            with pytest.raises(RuntimeError, match=r"since the last update"):
+                optimizer.unscale_()
+            scaler.update()
     assert weight.tolist() == [1, 1]
     assert scaler is None or scaler.get_scale() == 2.0
 
 
-def test_what_cannot_be_wrapped_or_loaded_is_refused():
+def test_what_cannot_be_wrapped_is_refused():
     weights = [nn.Parameter(torch.ones(n)) for n in (2, 3)]
-    one, other = (amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"]([w]), torch.bfloat16) for w in weights)
-    with pytest.raises(ValueError, match=r"\(3,\).*\(2,\)"):
-        one.load_state_dict(other.state_dict())
+    optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](weights[:1]), torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="before it is wrapped"):
+        optimizer.add_param_group({"params": weights[1:]})
     reducing = OPTIMIZERS["sgd"](weights)
     reducing.no_sync = lambda: None  # as zero.py's have
     with pytest.raises(ValueError, match="SGD has fp32 masters"):
@@ -492,8 +480,6 @@ def test_regions_nest_and_end():
         assert inner(product)() == torch.bfloat16
         assert torch.mm(A, A, out=torch.empty(2, 2)).dtype == torch.float32
     assert product() == torch.float32
-    with pytest.raises(ValueError, match="float64"):
-        amp.autocast(torch.float64)
 
 
 class Casts(TorchDispatchMode):
