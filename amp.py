@@ -23,7 +23,8 @@ Bytes per parameter, with Adam (Ψ parameters, N ranks); step() takes 4 more, fo
 Run:      torchrun --nproc-per-node 2 amp.py          (python amp.py is a world of one)
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's mixed-precision optimizer
-Left out: fp8, bf16 without masters (arXiv 2010.06192), sparse gradients, closures, autocast of recurrent layers
+Left out: fp8, bf16 without masters (arXiv 2010.06192), sparse gradients, closures, steps without any gradient, autocast
+          of recurrent layers and its cache_enabled, writing weights through .data after the optimizer is made
 """
 
 import argparse
@@ -33,6 +34,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from contextlib import ContextDecorator, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -83,8 +85,14 @@ class GradScaler:
         backoff_factor=0.5,
         growth_interval=2000,
         enabled=True,
+        *,
         process_group=None,
     ):
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in process_group: make the scaler on its members only")
+        if enabled and device == "cuda" and not torch.cuda.is_available():
+            warnings.warn("GradScaler is enabled, but CUDA is not available. Disabling.", stacklevel=2)
+            enabled = False
         self._device, self._enabled, self._process_group = device, enabled, process_group
         self._state = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         self._state |= {"growth_interval": growth_interval, "_growth_tracker": 0}  # good steps in a row

@@ -193,6 +193,20 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(N, bad_rank):
     pool.run(N, body_overflow, amp.GradScaler, bad_rank)
 
 
+def body_not_a_member(scaler_class):
+    group = dist.new_group([0, 1])
+    if pool.rank() > 1:
+        with pytest.raises(ValueError, match=f"rank {pool.rank()} is not in process_group"):
+            scaler_class("cpu", process_group=group)
+
+
+def test_ranks_outside_the_group_and_machines_without_cuda():
+    pool.run(4, body_not_a_member, amp.GradScaler)
+    if not torch.cuda.is_available():
+        with pytest.warns(UserWarning, match="CUDA is not available"):
+            assert not amp.GradScaler().is_enabled()
+
+
 # ---- MixedPrecisionOptimizer
 
 
