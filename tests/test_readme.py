@@ -58,7 +58,7 @@ def test_command(command):
     extra = [] if command in AS_IT_IS else ["--steps", "2"]
     extra = ["--steps", "1", "--sequence-length", "8"] if GPT2 in command else extra
     program, *rest = command.split()
-    done = launch([shutil.which(program, path=PATH["PATH"]), *rest, *extra], ROOT, env=PATH)
+    done = launch([shutil.which(program, path=PATH["PATH"]), *rest, *extra], ROOT, timeout=300, env=PATH)
     assert done.returncode == 0, done.stderr
     assert "vs 1 device" in done.stdout
 
