@@ -327,6 +327,14 @@ def test_nf4_takes_4_127_bits_a_parameter():
     assert len(lora.DYNAMIC_MAP) == 256
 
 
+def test_nf4_multiplies_by_the_reciprocal_as_bitsandbytes_does():
+    middle = (VALUES[:-1] + VALUES[1:]) / 2
+    for absmax in torch.tensor([3.0, 7.0, 11.0, 0.3, 0.7]):
+        codes = lora.quantize_nf4(torch.cat([middle * absmax, absmax[None]])).packed
+        nibbles = torch.stack([codes >> 4, codes & 15], 1).flatten()[:-1]
+        assert torch.equal(nibbles.long(), torch.bucketize(middle * absmax * (1 / absmax), middle))
+
+
 @needs("bitsandbytes")
 @pytest.mark.parametrize(("n", "dtype"), [(64 * 256 * 3, torch.float32), (100_002, torch.bfloat16)])
 def test_nf4_is_byte_for_byte_bitsandbytes(n, dtype):

@@ -151,6 +151,7 @@ def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
         target[0, 0] = ignore
         logits, expected = (m[1](scale * torch.tanh(m[0](tokens))) for m in (ours, plain))
         padded = torch.cat(everyone(logits), -1)
+        assert V <= padded.shape[-1] < V + pool.world_size()  # no more padding than needed
         close(padded[..., :V], expected.detach())
         assert padded[..., V:].eq(-math.inf).all()
         loss = tp.vocab_parallel_cross_entropy(logits, target, group, ignore, smoothing)
