@@ -1,4 +1,4 @@
-"""lora.py against dense weights W + (α/r) B A, peft and bitsandbytes."""
+"""lora.py against dense weights W + (α/r) B A, peft and bitsandbytes; of whole models claims.py says more."""
 
 import copy
 import importlib.util
@@ -7,16 +7,16 @@ import unittest.mock
 
 import pool
 import pytest
+import shared
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters, loss_of, make_batch
+from shared import OPTIMIZERS, Collectives, assert_equal, loss_of, make_batch
 from torch.autograd.graph import saved_tensors_hooks
 
-import ddp
 import fsdp
 import lora
 
@@ -25,29 +25,12 @@ def needs(package):
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-def peft_inject(model, r=8, lora_alpha=16, **arguments):
-    import peft
-
-    return peft.get_peft_model(model, peft.LoraConfig(r=r, lora_alpha=lora_alpha, **arguments))
-
-
-each_inject = pytest.mark.parametrize("inject", [lora.inject_lora, pytest.param(peft_inject, marks=needs("peft"))])
-
-
-def factors(model):
-    """{path of an adapted layer in the plain model: [A (r, k), B (d, r)]}; peft's names or ours."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            found.setdefault(name.removeprefix("base_model.model.").partition(".lora_")[0], []).append(parameter)
-    return found
-
-
 def fill(model, seed=5):
     """Give every adapter values, as if trained."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in (p for pair in factors(nn.ModuleList([model])).values() for p in pair):
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return model
 
 
@@ -129,17 +112,14 @@ def trained_names(model):
 
 WANTED = [
     ({"target_modules": "all-linear"}, {"0.linear1", "0.linear2", "1.head.linear1"}),
-    ({"target_modules": ["linear1"]}, {"0.linear1", "1.head.linear1"}),
     ({"target_modules": ("head.linear1",)}, {"1.head.linear1"}),
     ({"target_modules": ["ear1", "0.linear2"]}, {"0.linear2"}),
-    ({"target_modules": r"\d\.linear\d"}, {"0.linear1", "0.linear2"}),
     ({"target_modules": r"0\.linear|1\.head\.linear1"}, {"1.head.linear1"}),
     ({"target_modules": ["0.linear"]}, r"\[\]; .* \['0\.linear1', '0\.linear2', '1\.head\.linear1'\]"),
     ({"target_modules": ["head"]}, r"finds \['1\.head'\]; there are nn\.Linear"),
     ({"target_modules": ".*(norm|1)"}, r"finds .*'0\.norm'"),
     ({"r": 0}, "r=0 must be ≥ 1"),
     ({"lora_dropout": 1.0}, r"lora_dropout=1\.0 in \[0, 1\)"),
-    ({"lora_dropout": -0.1}, "lora_dropout=-0.1"),
     ({"quantize": "int8"}, "quantize='int8' None or 'nf4'"),
 ]
 
@@ -148,20 +128,19 @@ WANTED = [
 def test_what_is_named_is_adapted_or_it_is_an_error_and_nothing_has_changed(arguments, expected):
     block = nn.ModuleDict({"linear1": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "linear2": nn.Linear(4, 4)})
     model = nn.ModuleList([block, nn.ModuleDict({"head": nn.ModuleDict({"linear1": nn.Linear(4, 4)})})])
-    if isinstance(expected, set):
+    if found := isinstance(expected, set):
         assert lora.inject_lora(model, **arguments) is model
         assert trained_names(model) == expected
-    with pytest.raises(ValueError, match="has adapters already" if isinstance(expected, set) else expected):
+    with pytest.raises(ValueError, match="has adapters already" if found else expected):
         lora.inject_lora(model, **arguments)
-    if not isinstance(expected, set):
-        assert all(p.requires_grad for p in model.parameters())
-        assert not any(isinstance(layer, lora.LoRALinear) for layer in model.modules())
+    assert found or all(p.requires_grad for p in model.parameters())
+    assert found or not lora.lora_layers(model)
 
 
 def test_one_layer_in_two_places_stays_one_and_tied_weights_stay_tied():
-    shared, embed, head = nn.Linear(6, 6), nn.Embedding(6, 6), nn.Linear(6, 6)
+    twice, embed, head = nn.Linear(6, 6), nn.Embedding(6, 6), nn.Linear(6, 6)
     embed.weight = head.weight
-    model = lora.inject_lora(nn.Sequential(shared, nn.Sequential(shared), embed, head))
+    model = lora.inject_lora(nn.Sequential(twice, nn.Sequential(twice), embed, head))
     assert isinstance(model[0], lora.LoRALinear)
     assert model[0] is model[1][0]
     assert len(lora.trained_by(model)) == 4
@@ -170,50 +149,6 @@ def test_one_layer_in_two_places_stays_one_and_tied_weights_stay_tied():
     assert model[3].base_layer.weight is embed.weight
     assert torch.equal(embed.weight, before)  # the adapter of the head is not one of the embedding
     assert not torch.equal(model[3].merged, before)
-
-
-@pytest.mark.parametrize(("r", "trained"), [(1, 4_718_592), (4, 18_874_368), (8, 37_748_736)])
-def test_gpt3_parameters(r, trained):
-    model = nn.Sequential(*[nn.Linear(12288, 12288, device="meta") for _ in range(2 * 96)])
-    assert sum(p.numel() for p in lora.trained_by(lora.inject_lora(model, r))) == trained
-
-
-# ---- training
-
-
-@each_inject
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_at_the_start_the_output_is_bitwise_that_of_the_model(inject, dtype):
-    assert torch.equal(inject(make_net(dtype), target_modules=BOTH)(TOKENS), make_net(dtype)(TOKENS))
-
-
-@each_inject
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("rslora", [False, True])
-def test_training_equals_training_the_factors_of_dense_weights(inject, optimizer, rslora):
-    """The plain model computes with W + scaling · B A by torch.func.functional_call; nothing but A and B changes."""
-    plain, model = make_net(), inject(make_net(), r=3, lora_alpha=2, target_modules=BOTH, use_rslora=rslora)
-    ours = [p for pair in factors(model).values() for p in pair]
-    flat = [nn.Parameter(p.detach().clone()) for p in ours]
-    optimizers = [OPTIMIZERS[optimizer](parameters) for parameters in (ours, flat)]
-    frozen = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" not in name}
-    for step in range(5):
-        weights = {}
-        for path, A, B in zip(factors(model), flat[::2], flat[1::2], strict=True):
-            W = plain.get_parameter(f"{path}.weight").detach()
-            weights[f"{path}.weight"] = W + 2 / (3**0.5 if rslora else 3) * B @ A
-        for o in optimizers:
-            o.zero_grad()
-        loss_of(torch.func.functional_call(plain, weights, TOKENS.roll(step))).backward()
-        loss_of(model(TOKENS.roll(step))).backward()
-        for o in optimizers:
-            o.step()
-        for a, b in zip(ours, flat, strict=True):
-            assert_equal(a.grad, b.grad, exact=False)
-            assert_equal(a.detach(), b.detach(), exact=False)
-    for name, before in frozen.items():
-        assert model.get_parameter(name).grad is None
-        assert torch.equal(model.get_parameter(name), before)
 
 
 # ---- merging
@@ -321,18 +256,13 @@ def test_a_file_that_does_not_fit_is_refused_and_nothing_is_copied(tmp_path, fie
 def test_peft_loads_ours_and_we_load_peft_s(tmp_path, arguments):
     import peft
 
-    arguments = {"r": 2, "lora_alpha": 6, "target_modules": BOTH, **arguments}
-    theirs = fill(peft_inject(make_net(), **arguments)).eval()
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=BOTH, **arguments)
+    theirs = fill(peft.get_peft_model(make_net(), config)).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     ours = lora.load_adapter(make_net(), tmp_path / "theirs").eval()
     assert_equal(ours(TOKENS).detach(), theirs(TOKENS).detach(), exact=False)
     assert not torch.allclose(ours(TOKENS), make_net()(TOKENS), atol=1e-2)
     assert sorted(peft.get_peft_model_state_dict(theirs)) == sorted(lora.adapter_state_dict(ours))
-    for model in (ours, theirs):
-        loss_of(model(TOKENS)).backward()
-    for path, pair in factors(ours).items():
-        for a, b in zip(pair, factors(theirs)[path], strict=True):
-            assert_equal(a.grad, b.grad, exact=False)
     lora.save_adapter(fill(ours, seed=9), tmp_path / "ours")
     theirs = peft.PeftModel.from_pretrained(make_net(), tmp_path / "ours").eval()
     assert_equal(ours(TOKENS).detach(), theirs(TOKENS).detach(), exact=False)
@@ -384,7 +314,7 @@ def test_nf4_values_survive_ties_go_down_and_the_first_is_in_the_high_half():
 
 
 def test_nf4_takes_4_127_bits_a_parameter():
-    weight = torch.randn(1024, 4096)
+    weight = torch.randn(256, 1024)
     for double_quant, bits in ((False, 4.5), (True, 4.127)):
         quantized = lora.quantize_nf4(weight, double_quant=double_quant)
         held = sum(tensor.untyped_storage().nbytes() for tensor in quantized.buffers())
@@ -392,22 +322,21 @@ def test_nf4_takes_4_127_bits_a_parameter():
     exact, scales = lora.quantize_nf4(weight).absmax, quantized.scales.repeat_interleave(256)
     rounded = lora.DYNAMIC_MAP[quantized.absmax.long()] * scales + quantized.mean
     assert ((rounded - exact).abs() <= 0.0704 / 2 * scales * 1.001).all()  # half the widest gap of the 8-bit values
-
-
-def test_nf4_rounds_as_bitsandbytes_does():
-    middle = (VALUES[:-1] + VALUES[1:]) / 2
-    for absmax in torch.tensor([3.0, 7.0, 11.0, 0.3, 0.7]):  # the product with the reciprocal, no quotient
-        codes = lora.quantize_nf4(torch.cat([middle * absmax, absmax[None]])).packed
-        nibbles = torch.stack([codes >> 4, codes & 15], 1).flatten()[:-1]
-        assert torch.equal(nibbles.long(), torch.bucketize(middle * absmax * (1 / absmax), middle))
-    chosen = lora.DYNAMIC_MAP[[0, 127, 128, 129, 253, 254, 255]].tolist()  # of its create_dynamic_map()
+    chosen = lora.DYNAMIC_MAP[[0, 127, 128, 129, 253, 254, 255]].tolist()  # of bitsandbytes' create_dynamic_map()
     assert chosen == pytest.approx([-0.99296875, 0.0, 5.5e-7, 3.25e-6, 0.97890625, 0.99296875, 1.0])
     assert len(lora.DYNAMIC_MAP) == 256
 
 
+def test_nf4_multiplies_by_the_reciprocal_as_bitsandbytes_does():
+    middle = (VALUES[:-1] + VALUES[1:]) / 2
+    for absmax in torch.tensor([3.0, 7.0, 11.0, 0.3, 0.7]):
+        codes = lora.quantize_nf4(torch.cat([middle * absmax, absmax[None]])).packed
+        nibbles = torch.stack([codes >> 4, codes & 15], 1).flatten()[:-1]
+        assert torch.equal(nibbles.long(), torch.bucketize(middle * absmax * (1 / absmax), middle))
+
+
 @needs("bitsandbytes")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("n", [64, 4096, 64 * 256 * 3, 100_002, 12_345])
+@pytest.mark.parametrize(("n", "dtype"), [(64 * 256 * 3, torch.float32), (100_002, torch.bfloat16)])
 def test_nf4_is_byte_for_byte_bitsandbytes(n, dtype):
     import bitsandbytes.functional as bnb
 
@@ -425,7 +354,7 @@ def test_nf4_is_byte_for_byte_bitsandbytes(n, dtype):
     # its CPU kernel finds the 8-bit code through a table of 2^16: it may take one nearly as near
     theirs, codes = (state.state2.code[absmax.int()] for absmax in (state.absmax, ours.absmax))
     close = (state.absmax.int() - ours.absmax.int()).abs() <= 1
-    assert (close | ((theirs - codes).abs() <= 2**-15)).all() or n == 64
+    assert (close | ((theirs - codes).abs() <= 2**-15)).all()
 
 
 # ---- QLoRA
@@ -475,40 +404,34 @@ def test_no_dequantised_weight_is_kept_and_bytes_survive_casts_and_state_dicts()
 
 
 def make_model(dtype=torch.float64, quantize=None):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3)).to(dtype)
-    return fill(lora.inject_lora(model, r=2, target_modules=["0", "2"], quantize=quantize))
+    return fill(lora.inject_lora(shared.make_model("plain", dtype), r=2, target_modules=["0", "2"], quantize=quantize))
 
 
 PHI = 2 * (6 + 33) + 2 * (33 + 17)  # Σ r(d + k)
 
 
-def body_data_parallel(how, optimizer, quantize, dtype):
+def body_data_parallel(how, quantize, dtype):
     """Against one device that accumulates the ranks' gradients in rank order."""
     ranks, rank, exact = pool.world_size(), pool.rank(), pool.world_size() <= 2 or how == "fsdp"
     plain, model = make_model(dtype, quantize), make_model(dtype, quantize)
     if how == "fsdp":
         for unit in (model[0], model[2], model):
             fsdp.fully_shard(unit, process_group=pool.group())
-    trained = ddp.DDP(model, process_group=pool.group(), broadcast_buffers=False) if how == "ddp" else model
-    optimizers = [OPTIMIZERS[optimizer](lora.trained_by(m)) for m in (model, plain)]
+    optimizers = [OPTIMIZERS["adamw"](lora.trained_by(m)) for m in (model, plain)]
     for step in range(3):
         for o in optimizers:
             o.zero_grad()
         with Collectives() as seen:
-            loss_of(trained(make_batch(rank, step, dtype))).backward()
+            loss_of(model(make_batch(rank, step, dtype))).backward()
             if how == "average":
                 lora.average_adapters(model, pool.group())
+                assert seen.calls == [("allreduce_", PHI * dtype.itemsize)]
         for r in range(ranks):
             loss_of(plain(make_batch(r, step, dtype))).backward()
         for parameter in lora.trained_by(plain):
             parameter.grad /= ranks
         for o in optimizers:
             o.step()
-        if how != "fsdp":
-            assert seen.bytes_of("allreduce_") == PHI * dtype.itemsize
-            assert len(seen.calls) == 1 or how == "ddp"
-            assert_same_parameters(model, plain, exact, f"step {step}")
     whole = fsdp.full_state_dict(model) if how == "fsdp" else model.state_dict()
     for key, value in plain.state_dict().items():
         assert_equal(whole[key], value, exact, key)
@@ -516,15 +439,14 @@ def body_data_parallel(how, optimizer, quantize, dtype):
         assert_equal(lora.adapter_state_dict(model, whole)[key], value, exact, key)
 
 
-@pytest.mark.parametrize("how", ["average", "ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["average", "fsdp"])
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-@pytest.mark.parametrize(("ranks", "optimizer"), [(2, "sgd"), (2, "momentum"), (2, "adamw"), (3, "adamw"), (4, "sgd")])
-def test_data_parallel_equals_one_device_and_only_A_and_B_travel(how, quantize, ranks, optimizer):
-    pool.run(ranks, body_data_parallel, how, optimizer, quantize, torch.float32 if ranks == 2 else torch.float64)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_data_parallel_equals_one_device_and_only_A_and_B_travel(how, quantize, ranks):
+    pool.run(ranks, body_data_parallel, how, quantize, torch.float32 if ranks == 2 else torch.float64)
 
 
 def body_unused():
-    """A parameter that rank 0 alone has used, parameters of two dtypes, and ranks outside the group."""
     rank, model, group = pool.rank(), make_model(), dist.new_group([0, 1])
     if rank > 1:
         with pytest.raises(ValueError, match=f"rank {rank} is not a member"):
@@ -540,10 +462,10 @@ def body_unused():
 
 
 def test_parameters_unused_on_one_rank_or_of_two_dtypes_and_a_rank_outside_the_group():
-    pool.run(4, body_unused)
+    pool.run(3, body_unused)
 
 
-@pytest.mark.parametrize(("N", "rank"), [(8, 3), (64, 63), (1024, 0)])
+@pytest.mark.parametrize(("N", "rank"), [(8, 3), (1024, 0)])
 def test_the_same_bytes_at_scale(N, rank):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

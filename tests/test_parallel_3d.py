@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pool
 import pytest
@@ -83,15 +82,14 @@ def body_equal(tp, pp, flags, masked):
     assert_replicas_agree(trainer)
 
 
-EQUAL = [(grid, "", 0.0) for grid in GRIDS]
-EQUAL += [(grid, f"--zero1 --sequence-parallel {SGD}", 0.4) for grid in GRIDS]
-EQUAL += [((2, 1), flags, 0.4) for flags in (SGD, "--zero1 --clip-grad 0", "--sequence-parallel --micro-batch-size 1")]
-EQUAL += [((2, 2), f"--schedule {name} --sequence-parallel", 0.4) for name in ("naive", "gpipe", "zero_bubble")]
-EQUAL += [(grid, "--schedule interleaved_1f1b --stages-per-rank 2", 0.0) for grid in ((2, 2), (1, 2), (2, 1))]
-EQUAL += [((1, 2), "--schedule interleaved_1f1b --stages-per-rank 2 --zero1", 0.0)]
-EQUAL += [((1, pp), "--dropout 0.3", 0.4) for pp in (1, 2, 4)]  # the masks of one device, on any stage and pipeline
+EQUAL = [(grid, f"--zero1 --sequence-parallel {SGD}", 0.4) for grid in GRIDS]
+EQUAL += [((4, 1), "", 0.0), ((1, 4), "", 0.0), ((2, 2), "", ALL), ((1, 1), SGD, HALF), ((1, 2), SGD, HALF)]
+EQUAL += [((2, 1), "--sequence-parallel --micro-batch-size 1", 0.4), ((2, 1), "--zero1 --clip-grad 0", HALF)]
+EQUAL += [((2, 2), f"--schedule {name} --sequence-parallel", 0.4) for name in ("gpipe", "zero_bubble")]
+EQUAL += [((2, 2), f"--schedule interleaved_1f1b --stages-per-rank 2 {flag}", 0.0) for flag in ("", "--zero1")]
+EQUAL += [((2, 1), "--schedule interleaved_1f1b --stages-per-rank 2", 0.0)]
+EQUAL += [((1, pp), "--dropout 0.3", 0.4) for pp in (1, 4)]  # the masks of one device, on any stage and pipeline
 EQUAL += [((1, 2), "--dropout 0.3 --schedule zero_bubble --zero1", 0.0)]
-EQUAL += [(grid, SGD, HALF) for grid in ((1, 1), (1, 2))] + [((2, 1), f"{SGD} --zero1", HALF), ((2, 2), "", ALL)]
 
 
 @pytest.mark.parametrize(("grid", "flags", "masked"), EQUAL, ids=str)
@@ -129,8 +127,7 @@ def body_dropout(tp, pp, flags):
     assert_same_on(trainer, "tp", [torch.rand(8)])
 
 
-@pytest.mark.parametrize("flags", ["", "--sequence-parallel --zero1"])
-@pytest.mark.parametrize("grid", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(("grid", "flags"), [((2, 1), ""), ((2, 2), "--sequence-parallel --zero1")], ids=str)
 def test_dropout(grid, flags):
     """Ranks that hold the same stay the same; the heads of each draw masks of their own."""
     pool.run(4, body_dropout, *grid, flags)
@@ -155,10 +152,7 @@ def body_skipped(flags, dtype):
     assert all(parameter.isfinite().all() for parameter in trainer.parameters)
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [("", "float64"), ("--zero1", "float32"), ("", "bfloat16"), ("", "float16"), ("--zero1", "float16")],
-)
+@pytest.mark.parametrize(("flags", "dtype"), [("", "bfloat16"), ("--zero1", "float32"), ("--zero1", "float16")])
 def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(flags, dtype):
     """One rank's slice of a weight overflows: no rank takes the step, all take the next; fp16 halves its scale."""
     pool.run(4, body_skipped, flags, dtype)
@@ -177,42 +171,28 @@ def body_low_precision(tp, pp, flags, dtype):
     assert_replicas_agree(trainer)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("grid", "flags"), [((2, 1), SGD), ((1, 2), ""), ((2, 1), "--zero1"), ((1, 2), f"--zero1 {SGD}")]
-)
+LOW = [((2, 1), SGD, "float16"), ((1, 2), "", "bfloat16"), ((1, 2), f"--zero1 {SGD}", "float16")]
+
+
+@pytest.mark.parametrize(("grid", "flags", "dtype"), [*LOW, ((2, 1), "--zero1", "bfloat16")], ids=str)
 def test_low_precision(grid, flags, dtype):
     """Within a few units of roundoff of float32; with SGD, which sees a gradient that is still scaled."""
     pool.run(4, body_low_precision, *grid, flags, dtype)
 
 
 def body_grids():
-    for tp, pp in GRIDS:
-        grid, rank, dp = Grid(tp, pp), pool.rank(), 4 // (tp * pp)
+    rank, pair, apart = pool.rank(), pool.rank() // 2 * 2, pool.rank() % 2
+    for tp, pp, near, far in ((2, 1, "tp", "dp"), (1, 2, "dp", "pp"), (2, 2, "tp", "pp")):
+        grid = Grid(tp, pp)
         neighbours = {axis: dist.get_process_group_ranks(group) for axis, group in grid.groups.items() if group}
-        assert (grid.at["pp"] * dp + grid.at["dp"]) * tp + grid.at["tp"] == rank
-        assert all(neighbours[axis][grid.at[axis]] == rank for axis in ("tp", "dp", "pp"))
-        assert [len(neighbours[axis]) for axis in ("tp", "dp", "pp")] == [tp, dp, pp]
-        assert neighbours["tp"] == list(range(rank - grid.at["tp"], rank - grid.at["tp"] + tp))
-        assert ("ends" in neighbours) == (pp > 1 and grid.at["pp"] in (0, pp - 1))
+        assert (neighbours[near], neighbours[far]) == ([pair, pair + 1], [apart, apart + 2])
+        assert (grid.at[near], grid.at[far]) == (apart, pair // 2)
         assert grid.sum(torch.tensor(float(rank)), "tp", "dp", "pp") == 6
 
 
 def test_rank_order():
     """Megatron's: tensor innermost, then data, then pipeline."""
     pool.run(4, body_grids)
-
-
-def grids(ranks, flags):
-    return parallel_3d.Session.grids(SimpleNamespace(args=options(flags), ranks=ranks, config=SMALL))
-
-
-def test_layout():
-    """By default two of each axis, tensor first, as far as the world has them."""
-    assert [grids(ranks, "") for ranks in (1, 2, 3, 4, 8)] == [[(1, 1)], [(2, 1)], [(1, 1)], [(2, 2)], [(2, 2)]]
-    assert [grids(4, flags) for flags in ("--tp 4", "--pp 2", "--tp 0")] == [[(4, 1)], [(1, 2)], [(0, 1)]]
-    assert grids(4, "--compare") == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
-    assert grids(3, "--compare") == [(1, 1), (1, 3)]  # 4 heads are not split over 3 ranks
 
 
 def body_wrong(flags, message):
@@ -226,7 +206,6 @@ def body_wrong(flags, message):
     [
         ("--tp 3", "--tp 3 × --pp 1 = 3 ranks must divide the world of 4"),
         ("--global-batch-size 12 --micro-batch-size 5", "multiple of --micro-batch-size 5 × 4 data-parallel ranks"),
-        ("--global-batch-size 2", "--global-batch-size 2 must be a multiple of --micro-batch-size 2 × 4"),
         ("--micro-batch-size 0", "multiple of --micro-batch-size 0"),
         ("--pp 4 --stages-per-rank 2", "8 stages on 4 ranks; the model has 4 blocks"),
         ("--sequence-length 17", "--sequence-length 17; the model has 16 positions"),
@@ -259,21 +238,21 @@ def body_costs(tp, pp, flags):
     assert trainer.grid.sum(counted, "tp", "pp") == whole + (-SMALL.V % tp) * SMALL.h  # each once
 
 
-@pytest.mark.parametrize("flags", ["", "--sequence-parallel --schedule gpipe --micro-batch-size 1 --zero1"])
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
+ZERO = "--sequence-parallel --schedule gpipe --micro-batch-size 1 --zero1"
+
+
+@pytest.mark.parametrize(("grid", "flags"), [((4, 1), ""), ((2, 2), ""), *((grid, ZERO) for grid in GRIDS)], ids=str)
 def test_sent_and_held_bytes(grid, flags):
     """By axis what the formulas say; every parameter is in the norm once."""
     pool.run(4, body_costs, *grid, flags)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("124m", 124_439_808), ("345m", 354_823_168), ("774m", 774_030_080), ("1.5b", 1_557_611_200)],
-)
-def test_number_of_parameters(name, parameters):
+def test_numbers_of_parameters():
+    """As published: 124M, 345M, 774M and 1.5B."""
     with torch.device("meta"):
-        model = plain_model(MODELS[f"gpt2-{name}"])
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+        models = [plain_model(MODELS[f"gpt2-{name}"]) for name in ("124m", "345m", "774m", "1.5b")]
+    counts = [sum(parameter.numel() for parameter in model.parameters()) for model in models]
+    assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
 
 
 def test_a_block_is_pytorchs_encoder_layer():
@@ -293,13 +272,11 @@ def run(*flags, ranks=4):
     return done.stdout
 
 
-@pytest.mark.parametrize(("ranks", "grids"), [(1, 1), (2, 3), (3, 2)])
-def test_all_grids_of_fewer_ranks(ranks, grids):
-    output = run("--compare", "--global-batch-size", 12, "--sequence-length", 16, ranks=ranks)
+def test_all_grids_of_3_ranks():
+    output = run("--compare", "--global-batch-size", 12, "--sequence-length", 16, ranks=3)
     largest = re.findall(r"^vs 1 device loss, .* and parameters equal within 1e-09: (\S+) over 3 steps$", output, re.M)
-    assert len(largest) == grids
+    assert len(largest) == len(re.findall(r" × .* ok$", output, re.M)) == 2
     assert all(float(difference) < 1e-11 for difference in largest)
-    assert len(re.findall(r" × .* ok$", output, re.M)) == grids
 
 
 def test_the_default_on_8_ranks(tmp_path):
@@ -311,14 +288,6 @@ def test_the_default_on_8_ranks(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line.keys() >= {"loss", "grad_norm", "lr", "tokens_per_second", "tp", "pp", "dp"} for line in lines)
     assert re.search(rf"^loss +{lines[0]['loss']:.3f} → {lines[-1]['loss']:.3f}$", output, re.M)
-
-
-def test_what_is_not_compared():
-    """Heads on two ranks draw other masks than one device."""
-    output = run("--dropout", "0.1", ranks=2)
-    assert re.findall(r"^step (\d)/3   loss \d\.\d+   grad norm \S+   \S+ tokens/s$", output, re.M) == ["1", "2", "3"]
-    assert re.search(r" -$", output, re.M)
-    assert "equal within" not in output
 
 
 def test_a_wrong_command_line():
@@ -365,5 +334,3 @@ def test_two_machines(two_machines):
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "equal within 1e-09" in "".join(output for output, _ in outputs)
-    count = ip(f"netns exec {two_machines[0]} cat /sys/class/net/cable/statistics/tx_bytes").stdout
-    assert int(count) > 3 * 8 * 16 * 64 * 64  # activations of 3 steps

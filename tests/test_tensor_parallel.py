@@ -1,4 +1,4 @@
-"""tensor_parallel.py against one device and against torch.distributed.tensor.parallel."""
+"""tensor_parallel.py against one device; each linear layer alone, ours and PyTorch's, is in claims.py."""
 
 import copy
 import math
@@ -8,24 +8,18 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.parallel as torchs
 import torch.nn as nn
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import OPTIMIZERS, Collectives, assert_equal
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as TorchShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel as tp
 
-# Adam's eps: softmax does not see the bias of the keys, whose gradient is rounding; Adam would make it 1
-OPTIMIZERS = {**OPTIMIZERS, "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-5)}
-RANKS, FEW, FLAG = st.integers(1, 4), st.integers(1, 3), st.booleans()
+FLAG = st.booleans()
 close = partial(assert_equal, exact=False)
 bitwise = partial(assert_equal, exact=True)
 
@@ -125,33 +119,24 @@ def backward_is_the_same(ours, plain, x, sp):
     check_same(ours, plain)
 
 
-def linear_layers_equal_one_device(Column, Row, b, s, h, f, bias, sp, gather):
-    """A column and a row layer, as a pair or each alone; drawn as nn.Linear draws, and taken from one."""
-    t, column, row = pool.world_size(), {"gather_output": gather}, {"input_is_parallel": not gather}
-    h, f, s, both = h * t, f * t, s * (t if sp else 1), {"process_group": pool.group(), "sequence_parallel": sp}
+def layers_are_drawn_as_plain_ones_and_share_nothing_with_them():
+    keywords, plain = {"process_group": pool.group()}, nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4))
     torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(h, f, bias), nn.Tanh(), nn.Linear(f, h, bias))
-    torch.manual_seed(1)
-    drawn = nn.Sequential(Column(h, f, bias, **column, **both), nn.Tanh(), Row(f, h, bias, **row, **both))
+    for layer in plain:
+        layer.reset_parameters()
     generator = torch.get_rng_state()
-    taken = Column.from_full(plain[0], **column, **both), nn.Tanh(), Row.from_full(plain[2], **row, **both)
+    torch.manual_seed(1)
+    drawn = tp.ColumnParallelLinear(4, 12, **keywords), tp.RowParallelLinear(12, 4, **keywords)
+    assert torch.equal(generator, torch.get_rng_state())
+    taken = [type(layer).from_full(whole, **keywords) for layer, whole in zip(drawn, plain, strict=True)]
     assert torch.equal(generator, torch.get_rng_state())  # from_full draws nothing
-    assert not bias or taken[2].bias.data_ptr() != plain[2].bias.data_ptr()  # training ours leaves the plain one alone
-    for ours in (drawn, nn.Sequential(*taken)):
-        for name, parameter in plain.state_dict().items():
-            bitwise(tp.full_state_dict(ours)[name], parameter)
-        for step in range(2):  # gradients accumulate
-            backward_is_the_same(ours, plain, randn(s, b, h, seed=step), sp)
-        plain.zero_grad()
+    for ours in (drawn, taken):
+        for name, whole in tp.full_state_dict(nn.Sequential(*ours)).items():
+            bitwise(whole, plain.get_parameter(name).detach())
+    assert taken[1].bias.data_ptr() != plain[1].bias.data_ptr()  # training ours leaves the plain one alone
 
 
-@given(N=RANKS, b=FEW, s=FEW, h=FEW, f=FEW, bias=FLAG, sp=FLAG, gather=FLAG)
-def test_linear_layers_equal_one_device(N, b, s, h, f, bias, sp, gather):
-    layers = tp.ColumnParallelLinear, tp.RowParallelLinear
-    run(N, linear_layers_equal_one_device, *layers, b, s, h, f, bias, sp, gather and not sp)
-
-
-def vocabulary_and_loss_equal_one_device(cross_entropy, V, bias, tied, smoothing, ignore):
+def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
     group = pool.group()
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Embedding(V, 6), nn.Linear(6, V, bias))
@@ -166,9 +151,10 @@ def vocabulary_and_loss_equal_one_device(cross_entropy, V, bias, tied, smoothing
         target[0, 0] = ignore
         logits, expected = (m[1](scale * torch.tanh(m[0](tokens))) for m in (ours, plain))
         padded = torch.cat(everyone(logits), -1)
+        assert V <= padded.shape[-1] < V + pool.world_size()  # no more padding than needed
         close(padded[..., :V], expected.detach())
         assert padded[..., V:].eq(-math.inf).all()
-        loss = cross_entropy(logits, target, group, ignore, smoothing)
+        loss = tp.vocab_parallel_cross_entropy(logits, target, group, ignore, smoothing)
         flat = expected.flatten(0, 1)
         reference = F.cross_entropy(flat, target.flatten(), None, None, ignore, None, "none", smoothing).view(5, 3)
         close(loss.detach(), reference.detach())
@@ -186,12 +172,13 @@ def vocabulary_and_loss_equal_one_device(cross_entropy, V, bias, tied, smoothing
     close(gathered(randn(2, 6)).detach(), plain[1](randn(2, 6)).detach())
 
 
-@given(RANKS, st.integers(4, 13), FLAG, FLAG, st.sampled_from([0.0, 0.1]), st.sampled_from([-100, 2]))
+@settings(max_examples=15)
+@given(st.integers(1, 4), st.integers(4, 13), FLAG, FLAG, st.sampled_from([0.0, 0.1]), st.sampled_from([-100, 2]))
 def test_vocabulary_and_loss_equal_one_device(N, V, bias, tied, smoothing, ignore):
-    run(N, vocabulary_and_loss_equal_one_device, tp.vocab_parallel_cross_entropy, V, bias, tied, smoothing, ignore)
+    run(N, vocabulary_and_loss_equal_one_device, V, bias, tied, smoothing, ignore)
 
 
-def edges(cross_entropy):
+def one_vector_a_frozen_weight_and_huge_logits():
     group, t = pool.group(), pool.world_size()
     plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     plain[0].weight.requires_grad_(False)
@@ -200,7 +187,7 @@ def edges(cross_entropy):
     backward_is_the_same(ours, plain, randn(4), False)  # of one vector; what is frozen stays so
     whole = (1e30 * randn(3, 4 * t)).float().requires_grad_()  # finite, but not its square
     shard, target = mine(whole.detach(), -1).requires_grad_(), torch.tensor([0, 4 * t - 1, -100])
-    loss = cross_entropy(shard, target, group)
+    loss = tp.vocab_parallel_cross_entropy(shard, target, group)
     expected = F.cross_entropy(whole, target, reduction="none")
     (loss.sum() / 1e30).backward(), (expected.sum() / 1e30).backward()
     assert torch.allclose(loss, expected)
@@ -228,12 +215,12 @@ class PlainLayer(nn.Module):
         return x + self.mlp.linear2(F.silu(gate) * up[0] if up else F.gelu(gate))
 
 
-def a_layer_and_its_clipped_norm_equal_one_device(Layer, kv_heads, swiglu, bias, sp):
+def a_clipped_layer_equals_one_device(kv_heads, swiglu, bias, sp):
     group, h, heads, f, s = pool.group(), 24, 12, 12, 12
     torch.manual_seed(3)
     plain = PlainLayer(h, heads, kv_heads, f, swiglu, bias)
     keywords = {"num_kv_heads": kv_heads, "activation": "swiglu" if swiglu else "gelu", "bias": bias}
-    ours = Layer(h, heads, f, sequence_parallel=sp, process_group=group, **keywords)
+    ours = tp.ParallelTransformerLayer(h, heads, f, sequence_parallel=sp, process_group=group, **keywords)
     tp.load_full_state_dict(ours, plain.state_dict())
     for step in range(2):  # clipped twice, as gradients accumulate
         backward_is_the_same(ours, plain, randn(s, 2, h, seed=step), sp)
@@ -255,23 +242,23 @@ def gpt(tied=True):
     return model
 
 
-def parallel(model, plan, group, sp):
-    model = tp.parallelize(model, plan, group, sequence_parallel=sp)
+def parallel(model, group, sp):
+    model = tp.parallelize(model, PLAN, group, sequence_parallel=sp)
     if sp:
         model[0].register_forward_hook(lambda module, inputs, output: tp.scatter_to_sequence(output, group))
     return model
 
 
-def five_steps_of_a_gpt_equal_one_device(optimizer, sp, tied):
+def three_steps_of_a_gpt_equal_one_device(sp, tied):
     t, group = pool.world_size(), pool.group()
     torch.manual_seed(6)
     plain, final = gpt(tied), []
     for _ in range(2):  # the second: bitwise as the first
         reference = copy.deepcopy(plain)
-        ours = parallel(copy.deepcopy(plain), PLAN, group, sp)
+        ours = parallel(copy.deepcopy(plain), group, sp)
         assert (ours[-1].weight is ours[0].weight) == tied
-        optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (ours, reference)]
-        for step in range(5):
+        optimizers = [OPTIMIZERS["momentum"](m.parameters()) for m in (ours, reference)]
+        for step in range(3):
             window = torch.randint(29, (2 * t, 9), generator=torch.Generator().manual_seed(step))
             tokens, target = window[:, :-1], window[:, 1:]
             loss = tp.vocab_parallel_cross_entropy(ours(tokens), target, group).mean()
@@ -286,43 +273,10 @@ def five_steps_of_a_gpt_equal_one_device(optimizer, sp, tied):
         check_same(ours, reference)
         final.append(torch.cat([p.detach().flatten() for p in ours.parameters()]))
     bitwise(*final)
-    loaded = parallel(gpt(tied), PLAN, group, sp)
+    loaded = parallel(gpt(tied), group, sp)
     tp.load_full_state_dict(loaded, reference.state_dict())
     for name, value in tp.full_state_dict(loaded).items():
         bitwise(value, reference.state_dict()[name])
-
-
-def pytorchs_own_styles_agree(sp):
-    torch.manual_seed(5)
-    group = pool.group()
-    plain = nn.Sequential(nn.Embedding(24, 12), nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
-    plain.append(nn.LayerNorm(12)).append(nn.Linear(12, 24))
-    between = TorchShard(0) if sp else Replicate()
-    plan = {
-        "0": torchs.RowwiseParallel(input_layouts=Replicate(), output_layouts=between, use_local_output=not sp),
-        "2": torchs.ColwiseParallel(input_layouts=between),
-        "4": torchs.RowwiseParallel(output_layouts=between, use_local_output=not sp),
-        "6": torchs.ColwiseParallel(input_layouts=between, output_layouts=TorchShard(-1), use_local_output=False),
-    }
-    if sp:
-        plan |= {"1": torchs.SequenceParallel(sequence_dim=0), "5": torchs.SequenceParallel(sequence_dim=0)}
-    theirs = torchs.parallelize_module(copy.deepcopy(plain), DeviceMesh.from_group(group, "cpu"), plan)
-    ours = parallel(plain, {"0": "vocab", "2": "column", "4": "row", "6": "column", "[15]": "norm"}, group, sp)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, theirs)]
-    for step in range(3):
-        tokens, target = torch.randint(24, (2, 12, 2), generator=torch.Generator().manual_seed(step))
-        loss = tp.vocab_parallel_cross_entropy(ours(tokens), target, group).mean()
-        loss.backward()
-        with torchs.loss_parallel():
-            their_loss = F.cross_entropy(theirs(tokens).flatten(0, 1), target.flatten())
-            their_loss.backward()
-        close(loss.detach(), their_loss.full_tensor().detach())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    state = tp.full_state_dict(ours)
-    for name, parameter in theirs.state_dict().items():
-        close(state[name], parameter.full_tensor() if isinstance(parameter, DTensor) else parameter, what=name)
 
 
 def dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
@@ -485,24 +439,21 @@ def activations_kept_are_what_the_formula_says(sp):
     assert loss_keeps / logits.numel() == pytest.approx(1, abs=0.01)  # one float per logit; indices and masks
 
 
-# ranks, kv_heads, swiglu, bias, sequence_parallel; ranks, optimizer, sequence_parallel, tied
-LAYERS = [(1, 3, 1, 1, 1), (2, 2, 1, 1, 1), (3, 3, 1, 0, 1), (4, 4, 1, 1, 0), (4, 12, 0, 1, 1)]
-TRAININGS = [(1, "sgd", 1, 1), (2, "adamw", 0, 1), (2, "momentum", 1, 0), (3, "adamw", 1, 1), (4, "sgd", 0, 0)]
+# ranks, kv_heads, swiglu, bias, sequence_parallel; ranks, sequence_parallel, tied
+LAYERS = [(2, 2, 1, 1, 1), (3, 3, 1, 0, 1), (4, 4, 1, 1, 0), (4, 12, 0, 1, 1)]
+TRAININGS = [(1, 1, 1), (2, 0, 1), (3, 1, 1), (4, 0, 0)]
 CLAIMS = [
-    *((N, operators_are_each_the_others_transpose) for N in (1, 2, 3, 4)),
-    *((N, edges, tp.vocab_parallel_cross_entropy) for N in (1, 2)),
-    *(
-        (N, a_layer_and_its_clipped_norm_equal_one_device, tp.ParallelTransformerLayer, kv_heads, *map(bool, flags))
-        for N, kv_heads, *flags in LAYERS
-    ),
-    *((N, five_steps_of_a_gpt_equal_one_device, optimizer, *map(bool, flags)) for N, optimizer, *flags in TRAININGS),
-    *((N, pytorchs_own_styles_agree, sp) for N in (2, 4) for sp in (False, True)),
+    *((N, operators_are_each_the_others_transpose) for N in (1, 2, 3)),
+    (2, layers_are_drawn_as_plain_ones_and_share_nothing_with_them),
+    *((N, one_vector_a_frozen_weight_and_huge_logits) for N in (1, 2)),
+    *((N, a_clipped_layer_equals_one_device, kv_heads, *map(bool, flags)) for N, kv_heads, *flags in LAYERS),
+    *((N, three_steps_of_a_gpt_equal_one_device, *map(bool, flags)) for N, *flags in TRAININGS),
     *((2, dropout_differs_inside_and_is_repeated_by_checkpoints, sp) for sp in (False, True)),
     (2, what_is_wrong_is_an_error_before_any_collective),
-    (4, a_rank_outside_of_the_group_is_told),
+    (3, a_rank_outside_of_the_group_is_told),
     *((2, sixteen_bits_are_right_to_their_precision, autocast) for autocast in (False, True)),
     *((2, communication_overlaps_the_weights_gradient, sp) for sp in (False, True)),
-    *((N, activations_kept_are_what_the_formula_says, sp) for N in (1, 2, 4) for sp in (False, True)),
+    *((N, activations_kept_are_what_the_formula_says, sp) for N in (1, 4) for sp in (False, True)),
 ]
 
 
