@@ -530,9 +530,12 @@ def full_optimizer_state_dict(module, optimizer):
     """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
     state_dict, whole = optimizer.state_dict(), {}
     for i, place in places_of(optimizer):
-        # Who has no elements of a parameter may have no state.
+        # Who has no elements of a parameter may have no state of it, or have made fewer steps.
         states = [state for state in gather_objects(state_dict["state"].get(i), place.unit.groups[-1]) if state]
-        for key, value in states[0].items() if states else ():
+        most = max(
+            states, key=lambda state: sum(t.numel() for t in tree_leaves(state) if torch.is_tensor(t)), default={}
+        )
+        for key, value in most.items():
             is_piece = torch.is_tensor(value) and value.dim()
             whole.setdefault(i, {})[key] = place.join([state[key] for state in states]) if is_piece else value
     return state_dict | {"state": whole}
