@@ -9,15 +9,13 @@
 At the end O/l is the output, and L = m + log l is all that backward needs: it computes a block of scores again, and
 e^(score - L) is the softmax at once. More operations, but s² numbers neither fill memory nor travel to it and back.
 
-Cost of a head of size d in elements:
-
-             kept for backward                       operations, forward + backward      causal
-    naive    q, k, v, weights: 3sd + s², or more     4s²d + 8s²d                         the same
-    flash    q, k, v, output, L: 4sd + s             4s²d + 10s²d, the scores again      half, as s grows
+Cost of a head of size d     kept for backward, elements     operations, forward + backward     causal
+    naive                    q, k, v, P: 3sd + s² or more    4s²d + 8s²d                        the same
+    flash                    q, k, v, O, L: 4sd + s          4s²d + 10s²d: the scores again     half of it, as s grows
 
 Run:      torchrun --nproc-per-node 2 flash_attention.py          (python flash_attention.py is a world of one)
 Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867, online softmax; Dao et al. 2022, 2205.14135; Dao 2023, 2307.08691
-Mirrors:  F.scaled_dot_product_attention; its causal mask, where s differs for q and k, as flash_attn_func aligns it
+Mirrors:  F.scaled_dot_product_attention; where there are not as many keys as queries, causal is flash_attn_func's
 Left out: the kernel, with blocks in on-chip memory (Triton); other masks (flex_attention); gradients of gradients
 """
 
@@ -220,7 +218,8 @@ def use(attention, model):
 def main():
     demo = Demo()
     model = use(functools.partial(flash_attention, block_size=24), demo.start("flash_attention"))  # s = 64
-    use(naive_attention, demo.model)  # on one device
+    use(naive_attention, demo.model)
+    demo.show("Here flash_attention, in blocks of 24 of 64 queries and keys; on 1 device naive_attention")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
@@ -252,7 +251,7 @@ def measure(attention, causal, inputs):
 
 def show_lengths(demo, faster_from=None):
     """On one device: what grows as s, what as s², and from where on the longer way is the faster one."""
-    demo.show("kept for backward, and time of forward and backward, by a causal head of size 64; ▇ is a factor of 2")
+    demo.show("kept for backward, and time of forward and backward, for a causal head of size 64; a ▇ is a factor of 2")
     demo.show(f"{'s':>6}  {'naive':35} {'ours':29} PyTorch's")
     ways = (naive_attention, "causal"), (flash_attention, "causal"), (F.scaled_dot_product_attention, "is_causal")
     for s in (256, 512, 1024, 2048, 4096, 8192):
