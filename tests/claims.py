@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 # --row-linear, class.from_full(an nn.Linear) or class(in_features, out_features, bias); --pipeline-schedule,
 # function(ranks, micro-batches, stages per rank) -> a list of actions for each rank; --grad-scaler, class(init_scale=,
 # growth_interval=); --lora, function(model, r=, lora_alpha=, target_modules=). And each with process_group=, where it
-# takes one.
+# takes one. --attention, function(q, k, v, causal= or is_causal=) and, where it has them, scale= and dropout_p=.
 OURS = {
     "ddp": "ddp:DistributedDataParallel",
     "zero1": "zero:Zero1",
@@ -44,6 +44,7 @@ OURS = {
     "pipeline-schedule": "pipeline:build_schedule",
     "grad-scaler": "amp:GradScaler",
     "lora": "lora:inject_lora",
+    "attention": "flash_attention:flash_attention",
 }
 
 PYTORCHS = {
@@ -55,6 +56,7 @@ PYTORCHS = {
     "pipeline-schedule": "pytorchs:build_schedule",
     "grad-scaler": "torch.amp:GradScaler",
     "lora": "pytorchs:inject_lora",  # peft's
+    "attention": "torch.nn.functional:scaled_dot_product_attention",
 }
 
 
@@ -991,6 +993,129 @@ def base_stays(make):
         check(any(torch.equal(parameter, other) for other in kept), f"{name} has changed")
 
 
+# ---- attention
+
+
+def attend(implementation, q, k, v, causal=False, **options):
+    """The output, (batch, heads, queries, head size)."""
+    try:
+        names = inspect.signature(implementation).parameters
+    except ValueError:  # a builtin, PyTorch's own
+        names = {"is_causal", "dropout_p", "scale", "enable_gqa"}
+    if causal:
+        options["causal" if "causal" in names else "is_causal"] = True
+    if lacking := [name for name in options if name not in names]:
+        raise NotOffered(f"no argument {lacking[0]}")
+    if "enable_gqa" in names:
+        options["enable_gqa"] = q.shape[1] != k.shape[1]
+    return implementation(q, k, v, **options)
+
+
+def queries_and_keys(S, Skv, heads=2, shared=2, size=8):
+    shapes = (2, heads, S, size), (2, shared, Skv, size), (2, shared, Skv, size)
+    generator = torch.Generator().manual_seed(S * Skv)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
+
+
+def dense_weights(q, k, causal=False, scale=None):
+    """softmax, zero where all is hidden: the last query sees all keys, the one before it all but the last."""
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    row, col = torch.arange(q.shape[-2])[:, None] - q.shape[-2], torch.arange(k.shape[-2]) - k.shape[-2]
+    hidden = (col > row) & causal
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+
+
+def attends_as_dense(make, q, k, v, causal=False, **options):
+    groups = q.shape[1] // k.shape[1]
+    weights = dense_weights(q, k.repeat_interleave(groups, 1), causal, **options)
+    gradients_equal(make(q, k, v, causal, **options), weights @ v.repeat_interleave(groups, 1), q, k, v)
+
+
+def gradients_equal(output, expected, q, k, v):
+    same(output, expected, f"output for {q.shape[2]} queries and {k.shape[2]} keys")
+    weight = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    ours, theirs = (torch.autograd.grad(x, (q, k, v), weight) for x in (output, expected))
+    for name, a, b in zip("qkv", ours, theirs, strict=True):
+        same(a, b, f"gradient of {name}, for {q.shape[2]} queries and {k.shape[2]} keys")
+
+
+@claim("attention", 1)
+def as_dense(make):
+    """Output and gradients are those of dense attention, for any numbers of queries and keys (1e-12 in float64)."""
+    for S, Skv in ((1, 1), (7, 7), (300, 300), (5, 201), (201, 5)):
+        attends_as_dense(make, *queries_and_keys(S, Skv))
+
+
+@claim("attention", 1)
+def causal(make):
+    """Causal, a query sees the keys up to its own."""
+    for S in (1, 7, 300):
+        attends_as_dense(make, *queries_and_keys(S, S), causal=True)
+
+
+@claim("attention", 1)
+def causal_at_the_end(make):
+    """Causal, with more keys than queries, as with a cache of keys, the last query sees all of them."""
+    for S, Skv in ((1, 7), (70, 201)):
+        attends_as_dense(make, *queries_and_keys(S, Skv), causal=True)
+
+
+@claim("attention", 1)
+def sees_nothing(make):
+    """Causal, with fewer keys than queries, the first queries see none: they are zero, and so are their gradients."""
+    for S, Skv in ((7, 1), (201, 70)):
+        attends_as_dense(make, *queries_and_keys(S, Skv), causal=True)
+
+
+@claim("attention", 1)
+def shared_heads(make):
+    """Query heads 0 to G-1 share the first head of keys and values, and so on; their gradients add up there."""
+    for shared in (1, 2):
+        attends_as_dense(make, *queries_and_keys(70, 70, heads=6, shared=shared), causal=True)
+
+
+@claim("attention", 1)
+def scale(make):
+    """The scale is the one that is given, instead of 1/√D."""
+    attends_as_dense(make, *queries_and_keys(70, 70), scale=0.7)
+
+
+@claim("attention", 1)
+def large_scores(make):
+    """Scores of thousands, whose exponentials no float has, are no matter, wherever the largest is."""
+    for order in (1, -1):
+        q, k, v = queries_and_keys(3, 300)
+        size = torch.linspace(0, order * 1000, 300, dtype=torch.float64)[:, None]
+        attends_as_dense(make, q, (k + size).detach().requires_grad_(), v)
+
+
+@claim("attention", 1)
+def dropout(make):
+    """Each weight is dropped with the probability asked for, the others grow by as much; backward has forward's mask.
+
+    With v = 1 the output is the weights, and so tells the mask, which is the same after the same seed.
+    """
+    q, k, v = queries_and_keys(60, 32, size=32)
+    torch.manual_seed(3)
+    mask = make(q, k, torch.eye(32, dtype=torch.float64).expand_as(v), dropout_p=0.25) / dense_weights(q, k)
+    mask = (mask > 0.5).double() / 0.75
+    share = (mask == 0).double().mean().item()  # of 7,680: a standard deviation is 0.005
+    check(abs(share - 0.25) < 0.025, f"{share:.1%} are dropped, not 25%")
+    torch.manual_seed(3)
+    gradients_equal(make(q, k, v, dropout_p=0.25), (dense_weights(q, k) * mask) @ v, q, k, v)
+
+
+@claim("attention", 1)
+def no_matrix_is_kept(make):
+    """What is kept for backward grows as the queries and keys, not as their product."""
+    q, k, v = queries_and_keys(600, 600)
+    saved = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        make(q, k, v, causal=True)
+    kept = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}.values()) // 8
+    check(0 < kept < 600 * 600, f"{kept} elements are kept, where {4 * 600 * 600} are scores and {4 * 600 * 8} are q")
+
+
 MAKERS = {kind: functools.partial(Trainer, kind) for kind in ALL.split()}
 MAKERS |= {
     "column-linear": functools.partial(make_linear, 0),
@@ -998,4 +1123,5 @@ MAKERS |= {
     "pipeline-schedule": make_schedules,
     "grad-scaler": make_scaler,
     "lora": make_lora,
+    "attention": attend,
 }

@@ -4,6 +4,7 @@ Most of it shipped somewhere. What a mistake is made in, Plain…, is right, but
 """
 
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils import parametrize
 
 import amp
 import lora
+from flash_attention import FlashAttention, flash_backward
 from pipeline import build_schedule
 
 # ---- DistributedDataParallel
@@ -431,6 +433,74 @@ def forgets_alpha_over_r(model, r, lora_alpha, target_modules):
     return lora.inject_lora(model, r, lora_alpha=r, target_modules=target_modules)
 
 
+# ---- attention
+
+
+def plain_attention(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    *,
+    offset=lambda S, Skv: Skv - S,
+    largest=lambda scores: scores.amax(-1, keepdim=True),
+    rescaled=torch.mul,
+    least=1.0,
+    share=lambda x, groups: x.repeat_interleave(groups, 1),
+):
+    """Online softmax over blocks of 64 keys; autograd keeps all of them."""
+    k, v = (share(x, q.shape[1] // k.shape[1]) for x in (k, v))
+    S, Skv = q.shape[2], k.shape[2]
+    hidden = torch.ones(S, Skv, dtype=torch.bool).triu(offset(S, Skv) + 1) & causal
+    m, l, O = torch.tensor(-1e300, dtype=torch.float64), torch.zeros(()), torch.zeros(())
+    for k_j, v_j, hidden_j in zip(k.split(64, 2), v.split(64, 2), hidden.split(64, 1), strict=True):
+        scores = q @ k_j.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+        scores = scores.masked_fill(hidden_j, -torch.inf)
+        before, m = m, torch.maximum(m, largest(scores)).detach()
+        P, correction = (scores - m).exp(), (before - m).exp()
+        l, O = rescaled(l, correction) + P.sum(-1, keepdim=True), O * correction + P @ v_j
+    return O / l.clamp(min=least)
+
+
+# The running maximum scales O, but not the sum that is there already.
+forgets_to_scale_the_sum = partial(plain_attention, rescaled=lambda sum, correction: sum)
+# The first query sees the first key only, however many keys there are.
+aligned_at_the_start = partial(plain_attention, offset=lambda S, Skv: 0)
+# A query that sees nothing is 0/0.
+divides_zero_by_zero = partial(plain_attention, least=0.0)
+# e^score, of any score.
+knows_no_maximum = partial(plain_attention, largest=lambda scores: torch.zeros_like(scores[..., :1]))
+# Query heads take the heads of keys in turns.
+shares_heads_in_turns = partial(plain_attention, share=lambda x, groups: x.repeat(1, groups, 1, 1))
+
+
+class DrawsItsMaskAnew(FlashAttention):
+    @staticmethod
+    def backward(ctx, gradient):
+        causal, scale, dropout_p, seed, block_size = ctx.arguments
+        ctx.arguments = causal, scale, dropout_p, seed + 1, block_size
+        return FlashAttention.backward(ctx, gradient)
+
+
+class LacksD(FlashAttention):
+    """dS = P ∘ dP: without rowsum(dO ∘ O), which softmax's sum to 1 costs."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        q, k, v, output, lse = ctx.saved_tensors
+        gradients = flash_backward(gradient, q, k, v, torch.zeros_like(output), lse, *ctx.arguments)
+        return *gradients, *[None] * len(ctx.arguments)
+
+
+def draws_its_mask_anew(q, k, v, causal=False, dropout_p=0.0):
+    return DrawsItsMaskAnew.apply(q, k, v, causal, None, dropout_p, torch.randint(2**62, ()), 64)
+
+
+def lacks_d(q, k, v, causal=False):
+    return LacksD.apply(q, k, v, causal, None, 0.0, None, 64)
+
+
 class Mistake(NamedTuple):
     kind: str
     implementation: str
@@ -478,10 +548,20 @@ MISTAKES = [
     Mistake("lora", "trains_the_base_too", "base_stays"),
     Mistake("lora", "trains_the_base_too", "r_times_d_plus_k"),
     Mistake("lora", "forgets_alpha_over_r", "dense_equivalent"),
+    Mistake("attention", "forgets_to_scale_the_sum", "as_dense"),
+    Mistake("attention", "lacks_d", "as_dense"),
+    Mistake("attention", "lacks_d", "causal"),
+    Mistake("attention", "aligned_at_the_start", "causal_at_the_end"),
+    Mistake("attention", "divides_zero_by_zero", "sees_nothing"),
+    Mistake("attention", "shares_heads_in_turns", "shared_heads"),
+    Mistake("attention", "knows_no_maximum", "large_scores"),
+    Mistake("attention", "draws_its_mask_anew", "dropout"),
+    Mistake("attention", "plain_attention", "no_matrix_is_kept"),
 ]
 RIGHT = {  # what the mistakes are made in, and the claims that it cannot hold
     ("ddp", "PlainDDP"): {"overlap", "different_models", "sent_bytes"},
     ("zero1", "PlainZero1"): {"whole_state_dict", "bitwise_at_four"},
     ("fsdp", "keeps_what_it_gathers"): {"nothing_whole_is_kept", "tied", "clipping", "bitwise_at_four"},
     ("row-linear", "Row"): set(),
+    ("attention", "plain_attention"): {"no_matrix_is_kept"},
 }
