@@ -1,0 +1,505 @@
+"""Activation checkpointing: forget what a layer computed on its way, and compute it again when backward comes to it.
+
+Three layers; x0 … x3 lie between them, a1 … a3 are what backward needs of their insides:
+
+    forward    x0 ─ a1 ─ x1 ─ a2 ─ x2 ─ a3 ─ x3 ─ loss      kept: x0, x1, x2. a1, a2, a3 are freed at once
+    backward                       x2 ─ a3                  layer 3 again, from x2; its gradients; a3 is freed
+                         x1 ─ a2                            layer 2 again, from x1; its gradients; a2 is freed; …
+
+Bytes kept for backward by l transformer layers in 16 bits, and operations per token in products with weights:
+
+    nothing is checkpointed              l·sbh(34 + 5as/h)                         6Ψ
+    attention's core is                  l·34sbh                                   6Ψ, and the core's forward again
+    all but the products with weights    l·20sbh                                   6Ψ, and the core's forward again
+    every layer                          l·2sbh; one layer at a time + the rest    8Ψ: forward again, but for its end
+    k segments, all but the last         (k-1)·2sbh + l/k·sbh(34 + 5as/h)          8Ψ - 2Ψ/k
+
+b sequences of s tokens, h wide, a heads; Ψ parameters. Collectives in what is checkpointed are sent again.
+
+Run:      torchrun --nproc-per-node 2 activation_checkpoint.py          (python activation_checkpoint.py: one rank)
+Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 2022, 2205.05198, §4, 5: the bytes
+Mirrors:  torch.utils.checkpoint (use_reentrant=False, selective), torch.autograd.graph.save_on_cpu
+Left out: torch.compile, a function on several GPUs, torch_function modes around it (enter amp.py's autocast inside it).
+          Buffers that forward updates, as BatchNorm's, are updated twice
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import operator
+import os
+import statistics
+import sys
+import time
+import weakref
+from collections import Counter
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. The idea. Of one tensor only, which must want a gradient; and parameters get theirs from .backward() alone, since
+#    torch.autograd.grad does not see them. Dropout would draw again, and autocast be forgotten.
+
+
+class NaiveCheckpoint(torch.autograd.Function):  # NaiveCheckpoint.apply(function, x) -> function(x)
+    @staticmethod
+    def forward(ctx, function, x):  # autograd is off in here: nothing of the inside is kept
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. The real one. Autograd sees all of `function`, and gradients go where they always go; only what it saves is swapped
+#    for placeholders. The first that backward asks for has function run again, which fills them in order.
+
+
+class Placeholder:
+    tensor = None  # but between recomputation and use
+
+
+class KeepInput(torch.autograd.Function):
+    """Its node saves a tensor as all nodes do: changed in place, it is an error; inside a segment, that forgets it."""
+
+    @staticmethod
+    def forward(ctx, wants_gradient, tensor):
+        ctx.save_for_backward(tensor)
+        return wants_gradient.clone()
+
+
+class Complete(BaseException):  # ends a recomputation; no Exception, which function may catch
+    pass
+
+
+class Segment:
+    """A call of function: what it takes to repeat it, and weak references to placeholders in the order of saving."""
+
+    def __init__(self, function, inputs, preserve_rng_state):
+        anchor, self.function, self.placeholders, self.kept = torch.empty(0, requires_grad=True), function, [], {}
+        self.inputs = tree_map_only(torch.Tensor, lambda tensor: KeepInput.apply(anchor, tensor).grad_fn, inputs)
+        self.random = random_states() if preserve_rng_state else []
+        kinds, cache = ("cpu", "cuda")[: 1 + torch.cuda.is_available()], torch.is_autocast_cache_enabled()
+        autocasts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache) for kind in kinds)
+        self.modes = [torch.autocast(*autocast) for autocast in autocasts] + [torch.enable_grad()]
+
+    def pack(self, tensor):
+        placeholder = Placeholder()
+        placeholder.kind = kind_of(tensor)
+        self.placeholders.append(weakref.ref(placeholder))
+        return placeholder
+
+    def unpack(self, placeholder):
+        if placeholder.tensor is None:  # the first of a backward; with retain_graph, of each
+            self.recompute()
+        tensor, placeholder.tensor = placeholder.tensor, None
+        return tensor
+
+    def recompute(self):
+        """Run function again until each placeholder that is still in the graph has its tensor."""
+        wanted = [reference() for reference in self.placeholders]
+        last, numbers = max(i for i, placeholder in enumerate(wanted) if placeholder), itertools.count()
+
+        def fill(tensor):
+            number, tensor = next(numbers), tensor.detach()  # what a node computed and saved would keep it for ever
+            if wanted[number]:
+                if kind_of(tensor) != wanted[number].kind:
+                    raise RuntimeError(
+                        f"checkpoint: computed again, {self.function} differs: tensor {number} that autograd saves was "
+                        f"{wanted[number].kind}, is {kind_of(tensor)}. What it reads must not change until backward"
+                    )
+                wanted[number].tensor = tensor
+            if number == last:
+                raise Complete
+            return tensor  # and no placeholder: function may itself call backward
+
+        args, kwargs = tree_map_only(BackwardCFunction, lambda node: node.saved_tensors[0], self.inputs)
+        with ExitStack() as as_then:
+            for mode in self.modes + [Keep(None, self.kept)] * bool(self.kept):
+                as_then.enter_context(mode)
+            if self.random:
+                as_then.callback(set_random_states, random_states())
+                set_random_states(self.random)
+            try:
+                with saved_tensors_hooks(fill, lambda tensor: tensor):
+                    self.function(*args, **kwargs)
+            except Complete:
+                return
+        raise RuntimeError(f"checkpoint: {self.function} saved {last + 1} tensors, computed again {next(numbers)}")
+
+
+def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
+    """-> function(*args, **kwargs), and bitwise its gradients, but nothing of its inside is kept for backward.
+
+    Any inputs and outputs. Random numbers (CPU's, current GPU's) and autocast are for the second time as for the first;
+    whatever else function reads must be. policy: see section 3. RuntimeError, in backward: it saves other tensors.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    segment = Segment(function, (args, kwargs), preserve_rng_state)
+    with saved_tensors_hooks(segment.pack, segment.unpack), Keep(policy, segment.kept) if policy else nullcontext():
+        return function(*args, **kwargs)
+
+
+kind_of = operator.attrgetter("shape", "dtype", "device")
+
+
+def random_states():  # of the CPU's generator, and the current GPU's
+    gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
+    return [(generator, generator.get_state()) for generator in (torch.default_generator, *gpu)]
+
+
+def set_random_states(states):
+    for generator, state in states:
+        generator.set_state(state)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Selective: what takes long to compute, and is small, is kept after all.
+
+
+class Keep(TorchDispatchMode):
+    """Puts outputs of the operators that policy chooses into `kept`; without a policy, returns what is there."""
+
+    def __init__(self, policy, kept):
+        super().__init__()
+        self.policy, self.kept, self.calls = policy, kept, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(output.alias_info for output in func._schema.returns):  # a view, or in place: it must share memory
+            return func(*args, **kwargs)
+        self.calls[func] += 1
+        call = func, self.calls[func]
+        if self.policy is None and call in self.kept:
+            outputs, versions, random = self.kept[call]
+            if versions != versions_of(outputs):
+                raise RuntimeError(f"checkpoint: an output of {func} that policy keeps was changed in place")
+            set_random_states(random)  # who draws next draws what it drew
+            return detached(outputs)
+        outputs = func(*args, **kwargs)
+        if self.policy and self.policy(func, *args, **kwargs):
+            random = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
+            self.kept[call] = (kept := detached(outputs)), versions_of(kept), random
+        return outputs
+
+
+def detached(outputs):  # from the graph, which would hold itself; changes in place still count for all
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+
+def versions_of(outputs):
+    return [tensor._version for tensor in tree_leaves(outputs) if isinstance(tensor, torch.Tensor)]
+
+
+def keep_products(operator, *args, **kwargs):
+    """A policy, (ATen operator, *its arguments) -> is its output kept: nn.Linear's are, those of attention's core not.
+
+    Korthikanti et al. §5: the core has 5as/h of 34 + 5as/h bytes, and few of the operations.
+    """
+    return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Several layers at a time; and waiting in host memory, in place of computing again.
+
+
+def checkpoint_sequential(layers, segments, x):
+    """Run x through layers in about equal `segments`; the last, where backward begins, forgets nothing.
+
+    Layers that keep a tensor each keep segments - 1 + len(layers)/segments: fewest at √len(layers) (Chen et al. §4.1).
+    """
+    if not 1 <= segments <= len(layers):
+        raise ValueError(f"{len(layers)} layers do not make {segments} segments; take 1 to {len(layers)}")
+    ends = [len(layers) * i // segments for i in range(segments + 1)]
+    for start, end in itertools.pairwise(ends):
+        part = functools.partial(functools.reduce, lambda x, layer: layer(x), layers[start:end])
+        x = part(x) if end == len(layers) else checkpoint(part, x)
+    return x
+
+
+@contextmanager
+def offload_to_cpu():
+    """What is saved for backward in here waits in host memory (a GPU's in pinned memory, without holding up the CPU)."""
+
+    def pack(tensor):  # a copy even where it is on the CPU already: what is changed in place later stays right
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return host.copy_(tensor, non_blocking=True), tensor.device
+
+    with saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1], non_blocking=True)):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo.
+
+
+def layer_forward(block, x, run=lambda core, *qkv: core(*qkv)):
+    """The block's, with dropout and the weights of attention in memory: the layer of Korthikanti et al. §4.1."""
+    q, k, v = (y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for y in block.qkv(block.norm1(x)).chunk(3, -1))
+    x = x + drop(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))
+    return x + drop(block.linear2(F.gelu(block.linear1(block.norm2(x)))))
+
+
+def attention(q, k, v):  # (batch, heads, time, head_dim)
+    future = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
+    return drop((q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1)) @ v
+
+
+def drop(x):
+    return torch.native_dropout(x, 0.1, True)[0]  # its mask has a byte a number; F.dropout's, on a CPU, is as x
+
+
+def ways(l, inside):  # -> (name, segments, layer -> how it is called, sbh that l layers keep, or `inside` each)
+    ways = [(f"{k} segment{'s' * (k > 1)}", k, lambda layer: layer, 2 * (k - 1) + inside * l / k) for k in (1, 2, 4)]
+    return ways + [
+        ("every layer", 1, lambda layer: functools.partial(checkpoint, layer), 2 * l),
+        ("not products", 1, lambda layer: functools.partial(checkpoint, layer, policy=keep_products), 20 * l),
+        ("core", 1, lambda layer: functools.partial(layer, run=checkpoint), 34 * l),
+        ("offload", 1, offload_to_cpu(), inside * l),
+    ]
+
+
+def main():
+    demo = Demo()
+    model, step_number, part_number = demo.start("ckpt", demo.ranks <= 2), itertools.count(), itertools.count()
+    Block.forward = layer_forward
+    demo.model.register_forward_pre_hook(lambda *_: torch.manual_seed(next(part_number)) and None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(inputs, targets):  # each in another way; what a part of a batch drops is that of one device
+        optimizer.zero_grad()
+        torch.manual_seed((number := next(step_number)) * demo.ranks + demo.rank)
+        _, segments, how, _ = ways(4, 0)[number % 7]
+        x = checkpoint_sequential([how(layer) for layer in model[1:-2]], segments, model[0](demo.part(inputs)))
+        loss = language_loss(model[-2:](x), demo.part(targets))
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= demo.ranks
+        optimizer.step()
+        return loss
+
+    demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
+    sent = 2 * held_bytes(model.parameters()) * (demo.ranks - 1) / demo.ranks
+    status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
+    return max(status, compare(demo))
+
+
+class Alive(TorchDispatchMode):
+    """Knows the bytes of what was computed in here and is still in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(outputs)):
+            storage = tensor.untyped_storage()
+            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return outputs
+
+    def bytes(self):
+        return sum(nbytes for storage, nbytes in self.storages.values() if not storage.expired())
+
+
+def compare(demo, l=16, h=128, a=8, s=128, b=2):
+    """A backward through l layers in each way, measured; -> 1 where gradients are not those of nothing checkpointed."""
+    layers, before = language_model(h, a, l).to(demo.device, torch.bfloat16)[1:-2], None
+    x, status = torch.randn(b, s, h, dtype=torch.bfloat16, device=demo.device), 0
+    demo.show(f"\n{l} layers, bf16   kept, in sbh: formula, measured   operations   time   5as/h = {5 * a * s // h}")
+    for name, segments, how, formula in ways(l, 34 + 5 * a * s / h):
+        run = functools.partial(checkpoint_sequential, [how(layer) for layer in layers], segments)
+        start = time.perf_counter()
+        run(x).sum().backward()
+        ms = 1e3 * (time.perf_counter() - start)
+        layers.zero_grad()
+        torch.manual_seed(0)
+        with FlopCounterMode(display=False) as flops, Alive() as alive:
+            y = run(x)
+            kept = alive.bytes() / (s * b * h)
+            y.sum().backward()
+        gradients = [parameter.grad for parameter in layers.parameters()]
+        before = before or gradients
+        status |= not all(map(torch.equal, gradients, before))
+        operations = flops.get_total_flops() / (s * b * 12 * h * h * l)
+        demo.show(f"{name:14}{formula:14.0f}{kept:10.1f} {operations:8.2f}Ψ {ms:6.0f} ms   gradients {status}")
+    return int(status)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, in this world and on one device. The same text in every file.
+
+
+class Block(nn.Module):
+    def __init__(self, C, heads):
+        super().__init__()
+        self.head_dim, self.norm1, self.norm2 = C // heads, nn.LayerNorm(C), nn.LayerNorm(C)
+        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+
+def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+    blocks = [Block(C, heads) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
+
+    # operator: (how often its payload goes around the ring, which argument the payload is)
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
+    total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
+            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
+            self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+
+
+class Demo:
+    """Trains a technique and the same model on one device, step by step, and compares: in float64 where not bitwise."""
+
+    def __init__(self, flags=None):
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
+        for flag, options in {**numbers, **(flags or {})}.items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        try:
+            text = Path(self.args.data).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {self.args.data}: {error.strerror}")
+        if self.args.steps < 1 or len(text) < 66:
+            self.stop(f"--steps {self.args.steps} on {len(text)} bytes: at least 1 step, on 66 bytes")
+        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+        if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
+
+    def stop(self, message):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(9)  # it is wrong on all ranks: the first says so, and torchrun ends the others
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        torch.manual_seed(self.args.seed)
+        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
+        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer.zero_grad()
+        for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
+            losses.append(language_loss(self.model(inputs), targets))
+            losses[-1].backward()
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+        self.optimizer.step()
+        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+
+    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+        self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
+        for number in range(self.args.steps):
+            batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
+            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+                loss = step(*batch)
+            loss, middle = None if loss is None else loss.item(), time.perf_counter()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, time.perf_counter() - middle))
+            dist.all_gather_object(losses, loss)
+            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
+            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            if terminal or number % -(-self.args.steps // 3) == 0:
+                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+
+    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+        largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = bool(largest <= self.tolerance)
+        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        curve = torch.tensor(self.losses[:: -(-len(self.losses) // 30)]).nan_to_num()
+        curve = (7 * (curve - curve.min()) / (curve.max() - curve.min()).clamp(min=1e-9)).round().int()
+        params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
+        plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
+        ms = [1e3 * statistics.median(times) for times in zip(*self.times, strict=True)]
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}   {''.join('▁▂▃▄▅▆▇█'[i] for i in curve)}")
+        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
+        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
+        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
+        return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()  # who leaves early breaks the others' connections
+    dist.destroy_process_group()
+    sys.exit(status)
