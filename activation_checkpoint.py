@@ -11,7 +11,7 @@ Bytes kept for backward by l transformer layers in 16 bits, and operations per t
     nothing is checkpointed              l·sbh(34 + 5as/h)                         6Ψ
     attention's core is                  l·34sbh                                   6Ψ, and the core's forward again
     all but the products with weights    l·20sbh                                   6Ψ, and the core's forward again
-    every layer                          l·2sbh; one layer at a time + the rest    8Ψ: forward again, but for its end
+    every layer                          l·2sbh; one layer at a time + the rest    8Ψ: forward again
     k segments, all but the last         (k-1)·2sbh + l/k·sbh(34 + 5as/h)          8Ψ - 2Ψ/k
 
 b sequences of s tokens, h wide, a heads; Ψ parameters. Collectives in what is checkpointed are sent again.
@@ -19,7 +19,7 @@ b sequences of s tokens, h wide, a heads; Ψ parameters. Collectives in what is 
 Run:      torchrun --nproc-per-node 2 activation_checkpoint.py          (python activation_checkpoint.py: one rank)
 Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 2022, 2205.05198, §4, 5: the bytes
 Mirrors:  torch.utils.checkpoint (use_reentrant=False, selective), torch.autograd.graph.save_on_cpu
-Left out: torch.compile, a function on several GPUs, torch_function modes around it (enter amp.py's autocast inside it).
+Left out: torch.compile, a function on several GPUs, torch_function modes around it (enter amp.py's autocast inside).
           Buffers that forward updates, as BatchNorm's, are updated twice
 """
 
@@ -27,7 +27,6 @@ import argparse
 import copy
 import functools
 import itertools
-import operator
 import os
 import statistics
 import sys
@@ -36,6 +35,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -51,8 +51,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea. Of one tensor only, which must want a gradient; and parameters get theirs from .backward() alone, since
-#    torch.autograd.grad does not see them. Dropout would draw again, and autocast be forgotten.
+# 1. The idea, of one tensor, which must want a gradient. Dropout would draw anew, autocast be forgotten; parameters get
+#    their gradients by .backward() alone: torch.autograd.grad does not see them.
 
 
 class NaiveCheckpoint(torch.autograd.Function):  # NaiveCheckpoint.apply(function, x) -> function(x)
@@ -76,8 +76,12 @@ class NaiveCheckpoint(torch.autograd.Function):  # NaiveCheckpoint.apply(functio
 #    for placeholders. The first that backward asks for has function run again, which fills them in order.
 
 
+class Complete(BaseException): ...  # ends a recomputation; no Exception, which function may catch
+
+
 class Placeholder:
-    tensor = None  # but between recomputation and use
+    def __init__(self, kind):
+        self.kind, self.tensor = kind, None  # the tensor: from its recomputation to its use
 
 
 class KeepInput(torch.autograd.Function):
@@ -89,25 +93,20 @@ class KeepInput(torch.autograd.Function):
         return wants_gradient.clone()
 
 
-class Complete(BaseException):  # ends a recomputation; no Exception, which function may catch
-    pass
-
-
 class Segment:
-    """A call of function: what it takes to repeat it, and weak references to placeholders in the order of saving."""
+    """A call of function: what it takes to repeat it; placeholders, while they are in a graph, by order of saving."""
 
     def __init__(self, function, inputs, preserve_rng_state):
-        anchor, self.function, self.placeholders, self.kept = torch.empty(0, requires_grad=True), function, [], {}
+        self.function, self.kept, self.placeholders = function, {}, weakref.WeakValueDictionary()
+        anchor, self.numbers = torch.empty(0, requires_grad=True), itertools.count()
         self.inputs = tree_map_only(torch.Tensor, lambda tensor: KeepInput.apply(anchor, tensor).grad_fn, inputs)
         self.random = random_states() if preserve_rng_state else []
         kinds, cache = ("cpu", "cuda")[: 1 + torch.cuda.is_available()], torch.is_autocast_cache_enabled()
         autocasts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache) for kind in kinds)
-        self.modes = [torch.autocast(*autocast) for autocast in autocasts] + [torch.enable_grad()]
+        self.modes = [torch.enable_grad(), *itertools.starmap(torch.autocast, autocasts)]
 
     def pack(self, tensor):
-        placeholder = Placeholder()
-        placeholder.kind = kind_of(tensor)
-        self.placeholders.append(weakref.ref(placeholder))
+        self.placeholders[next(self.numbers)] = placeholder = Placeholder(kind_of(tensor))
         return placeholder
 
     def unpack(self, placeholder):
@@ -118,16 +117,16 @@ class Segment:
 
     def recompute(self):
         """Run function again until each placeholder that is still in the graph has its tensor."""
-        wanted = [reference() for reference in self.placeholders]
-        last, numbers = max(i for i, placeholder in enumerate(wanted) if placeholder), itertools.count()
+        wanted, numbers = dict(self.placeholders), itertools.count()
+        last = max(wanted)
 
         def fill(tensor):
-            number, tensor = next(numbers), tensor.detach()  # what a node computed and saved would keep it for ever
-            if wanted[number]:
-                if kind_of(tensor) != wanted[number].kind:
+            number, tensor = next(numbers), tensor.detach()  # with its graph, it would keep itself for ever
+            if number in wanted:
+                was, now = wanted[number].kind, kind_of(tensor)
+                if was != now:
                     raise RuntimeError(
-                        f"checkpoint: computed again, {self.function} differs: tensor {number} that autograd saves was "
-                        f"{wanted[number].kind}, is {kind_of(tensor)}. What it reads must not change until backward"
+                        f"checkpoint: {self.function} saves {now} as tensor {number}, saved {was} before"
                     )
                 wanted[number].tensor = tensor
             if number == last:
@@ -135,18 +134,17 @@ class Segment:
             return tensor  # and no placeholder: function may itself call backward
 
         args, kwargs = tree_map_only(BackwardCFunction, lambda node: node.saved_tensors[0], self.inputs)
-        with ExitStack() as as_then:
+        with ExitStack() as as_before:
             for mode in self.modes + [Keep(None, self.kept)] * bool(self.kept):
-                as_then.enter_context(mode)
-            if self.random:
-                as_then.callback(set_random_states, random_states())
-                set_random_states(self.random)
+                as_before.enter_context(mode)
+            as_before.callback(set_random_states, random_states() if self.random else [])
+            set_random_states(self.random)
             try:
                 with saved_tensors_hooks(fill, lambda tensor: tensor):
                     self.function(*args, **kwargs)
             except Complete:
                 return
-        raise RuntimeError(f"checkpoint: {self.function} saved {last + 1} tensors, computed again {next(numbers)}")
+        raise RuntimeError(f"checkpoint: {self.function} saves {next(numbers)} tensors, saved {last + 1} before")
 
 
 def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
@@ -162,9 +160,6 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
         return function(*args, **kwargs)
 
 
-kind_of = operator.attrgetter("shape", "dtype", "device")
-
-
 def random_states():  # of the CPU's generator, and the current GPU's
     gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
     return [(generator, generator.get_state()) for generator in (torch.default_generator, *gpu)]
@@ -174,6 +169,8 @@ def set_random_states(states):
     for generator, state in states:
         generator.set_state(state)
 
+
+kind_of = attrgetter("shape", "dtype", "device")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Selective: what takes long to compute, and is small, is kept after all.
@@ -187,9 +184,8 @@ class Keep(TorchDispatchMode):
         self.policy, self.kept, self.calls = policy, kept, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if any(output.alias_info for output in func._schema.returns):  # a view, or in place: it must share memory
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         self.calls[func] += 1
         call = func, self.calls[func]
         if self.policy is None and call in self.kept:
@@ -198,10 +194,10 @@ class Keep(TorchDispatchMode):
                 raise RuntimeError(f"checkpoint: an output of {func} that policy keeps was changed in place")
             set_random_states(random)  # who draws next draws what it drew
             return detached(outputs)
-        outputs = func(*args, **kwargs)
-        if self.policy and self.policy(func, *args, **kwargs):
+        outputs = func(*args, **(kwargs or {}))
+        if self.policy and self.policy(func, *args, **(kwargs or {})):
             random = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
-            self.kept[call] = (kept := detached(outputs)), versions_of(kept), random
+            self.kept[call] = detached(outputs), versions_of(outputs), random
         return outputs
 
 
@@ -210,8 +206,7 @@ def detached(outputs):  # from the graph, which would hold itself; changes in pl
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
 
-def versions_of(outputs):
-    return [tensor._version for tensor in tree_leaves(outputs) if isinstance(tensor, torch.Tensor)]
+versions_of = functools.partial(tree_map_only, torch.Tensor, attrgetter("_version"))
 
 
 def keep_products(operator, *args, **kwargs):
@@ -242,9 +237,9 @@ def checkpoint_sequential(layers, segments, x):
 
 @contextmanager
 def offload_to_cpu():
-    """What is saved for backward in here waits in host memory (a GPU's in pinned memory, without holding up the CPU)."""
+    """What is saved for backward in here waits in host memory: a GPU's in pinned memory, copied asynchronously."""
 
-    def pack(tensor):  # a copy even where it is on the CPU already: what is changed in place later stays right
+    def pack(tensor):  # a copy even of what is there already: as it was, when it is changed in place later
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         return host.copy_(tensor, non_blocking=True), tensor.device
 
@@ -257,7 +252,7 @@ def offload_to_cpu():
 
 
 def layer_forward(block, x, run=lambda core, *qkv: core(*qkv)):
-    """The block's, with dropout and the weights of attention in memory: the layer of Korthikanti et al. §4.1."""
+    """Block's, with dropout, and with attention's weights in memory: the layer of Korthikanti et al. §4.1."""
     q, k, v = (y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for y in block.qkv(block.norm1(x)).chunk(3, -1))
     x = x + drop(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))
     return x + drop(block.linear2(F.gelu(block.linear1(block.norm2(x)))))
@@ -268,13 +263,13 @@ def attention(q, k, v):  # (batch, heads, time, head_dim)
     return drop((q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1)) @ v
 
 
-def drop(x):
-    return torch.native_dropout(x, 0.1, True)[0]  # its mask has a byte a number; F.dropout's, on a CPU, is as x
+def drop(x):  # not F.dropout: on a CPU it keeps a mask of x's dtype, not of a byte each
+    return torch.native_dropout(x, 0.1, True)[0]
 
 
-def ways(l, inside):  # -> (name, segments, layer -> how it is called, sbh that l layers keep, or `inside` each)
-    ways = [(f"{k} segment{'s' * (k > 1)}", k, lambda layer: layer, 2 * (k - 1) + inside * l / k) for k in (1, 2, 4)]
-    return ways + [
+def ways(l, inside):  # -> [(name, segments, layer -> what is called, sbh that l layers keep; `inside`: each of all)]
+    return [
+        *((f"{k} segments", k, lambda layer: layer, 2 * (k - 1) + inside * l / k) for k in (1, 2, 4)),
         ("every layer", 1, lambda layer: functools.partial(checkpoint, layer), 2 * l),
         ("not products", 1, lambda layer: functools.partial(checkpoint, layer, policy=keep_products), 20 * l),
         ("core", 1, lambda layer: functools.partial(layer, run=checkpoint), 34 * l),
@@ -284,15 +279,14 @@ def ways(l, inside):  # -> (name, segments, layer -> how it is called, sbh that 
 
 def main():
     demo = Demo()
-    model, step_number, part_number = demo.start("ckpt", demo.ranks <= 2), itertools.count(), itertools.count()
-    Block.forward = layer_forward
-    demo.model.register_forward_pre_hook(lambda *_: torch.manual_seed(next(part_number)) and None)
+    model, Block.forward = demo.start("activation_checkpoint", bitwise=demo.ranks <= 2), layer_forward
+    for embedding in (model[0], demo.model[0]):  # what they drop depends on the tokens, not on the rank
+        embedding.register_forward_pre_hook(lambda _, tokens: torch.manual_seed(int(tokens[0].sum())) and None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step(inputs, targets):  # each in another way; what a part of a batch drops is that of one device
+    def step(inputs, targets):  # each in another way
+        _, segments, how, _ = ways(4, 0)[len(demo.times) % 7]
         optimizer.zero_grad()
-        torch.manual_seed((number := next(step_number)) * demo.ranks + demo.rank)
-        _, segments, how, _ = ways(4, 0)[number % 7]
         x = checkpoint_sequential([how(layer) for layer in model[1:-2]], segments, model[0](demo.part(inputs)))
         loss = language_loss(model[-2:](x), demo.part(targets))
         loss.backward()
@@ -304,50 +298,46 @@ def main():
 
     demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
     sent = 2 * held_bytes(model.parameters()) * (demo.ranks - 1) / demo.ranks
-    status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
-    return max(status, compare(demo))
+    return demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent) or compare(demo)
 
 
 class Alive(TorchDispatchMode):
-    """Knows the bytes of what was computed in here and is still in memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = {}
+    """Refers, weakly, to the memory of all that is computed in here."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
-        for tensor in filter(torch.is_tensor, tree_leaves(outputs)):
-            storage = tensor.untyped_storage()
-            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if not any(output.alias_info for output in func._schema.returns):  # a view: no memory of its own
+            storages = [tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor)]
+            self.memory = [*getattr(self, "memory", ()), *((StorageWeakRef(s), s.nbytes()) for s in storages)]
         return outputs
-
-    def bytes(self):
-        return sum(nbytes for storage, nbytes in self.storages.values() if not storage.expired())
 
 
 def compare(demo, l=16, h=128, a=8, s=128, b=2):
-    """A backward through l layers in each way, measured; -> 1 where gradients are not those of nothing checkpointed."""
-    layers, before = language_model(h, a, l).to(demo.device, torch.bfloat16)[1:-2], None
-    x, status = torch.randn(b, s, h, dtype=torch.bfloat16, device=demo.device), 0
-    demo.show(f"\n{l} layers, bf16   kept, in sbh: formula, measured   operations   time   5as/h = {5 * a * s // h}")
+    """A step through l layers in each way, measured; -> 1 where gradients are not those of one segment, all kept."""
+    layers, status, expected = language_model(h, a, l).to(demo.device, torch.bfloat16)[1:-2], 0, None
+    x = torch.randn(b, s, h, dtype=torch.bfloat16, device=demo.device)
+    demo.show(
+        f"{l} layers, bf16     kept / sbh (formula)   operations      time     a = {a}, s = {s}, b = {b}, h = {h}"
+    )
     for name, segments, how, formula in ways(l, 34 + 5 * a * s / h):
         run = functools.partial(checkpoint_sequential, [how(layer) for layer in layers], segments)
+        torch.manual_seed(0)
         start = time.perf_counter()
         run(x).sum().backward()
         ms = 1e3 * (time.perf_counter() - start)
+        gradients = [parameter.grad for parameter in layers.parameters()]
+        expected = expected or gradients
+        words = "bitwise" if all(map(torch.equal, gradients, expected)) else "DIFFERS"
         layers.zero_grad()
-        torch.manual_seed(0)
         with FlopCounterMode(display=False) as flops, Alive() as alive:
             y = run(x)
-            kept = alive.bytes() / (s * b * h)
+            kept = sum(nbytes for storage, nbytes in alive.memory if not storage.expired()) / (s * b * h)
             y.sum().backward()
-        gradients = [parameter.grad for parameter in layers.parameters()]
-        before = before or gradients
-        status |= not all(map(torch.equal, gradients, before))
-        operations = flops.get_total_flops() / (s * b * 12 * h * h * l)
-        demo.show(f"{name:14}{formula:14.0f}{kept:10.1f} {operations:8.2f}Ψ {ms:6.0f} ms   gradients {status}")
-    return int(status)
+        layers.zero_grad()
+        per_token = flops.get_total_flops() / (s * b * 12 * h * h * l)
+        demo.show(f"{name:14}{kept:12.1f} ({formula:.0f})   {per_token:6.2f}Ψ per token  {ms:5.0f} ms   {words}")
+        status = status or int(words != "bitwise")
+    return status
 
 
 # ---------------------------------------------------------------------------------------------------------------------
