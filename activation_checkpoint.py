@@ -302,14 +302,21 @@ def main():
 
 
 class Alive(TorchDispatchMode):
-    """Refers, weakly, to the memory of all that is computed in here."""
+    """Weak references to the memory of all that is computed in here."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
-        if not any(output.alias_info for output in func._schema.returns):  # a view: no memory of its own
-            storages = [tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor)]
-            self.memory = [*getattr(self, "memory", ()), *((StorageWeakRef(s), s.nbytes()) for s in storages)]
+        if not any(output.alias_info for output in func._schema.returns):  # a view has no memory of its own
+            for storage in (tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor)):
+                self.memory[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return outputs
+
+    def bytes(self):
+        return sum(nbytes for storage, nbytes in self.memory.values() if not storage.expired())
 
 
 def compare(demo, l=16, h=128, a=8, s=128, b=2):
@@ -331,7 +338,7 @@ def compare(demo, l=16, h=128, a=8, s=128, b=2):
         layers.zero_grad()
         with FlopCounterMode(display=False) as flops, Alive() as alive:
             y = run(x)
-            kept = sum(nbytes for storage, nbytes in alive.memory if not storage.expired()) / (s * b * h)
+            kept = alive.bytes() / (s * b * h)
             y.sum().backward()
         layers.zero_grad()
         per_token = flops.get_total_flops() / (s * b * 12 * h * h * l)
