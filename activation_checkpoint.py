@@ -45,7 +45,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -125,9 +124,7 @@ class Segment:
             if number in wanted:
                 was, now = wanted[number].kind, kind_of(tensor)
                 if was != now:
-                    raise RuntimeError(
-                        f"checkpoint: {self.function} saves {now} as tensor {number}, saved {was} before"
-                    )
+                    raise RuntimeError(f"checkpoint: {self.function} saves {now} as tensor {number}, was {was}")
                 wanted[number].tensor = tensor
             if number == last:
                 raise Complete
@@ -151,7 +148,8 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     """-> function(*args, **kwargs), and bitwise its gradients, but nothing of its inside is kept for backward.
 
     Any inputs and outputs. Random numbers (CPU's, current GPU's) and autocast are for the second time as for the first;
-    whatever else function reads must be. policy: see section 3. RuntimeError, in backward: it saves other tensors.
+    whatever else it reads must be. policy(ATen operator, *its arguments, **…): is its output kept? None is, by default.
+    RuntimeError, in backward: it saves other tensors than it did.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -210,10 +208,7 @@ versions_of = functools.partial(tree_map_only, torch.Tensor, attrgetter("_versio
 
 
 def keep_products(operator, *args, **kwargs):
-    """A policy, (ATen operator, *its arguments) -> is its output kept: nn.Linear's are, those of attention's core not.
-
-    Korthikanti et al. §5: the core has 5as/h of 34 + 5as/h bytes, and few of the operations.
-    """
+    """A policy: nn.Linear's outputs are kept, those of attention's core, many bytes and few operations, are not."""
     return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -222,9 +217,10 @@ def keep_products(operator, *args, **kwargs):
 
 
 def checkpoint_sequential(layers, segments, x):
-    """Run x through layers in about equal `segments`; the last, where backward begins, forgets nothing.
+    """Run x through l layers in k about equal segments; the last, where backward begins, forgets nothing.
 
-    Layers that keep a tensor each keep segments - 1 + len(layers)/segments: fewest at √len(layers) (Chen et al. §4.1).
+    Layers that keep a tensor each keep k - 1 + l/k, fewest at k = √l (Chen et al. §4.1). Transformer layers, whose
+    insides are many times what is between them, keep least at k = l. ValueError: k is not from 1 to l.
     """
     if not 1 <= segments <= len(layers):
         raise ValueError(f"{len(layers)} layers do not make {segments} segments; take 1 to {len(layers)}")
@@ -251,20 +247,20 @@ def offload_to_cpu():
 # Demo.
 
 
-def layer_forward(block, x, run=lambda core, *qkv: core(*qkv)):
-    """Block's, with dropout, and with attention's weights in memory: the layer of Korthikanti et al. §4.1."""
-    q, k, v = (y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for y in block.qkv(block.norm1(x)).chunk(3, -1))
-    x = x + drop(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))
-    return x + drop(block.linear2(F.gelu(block.linear1(block.norm2(x)))))
+# Not F.dropout: on a CPU it keeps a mask of x's dtype, not of a byte each.
+dropout = functools.partial(torch.native_dropout, p=0.1, train=True)
 
 
 def attention(q, k, v):  # (batch, heads, time, head_dim)
     future = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
-    return drop((q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1)) @ v
+    return dropout((q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1))[0] @ v
 
 
-def drop(x):  # not F.dropout: on a CPU it keeps a mask of x's dtype, not of a byte each
-    return torch.native_dropout(x, 0.1, True)[0]
+def layer_forward(block, x, run=lambda core, *qkv: core(*qkv)):
+    """Block's, with dropout, and with attention's weights in memory: the layer of Korthikanti et al. §4.1."""
+    q, k, v = (y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for y in block.qkv(block.norm1(x)).chunk(3, -1))
+    x = x + dropout(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))[0]
+    return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))[0]
 
 
 def ways(l, inside):  # -> [(name, segments, layer -> what is called, sbh that l layers keep; `inside`: each of all)]
@@ -302,48 +298,40 @@ def main():
 
 
 class Alive(TorchDispatchMode):
-    """Weak references to the memory of all that is computed in here."""
+    """The memory of all that is computed in here, as long as somebody else refers to it."""
 
     def __init__(self):
         super().__init__()
-        self.memory = {}
+        self.storages = weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
         if not any(output.alias_info for output in func._schema.returns):  # a view has no memory of its own
-            for storage in (tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor)):
-                self.memory[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.storages.update(tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor))
         return outputs
-
-    def bytes(self):
-        return sum(nbytes for storage, nbytes in self.memory.values() if not storage.expired())
 
 
 def compare(demo, l=16, h=128, a=8, s=128, b=2):
     """A step through l layers in each way, measured; -> 1 where gradients are not those of one segment, all kept."""
-    layers, status, expected = language_model(h, a, l).to(demo.device, torch.bfloat16)[1:-2], 0, None
+    layers, expected, status = language_model(h, a, l).to(demo.device, torch.bfloat16)[1:-2], None, 0
     x = torch.randn(b, s, h, dtype=torch.bfloat16, device=demo.device)
-    demo.show(
-        f"{l} layers, bf16     kept / sbh (formula)   operations      time     a = {a}, s = {s}, b = {b}, h = {h}"
-    )
+    demo.show(f"{l} layers in bf16, 5as/h = {5 * a * s // h}; times are with counting")
     for name, segments, how, formula in ways(l, 34 + 5 * a * s / h):
-        run = functools.partial(checkpoint_sequential, [how(layer) for layer in layers], segments)
+        layers.zero_grad()
         torch.manual_seed(0)
         start = time.perf_counter()
-        run(x).sum().backward()
-        ms = 1e3 * (time.perf_counter() - start)
-        gradients = [parameter.grad for parameter in layers.parameters()]
-        expected = expected or gradients
-        words = "bitwise" if all(map(torch.equal, gradients, expected)) else "DIFFERS"
-        layers.zero_grad()
         with FlopCounterMode(display=False) as flops, Alive() as alive:
-            y = run(x)
-            kept = alive.bytes() / (s * b * h)
+            y = checkpoint_sequential([how(layer) for layer in layers], segments, x)
+            kept = sum(storage.nbytes() for storage in alive.storages) / (s * b * h)
             y.sum().backward()
-        layers.zero_grad()
-        per_token = flops.get_total_flops() / (s * b * 12 * h * h * l)
-        demo.show(f"{name:14}{kept:12.1f} ({formula:.0f})   {per_token:6.2f}Ψ per token  {ms:5.0f} ms   {words}")
-        status = status or int(words != "bitwise")
+        ms, gradients = 1e3 * (time.perf_counter() - start), [parameter.grad for parameter in layers.parameters()]
+        expected = expected or gradients
+        same = all(map(torch.equal, gradients, expected))
+        operations, status = flops.get_total_flops() / (s * b * 12 * h * h * l), status or int(not same)
+        line = (
+            f"{name:13} kept {kept:6.1f} sbh = {formula:4.0f}   operations {operations:.2f}Ψ per token   {ms:4.0f} ms"
+        )
+        demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
     return status
 
 
