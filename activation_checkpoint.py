@@ -9,10 +9,11 @@ Three layers; x0 … x3 lie between them, a1 … a3 are what backward needs of t
 Bytes kept for backward by l transformer layers in 16 bits, and operations per token in products with weights:
 
     nothing is checkpointed              l·sbh(34 + 5as/h)                         6Ψ
-    attention's core is                  l·34sbh                                   6Ψ, and the core's forward again
+    attention's core is                  l·34sbh                                   6Ψ, and half the core's forward again
     all but the products with weights    l·20sbh                                   6Ψ, and the core's forward again
     every layer                          l·2sbh; one layer at a time + the rest    8Ψ: forward again
     k segments, all but the last         (k-1)·2sbh + l/k·sbh(34 + 5as/h)          8Ψ - 2Ψ/k
+    offload_to_cpu                       the same bytes as the first, in host memory, and the weights; 6Ψ
 
 b sequences of s tokens, h wide, a heads; Ψ parameters. Collectives in what is checkpointed are sent again.
 
@@ -93,11 +94,11 @@ class KeepInput(torch.autograd.Function):
 
 
 class Segment:
-    """A call of function: what it takes to repeat it; placeholders, while they are in a graph, by order of saving."""
+    """A call of function: what it takes to repeat it; weak references to placeholders, in the order of saving."""
 
     def __init__(self, function, inputs, preserve_rng_state):
-        self.function, self.kept, self.placeholders = function, {}, weakref.WeakValueDictionary()
-        anchor, self.numbers = torch.empty(0, requires_grad=True), itertools.count()
+        self.function, self.kept, self.placeholders = function, {}, []
+        anchor = torch.empty(0, requires_grad=True)
         self.inputs = tree_map_only(torch.Tensor, lambda tensor: KeepInput.apply(anchor, tensor).grad_fn, inputs)
         self.random = random_states() if preserve_rng_state else []
         kinds, cache = ("cpu", "cuda")[: 1 + torch.cuda.is_available()], torch.is_autocast_cache_enabled()
@@ -105,7 +106,8 @@ class Segment:
         self.modes = [torch.enable_grad(), *itertools.starmap(torch.autocast, autocasts)]
 
     def pack(self, tensor):
-        self.placeholders[next(self.numbers)] = placeholder = Placeholder(kind_of(tensor))
+        placeholder = Placeholder(kind_of(tensor))
+        self.placeholders.append(weakref.ref(placeholder))
         return placeholder
 
     def unpack(self, placeholder):
@@ -116,8 +118,8 @@ class Segment:
 
     def recompute(self):
         """Run function again until each placeholder that is still in the graph has its tensor."""
-        wanted, numbers = dict(self.placeholders), itertools.count()
-        last = max(wanted)
+        wanted = {i: placeholder for i, ref in enumerate(self.placeholders) if (placeholder := ref())}
+        last, numbers = max(wanted), itertools.count()
 
         def fill(tensor):
             number, tensor = next(numbers), tensor.detach()  # with its graph, it would keep itself for ever
@@ -182,7 +184,7 @@ class Keep(TorchDispatchMode):
         self.policy, self.kept, self.calls = policy, kept, Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(output.alias_info for output in func._schema.returns):  # a view, or in place: it must share memory
+        if shares_memory(func):  # a view, or in place: it must do so again
             return func(*args, **(kwargs or {}))
         self.calls[func] += 1
         call = func, self.calls[func]
@@ -202,6 +204,11 @@ class Keep(TorchDispatchMode):
 def detached(outputs):  # from the graph, which would hold itself; changes in place still count for all
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+
+@functools.cache
+def shares_memory(operator):
+    return any(output.alias_info for output in operator._schema.returns)
 
 
 versions_of = functools.partial(tree_map_only, torch.Tensor, attrgetter("_version"))
@@ -233,7 +240,7 @@ def checkpoint_sequential(layers, segments, x):
 
 @contextmanager
 def offload_to_cpu():
-    """What is saved for backward in here waits in host memory: a GPU's in pinned memory, copied asynchronously."""
+    """What is saved for backward in here, weights too, waits in host memory: on a GPU pinned, copied asynchronously."""
 
     def pack(tensor):  # a copy even of what is there already: as it was, when it is changed in place later
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -263,13 +270,15 @@ def layer_forward(block, x, run=lambda core, *qkv: core(*qkv)):
     return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))[0]
 
 
-def ways(l, inside):  # -> [(name, segments, layer -> what is called, sbh that l layers keep; `inside`: each of all)]
+def ways(
+    l, inside=0, weights=0
+):  # -> [(name, segments, layer -> what is called, sbh kept by l layers: of `inside` each)]
     return [
         *((f"{k} segments", k, lambda layer: layer, 2 * (k - 1) + inside * l / k) for k in (1, 2, 4)),
         ("every layer", 1, lambda layer: functools.partial(checkpoint, layer), 2 * l),
         ("not products", 1, lambda layer: functools.partial(checkpoint, layer, policy=keep_products), 20 * l),
         ("core", 1, lambda layer: functools.partial(layer, run=checkpoint), 34 * l),
-        ("offload", 1, offload_to_cpu(), inside * l),
+        ("offload", 1, offload_to_cpu(), (inside + weights) * l),
     ]
 
 
@@ -281,7 +290,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):  # each in another way
-        _, segments, how, _ = ways(4, 0)[len(demo.times) % 7]
+        _, segments, how, _ = ways(4)[len(demo.times) % 7]
         optimizer.zero_grad()
         x = checkpoint_sequential([how(layer) for layer in model[1:-2]], segments, model[0](demo.part(inputs)))
         loss = language_loss(model[-2:](x), demo.part(targets))
@@ -306,17 +315,17 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
-        if not any(output.alias_info for output in func._schema.returns):  # a view has no memory of its own
+        if not shares_memory(func):
             self.storages.update(tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor))
         return outputs
 
 
-def compare(demo, l=16, h=128, a=8, s=128, b=2):
+def compare(demo, l=8, h=128, a=8, s=128, b=1):
     """A step through l layers in each way, measured; -> 1 where gradients are not those of one segment, all kept."""
     layers, expected, status = language_model(h, a, l).to(demo.device, torch.bfloat16)[1:-2], None, 0
     x = torch.randn(b, s, h, dtype=torch.bfloat16, device=demo.device)
     demo.show(f"{l} layers in bf16, 5as/h = {5 * a * s // h}; times are with counting")
-    for name, segments, how, formula in ways(l, 34 + 5 * a * s / h):
+    for name, segments, how, formula in ways(l, 34 + 5 * a * s / h, 24 * h / (s * b)):
         layers.zero_grad()
         torch.manual_seed(0)
         start = time.perf_counter()
