@@ -13,6 +13,7 @@ import inspect
 import itertools
 import operator
 import sys
+import weakref
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +32,9 @@ from torch.utils.checkpoint import checkpoint
 # its arguments), gradients averaged before; --fsdp, function(module), on submodules first; --column-linear and
 # --row-linear, class.from_full(an nn.Linear) or class(in_features, out_features, bias); --pipeline-schedule,
 # function(ranks, micro-batches, stages per rank) -> a list of actions for each rank; --grad-scaler, class(init_scale=,
-# growth_interval=); --lora, function(model, r=, lora_alpha=, target_modules=). And each with process_group=, where it
-# takes one. --attention, function(q, k, v, causal= or is_causal=) and, where it has them, scale= and dropout_p=.
+# growth_interval=); --lora, function(model, r=, lora_alpha=, target_modules=); --checkpoint, function(function, *its
+# arguments), with use_reentrant=False where it takes that; --attention, function(q, k, v, causal= or is_causal=) and,
+# where it has them, scale= and dropout_p=. And each with process_group=, where it takes one.
 OURS = {
     "ddp": "ddp:DistributedDataParallel",
     "zero1": "zero:Zero1",
@@ -45,6 +47,7 @@ OURS = {
     "grad-scaler": "amp:GradScaler",
     "lora": "lora:inject_lora",
     "attention": "flash_attention:flash_attention",
+    "checkpoint": "activation_checkpoint:checkpoint",
 }
 
 PYTORCHS = {
@@ -57,6 +60,7 @@ PYTORCHS = {
     "grad-scaler": "torch.amp:GradScaler",
     "lora": "pytorchs:inject_lora",  # peft's
     "attention": "torch.nn.functional:scaled_dot_product_attention",
+    "checkpoint": "torch.utils.checkpoint:checkpoint",
 }
 
 
@@ -1116,6 +1120,216 @@ def no_matrix_is_kept(make):
     check(0 < kept < 600 * 600, f"{kept} elements are kept, where {4 * 600 * 600} are scores and {4 * 600 * 8} are q")
 
 
+# ---- activation checkpointing
+
+
+def make_checkpoint(implementation, function, *args, **kwargs):
+    return call(functools.partial(implementation, **kwargs), function, *args, use_reentrant=False)
+
+
+def plainly(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def computes_alike(make, build, steps=3):
+    """build(how a function is called) -> loss, leaves; bitwise against calling it plainly."""
+    for step in range(steps):
+        results = []
+        for how in (make, plainly):
+            torch.manual_seed(step)
+            loss, leaves = build(how)
+            loss.backward()
+            results.append([loss, torch.rand(3), *[leaf.grad for leaf in leaves]])
+        for number, (ours, plain) in enumerate(zip(*results, strict=True)):
+            what = ("loss", "next random number")[number] if number < 2 else f"gradient {number - 2}"
+            check((ours is None) == (plain is None), f"{what} is {ours}")
+            if ours is not None and plain is not None:
+                same(ours, plain, what, exact=True)
+
+
+def layer(*more):
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *more, nn.Linear(8, 6), nn.Tanh())
+
+
+@claim("checkpoint", 1)
+def recomputed(make):
+    """Loss and gradients, of inputs and parameters, are bitwise those of calling the function, layer after layer."""
+
+    def build(how):
+        x, layers = torch.randn(4, 6, requires_grad=True), [layer() for _ in range(3)]
+        y = functools.reduce(lambda y, each: how(each, y), layers, x)
+        return loss_of(y), [x, *nn.ModuleList(layers).parameters()]
+
+    computes_alike(make, build)
+
+
+@claim("checkpoint", 1)
+def random_numbers(make):
+    """Dropout drops the same again, and what is drawn afterwards is what would have been."""
+
+    def build(how):
+        x, layers = torch.randn(4, 6, requires_grad=True), [layer(nn.Dropout(0.5)) for _ in range(2)]
+        y = F.dropout(how(layers[1], F.dropout(how(layers[0], x))))
+        return loss_of(y), [x, *nn.ModuleList(layers).parameters()]
+
+    computes_alike(make, build)
+
+
+@claim("checkpoint", 1)
+def autocast_again(make):
+    """What ran under autocast runs under it again, though backward does not."""
+
+    def build(how):
+        x, layers = torch.randn(4, 6, requires_grad=True), [layer() for _ in range(2)]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = how(layers[1], how(layers[0], x))
+        return loss_of(how(layers[0], y.float())), [x, *nn.ModuleList(layers).parameters()]
+
+    computes_alike(make, build)
+
+
+@claim("checkpoint", 1)
+def closures(make):
+    """Gradients reach what the function uses without getting it as an argument, by grad as well as by backward."""
+
+    def build(how):
+        weight, module = torch.randn(6, 6, requires_grad=True), layer()
+        hidden, tokens = torch.tanh(weight), torch.randn(4, 6)  # tokens want no gradient
+        return loss_of(how(lambda x: torch.tanh(module(x) @ hidden), tokens)), [weight, *module.parameters()]
+
+    computes_alike(make, build)
+    torch.manual_seed(0)
+    loss, leaves = build(make)
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    check(None not in found, "torch.autograd.grad does not reach the parameters")
+
+
+@claim("checkpoint", 1)
+def any_structure(make):
+    """Inputs and outputs may be nested, named, without gradient, or no tensors."""
+
+    def function(pair, scale=1.0, *, more):
+        return {"y": torch.tanh(pair[0] * pair[1]["b"]) * scale + more[0], "n": (more[1], pair[0].argmax())}
+
+    def build(how):
+        a, b, c = (torch.randn(5, requires_grad=True) for _ in range(3))
+        output = how(function, (a, {"b": b}), 2.0, more=[c, "text"])
+        check(output["n"][0] == "text", "an output that is no tensor is lost")
+        return loss_of(output["y"]) * output["n"][1], [a, b, c]
+
+    computes_alike(make, build)
+
+
+@claim("checkpoint", 1)
+def nested(make):
+    """A checkpoint may be in another, and a layer may be called twice."""
+
+    def build(how):
+        x, first, second = torch.randn(4, 6, requires_grad=True), layer(nn.Dropout(0.5)), layer()
+        inner = lambda x: how(first, torch.sin(how(second, x))) + x  # noqa: E731
+        return loss_of(how(lambda x: torch.cos(how(inner, inner(x))), x)), [
+            x,
+            *first.parameters(),
+            *second.parameters(),
+        ]
+
+    computes_alike(make, build)
+
+
+@claim("checkpoint", 1)
+def again(make):
+    """Backward may come twice (retain_graph), for one part of the leaves after the other, and through backward."""
+    results = []
+    for how in (make, plainly):
+        torch.manual_seed(0)
+        x, module = torch.randn(4, 6, dtype=torch.float64, requires_grad=True), layer(nn.Dropout(0.5)).double()
+        loss = loss_of(how(module, how(torch.sin, x)))
+        first = torch.autograd.grad(loss, module[0].weight, retain_graph=True)
+        second = torch.autograd.grad(loss, [x, module[0].weight], create_graph=True)
+        results.append([*first, *second, *torch.autograd.grad(second[0].square().sum(), x, retain_graph=True)])
+        loss.backward()
+        results[-1].append(x.grad)
+    for number, (ours, plain) in enumerate(zip(*results, strict=True)):
+        same(ours, plain, f"gradient {number}", exact=True)
+
+
+@claim("checkpoint", 1)
+def forgotten(make):
+    """Nothing of the inside is in memory between forward and backward, nor after it; the function runs twice in all."""
+    inside, x = [], torch.randn(4, 6, requires_grad=True)
+
+    def function(x):
+        inside.append([(y := torch.tanh(x)), (z := torch.sigmoid(y))])
+        inside[-1] = [weakref.ref(tensor.untyped_storage()) for tensor in inside[-1]]
+        return torch.exp(z * y).sin()
+
+    output = make(function, x)
+    alive = [reference for reference in inside[0] if reference() is not None]
+    check(not alive, f"{len(alive)} of 2 tensors of the inside are alive after forward")
+    output.sum().backward()
+    check(len(inside) == 2, f"the function ran {len(inside)} times")
+    check(
+        not [r for tensors in inside for r in tensors if r() is not None], "some of the inside is alive after backward"
+    )
+    with torch.no_grad():
+        make(function, x)
+    check(len(inside) == 3, "under no_grad it did not run once")
+
+
+@claim("checkpoint", 1)
+def differs(make):
+    """A recomputation that saves fewer tensors, or others in shape or dtype, is an error, as is a changed input."""
+    changes = {
+        "number": lambda x, run: x.sin() if run else x.sin().cos().tan(),
+        "shape": lambda x, run: (x if run else torch.cat([x, x])).sin().sum(),
+        "dtype": lambda x, run: (x.double() if run else x).sin().sum(),
+        "input": lambda x, run: x.sin(),
+    }
+    for what, function in changes.items():
+        runs, x = [], torch.randn(4, requires_grad=True)
+
+        def changed(x, function=function, runs=runs):
+            runs.append(None)
+            return function(x, len(runs) > 1)
+
+        y = make(changed, (argument := x * 1))
+        if what == "input":
+            argument.mul_(2)
+        try:
+            y.sum().backward()
+        except RuntimeError:
+            continue
+        check(False, f"no error for a changed {what}")
+
+
+@claim("checkpoint", 3)
+def collectives_again(make):
+    """What communicates in forward does so again, in the same order on all ranks."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            dist.all_reduce(total := x.clone(), group=pool.group())
+            return total
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    def build(how):
+        x, weights = torch.randn(4, 6, requires_grad=True), torch.randn(2, 6, 6) * (1 + pool.rank())
+        weights.requires_grad_()
+
+        def function(x):
+            for weight in weights:
+                x = torch.tanh(Sum.apply(x @ weight))
+            return x
+
+        return loss_of(how(function, how(function, x))), [x, weights]
+
+    computes_alike(make, build)
+
+
 MAKERS = {kind: functools.partial(Trainer, kind) for kind in ALL.split()}
 MAKERS |= {
     "column-linear": functools.partial(make_linear, 0),
@@ -1124,4 +1338,5 @@ MAKERS |= {
     "grad-scaler": make_scaler,
     "lora": make_lora,
     "attention": attend,
+    "checkpoint": make_checkpoint,
 }

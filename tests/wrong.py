@@ -3,7 +3,9 @@
 Most of it shipped somewhere. What a mistake is made in, Plain…, is right, but for what its docstring says.
 """
 
-from contextlib import contextmanager
+import functools
+import itertools
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 import amp
@@ -501,6 +504,75 @@ def lacks_d(q, k, v, causal=False):
     return LacksD.apply(q, k, v, causal, None, 0.0, None, 64)
 
 
+# ---- activation checkpointing
+
+
+def plain_checkpoint(function, *args, grad_mode=torch.enable_grad, random=True, autocast=True, **kwargs):
+    """Right, but that it holds its inputs, runs to the end each time, and compares nothing."""
+    state, again = torch.get_rng_state(), torch.autocast("cpu", torch.bfloat16, torch.is_autocast_enabled("cpu"))
+    saved, numbers = [], itertools.count()
+
+    def recompute(number):
+        if not saved:
+            with torch.random.fork_rng(), again if autocast else nullcontext(), grad_mode():
+                if random:
+                    torch.set_rng_state(state)
+                with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda tensor: tensor):
+                    function(*args, **kwargs)
+        return saved[number]
+
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    with saved_tensors_hooks(lambda _: next(numbers), recompute):
+        return function(*args, **kwargs)
+
+
+def keeps_everything(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+draws_anew = functools.partial(plain_checkpoint, random=False)
+forgets_autocast = functools.partial(plain_checkpoint, autocast=False)
+recomputes_without_grad = functools.partial(plain_checkpoint, grad_mode=torch.no_grad)
+
+
+class OnlyInputs(torch.autograd.Function):
+    """Asks for gradients of the inputs alone."""
+
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        return None, *torch.autograd.grad(output, inputs, gradient)
+
+
+class NaiveBackward(OnlyInputs):
+    """What parameters get, they get in a backward of their own."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        torch.autograd.backward(output, gradient)
+        return None, *[x.grad for x in inputs]
+
+
+def without_parameters(function, *args):
+    return OnlyInputs.apply(function, *args)
+
+
+def naive_backward(function, *args):
+    return NaiveBackward.apply(function, *args)
+
+
 class Mistake(NamedTuple):
     kind: str
     implementation: str
@@ -557,6 +629,14 @@ MISTAKES = [
     Mistake("attention", "knows_no_maximum", "large_scores"),
     Mistake("attention", "draws_its_mask_anew", "dropout"),
     Mistake("attention", "plain_attention", "no_matrix_is_kept"),
+    Mistake("checkpoint", "draws_anew", "random_numbers"),
+    Mistake("checkpoint", "forgets_autocast", "autocast_again"),
+    Mistake("checkpoint", "recomputes_without_grad", "recomputed"),
+    Mistake("checkpoint", "without_parameters", "recomputed"),
+    Mistake("checkpoint", "without_parameters", "closures"),
+    Mistake("checkpoint", "naive_backward", "closures"),
+    Mistake("checkpoint", "keeps_everything", "forgotten"),
+    Mistake("checkpoint", "plain_checkpoint", "differs"),
 ]
 RIGHT = {  # what the mistakes are made in, and the claims that it cannot hold
     ("ddp", "PlainDDP"): {"overlap", "different_models", "sent_bytes"},
@@ -564,4 +644,5 @@ RIGHT = {  # what the mistakes are made in, and the claims that it cannot hold
     ("fsdp", "keeps_what_it_gathers"): {"nothing_whole_is_kept", "tied", "clipping", "bitwise_at_four"},
     ("row-linear", "Row"): set(),
     ("attention", "plain_attention"): {"no_matrix_is_kept"},
+    ("checkpoint", "plain_checkpoint"): {"differs"},
 }

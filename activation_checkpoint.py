@@ -1,0 +1,501 @@
+"""Activation checkpointing: forget what a layer computed on its way, and compute it again when backward comes to it.
+
+Three layers; x0 … x3 lie between them, a1 … a3 are what backward needs of their insides:
+
+    forward    x0 ─ a1 ─ x1 ─ a2 ─ x2 ─ a3 ─ x3 ─ loss      kept: x0, x1, x2. a1, a2, a3 are freed at once
+    backward                       x2 ─ a3                  layer 3 again, from x2; its gradients; a3 is freed
+                         x1 ─ a2                            layer 2 again, from x1; its gradients; a2 is freed; …
+
+Bytes kept for backward by l transformer layers in 16 bits, and operations per token in products with weights:
+
+    nothing is checkpointed              l·sbh(34 + 5as/h)                         6Ψ
+    attention's core is                  l·34sbh                                   6Ψ, and half the core's forward again
+    all but the products with weights    l·20sbh                                   6Ψ, and the core's forward again
+    every layer                          l·2sbh; one layer at a time + the rest    8Ψ: forward again
+    k segments, all but the last         (k-1)·2sbh + l/k·sbh(34 + 5as/h)          8Ψ - 2Ψ/k
+    offload_to_cpu                       the same bytes as the first, in host memory, and the weights; 6Ψ
+
+b sequences of s tokens, h wide, a heads; Ψ parameters. Collectives in what is checkpointed are sent again.
+
+Run:      torchrun --nproc-per-node 2 activation_checkpoint.py          (python activation_checkpoint.py: one rank)
+Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 2022, 2205.05198, §4, 5: the bytes
+Mirrors:  torch.utils.checkpoint (use_reentrant=False, selective), torch.autograd.graph.save_on_cpu
+Left out: torch.compile, a function on several GPUs, torch_function modes around it (enter amp.py's autocast inside).
+          Buffers that forward updates, as BatchNorm's, are updated twice
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import os
+import statistics
+import sys
+import time
+import weakref
+from collections import Counter
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from operator import attrgetter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. The idea, of one tensor, which must want a gradient. Dropout would draw anew, autocast be forgotten; parameters get
+#    their gradients by .backward() alone: torch.autograd.grad does not see them.
+
+
+class NaiveCheckpoint(torch.autograd.Function):  # NaiveCheckpoint.apply(function, x) -> function(x)
+    @staticmethod
+    def forward(ctx, function, x):  # autograd is off in here: nothing of the inside is kept
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. The real one. Autograd sees all of `function`, and gradients go where they always go; only what it saves is swapped
+#    for placeholders. The first that backward asks for has function run again, which fills them in order.
+
+
+class Complete(BaseException): ...  # ends a recomputation; no Exception, which function may catch
+
+
+class Placeholder:
+    def __init__(self, kind):
+        self.kind, self.tensor = kind, None  # the tensor: from its recomputation to its use
+
+
+class KeepInput(torch.autograd.Function):
+    """Its node saves a tensor as all nodes do: changed in place, it is an error; inside a segment, that forgets it."""
+
+    @staticmethod
+    def forward(ctx, wants_gradient, tensor):
+        ctx.save_for_backward(tensor)
+        return wants_gradient.clone()
+
+
+class Segment:
+    """A call of function: what it takes to repeat it; weak references to placeholders, in the order of saving."""
+
+    def __init__(self, function, inputs, preserve_rng_state):
+        self.function, self.kept, self.placeholders = function, {}, []
+        anchor = torch.empty(0, requires_grad=True)
+        self.inputs = tree_map_only(torch.Tensor, lambda tensor: KeepInput.apply(anchor, tensor).grad_fn, inputs)
+        self.random = random_states() if preserve_rng_state else []
+        kinds, cache = ("cpu", "cuda")[: 1 + torch.cuda.is_available()], torch.is_autocast_cache_enabled()
+        autocasts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache) for kind in kinds)
+        self.modes = [torch.enable_grad(), *itertools.starmap(torch.autocast, autocasts)]
+
+    def pack(self, tensor):
+        placeholder = Placeholder(kind_of(tensor))
+        self.placeholders.append(weakref.ref(placeholder))
+        return placeholder
+
+    def unpack(self, placeholder):
+        if placeholder.tensor is None:  # the first of a backward; with retain_graph, of each
+            self.recompute()
+        tensor, placeholder.tensor = placeholder.tensor, None
+        return tensor
+
+    def recompute(self):
+        """Run function again until each placeholder that is still in the graph has its tensor."""
+        wanted = {i: placeholder for i, ref in enumerate(self.placeholders) if (placeholder := ref())}
+        last, numbers = max(wanted), itertools.count()
+
+        def fill(tensor):
+            number, tensor = next(numbers), tensor.detach()  # with its graph, it would keep itself for ever
+            if number in wanted:
+                was, now = wanted[number].kind, kind_of(tensor)
+                if was != now:
+                    raise RuntimeError(f"checkpoint: {self.function} saves {now} as tensor {number}, was {was}")
+                wanted[number].tensor = tensor
+            if number == last:
+                raise Complete
+            return tensor  # and no placeholder: function may itself call backward
+
+        args, kwargs = tree_map_only(BackwardCFunction, lambda node: node.saved_tensors[0], self.inputs)
+        with ExitStack() as as_before:
+            for mode in self.modes + [Keep(None, self.kept)] * bool(self.kept):
+                as_before.enter_context(mode)
+            as_before.callback(set_random_states, random_states() if self.random else [])
+            set_random_states(self.random)
+            try:
+                with saved_tensors_hooks(fill, lambda tensor: tensor):
+                    self.function(*args, **kwargs)
+            except Complete:
+                return
+        raise RuntimeError(f"checkpoint: {self.function} saves {next(numbers)} tensors, saved {last + 1} before")
+
+
+def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
+    """-> function(*args, **kwargs), and bitwise its gradients, but nothing of its inside is kept for backward.
+
+    Any inputs and outputs. Random numbers (CPU's, current GPU's) and autocast are for the second time as for the first;
+    whatever else it reads must be. policy(ATen operator, *its arguments, **…): is its output kept? None is, by default.
+    RuntimeError, in backward: it saves other tensors than it did.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    segment = Segment(function, (args, kwargs), preserve_rng_state)
+    with saved_tensors_hooks(segment.pack, segment.unpack), Keep(policy, segment.kept) if policy else nullcontext():
+        return function(*args, **kwargs)
+
+
+def random_states():  # of the CPU's generator, and the current GPU's
+    gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
+    return [(generator, generator.get_state()) for generator in (torch.default_generator, *gpu)]
+
+
+def set_random_states(states):
+    for generator, state in states:
+        generator.set_state(state)
+
+
+kind_of = attrgetter("shape", "dtype", "device")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Selective: what takes long to compute, and is small, is kept after all.
+
+
+class Keep(TorchDispatchMode):
+    """Puts outputs of the operators that policy chooses into `kept`; without a policy, returns what is there."""
+
+    def __init__(self, policy, kept):
+        super().__init__()
+        self.policy, self.kept, self.calls = policy, kept, Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if shares_memory(func):  # a view, or in place: it must do so again
+            return func(*args, **(kwargs or {}))
+        self.calls[func] += 1
+        call = func, self.calls[func]
+        if self.policy is None and call in self.kept:
+            outputs, versions, random = self.kept[call]
+            if versions != versions_of(outputs):
+                raise RuntimeError(f"checkpoint: an output of {func} that policy keeps was changed in place")
+            set_random_states(random)  # who draws next draws what it drew
+            return detached(outputs)
+        outputs = func(*args, **(kwargs or {}))
+        if self.policy and self.policy(func, *args, **(kwargs or {})):
+            random = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
+            self.kept[call] = detached(outputs), versions_of(outputs), random
+        return outputs
+
+
+def detached(outputs):  # from the graph, which would hold itself; changes in place still count for all
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+
+@functools.cache
+def shares_memory(operator):
+    return any(output.alias_info for output in operator._schema.returns)
+
+
+versions_of = functools.partial(tree_map_only, torch.Tensor, attrgetter("_version"))
+
+
+def keep_products(operator, *args, **kwargs):
+    """A policy: nn.Linear's outputs are kept, those of attention's core, many bytes and few operations, are not."""
+    return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Several layers at a time; and waiting in host memory, in place of computing again.
+
+
+def checkpoint_sequential(layers, segments, x):
+    """Run x through l layers in k about equal segments; the last, where backward begins, forgets nothing.
+
+    Layers that keep a tensor each keep k - 1 + l/k, fewest at k = √l (Chen et al. §4.1). Transformer layers, whose
+    insides are many times what is between them, keep least at k = l. ValueError: k is not from 1 to l.
+    """
+    if not 1 <= segments <= len(layers):
+        raise ValueError(f"{len(layers)} layers do not make {segments} segments; take 1 to {len(layers)}")
+    ends = [len(layers) * i // segments for i in range(segments + 1)]
+    for start, end in itertools.pairwise(ends):
+        part = functools.partial(functools.reduce, lambda x, layer: layer(x), layers[start:end])
+        x = part(x) if end == len(layers) else checkpoint(part, x)
+    return x
+
+
+@contextmanager
+def offload_to_cpu():
+    """What is saved for backward in here, weights too, waits in host memory: on a GPU pinned, copied asynchronously."""
+
+    def pack(tensor):  # a copy even of what is there already: as it was, when it is changed in place later
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return host.copy_(tensor, non_blocking=True), tensor.device
+
+    with saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1], non_blocking=True)):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo.
+
+
+# Not F.dropout: on a CPU it keeps a mask of x's dtype, not of a byte each.
+dropout = functools.partial(torch.native_dropout, p=0.1, train=True)
+
+
+def attention(q, k, v):  # (batch, heads, time, head_dim)
+    future = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
+    return dropout((q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1))[0] @ v
+
+
+def layer_forward(block, x, run=lambda core, *qkv: core(*qkv)):
+    """Block's, with dropout, and with attention's weights in memory: the layer of Korthikanti et al. §4.1."""
+    q, k, v = (y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for y in block.qkv(block.norm1(x)).chunk(3, -1))
+    x = x + dropout(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))[0]
+    return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))[0]
+
+
+def ways(l, inside=0, weights=0):
+    """-> [(name, segments, layer -> what is called, sbh kept by l layers of `inside` each)]"""
+    return [
+        *((f"{k} segments", k, lambda layer: layer, 2 * (k - 1) + inside * l / k) for k in (1, 2, 4)),
+        ("every layer", 1, lambda layer: functools.partial(checkpoint, layer), 2 * l),
+        ("not products", 1, lambda layer: functools.partial(checkpoint, layer, policy=keep_products), 20 * l),
+        ("core", 1, lambda layer: functools.partial(layer, run=checkpoint), 34 * l),
+        ("offload", 1, offload_to_cpu(), (inside + weights) * l),
+    ]
+
+
+def main():
+    demo = Demo()
+    model, Block.forward = demo.start("activation_checkpoint", bitwise=demo.ranks <= 2), layer_forward
+    for embedding in (model[0], demo.model[0]):  # what they drop depends on the tokens, not on the rank
+        embedding.register_forward_pre_hook(lambda _, tokens: torch.manual_seed(int(tokens[0].sum())) and None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(inputs, targets):  # each in another way
+        _, segments, how, _ = ways(4)[len(demo.times) % 7]
+        optimizer.zero_grad()
+        x = checkpoint_sequential([how(layer) for layer in model[1:-2]], segments, model[0](demo.part(inputs)))
+        loss = language_loss(model[-2:](x), demo.part(targets))
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= demo.ranks
+        optimizer.step()
+        return loss
+
+    demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
+    sent = 2 * held_bytes(model.parameters()) * (demo.ranks - 1) / demo.ranks
+    return demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent) or compare(demo)
+
+
+class Alive(TorchDispatchMode):
+    """The memory of all that is computed in here, as long as somebody else refers to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        if not shares_memory(func):
+            self.storages.update(tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor))
+        return outputs
+
+
+def compare(demo, l=8, h=128, a=8, s=128, b=1):
+    """A step through l layers in each way, measured; -> 1 where gradients are not those of one segment, all kept."""
+    layers, expected, status = language_model(h, a, l).to(demo.device, torch.bfloat16)[1:-2], None, 0
+    x = torch.randn(b, s, h, dtype=torch.bfloat16, device=demo.device)
+    demo.show(f"{l} layers in bf16, 5as/h = {5 * a * s // h}. kept for backward, in sbh bytes: measured = by formula;")
+    demo.show(
+        "operations: 6Ψ of products with weights, 1Ψ of attention, and what is computed again (times: with counting)"
+    )
+    for name, segments, how, formula in ways(l, 34 + 5 * a * s / h, 24 * h / (s * b)):
+        layers.zero_grad()
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        with FlopCounterMode(display=False) as flops, Alive() as alive:
+            y = checkpoint_sequential([how(layer) for layer in layers], segments, x)
+            kept = sum(storage.nbytes() for storage in alive.storages) / (s * b * h)
+            y.sum().backward()
+        ms, gradients = 1e3 * (time.perf_counter() - start), [parameter.grad for parameter in layers.parameters()]
+        expected = expected or gradients
+        same = all(map(torch.equal, gradients, expected))
+        operations, status = flops.get_total_flops() / (s * b * 12 * h * h * l), status or int(not same)
+        line = (
+            f"{name:13} kept {kept:6.1f} sbh = {formula:4.0f}   operations {operations:.2f}Ψ per token   {ms:4.0f} ms"
+        )
+        demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
+    return status
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, in this world and on one device. The same text in every file.
+
+
+class Block(nn.Module):
+    def __init__(self, C, heads):
+        super().__init__()
+        self.head_dim, self.norm1, self.norm2 = C // heads, nn.LayerNorm(C), nn.LayerNorm(C)
+        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+
+def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+    blocks = [Block(C, heads) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
+
+    # operator: (how often its payload goes around the ring, which argument the payload is)
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
+    total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
+            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
+            self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+
+
+class Demo:
+    """Trains a technique and the same model on one device, step by step, and compares: in float64 where not bitwise."""
+
+    def __init__(self, flags=None):
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
+        for flag, options in {**numbers, **(flags or {})}.items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        try:
+            text = Path(self.args.data).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {self.args.data}: {error.strerror}")
+        if self.args.steps < 1 or len(text) < 66:
+            self.stop(f"--steps {self.args.steps} on {len(text)} bytes: at least 1 step, on 66 bytes")
+        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+        if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
+
+    def stop(self, message):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(9)  # it is wrong on all ranks: the first says so, and torchrun ends the others
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        torch.manual_seed(self.args.seed)
+        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
+        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer.zero_grad()
+        for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
+            losses.append(language_loss(self.model(inputs), targets))
+            losses[-1].backward()
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+        self.optimizer.step()
+        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+
+    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+        self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
+        for number in range(self.args.steps):
+            batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
+            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+                loss = step(*batch)
+            loss, middle = None if loss is None else loss.item(), time.perf_counter()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, time.perf_counter() - middle))
+            dist.all_gather_object(losses, loss)
+            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
+            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            if terminal or number % -(-self.args.steps // 3) == 0:
+                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+
+    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+        largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = bool(largest <= self.tolerance)
+        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        curve = torch.tensor(self.losses[:: -(-len(self.losses) // 30)]).nan_to_num()
+        curve = (7 * (curve - curve.min()) / (curve.max() - curve.min()).clamp(min=1e-9)).round().int()
+        params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
+        plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
+        ms = [1e3 * statistics.median(times) for times in zip(*self.times, strict=True)]
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}   {''.join('▁▂▃▄▅▆▇█'[i] for i in curve)}")
+        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
+        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
+        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
+        return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()  # who leaves early breaks the others' connections
+    dist.destroy_process_group()
+    sys.exit(status)

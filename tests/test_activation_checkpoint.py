@@ -1,0 +1,334 @@
+"""activation_checkpoint.py against no checkpoints, and against torch.utils.checkpoint: bitwise. More in claims.py."""
+
+import functools
+import gc
+
+import pool
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from shared import OPTIMIZERS, assert_equal, assert_same_parameters, loss_of, make_batch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint as torchs
+from torch.utils.flop_counter import FlopCounterMode
+
+import activation_checkpoint as ac
+import ddp
+import fsdp
+import tensor_parallel as tp
+
+aten = torch.ops.aten
+
+
+def theirs(function, *args, policy=None, **kwargs):
+    """torch.utils.checkpoint, with our policy as its."""
+    contexts = {}
+    if policy:
+        keep = lambda _, operator, *args, **kwargs: policy(operator, *args, **kwargs)  # noqa: E731
+        contexts["context_fn"] = functools.partial(torchs.create_selective_checkpoint_contexts, keep)
+    return torchs.checkpoint(function, *args, use_reentrant=False, **contexts, **kwargs)
+
+
+implementation = pytest.mark.parametrize("checkpoint", [ac.checkpoint, theirs], ids=["ours", "theirs"])
+
+
+def make_layers(number, dtype=torch.float32, C=6):
+    torch.manual_seed(1)
+    parts = [[nn.Linear(C, C), nn.Tanh(), nn.Dropout(0.3), nn.Linear(C, C), nn.GELU()] for _ in range(number)]
+    return nn.ModuleList(nn.Sequential(*part) for part in parts).to(dtype)
+
+
+def train(layers, run, optimizer, group_sum=lambda model: None, steps=3, dtype=torch.float32):
+    """-> losses, of run(layers, x); the same random numbers in each call of train."""
+    losses, optimizer = [], OPTIMIZERS[optimizer](layers.parameters())
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        losses.append(loss_of(run(layers, make_batch(0, step, dtype))))
+        losses[-1].backward()
+        optimizer.step()
+    return losses
+
+
+def each(how):
+    return lambda layers, x: functools.reduce(lambda x, layer: how(layer, x), layers, x)
+
+
+def plainly(layer, x):
+    return layer(x)
+
+
+def everything(operator, *args, **kwargs):
+    return operator != aten.empty_like.default  # which random numbers are written to
+
+
+POLICIES = [
+    None,
+    ac.keep_products,
+    everything,
+    lambda operator, *args, **kwargs: operator == aten.native_dropout.default,
+]
+HOW = {
+    "full": each(ac.checkpoint),
+    **{f"policy {i}": each(functools.partial(ac.checkpoint, policy=policy)) for i, policy in enumerate(POLICIES[1:])},
+    "2 segments": lambda layers, x: ac.checkpoint_sequential(layers, 2, x),
+    "offload": each(ac.offload_to_cpu()(plainly)),
+    "offload around": ac.offload_to_cpu()(each(ac.checkpoint)),
+    "theirs": each(theirs),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("how", HOW)
+def test_training_is_bitwise_that_without(how, optimizer):
+    """Dropout on, three steps: losses, gradients, parameters."""
+    ours, plain = make_layers(4), make_layers(4)
+    assert train(ours, HOW[how], optimizer) == train(plain, each(plainly), optimizer)
+    assert_same_parameters(ours, plain, exact=True)
+
+
+# ---- selective
+
+
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def native(x):
+    return torch.native_dropout(x, 0.5, True)[0]
+
+
+@implementation
+def test_what_policy_keeps_is_not_computed_again(checkpoint):
+    weight, x = torch.randn(2, 6, 6, requires_grad=True), torch.randn(4, 6)
+
+    def function(x):
+        return torch.tanh(torch.tanh(x @ weight[0]) @ weight[1]).exp()
+
+    for policy, products in ((None, 2 + 2 + 3), (ac.keep_products, 2 + 3)):
+        with Recorder() as recorder:
+            checkpoint(function, x, policy=policy).sum().backward()
+        assert recorder.calls.count(aten.mm.default) == products
+        assert recorder.calls.count(aten.exp.default) == 2  # its output is what it saves
+
+
+@implementation
+def test_the_end_of_a_segment_that_nothing_needs_is_not_computed_again(checkpoint):
+    x, linear = torch.randn(4, 6), nn.Linear(6, 6)
+    with Recorder() as recorder:
+        checkpoint(lambda x: linear(torch.sin(x)) + 1, x).sum().backward()
+    assert recorder.calls.count(aten.sin.default) == 2
+    assert recorder.calls.count(aten.addmm.default) == 1
+
+
+@pytest.mark.parametrize("kept", [aten.native_dropout.default, aten.bernoulli_.float, aten.mm.default, aten.add.Tensor])
+def test_dropout_after_what_is_kept_draws_what_it_drew(kept):
+    """A kept operator that draws random numbers leaves the generator where it left it before."""
+    x, results = torch.randn(64, requires_grad=True), []
+    for how in (functools.partial(ac.checkpoint, policy=lambda operator, *args, **kwargs: operator == kept), plainly):
+        torch.manual_seed(0)
+        y = how(lambda x: F.dropout(native(native(x.sin()).sin() + 1).sin(), 0.5).sin(), x)
+        results.append([y, torch.rand(3), *torch.autograd.grad(y.sum(), x)])
+    for ours, plain in zip(*results, strict=True):
+        assert_equal(ours, plain, exact=True)
+
+
+@implementation
+@pytest.mark.parametrize("where", ["inside", "outside", "by a view"])
+def test_a_kept_output_that_changes_in_place_is_an_error(checkpoint, where):
+    """It would silently be another in the recomputation."""
+    weight = torch.randn(6, 6, requires_grad=True)
+
+    def function(x):
+        y = x @ weight
+        z = (y + 1).sin()
+        if where == "inside":
+            y.mul_(2)
+        return y, z.cos()
+
+    y, z = checkpoint(function, torch.randn(4, 6), policy=ac.keep_products)
+    if where != "inside":
+        with torch.no_grad():
+            (y[0] if where == "by a view" else y).mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed in place|mutated"):
+        z.sum().backward()
+
+
+def test_policy_with_retain_graph_and_nested():
+    """PyTorch's refuses the second backward."""
+    x, layers, results = torch.randn(4, 6, requires_grad=True), make_layers(2), []
+    selective = functools.partial(ac.checkpoint, policy=ac.keep_products)
+    for how in (selective, plainly):
+        torch.manual_seed(0)
+        y = how(lambda x, how=how: how(layers[1], how(layers[0], x)), x).sum()
+        results.append(
+            [*torch.autograd.grad(y, x, retain_graph=True), *torch.autograd.grad(y, [x, *layers.parameters()])]
+        )
+    for ours, plain in zip(*results, strict=True):
+        assert_equal(ours, plain, exact=True)
+
+
+# ---- what is kept, and what is computed
+
+
+def kept_and_operations(run, x):
+    with FlopCounterMode(display=False) as flops, ac.Alive() as alive:
+        y = run(x)
+        kept = sum(storage.nbytes() for storage in alive.storages)
+        y.sum().backward()
+    return kept, flops.get_total_flops()
+
+
+@pytest.mark.parametrize("l", [4, 9, 16])
+def test_layers_of_one_tensor_keep_fewest_at_root_l_segments(l):
+    """k - 1 + l/k tensors (Chen et al. §4.1)."""
+    layers, x = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(l)], torch.randn(64, 32)
+    counts = {}
+    for k in (k for k in range(1, l + 1) if l % k == 0):
+        kept, _ = kept_and_operations(functools.partial(ac.checkpoint_sequential, layers, k), x)
+        counts[k] = kept / x.nbytes
+        assert counts[k] == k - 1 + l / k
+    assert min(counts, key=counts.get) == l**0.5
+
+
+@pytest.mark.parametrize(("s", "h", "a"), [(32, 48, 3), (64, 32, 4)])
+def test_a_transformer_layer_keeps_the_bytes_of_the_formulas(s, h, a, monkeypatch):
+    """sbh(34 + 5as/h), 34sbh, 20sbh, 2sbh; but for the statistics of LayerNorm, 4 numbers a token."""
+    monkeypatch.setattr(ac.Block, "forward", ac.layer_forward)
+    layers, b, l = ac.language_model(h, a, 4).to(torch.bfloat16)[1:-2], 3, 4
+    x, per_layer = torch.randn(b, s, h, dtype=torch.bfloat16), 12 * h * h + 2 * s * h
+    for name, segments, how, formula in ac.ways(l, 34 + 5 * a * s / h, 24 * h / (s * b)):
+        run = functools.partial(ac.checkpoint_sequential, [how(layer) for layer in layers], segments)
+        kept, operations = kept_and_operations(run, x)
+        few = l * (16 * s * b + 8 * h)  # statistics; what `offload` copies of biases and norms
+        copied = x.nbytes if name == "offload" else 0  # else only y is new
+        assert abs(kept - formula * s * b * h - copied) <= few, name
+        again = {"every layer": per_layer * l, "not products": 2 * s * h * l, "core": s * h * l, "offload": 0}
+        again = again.get(name, per_layer * (l - l // segments))
+        assert operations == 2 * s * b * (3 * l * per_layer + again), name
+
+
+@pytest.mark.parametrize("policy", [None, ac.keep_products])
+def test_after_a_backward_that_retains_the_graph_no_more_is_kept_than_before(policy):
+    """And of a checkpoint in a checkpoint, not even what is between its layers."""
+    layers, x = make_layers(3), torch.randn(4, 6, requires_grad=True)
+    inner = each(ac.checkpoint if policy is None else functools.partial(ac.checkpoint, policy=policy))
+    with ac.Alive() as alive:
+        y = inner(layers, x) if policy else ac.checkpoint(inner, layers, x)
+        kept = sum(storage.nbytes() for storage in alive.storages)
+        assert policy or kept == y.nbytes
+        for _ in range(2):
+            y.backward(torch.ones_like(y), retain_graph=True)
+            x.grad = None
+            layers.zero_grad()
+        assert sum(storage.nbytes() for storage in alive.storages) == kept
+
+
+@pytest.mark.parametrize("how", ["full", "policy 0", "2 segments", "offload", "offload around"])
+def test_nothing_outlives_the_graph(how):
+    """No cycle through autograd, which Python's collector does not see."""
+    gc.collect()
+    gc.disable()
+    try:
+        layers, x = make_layers(3), torch.randn(4, 6, requires_grad=True)
+        y, weight = HOW[how](layers, x * 1), StorageWeakRef(layers[0][0].weight.untyped_storage())
+        y.sum().backward(retain_graph=True)
+        del layers, y
+        assert weight.expired()
+    finally:
+        gc.enable()
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_segments_are_about_equal_and_all_layers_run_once(l, segments):
+    seen, x = [], torch.zeros(1, requires_grad=True)
+    layers = [lambda x, i=i: seen.append(i) or x.sin() for i in range(l)]
+    if segments > l:
+        with pytest.raises(ValueError, match=f"{l} layers do not make {segments} segments; take 1 to {l}"):
+            ac.checkpoint_sequential(layers, segments, x)
+        return
+    y = ac.checkpoint_sequential(layers, segments, x)
+    assert seen == list(range(l))
+    y.backward()
+    again = sorted(seen[l:])
+    assert again == list(range(l - -(-l // segments)))  # all but the last segment's
+
+
+@implementation
+def test_backward_inside_function(checkpoint):
+    """As torch.utils.checkpoint: gradients of gradients within, computed again."""
+
+    def function(x):
+        y = x.sin()
+        return torch.autograd.grad(y.cos().sum(), x, create_graph=True)[0] * x.cos()
+
+    x = torch.randn(5, requires_grad=True)
+    ours, plain = (torch.autograd.grad(how(function, x).sum(), x)[0] for how in (checkpoint, plainly))
+    assert_equal(ours, plain, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "message"),
+    [
+        (lambda x: x.sin().cos(), lambda x: x.sin(), "saves 1 tensors, saved 2 before"),
+        (
+            lambda x: x.sin().cos(),
+            lambda x: x.sin().sum().cos(),
+            r"saves \(torch.Size\(\[\]\), .* as tensor 1, was \(torch.S",
+        ),
+        (lambda x: x.sin(), lambda x: x.double().sin(), "float64.* as tensor 0, was .*float32"),
+    ],
+)
+def test_a_recomputation_that_differs_is_an_error_that_says_how(before, then, message):
+    runs = [then, before]
+    y = ac.checkpoint(lambda x, runs=runs: runs.pop()(x), torch.randn(3, requires_grad=True))
+    with pytest.raises(RuntimeError, match=message):
+        y.sum().backward()
+
+
+# ---- with the other techniques
+
+
+def body_parallel(technique):
+    """Checkpointed layers against the same without: bitwise, collectives and all."""
+    models = []
+    for how in (ac.checkpoint, functools.partial(ac.checkpoint, policy=ac.keep_products), theirs, plainly):
+        layers = make_layers(3)
+        if technique == "tensor parallel":
+            for layer in layers:
+                layer[0] = tp.ColumnParallelLinear.from_full(layer[0], process_group=pool.group())
+                layer[3] = tp.RowParallelLinear.from_full(layer[3], process_group=pool.group())
+        model = nn.Sequential()
+        model.layers, model.forward = layers, functools.partial(each(how), layers)
+        if technique == "fsdp":
+            for layer in layers:
+                fsdp.fully_shard(layer, process_group=pool.group())
+            fsdp.fully_shard(model, process_group=pool.group())
+        trained = ddp.DDP(model, process_group=pool.group(), bucket_cap_mb=1e-4) if technique == "ddp" else model
+        optimizer = OPTIMIZERS["momentum"](trained.parameters())
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            rank = 0 if technique == "tensor parallel" else pool.rank()
+            loss_of(trained(make_batch(rank, step))).backward()
+            optimizer.step()
+        models.append(list(trained.parameters()))
+    for model in models[:-1]:
+        for ours, plain in zip(model, models[-1], strict=True):
+            assert_equal(ours.grad, plain.grad, exact=True, what="gradient")
+            assert_equal(ours.detach(), plain.detach(), exact=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("technique", ["ddp", "fsdp", "tensor parallel"])
+def test_with_the_other_techniques(technique, ranks):
+    pool.run(ranks, body_parallel, technique)
