@@ -168,7 +168,7 @@ class Trainer:
         ours = kind in ("zero2", "zero3") or ("module" in names and kind == "zero1")  # averages by itself
         if group and not (ours or {"process_group", "mesh"} & set(names)):
             raise NotOffered("no argument process_group")
-        group, make_optimizer = group or pool.group(), OPTIMIZERS[optimizer]
+        group, make_optimizer = group or dist.group.WORLD, OPTIMIZERS[optimizer]
         self.kind, self.module, self.model, self.implementation = kind, module, module, implementation
         if kind == "ddp":
             self.model = call(implementation, module, process_group=group, **options)

@@ -136,6 +136,6 @@ _pool = Pool()
 run = _pool.run
 
 
-def shut_down():
+def shut_down(kill=False):
     if _pool.workers:
-        _pool.stop()
+        _pool.stop(kill)
