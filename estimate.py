@@ -16,8 +16,8 @@ What a GPU holds while it trains Ψ parameters in mixed precision with Adam, and
     zero3, FSDP      16Ψ/N, units at work        3mΨ
     zero3+offload    2Ψ/N, units at work         3mΨ, and the same
 
-Bytes are derived, and tests hold them against papers' tables and what this project measures. Seconds are a model, from
-speeds that are given (those achieved: 40% of what is sold); it ranks plans, but not those a few percent apart.
+Bytes are derived, and tested against papers' tables and what is measured here. Seconds are a model, of speeds that are
+given (those achieved: 40% of what is sold); it ranks plans, though not those a few percent apart.
 
 Run:      python estimate.py --parameters 7e9 --gpus 8 --memory 80   (no flags: the demos' model, beside them)
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054; Ren et al. 2021, ZeRO-Offload, 2101.06840; Narayanan et al.
@@ -28,6 +28,7 @@ Left out: experts, context parallelism; small products, which run slower; data, 
 
 import argparse
 import bisect
+import inspect
 import itertools
 import json
 import math
@@ -37,7 +38,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. Memory: parameters, gradients, optimizer, and what forward keeps for backward.
+# 1. The formulas: memory, then batch and time.
 
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero2+offload", "zero3", "zero3+offload")  # the simplest first
 
@@ -68,17 +69,12 @@ class GPT:
         return count * (1 if self.given is None else self.given / replace(self, given=None).parameters())
 
 
-MODELS = {
-    "gpt2-124m": GPT(12, 768, 12, 50257, 1024),
-    "gpt2-345m": GPT(24, 1024, 16, 50257, 1024),
-    "gpt3-175b": GPT(96, 12288, 96, 51200, 2048),
-}
+MODELS = {"gpt2-345m": GPT(24, 1024, 16, 50257, 1024), "gpt3-175b": GPT(96, 12288, 96, 51200, 2048)}
 
 
 def gpt_of(parameters, sequence=2048, vocab=50257):
     """A GPT of that many parameters in a usual shape: heads of 128, as many as layers, so 12 · 128² · l³."""
-    layers = (parameters / (12 * 128**2)) ** (1 / 3)
-    layers = 8 * round(layers / 8) if layers > 8 else max(1, round(layers))
+    layers = max(8, 8 * round((parameters / (12 * 128**2)) ** (1 / 3) / 8))
     return GPT(layers, 128 * layers, layers, vocab, sequence, given=parameters)
 
 
@@ -97,9 +93,9 @@ def model_states(parameters, ranks, technique, mixed=True):
 
 
 def lora_states(model, ranks=1, r=8, quantize=False):
-    """The same with LoRA (Hu et al. 2021) on all matrices: r(d + k) for each of d × k, so 16hr in a block, are trained.
+    """The same with LoRA (Hu et al. 2021): r(d + k) are trained for each matrix d × k, 16hr in a block; all cut as by fsdp.
 
-    `quantize`: matrices in NF4, 4.127 bits (Dettmers et al. 2023, §3). All is cut over `ranks`, as fsdp.py cuts it.
+    `quantize`: matrices in NF4, 4.127 bits (Dettmers et al. 2023, §3).
     """
     psi, trained = model.parameters(), 16 * model.hidden * r * model.layers
     matrices = 12 * model.layers * model.hidden**2 * psi / replace(model, given=None).parameters()
@@ -112,14 +108,14 @@ def activations(
 ):
     """Bytes of all layers for one micro-batch, on each of tp ranks (Korthikanti et al. 2022, table 2).
 
-    In sbh elements: inputs of both norms and of both first matrices, 4, which all ranks have unless the sequence is
-    split; q, k, v, and inputs of projection, GELU and last matrix, 3 + 1 + 4 + 4, which are split; 2 masks of dropout,
-    a byte each. Scores, as²b per layer: softmax, the same after dropout, a mask. Recomputation "full" keeps a layer's
-    input; "selective" all but the scores, as does `flash`, which never has them whole.
+    sbh elements: 4, inputs of norms and first matrices, which all ranks have unless the sequence is split; and q, k, v,
+    inputs of projection, GELU, last matrix, 3 + 1 + 4 + 4, which are split. Two masks of sbh bytes. Scores, as²b each:
+    softmax, after dropout, mask. "full" keeps a layer's input; "selective" all but scores; `flash` never has them whole.
     """
     if recompute not in ("none", "selective", "full") or micro_batch < 1 or tp < 1 or model.heads % tp:
-        words = "it is none, selective or full, the micro-batch is positive, and ranks divide heads"
-        raise ValueError(f"{recompute=}, {micro_batch=}, {tp=} with {model.heads} heads: {words}")
+        raise ValueError(
+            f"{recompute=} is none, selective or full; {micro_batch=}; {tp=} must divide {model.heads} heads"
+        )
     sbh = model.sequence * micro_batch * model.hidden
     if recompute == "full":
         return model.layers * element * sbh
@@ -133,15 +129,11 @@ def logits(model, micro_batch, tp=1, element=2):
     return (element + 12) * model.sequence * micro_batch * model.vocab / tp
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Time: batch and operations.
-
-
 def global_batch(micro_batch, accumulation, data_parallel):
     """Sequences per step. Ranks along tensor and pipeline axes compute other parts of the *same* sequences.
 
-    One often reads accumulation × nodes × GPUs per node × micro-batch: true where every GPU is a data-parallel rank.
-    `parallel_3d.py --tp 2 --pp 2` on 4 ranks has the batch, and the loss, of one device.
+    So accumulation × nodes × GPUs per node × micro-batch, often read, is true only where all GPUs are data-parallel:
+    parallel_3d.py --tp 2 --pp 2 has on 4 ranks the batch, and the loss, of one device.
     """
     return micro_batch * accumulation * data_parallel
 
@@ -169,12 +161,12 @@ def flops_per_token(model, recompute="none"):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. A plan, what it costs, which is best, and what to try in which order.
+# 2. A plan, what it costs, which is best, and what to try in which order.
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A dp × tp × pp grid and how it trains; from `advise` with a GPU's bytes in `parts`, a step's seconds in `times`."""
+    """A dp × tp × pp grid and how it trains; from `advise` with a GPU's bytes, `parts`, and a step's seconds, `times`."""
 
     dp: int = 1
     tp: int = 1
@@ -195,10 +187,9 @@ class Plan:
 
 
 def footprint(model, plan):
-    """-> {part: bytes} of the rank that holds most, under 1F1B.
+    """-> {part: bytes} of the fullest rank: with 1F1B of stage 0, min(pp, m) micro-batches, or the last, with logits.
 
-    The first stage holds min(pp, accumulation) micro-batches of its layers, the last one and the logits. `working`: the
-    layer that is computed again; with zero3 the units at work, 2u + 3u of gradients, as fsdp.py derives it.
+    `working`: the layer that is computed again; with zero3 two units gathered, three of gradients (fsdp.py derives it).
     """
     lora, shapes = "lora" in plan.technique, (model, plan.micro_batch, plan.tp, plan.sequence_parallel)
     states = lora_states(model, plan.dp, quantize=plan.technique == "qlora") if lora else None
@@ -207,8 +198,7 @@ def footprint(model, plan):
     kept *= -(-model.layers // plan.pp) / model.layers
     last = (kept, logits(model, plan.micro_batch, plan.tp, plan.element))
     held, head = max(last, (kept * min(plan.pp, plan.accumulation), 0.0), key=sum)
-    working = activations(*shapes, flash=plan.flash, element=plan.element) / model.layers
-    working *= plan.recompute == "full"
+    working = (plan.recompute == "full") * activations(*shapes, flash=plan.flash, element=plan.element) / model.layers
     if plan.dp > 1 and (lora or plan.technique.startswith("zero3")):
         unit = max(model.block(plan.tp), model.vocab * model.hidden / plan.tp)
         working += (2 if lora else 5) * plan.element * unit  # frozen units have no gradients
@@ -217,10 +207,7 @@ def footprint(model, plan):
 
 
 def traffic(model, plan):
-    """-> {axis: bytes per step} of the rank that sends most, as rings send them; parallel_3d.py derives them.
-
-    Full recomputation repeats the all-reduces of forward: 8bsh per layer become 12.
-    """
+    """-> {axis: bytes per step} of the rank that sends most: parallel_3d.py's; full recomputation repeats forward's."""
     bs, h, t, m, blocks = plan.micro_batch * model.sequence, model.hidden, plan.tp, plan.accumulation, model.layers
     blocks, ends, size = -(-blocks // plan.pp), 2 if plan.pp == 1 else 1, plan.element
     tp = (blocks * (12 if plan.recompute == "full" else 8) + 2 * ends) * bs * h * size + 6 * bs * max(4, size)
@@ -237,12 +224,12 @@ def traffic(model, plan):
 def step_times(model, plan, gpus_per_node, flops_per_gpu, intra, inter, host):
     """-> {what: seconds of a step}; of data-parallel traffic, what does not hide behind computation.
 
-    Once per step it can hide behind a micro-batch's backward, two thirds of it; what zero2 sends for each behind that of
-    all, what zero3 sends behind forward too. Ranks are numbered as in parallel_3d.py: tensor, data, pipeline; a group
-    that is wider than a node is as slow as the network. The pipeline idles for (pp-1)/m (Narayanan et al., §2.2).
+    Once per step it can hide behind the backward of a micro-batch, zero2's behind that of all, zero3's behind forward
+    too. Ranks are numbered as in parallel_3d.py, along tp, dp, pp; a group wider than a node is as slow as the network.
+    The pipeline idles for (pp-1)/m of its work (Narayanan et al. 2021, §2.2).
     """
-    tokens = global_batch(plan.micro_batch, plan.accumulation, plan.dp) * model.sequence
     gpus, sent = plan.dp * plan.tp * plan.pp, traffic(model, plan)
+    tokens = global_batch(plan.micro_batch, plan.accumulation, plan.dp) * model.sequence
     compute = flops_per_token(model, plan.recompute) * tokens / (gpus * flops_per_gpu)
     wide = {"tp": plan.tp, "dp": plan.tp * plan.dp, "pp": gpus}
     wire = {axis: sent[axis] / (intra if wide[axis] <= gpus_per_node else inter) for axis in sent}
@@ -281,11 +268,8 @@ def advise(model, gpus, memory, batch=None, gpus_per_node=8, flops_per_gpu=140e1
 
 
 def savings(model, gpus, micro_batch, gpus_per_node=8):
-    """What to try, in this order -> [(name, bytes that it saves, bytes then held, whether the next line builds on it)].
-
-    Lines that nothing builds on change what is trained, are slow, or take GPUs from the data-parallel axis.
-    """
-    tp = max(n for n in range(1, gpus_per_node + 1) if model.heads % n == 0 == gpus % n)
+    """What to try, in this order -> [(name, bytes that it saves, bytes then held, whether later lines build on it)]."""
+    tp = max(n for n in range(1, min(gpus_per_node, model.heads) + 1) if model.heads % n == 0 == gpus % n)
     pp = max(n for n in range(1, min(gpus_per_node, model.layers) + 1) if gpus % n == 0)
     tries = [
         ("16 bits, masters of 32", {"element": 2}, True),
@@ -312,14 +296,13 @@ def savings(model, gpus, micro_batch, gpus_per_node=8):
 # The page.
 
 DEMO = GPT(4, 192, 6, 256, 64, given=1878144)  # language_model() of the demos, which they train in fp32
-MEASURED = {  # by ddp.py, zero.py, fsdp.py on each of 2 ranks: bytes of parameters, gradients, optimizer; sent in a step
+MEASURED = {  # bytes on each of 2 ranks by ddp.py, zero.py, fsdp.py: parameters, gradients, optimizer; sent in a step
     "ddp": (7512576, 7512576, 15025360, 7512576),
     "Zero1": (7512576, 7512576, 7512784, 7512628),
     "Zero2": (7512576, 3756288, 7512784, 7512628),
     "Zero3": (3756288, 3756288, 7512784, 11268916),
     "fsdp": (3756288, 3756288, 7512784, 11268864),
 }
-KEPT = 25247744  # bytes that its blocks keep for backward, of 8 sequences
 
 
 def size(n):
@@ -335,60 +318,48 @@ def table(*rows):
 
 def compare():
     """Print what the formulas say of the demos, beside what these measured. -> the largest relative difference"""
-    kept = activations(DEMO, 8, flash=True, element=4, masks=False)
-    pairs = [(kept, KEPT)]
+    worst = 0.0
     for name, measured in MEASURED.items():
         technique = name.lower().replace("fsdp", "zero3")
-        sent = traffic(DEMO, Plan(dp=2, technique=technique, element=4))["dp"]
-        estimates = (*model_states(DEMO.parameters(), 2, technique, mixed=False), sent)
-        pairs += zip(estimates, measured, strict=True)
+        estimates = model_states(DEMO.parameters(), 2, technique, mixed=False)
+        estimates += (traffic(DEMO, Plan(dp=2, technique=technique, element=4))["dp"],)
+        worst = max(worst, *(abs(ours / theirs - 1) for ours, theirs in zip(estimates, measured, strict=True)))
         params, grads, state, sent, *theirs = (f"{n / 1e6:.1f}" for n in (*estimates, *measured))
         print(f"held/rank   params {params} MB   grads {grads} MB   optimizer {state} MB", end="      ")
         print(f"({name} measured {' / '.join(theirs[:3])})\nsent/rank   {sent} MB per step      (measured {theirs[3]})")
-    worst = max(abs(estimate / measured - 1) for estimate, measured in pairs)
-    print(f"kept/rank   {size(kept)} from forward to backward      (measured {size(KEPT)})")
-    print(f"vs measured {'' if worst < 0.01 else 'NOT '}within 1%: {100 * worst:.2f}%\n")
+    print(f"vs measured {'' if worst < 0.01 else 'NOT '}within 1%: {worst:.3%}\n")
     return worst
 
 
 def room(model, technique, gpus, memory):
-    """-> `footprint` of one sequence, data-parallel; and the largest micro-batch, sequence or model for which it fits."""
+    """-> bytes for one sequence, data-parallel, and the largest micro-batch, sequence or model for which they suffice."""
 
     def full(model, b=1):
         return sum(footprint(model, Plan(gpus, technique=technique, micro_batch=b)).values()) > 0.94 * memory
 
     most = partial(bisect.bisect_left, range(1, 2**40), True)  # the largest number that is not full
-    return footprint(model, Plan(gpus, technique=technique)) | {
-        "largest_micro_batch": most(key=lambda n: full(model, n)),
-        "longest_sequence": most(key=lambda n: full(replace(model, sequence=n))),
-        "largest_model": 1e6 * most(key=lambda n: full(gpt_of(1e6 * n, model.sequence, model.vocab))),
-    }
+    room = {"micro_batch": most(key=lambda n: full(model, n))}
+    room["sequence"] = most(key=lambda n: full(replace(model, sequence=n)))
+    room["parameters"] = 10**6 * most(key=lambda n: full(gpt_of(1e6 * n, model.sequence, model.vocab)))
+    return {"parts": footprint(model, Plan(gpus, technique=technique)), "room": room}
 
 
 def show(techniques, saved, plans):
-    rows = [("a GPU holds", "params", "grads", "optimizer", "room for: micro-batch", "or sequence", "or parameters")]
-    for name, row in techniques.items():
-        *held, _, _, _, batch, sequence, parameters = row.values()
-        rows.append((name, *map(size, held), f"{batch:,}", f"{sequence:,}", f"{parameters:.3g}"))
-    table(*rows)
+    rows = [
+        (*map(size, row["parts"].values()), *map("{:,}".format, row["room"].values())) for row in techniques.values()
+    ]
+    rows = [(name, *row) for name, row in zip(techniques, rows, strict=True)]
+    head = ("a GPU holds", "params", "grads", "optimizer", "activations", "logits", "working")
+    table((*head, "room for: micro-batch", "or sequence", "or parameters"), *rows)
     rows = [(name if keep else f"({name})", size(saves), size(held)) for name, saves, held, keep in saved]
     table(("to save memory, in this order", "saves", "then held"), *rows)
     rows = [("dp × tp × pp", "technique", "recompute", "micro-batch × accumulated", "memory", "step", "of which")]
     for p in plans[:8]:
         most = sorted(((t / p.seconds, what) for what, t in p.times.items() if t > p.seconds / 200), reverse=True)
         costs = (size(p.memory), f"{p.seconds:.3g} s", ", ".join(f"{what} {part:.0%}" for part, what in most))
-        batch = f"{p.micro_batch} × {p.accumulation}"
-        rows.append((f"{p.dp} × {p.tp} × {p.pp}", p.technique, p.recompute, batch, *costs))
+        grid, batch = f"{p.dp} × {p.tp} × {p.pp}", f"{p.micro_batch} × {p.accumulation}"
+        rows.append((grid, p.technique, p.recompute, batch, *costs))
     table(*rows) if plans else print("no plan fits: it takes more GPUs or memory, a smaller batch, shorter sequences\n")
-
-
-def of(kind, unit=1):
-    def positive(text):
-        if 0 < kind(text) < (10**7 if kind is int else 1e18):
-            return kind(text) * unit
-        raise ValueError
-
-    return positive
 
 
 def main():
@@ -396,41 +367,40 @@ def main():
         return 0  # under torchrun the first rank says it
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error, add = lambda message: parser.exit(2, f"error: {message}\n"), parser.add_argument
-    add("--model", choices=MODELS)
-    add("--parameters", type=of(float), help="7e9, of a usual shape")
-    add("--gpus", type=of(int), help="in all; default 8")
-    add("--memory", type=of(float, 1e9), default="80", help="GB of each GPU; default 80")
-    add("--sequence", type=of(int), help="tokens")
-    add("--tokens", type=of(float), default="300e9", help="to train on; default 300e9")
-    add("--batch", type=of(int), help="sequences per step; default about 512")
-    add("--gpus-per-node", type=of(int), default=8, help="default 8")
-    add("--flops-per-gpu", type=of(float, 1e12), default="140", help="achieved TFLOP/s; default 140")
-    add("--intra", type=of(float, 1e9), default="300", help="GB/s of a GPU to others in its node; default 300")
-    add("--inter", type=of(float, 1e9), default="25", help="GB/s of a GPU to other nodes; default 25")
-    add("--host", type=of(float, 1e9), default="25", help="GB/s of a GPU to the host's memory; default 25")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--model", choices=MODELS)
+    one.add_argument("--parameters", type=float, help="such as 7e9, of a usual shape")
+    add("--gpus", type=int, help="in all; default 8")
+    add("--memory", type=float, default=80.0, help="GB of each GPU; default 80")
+    add("--sequence", type=int, help="tokens")
+    add("--tokens", type=float, default=300e9, help="to train on; default 300e9")
     add("--json", action="store_true", help="for programs")
+    machine = list(inspect.signature(advise).parameters.values())[3:]
+    for each in machine:
+        words = f"default {each.default or 'about 512'}"
+        add(f"--{each.name.replace('_', '-')}", type=type(each.default or 0), default=each.default, help=words)
     a = parser.parse_args()
-    if a.model and a.parameters:
-        parser.error(f"--model {a.model} and --parameters {a.parameters:g}: give one of them")
+    for name, value in vars(a).items():
+        if type(value) in (int, float) and not 0 < value < 1e18:
+            parser.error(f"--{name.replace('_', '-')} {value}: it must be positive, and less than 1e18")
     model = MODELS[a.model] if a.model else gpt_of(a.parameters) if a.parameters else DEMO
-    gpus, demo = a.gpus or (2 if model == DEMO else 8), model == DEMO and not a.json
-    model = replace(model, sequence=a.sequence or model.sequence)
-    speeds = (a.gpus_per_node, a.flops_per_gpu, a.intra, a.inter, a.host)
-    plans = advise(model, gpus, a.memory, a.batch, *speeds)
+    model, gpus = replace(model, sequence=a.sequence or model.sequence), a.gpus or (2 if model == DEMO else 8)
+    plans = advise(model, gpus, 1e9 * a.memory, **{each.name: getattr(a, each.name) for each in machine})
     saved = savings(model, gpus, max(1, 512 // gpus), a.gpus_per_node)
-    techniques = {name: room(model, name, gpus, a.memory) for name in (*TECHNIQUES, "lora", "qlora")}
+    techniques = {name: room(model, name, gpus, 1e9 * a.memory) for name in (*TECHNIQUES, "lora", "qlora")}
     days = [training_time(model, a.tokens, gpus, a.flops_per_gpu, r) / 86400 for r in ("none", "full")]
     if a.json:
         answer = {"model": asdict(model), "parameters": model.parameters(), "gpus": gpus, "days": days}
         plans = [asdict(p) | {"memory": p.memory, "seconds": p.seconds, "bound": p.bound} for p in plans]
         print(json.dumps(answer | {"techniques": techniques, "savings": saved, "plans": plans}))
         return 0
-    shape = f"{model.layers} layers of {model.hidden}, {model.heads} heads, sequences of {model.sequence}"
+    shape = f"{model.layers} layers of {model.hidden}, sequences of {model.sequence}, {gpus} × {a.memory:g} GB"
     print(f"estimate · {gpus} rank{'s' * (gpus > 1)} · {model.parameters() / 1e6:,.1f}M parameters · {shape}\n")
-    worst = compare() if demo else 0.0
+    worst = compare() if (model, gpus) == (DEMO, 2) else 0.0
     show(techniques, saved, plans)
-    words = f"{a.tokens:.3g} tokens at {a.flops_per_gpu / 1e12:g} TFLOP/s on each of {gpus} GPUs"
-    print(f"{words}: 6ΨT/(nX) = {days[0]:,.1f} days; with full recomputation 8ΨT/(nX) = {days[1]:,.1f}")
+    print(
+        f"{a.tokens:.3g} tokens take 6ΨT/(nX) = {days[0]:,.1f} days; with full recomputation 8ΨT/(nX) = {days[1]:,.1f}"
+    )
     return int(worst > 0.01)
 
 
