@@ -66,7 +66,7 @@ class GPT:
         """Vh + s·h + l(12h² + 13h) + 2h; cut tp × pp ways those of the rank with most, on the first stage."""
         rows = -(-self.vocab // tp) + self.sequence + 2 * (pp == 1)
         count = rows * self.hidden + -(-self.layers // pp) * self.block(tp)
-        return count * (1 if self.given is None else self.given / replace(self, given=None).parameters())
+        return count if self.given is None else self.given * (count / replace(self, given=None).parameters())
 
 
 MODELS = {"gpt2-345m": GPT(24, 1024, 16, 50257, 1024), "gpt3-175b": GPT(96, 12288, 96, 51200, 2048)}
@@ -93,12 +93,10 @@ def model_states(parameters, ranks, technique, mixed=True):
 
 
 def lora_states(model, ranks=1, r=8, quantize=False):
-    """The same with LoRA (Hu et al. 2021): r(d + k) are trained for each matrix d × k, 16hr in a block; all cut as by fsdp.
-
-    `quantize`: matrices in NF4, 4.127 bits (Dettmers et al. 2023, §3).
-    """
+    """The same with LoRA, r(d + k) trained for each matrix d × k, 16hr in a block; `quantize`: QLoRA. FSDP cuts all."""
     psi, trained = model.parameters(), 16 * model.hidden * r * model.layers
     matrices = 12 * model.layers * model.hidden**2 * psi / replace(model, given=None).parameters()
+    # NF4 and its scales are 4.127 bits (Dettmers et al. 2023, §3); embeddings and norms stay in 16
     frozen = 2 * psi - (2 - 4.127 / 8) * matrices * quantize
     return (frozen + 2 * trained) / ranks, 2 * trained / ranks, 12 * trained / ranks
 
@@ -110,11 +108,11 @@ def activations(
 
     sbh elements: 4, inputs of norms and first matrices, which all ranks have unless the sequence is split; and q, k, v,
     inputs of projection, GELU, last matrix, 3 + 1 + 4 + 4, which are split. Two masks of sbh bytes. Scores, as²b each:
-    softmax, after dropout, mask. "full" keeps a layer's input; "selective" all but scores; `flash` never has them whole.
+    softmax, after dropout, mask. "full" keeps a layer's input, "selective" all but scores, as does flash attention.
     """
     if recompute not in ("none", "selective", "full") or micro_batch < 1 or tp < 1 or model.heads % tp:
         raise ValueError(
-            f"{recompute=} is none, selective or full; {micro_batch=}; {tp=} must divide {model.heads} heads"
+            f"{recompute=}: none, selective or full; {micro_batch=}; {tp=} must divide {model.heads} heads"
         )
     sbh = model.sequence * micro_batch * model.hidden
     if recompute == "full":
@@ -144,18 +142,13 @@ def steps(samples, epochs, global_batch):
 
 
 def training_time(model, tokens, gpus, flops_per_gpu, recompute="none"):
-    """Seconds, 6ΨT/(nX): a parameter is multiplied and added once in forward, twice in backward, 2 + 4 operations.
-
-    Full recomputation is one forward more: 8ΨT/(nX) (Narayanan et al. 2021, §5.1). `flops_per_gpu`: those achieved.
-    """
+    """Seconds: 6ΨT/(nX), 2 operations a parameter in forward, 4 in backward; recomputing all 8ΨT/(nX) (Narayanan)."""
     return (8 if recompute == "full" else 6) * model.parameters() * tokens / (gpus * flops_per_gpu)
 
 
 def flops_per_token(model, recompute="none"):
-    """6Ψ + 12lhs (PaLM, appendix B): scores, and values weighted by them, are 4hs per layer in forward, 8 in backward.
-
-    Selective recomputation does the 4hs once more: 0.9% of GPT-3's (Korthikanti et al., appendix A, count thrice that).
-    """
+    """6Ψ + 12lhs (PaLM, appendix B): scores, and values weighted by them, are 4hs a layer in forward, 8 in backward."""
+    # "selective" does the 4hs once more, 0.9% of GPT-3's operations; Korthikanti et al. have 2.7%
     psi, scores = model.parameters(), 4 * model.layers * model.hidden * model.sequence
     return 6 * psi + 3 * scores + {"none": 0, "selective": scores, "full": 2 * psi + scores}[recompute]
 
@@ -166,7 +159,7 @@ def flops_per_token(model, recompute="none"):
 
 @dataclass(frozen=True)
 class Plan:
-    """A dp × tp × pp grid and how it trains; from `advise` with a GPU's bytes, `parts`, and a step's seconds, `times`."""
+    """A dp × tp × pp grid and how it trains; from `advise` with bytes per GPU, `parts`, seconds per step, `times`."""
 
     dp: int = 1
     tp: int = 1
@@ -187,16 +180,14 @@ class Plan:
 
 
 def footprint(model, plan):
-    """-> {part: bytes} of the fullest rank: with 1F1B of stage 0, min(pp, m) micro-batches, or the last, with logits.
-
-    `working`: the layer that is computed again; with zero3 two units gathered, three of gradients (fsdp.py derives it).
-    """
+    """-> {part: bytes} of the fullest rank; `working`: the layer computed again, zero3's units (2u + 3u: fsdp.py)."""
     lora, shapes = "lora" in plan.technique, (model, plan.micro_batch, plan.tp, plan.sequence_parallel)
     states = lora_states(model, plan.dp, quantize=plan.technique == "qlora") if lora else None
     states = states or model_states(model.parameters(plan.tp, plan.pp), plan.dp, plan.technique, plan.element == 2)
     kept = activations(*shapes, plan.recompute, flash=plan.flash, element=plan.element)
     kept *= -(-model.layers // plan.pp) / model.layers
     last = (kept, logits(model, plan.micro_batch, plan.tp, plan.element))
+    # 1F1B: the first stage has min(pp, m) micro-batches at once, the last has one, and logits
     held, head = max(last, (kept * min(plan.pp, plan.accumulation), 0.0), key=sum)
     working = (plan.recompute == "full") * activations(*shapes, flash=plan.flash, element=plan.element) / model.layers
     if plan.dp > 1 and (lora or plan.technique.startswith("zero3")):
@@ -247,7 +238,7 @@ def advise(model, gpus, memory, batch=None, gpus_per_node=8, flops_per_gpu=140e1
     `batch`: sequences per step, about 512. Bytes per second and GPU within a node, between nodes, to host memory: those
     of Narayanan et al., eight A100 and eight ports of 200 Gbit/s. With flash attention, so "selective" saves nothing.
     """
-    if memory < 1e6 or gpus < 1:
+    if memory < 1e4 or gpus < 1:
         raise ValueError(f"{gpus} GPUs of {memory} bytes; 80 GB are 80e9")
     batch, plans = batch or gpus * -(-512 // gpus), {}
     sizes = [tp for tp in range(1, model.heads + 1) if model.heads % tp == 0 == gpus % tp]
@@ -332,7 +323,7 @@ def compare():
 
 
 def room(model, technique, gpus, memory):
-    """-> bytes for one sequence, data-parallel, and the largest micro-batch, sequence or model for which they suffice."""
+    """-> bytes for one sequence, data-parallel; the largest micro-batch, sequence, model that `memory` suffices for."""
 
     def full(model, b=1):
         return sum(footprint(model, Plan(gpus, technique=technique, micro_batch=b)).values()) > 0.94 * memory
@@ -345,12 +336,11 @@ def room(model, technique, gpus, memory):
 
 
 def show(techniques, saved, plans):
-    rows = [
-        (*map(size, row["parts"].values()), *map("{:,}".format, row["room"].values())) for row in techniques.values()
-    ]
-    rows = [(name, *row) for name, row in zip(techniques, rows, strict=True)]
     head = ("a GPU holds", "params", "grads", "optimizer", "activations", "logits", "working")
-    table((*head, "room for: micro-batch", "or sequence", "or parameters"), *rows)
+    rows = [(*head, "room for: micro-batch", "or sequence", "or parameters")]
+    for name, row in techniques.items():
+        rows.append((name, *map(size, row["parts"].values()), *map("{:,}".format, row["room"].values())))
+    table(*rows)
     rows = [(name if keep else f"({name})", size(saves), size(held)) for name, saves, held, keep in saved]
     table(("to save memory, in this order", "saves", "then held"), *rows)
     rows = [("dp × tp × pp", "technique", "recompute", "micro-batch × accumulated", "memory", "step", "of which")]
@@ -381,8 +371,8 @@ def main():
         add(f"--{each.name.replace('_', '-')}", type=type(each.default or 0), default=each.default, help=words)
     a = parser.parse_args()
     for name, value in vars(a).items():
-        if type(value) in (int, float) and not 0 < value < 1e18:
-            parser.error(f"--{name.replace('_', '-')} {value}: it must be positive, and less than 1e18")
+        if type(value) in (int, float) and not 1e-4 <= value < 1e18:
+            parser.error(f"--{name.replace('_', '-')} {value}: it must be from 1e-4 to 1e18")
     model = MODELS[a.model] if a.model else gpt_of(a.parameters) if a.parameters else DEMO
     model, gpus = replace(model, sequence=a.sequence or model.sequence), a.gpus or (2 if model == DEMO else 8)
     plans = advise(model, gpus, 1e9 * a.memory, **{each.name: getattr(a, each.name) for each in machine})
