@@ -259,6 +259,25 @@ def test_a_pipeline_of_p_stages_idles_for_p_minus_1_over_m():
     assert all(p.times["bubble"] == pytest.approx(p.times["compute"] * 7 / p.accumulation) for p in plans)
 
 
+def test_what_micro_batches_recomputation_units_and_offload_cost():
+    """(m+1)Ψ and 3mΨ; 12bsh per layer instead of 8; first stage min(p, m) times; five units; 32 bytes a parameter."""
+    psi, each = MODEL.parameters(), Plan(dp=2, accumulation=3)
+    sent = [traffic(MODEL, replace(each, technique=t))["dp"] / psi for t in ("ddp", "zero1", "zero2", "zero3")]
+    assert sent == [2, 2, 4, 9]
+    more = [traffic(MODEL, Plan(tp=2, recompute=recompute))["tp"] for recompute in ("full", "none")]
+    assert more[0] - more[1] == 4 * MODEL.layers * 64 * 64 * 2 / 2
+    kept = [footprint(GPT3, Plan(pp=8, accumulation=m))["activations"] for m in (1, 4, 64)]
+    assert (kept[1] / kept[0], kept[2] / kept[0]) == (4, 8)
+    units = footprint(GPT3, Plan(dp=2, technique="zero3"))["working"]
+    assert units == 5 * 2 * GPT3.block()
+    peak = footprint(MODEL, Plan())["logits"]
+    assert peak == 14 * 64 * 256
+    ratio = estimate.flops_per_token(GPT3, "full") / estimate.flops_per_token(GPT3)
+    assert ratio == pytest.approx(4 / 3)
+    times = estimate.step_times(GPT3, Plan(dp=2, technique="zero2+offload"), 8, 1e12, 1e9, 1e9, 1e9)
+    assert times["host"] == pytest.approx(32 * GPT3.parameters() / 2 / 1e9)
+
+
 def test_savings_add_up():
     rows = estimate.savings(estimate.gpt_of(7e9), 8, 64)
     held = rows[0][2]
