@@ -276,6 +276,7 @@ def test_what_micro_batches_recomputation_units_and_offload_cost():
     assert ratio == pytest.approx(4 / 3)
     times = estimate.step_times(GPT3, Plan(dp=2, technique="zero2+offload"), 8, 1e12, 1e9, 1e9, 1e9)
     assert times["host"] == pytest.approx(32 * GPT3.parameters() / 2 / 1e9)
+    assert estimate.step_times(GPT3, Plan(dp=2), 8, 1e12, 1e12, 1e9, 1e9)["data"] == 0  # hides behind computation
 
 
 def test_savings_add_up():
