@@ -1,0 +1,380 @@
+"""estimate.py: the papers' numbers, those that this project measures, and what the command line prints."""
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pool
+import pytest
+import torch
+import torch.nn.functional as F
+from launch import ROOT, TORCHRUN, launch
+from test_parallel_3d import options
+from torch.utils.flop_counter import FlopCounterMode
+
+import ddp
+import estimate
+import fsdp
+import parallel_3d
+import zero
+from estimate import DEMO, GPT, MODELS, TECHNIQUES, Plan, activations, advise, footprint, model_states, traffic
+
+GPT3, MT_NLG, ONE_T = MODELS["gpt3-175b"], GPT(105, 20480, 128, 51200, 2048), GPT(128, 25600, 160, 51200, 2048)
+TABLE_1 = {  # ZeRO's: ranks: GB of model states with stage 1, 2, 3, for 7.5B, 128B and 1T parameters
+    1: [(120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)],
+    4: [(52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)],
+    16: [(35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)],
+    64: [(31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)],
+    256: [(30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)],
+    1024: [(30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)],
+}
+
+
+# ---- the papers
+
+
+@pytest.mark.parametrize("ranks", TABLE_1)
+def test_zeros_table_1(ranks):
+    for psi, row in zip((7.5e9, 128e9, 1e12), TABLE_1[ranks], strict=True):
+        for stage, gigabytes in zip((1, 2, 3), row, strict=True):
+            states = sum(model_states(psi, ranks, f"zero{stage}")) / 1e9
+            assert states == pytest.approx(gigabytes, rel=0.003, abs=0.006)
+
+
+def test_what_seven_billion_parameters_take_on_eight():
+    gigabytes = {technique: sum(model_states(7e9, 8, technique)) / 1e9 for technique in TECHNIQUES}
+    assert gigabytes == {
+        "ddp": 112, "zero1": 38.5, "zero2": 26.25, "zero2+offload": 14, "zero3": 14, "zero3+offload": 1.75,
+    }  # fmt: skip
+    assert model_states(7e9, 8, "zero1") == (14e9, 14e9, 10.5e9)
+    assert model_states(7e9, 8, "zero2", mixed=False) == (28e9, 3.5e9, 7e9)
+
+
+def test_parameters_of_gpt2_and_gpt3():
+    known = {(12, 768, 12): 124_439_808, (24, 1024, 16): 354_823_168, (48, 1600, 25): 1_557_611_200}
+    for (layers, hidden, heads), parameters in known.items():
+        assert GPT(layers, hidden, heads, 50257, 1024).parameters() == parameters
+    assert GPT3.parameters() == pytest.approx(175e9, rel=0.01)
+    assert ONE_T.parameters() == pytest.approx(1e12, rel=0.01)
+    llama = estimate.gpt_of(7e9)
+    assert (llama.layers, llama.hidden, llama.parameters()) == (32, 4096, 7e9)
+
+
+def test_narayanans_days():
+    days = partial(estimate.training_time, recompute="full")
+    assert round(days(estimate.gpt_of(175e9), 300e9, 1024, 140e12) / 86400) == 34
+    assert round(days(ONE_T, 450e9, 3072, 163e12) / 86400) == 84
+    assert days(GPT3, 1, 1, 1) / estimate.training_time(GPT3, 1, 1, 1) == 8 / 6
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_korthikantis_table_2(tp):
+    """Bytes per layer, as the paper writes them."""
+    s, b, h, a, t = 2048, 3, 12288, 96, tp
+    kept = partial(activations, GPT3, b, tp)
+    assert kept() / 96 == s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
+    assert kept(True) / 96 == pytest.approx(s * b * h / t * (34 + 5 * a * s / h), rel=1e-12)
+    assert kept(False, "selective") / 96 == s * b * h * (10 + 24 / t)
+    assert kept(True, "selective") / 96 == 34 * s * b * h / t
+    assert kept(True, "full") / 96 == 2 * s * b * h
+    assert kept(flash=True) == kept(recompute="selective")
+
+
+def test_korthikantis_figures():
+    """5as/h is 80 for GPT-3 and 64 for MT-NLG, so that selective recomputation saves 70% and 65%; figure 1."""
+    for model, saved in ((GPT3, 0.70), (MT_NLG, 0.65)):
+        assert 1 - activations(model, 1, recompute="selective") / activations(model, 1) == pytest.approx(
+            saved, abs=0.005
+        )
+    configs = [(GPT(48, 6144, 64, 51200, 2048), 4, 1), (GPT3, 1, 8), (MT_NLG, 1, 35), (ONE_T, 1, 64)]
+    for model, micro_batch, pp in configs:  # on A100 of 80 GB: tensor parallel only does not fit, theirs does
+        plan = Plan(tp=8, pp=pp, micro_batch=micro_batch, accumulation=pp)
+        parts = [footprint(model, replace(plan, flash=False)), footprint(model, replace(plan, sequence_parallel=True))]
+        assert sum(parts[0].values()) > 80e9 > sum(parts[1].values())
+        assert parts[1]["activations"] < 0.25 * parts[0]["activations"]
+
+
+def test_lora_and_qlora():
+    """r(d + k) for all matrices; QLoRA's 4.127 bits for what is in blocks."""
+    h, layers = GPT3.hidden, GPT3.layers
+    adapters = 8 * layers * ((h + 3 * h) + (h + h) + (h + 4 * h) + (4 * h + h))
+    weights, gradients, state = estimate.lora_states(GPT3)
+    assert (weights, gradients, state) == (2 * (GPT3.parameters() + adapters), 2 * adapters, 12 * adapters)
+    in_4_bits = weights - estimate.lora_states(GPT3, quantize=True)[0]
+    assert in_4_bits == pytest.approx((16 - 4.127) / 8 * 12 * layers * h * h)
+    assert sum(estimate.lora_states(GPT3, 8)) == sum(estimate.lora_states(GPT3)) / 8
+
+
+def test_against_deepspeeds_estimators():
+    """0.19 counts gradients in fp32 beside the 16-bit ones, 4Ψ/N more in stage 2, 2Ψ/N in 3; with offload it agrees."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
+
+    psi, N = 7 * 10**9, 8
+    ours = {technique: sum(model_states(psi, N, technique)) for technique in TECHNIQUES}
+    assert zero2(psi, N, 1, cpu_offload=True)[1] == ours["zero2+offload"]
+    assert zero2(psi, N, 1, cpu_offload=False)[1] == ours["zero2"] + 4 * psi / N
+    assert zero3(psi, 0, N, 1, cpu_offload=True, cpu_offload_params=False)[1] == ours["zero3+offload"]
+    assert zero3(psi, 0, N, 1, cpu_offload=False)[1] == ours["zero3"] + 2 * psi / N
+
+
+# ---- what this project measures
+
+
+def body_demo(name):
+    """-> bytes of parameters, gradients, optimizer state and of what a step sends, as the demos measure them."""
+    torch.manual_seed(0)
+    model, group, batch = ddp.language_model(), pool.group(), torch.randint(256, (8, 65))
+    if name == "ddp":
+        model = ddp.DDP(model, process_group=group, bucket_cap_mb=2, gradient_as_bucket_view=True)
+    for layer in (*model, model) if name == "fsdp" else ():
+        fsdp.fully_shard(layer, process_group=group)
+    if name.startswith("Zero"):
+        optimizer = getattr(zero, name)(model, torch.optim.AdamW, group, bucket_cap_mb=2)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        with ddp.SentBytes() as sent:
+            ddp.language_loss(model(batch[:, :-1]), batch[:, 1:]).backward()
+            held = zero.held_by(optimizer) if name.startswith("Zero") else None
+            optimizer.step()
+    return *(held or ddp.held(model.parameters(), optimizer)), sent.total
+
+
+@pytest.mark.parametrize("name", estimate.MEASURED)
+def test_what_is_stated_as_measured_is(name):
+    assert pool.run(2, body_demo, name) == [estimate.MEASURED[name]] * 2
+
+
+def kept_by(blocks, x):
+    """Bytes that `blocks` keep for their backward, parameters aside."""
+    storages, own = {}, {p.untyped_storage().data_ptr() for p in blocks.parameters()}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        blocks(x.requires_grad_())
+    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
+
+
+def test_activations_of_the_demos():
+    """Within 1%: means and variances of norms, log-sum-exps of attention are not in the formula."""
+    model = ddp.language_model()
+    assert sum(p.numel() for p in model.parameters()) == DEMO.parameters()
+    blocks = model[1:-2]
+    expected = activations(DEMO, 8, flash=True, element=4, masks=False)
+    assert kept_by(blocks, torch.randn(8, 64, 192)) == pytest.approx(expected, rel=0.01)
+
+
+CONFIG = parallel_3d.GPT2(4, 64, 4, V=256, P=64)
+MODEL = GPT(4, 64, 4, 256, 64)
+
+
+def body_trainer(tp, pp, flags=""):
+    """-> what a rank holds, keeps in a micro-batch's forward, sends; its micro-batches; the loss"""
+    args = options(f"--sequence-length 64 --dropout 0 {flags}", "float32")
+    args.warmup = 0
+    trainer = parallel_3d.Trainer(CONFIG, parallel_3d.Grid(tp, pp), args)
+    batch = torch.randint(256, (8, 65), generator=torch.Generator().manual_seed(1))
+    shape = (64 // (tp if args.sequence_parallel else 1), args.micro_batch_size, 64)
+    blocks = torch.nn.Sequential(*(layer for layer in trainer.stages[0] if isinstance(layer, parallel_3d.Block)))
+    kept = kept_by(blocks, torch.randn(shape))
+    with parallel_3d.SentByAxis(trainer.grid) as sent:
+        loss, _ = trainer.step(batch[:, :-1], batch[:, 1:])
+    held = ddp.held(trainer.parameters, trainer.optimizer)
+    return held, kept, sent.by_axis, trainer.microbatches, loss
+
+
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
+def test_parallel_3d_holds_keeps_and_sends_what_is_estimated(tp, pp, flags):
+    """Bytes within 3%, the most on any rank; and as many sequences per step as on one device, whatever the grid."""
+    dp, (one,) = 4 // tp // pp, pool.run(1, body_alone)
+    held, kept, sent, microbatches, losses = zip(*pool.run(4, body_trainer, tp, pp, flags), strict=True)
+    plan = Plan(dp, tp, pp, micro_batch=2, accumulation=4 // dp, sequence_parallel=bool(flags), element=4)
+    states = model_states(MODEL.parameters(tp, pp), 1, "ddp", mixed=False)
+    assert [max(column) for column in zip(*held, strict=True)] == pytest.approx(states, rel=0.03)
+    expected = activations(MODEL, 2, tp, bool(flags), flash=True, element=4, masks=False) / pp
+    assert max(kept) == pytest.approx(expected, rel=0.07)  # at two sequences attention's output is copied: one of 16
+    for axis, estimated in traffic(MODEL, plan).items():
+        assert max(each[axis] for each in sent) == pytest.approx(estimated, rel=0.03, abs=600)
+    assert set(microbatches) == {plan.accumulation}
+    assert estimate.global_batch(2, plan.accumulation, dp) == 8  # tensor and pipeline ranks do not multiply samples
+    assert losses == pytest.approx([one] * 4, rel=1e-5)
+
+
+def body_alone():
+    batch = torch.randint(256, (8, 65), generator=torch.Generator().manual_seed(1))
+    logits = parallel_3d.plain_model(CONFIG)(batch[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].T.flatten()).item()
+
+
+def test_operations_as_torch_counts_them():
+    """6Ψ + 12lhs per token within 1%, for a GPT-2 of 124M without the positions, which are not multiplied."""
+    config = parallel_3d.MODELS["gpt2-124m"]
+    with torch.device("meta"):
+        model, tokens = parallel_3d.plain_model(config), torch.zeros(1, 1024, dtype=torch.long)
+        with (
+            FlopCounterMode(display=False) as forward,
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        ):
+            model(tokens)
+    ours = estimate.flops_per_token(GPT(12, 768, 12, 50257, 1024))
+    assert 3 * forward.get_total_flops() / 1024 == pytest.approx(ours, rel=0.01)
+
+
+# ---- plans
+
+
+def test_plans_fit_and_are_sorted_and_use_all():
+    plans = advise(estimate.gpt_of(7e9), 8, 80e9)
+    assert plans[0].technique == "zero1"  # 16Ψ do not fit; nothing is faster
+    assert all(plan.memory <= 80e9 and plan.dp * plan.tp * plan.pp == 8 for plan in plans)
+    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    assert {estimate.global_batch(p.micro_batch, p.accumulation, p.dp) for p in plans} == {512}
+    assert advise(MODELS["gpt2-345m"], 8, 80e9)[0].technique == "ddp"  # the simplest that fits
+    assert advise(estimate.gpt_of(7e9), 8, 1e9) == []
+    assert estimate.steps(1000, 3, 64) == 47
+
+
+@pytest.mark.parametrize("slow", ["intra", "inter", "host"])
+def test_a_slower_wire_never_helps_and_the_best_plan_avoids_it(slow):
+    model = estimate.gpt_of(7e9)
+    fast, slower = advise(model, 16, 40e9), advise(model, 16, 40e9, **{slow: 1e8})
+    before = {(p.dp, p.tp, p.pp, p.technique, p.recompute): p.seconds for p in fast}
+    assert all(p.seconds >= before[p.dp, p.tp, p.pp, p.technique, p.recompute] for p in slower)
+    assert not (slow == "host" and slower[0].technique.endswith("offload"))
+    if slow == "inter":  # only the pipeline crosses it
+        assert slower[0].tp * slower[0].dp <= 8
+
+
+def test_a_pipeline_of_p_stages_idles_for_p_minus_1_over_m():
+    plans = [p for p in advise(MODELS["gpt2-345m"], 8, 80e9) if (p.pp, p.tp) == (8, 1)]
+    assert plans
+    assert all(p.times["bubble"] == pytest.approx(p.times["compute"] * 7 / p.accumulation) for p in plans)
+
+
+def test_what_micro_batches_recomputation_units_and_offload_cost():
+    """(m+1)Ψ and 3mΨ; 12bsh per layer instead of 8; first stage min(p, m) times; five units; 32 bytes a parameter."""
+    psi, each = MODEL.parameters(), Plan(dp=2, accumulation=3)
+    sent = [traffic(MODEL, replace(each, technique=t))["dp"] / psi for t in ("ddp", "zero1", "zero2", "zero3")]
+    assert sent == [2, 2, 4, 9]
+    more = [traffic(MODEL, Plan(tp=2, recompute=recompute))["tp"] for recompute in ("full", "none")]
+    assert more[0] - more[1] == 4 * MODEL.layers * 64 * 64 * 2 / 2
+    kept = [footprint(GPT3, Plan(pp=8, accumulation=m))["activations"] for m in (1, 4, 64)]
+    assert (kept[1] / kept[0], kept[2] / kept[0]) == (4, 8)
+    units = footprint(GPT3, Plan(dp=2, technique="zero3"))["working"]
+    assert units == 5 * 2 * GPT3.block()
+    peak = footprint(MODEL, Plan())["logits"]
+    assert peak == 14 * 64 * 256
+    ratio = estimate.flops_per_token(GPT3, "full") / estimate.flops_per_token(GPT3)
+    assert ratio == pytest.approx(4 / 3)
+    times = estimate.step_times(GPT3, Plan(dp=2, technique="zero2+offload"), 8, 1e12, 1e9, 1e9, 1e9)
+    assert times["host"] == pytest.approx(32 * GPT3.parameters() / 2 / 1e9)
+    assert estimate.step_times(GPT3, Plan(dp=2), 8, 1e12, 1e12, 1e9, 1e9)["data"] == 0  # hides behind computation
+
+
+def test_savings_add_up():
+    rows = estimate.savings(estimate.gpt_of(7e9), 8, 64)
+    held = rows[0][2]
+    for _, saves, then, keep in rows[1:]:
+        assert saves == held - then
+        held = then if keep else held
+    saves = {name: saves for name, saves, _, _ in rows}
+    assert (saves["zero1"], saves["zero2"]) == (73.5e9, 12.25e9)
+
+
+@pytest.mark.parametrize("technique", [*TECHNIQUES, "lora", "qlora"])
+def test_there_is_room_for_that_and_no_more(technique):
+    model, memory = MODELS["gpt2-345m"], 40e9
+    room = estimate.room(model, technique, 8, memory)["room"]
+    for more, fits in ((0, True), (1, False)):
+        plan = Plan(8, technique=technique, micro_batch=room["micro_batch"] + more)
+        longer = replace(model, sequence=room["sequence"] + more)
+        larger = estimate.gpt_of(room["parameters"] + 1e6 * more, model.sequence, model.vocab)
+        for shape, each in (
+            (model, plan),
+            (longer, replace(plan, micro_batch=1)),
+            (larger, replace(plan, micro_batch=1)),
+        ):
+            assert (sum(footprint(shape, each).values()) <= 0.94 * memory) == fits
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: model_states(7e9, 8, "zero4"), "zero4.*one of ddp, zero1"),
+        (lambda: model_states(7e9, 0, "ddp"), "ranks=0 must be positive"),
+        (lambda: activations(GPT3, 1, tp=5), "tp=5 must divide 96 heads"),
+        (lambda: activations(GPT3, 1, recompute="some"), "recompute='some'"),
+        (lambda: GPT(2, 100, 3, 10, 10), "multiple of the heads"),
+        (lambda: advise(GPT3, 8, 80), "80 GB are 80e9"),
+    ],
+)
+def test_wrong_use_is_a_value_error_with_the_numbers(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+# ---- the command line
+
+
+def run(*arguments, launcher=(sys.executable,)):
+    return launch([*launcher, ROOT / "estimate.py", *arguments], "/", timeout=60)
+
+
+def test_the_page_of_the_demos():
+    """Once under torchrun, in the form that run_all.sh reads, with what was measured."""
+    done = run(launcher=(*TORCHRUN, "--nproc-per-node", "2"))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("estimate · 2 ranks · 1.9M parameters · ")
+    assert "held/rank   params 7.5 MB   grads 7.5 MB   optimizer 15.0 MB      (ddp measured 7.5 / 7.5 / 15.0)" in lines
+    assert "sent/rank   11.3 MB per step      (measured 11.3)" in lines
+    assert any(line.startswith("vs measured within 1%: ") for line in lines)
+
+
+def test_the_page_says_when_it_differs(monkeypatch, capsys):
+    monkeypatch.setitem(estimate.MEASURED, "fsdp", (3756288, 3756288, 7512784, 15025152))
+    monkeypatch.setattr(sys, "argv", ["estimate.py"])
+    assert estimate.main() == 1
+    assert "NOT within 1%: 25.0" in capsys.readouterr().out
+
+
+def test_pages_and_json():
+    page = run("--parameters", "7e9", "--gpus", "8", "--memory", "80").stdout
+    for words in ("zero1 ", "14.0 GB", "10.5 GB", "QLoRA", "8 × 1 × 1", "compute 100%"):
+        assert words in page
+    answer = json.loads(run("--model", "gpt3-175b", "--gpus", "1024", "--tokens", "300e9", "--json").stdout)
+    assert round(answer["days"][1]) == 34
+    assert answer["plans"][0]["dp"] * answer["plans"][0]["tp"] * answer["plans"][0]["pp"] == 1024
+    assert answer["techniques"]["zero3"]["parts"]["parameters"] == answer["parameters"] * 2 / 1024
+    assert "no plan fits" in run("--parameters", "7e9", "--gpus", "1", "--memory", "10").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--gpus 0", "--gpus 0"),
+        ("--memory nan", "--memory nan"),
+        ("--gpus 2.5", "invalid int value: '2.5'"),
+        ("--memory 1e-9", "--memory 1e-09"),
+        ("--gpus-per-node -8", "--gpus-per-node -8"),
+        ("--model gpt5", "'gpt5'"),
+        ("--model gpt2-345m --parameters 7e9", "not allowed with"),
+    ],
+)
+def test_bad_values_are_one_line(arguments, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["estimate.py", *arguments.split()])
+    with pytest.raises(SystemExit) as stopped:
+        estimate.main()
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert error.count("\n") == 1
+    assert error.startswith("error: ")
+    assert words in error
