@@ -7,7 +7,7 @@ An all-reduce replaces each rank's tensor by the sum of all. Four ways, on N ran
     to rank 0 and back   2(N-1)         2(N-1)n         (N-1)n         ((0 + 1) + 2) + 3
     tree                 2L             2Ln             Ln             (0 + 1) + (2 + 3)
     ring                 2(N-1)         2n(N-1)/N       2n(N-1)/N      part p of 4: from p + 1 on, p last
-    recursive doubling   L              Ln              Ln             (0 + 1) + (2 + 3)    (one more if N ≠ 2ᵏ)
+    recursive doubling   L              Ln              Ln             (0 + 1) + (2 + 3)   (L + 1, if N ≠ 2ᵏ)
 
 A message of m bytes takes α + mβ seconds: latency, and 1/bandwidth. Small tensors want few messages, large ones few
 bytes, and none can do with fewer than the ring: at N = 4 it wins from 8α/β bytes on, at N = 2 it only draws level.
@@ -136,7 +136,7 @@ def recursive_doubling_all_reduce(tensor, process_group=None):
 
 
 def ring(parts, steps, group, chunks=1):
-    """In step s rank r sends parts[r - 1 - s] to rank r + 1, of parts that are flat and differ by 1 at most; N = 4:
+    """In step s rank r sends parts[r - 1 - s] to rank r + 1; the parts are flat, none larger than the first. N = 4:
 
     s   rank 0  1  2  3                              s   rank 0  1  2  3
     0        3  0  1  2   its own                    3        0  1  2  3   the sum of all four,
@@ -146,7 +146,7 @@ def ring(parts, steps, group, chunks=1):
     rank, N = dist.get_rank(group), len(parts)
 
     def around(parts):
-        scratch = torch.empty_like(parts[0])  # no part is larger
+        scratch = torch.empty_like(parts[0])
         for step in steps:
             leaving, arriving = parts[(rank - 1 - step) % N], parts[(rank - 2 - step) % N]
             incoming = scratch[: len(arriving)] if step < N - 1 else arriving
@@ -169,7 +169,7 @@ def ring_all_reduce(tensor, process_group=None, *, chunks=1):
 
 def ring_reduce_scatter(tensor, process_group=None):
     """-> this rank's part of the sum over the ranks, along dimension 0, tensor.tensor_split(N)[rank]: half a ring."""
-    total = tensor.detach().clone(memory_format=torch.contiguous_format)
+    total = torch.atleast_1d(tensor.detach()).clone(memory_format=torch.contiguous_format)
     with flattened(total, process_group) as (x, rank, N):
         parts = total.tensor_split(N)
         ring(x.split([part.numel() for part in parts]), range(N - 1), process_group)
