@@ -48,9 +48,9 @@ from torch.utils._pytree import tree_leaves
 
 def start(group, send=None, receive=None):
     """Begin to send a message, to receive one, or both. -> works: until its wait(), what is sent must not change."""
-    messages = [(way, *message) for way, message in ((dist.isend, send), (dist.irecv, receive)) if message]
-    batch = [dist.P2POp(way, x, group=group, group_peer=rank) for way, x, rank in messages if x.numel()]
-    return dist.batch_isend_irecv(batch) if batch else []  # both at once: of two that first send, both may wait
+    messages = ((dist.isend, send), (dist.irecv, receive))
+    batch = [dist.P2POp(way, message[0], group=group, group_peer=message[1]) for way, message in messages if message]
+    return dist.batch_isend_irecv(batch)  # both at once: of two that first send, both may wait
 
 
 def exchange(group, send=None, receive=None):
