@@ -245,17 +245,18 @@ def train(demo, all_reduce, formula, times):
 def measure(demo, functions):
     N, rank, x, pair = demo.ranks, demo.rank, torch.full((2**24,), 0.0, device=demo.device), dist.new_group([0, 1])
     ping_pong = functools.partial(lambda x: [tree_broadcast(x, src, pair) for src in (0, 1) if rank < 2])
-    small, large = (seconds(ping_pong, x[:n]) / 2 for n in (1, 2**22))
-    alpha, bandwidth = small, 2**24 / (large - small)
+    alpha, large = (seconds(ping_pong, x[:n]) / 2 for n in (1, 2**22))
+    bandwidth = 2**24 / (large - alpha)
     demo.show(f"\nping-pong   α = {1e6 * alpha:.0f} µs, by 4 bytes; 1/β = {bandwidth / 1e9:.2f} GB/s, by 16 MB")
-    demo.show(f"ms (α–β)    {''.join(f'{name:20}' for name in functions)}fastest (α–β)")
+    demo.show(f"ms (α–β)    {''.join(f'{name:20}' for name in functions)}fastest (by α–β, as if ranks shared no cores)")
     for size in (2**10, 2**14, 2**18, 2**22, 2**26):
         ms = {name: 1e3 * seconds(function, x[: size // 4]) for name, function in functions.items()}
         model = {name: 1e3 * predict(name, N, size, alpha, bandwidth) for name in functions}
         cells = "".join(f"{f'{ms[name]:.2f} ({model[name]:.2f})':20}" for name in functions)
         demo.show(f"  {size // 1024:5d} KB  {cells}{min(ms, key=ms.get)} ({min(model, key=model.get)})")
     ms = [1e3 * seconds(functools.partial(ring_all_reduce, chunks=chunks), x) for chunks in (1, 2, 4, 8)]
-    demo.show(f"chunks      the ring with 65536 KB in 1, 2, 4, 8: {', '.join(f'{t:.0f}' for t in ms)} ms")
+    pay = "they pay" if min(ms) < 0.9 * ms[0] else "no gain here"
+    demo.show(f"chunks      1, 2, 4, 8 of 64 MB on the ring: {', '.join(f'{t:.0f}' for t in ms)} ms: {pay}")
 
 
 def seconds(function, tensor):  # of a call, of which rank 0 never ends early; the best, as what else runs only adds
