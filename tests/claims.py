@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 # function(ranks, micro-batches, stages per rank) -> a list of actions for each rank; --grad-scaler, class(init_scale=,
 # growth_interval=); --lora, function(model, r=, lora_alpha=, target_modules=); --checkpoint, function(function, *its
 # arguments), with use_reentrant=False where it takes that; --attention, function(q, k, v, causal= or is_causal=) and,
-# where it has them, scale= and dropout_p=. And each with process_group=, where it takes one.
+# where it has them, scale= and dropout_p=; --all-reduce, function(tensor), in place. And each with process_group=, where it
+# takes one; an all-reduce with group=, too.
 OURS = {
     "ddp": "ddp:DistributedDataParallel",
     "zero1": "zero:Zero1",
@@ -48,6 +49,7 @@ OURS = {
     "lora": "lora:inject_lora",
     "attention": "flash_attention:flash_attention",
     "checkpoint": "activation_checkpoint:checkpoint",
+    "all-reduce": "collectives:ring_all_reduce",
 }
 
 PYTORCHS = {
@@ -61,6 +63,7 @@ PYTORCHS = {
     "lora": "pytorchs:inject_lora",  # peft's
     "attention": "torch.nn.functional:scaled_dot_product_attention",
     "checkpoint": "torch.utils.checkpoint:checkpoint",
+    "all-reduce": "torch.distributed:all_reduce",
 }
 
 
@@ -1330,6 +1333,97 @@ def collectives_again(make):
     computes_alike(make, build)
 
 
+# ---- all-reduce
+
+
+def all_reduce(implementation, tensor, group=None):
+    names = {"process_group", "group"} & set(inspect.signature(implementation).parameters)
+    if group and not names:
+        raise NotOffered("no argument process_group")
+    implementation(tensor, **dict.fromkeys(names, group or pool.group()))
+    return tensor
+
+
+def numbers_of(rank, shape, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(rank)
+    if not dtype.is_floating_point:
+        return torch.randint(-100, 100, shape, dtype=dtype, generator=generator)
+    return torch.randn(shape, dtype=dtype, generator=generator)
+
+
+def total_of(ranks, *what):
+    return sum(numbers_of(r, *what) for r in ranks)
+
+
+@claim("all-reduce", 1, 2, 3, 4)
+def summed(make):
+    """Every rank ends with the sum of all ranks' tensors, of any shape: those that N does not divide, empty, scalar."""
+    for shape in ((12,), (7,), (1,), (), (0,), (5, 0), (2, 3, 5), (10_007,)):
+        total = total_of(range(pool.world_size()), shape)
+        same(make(numbers_of(pool.rank(), shape)), total, f"the sum of shape {shape}")
+
+
+@claim("all-reduce", 2, 3)
+def summed_exactly(make):
+    """So it is with whole numbers, exactly."""
+    for dtype in (torch.int64, torch.int32):
+        total = total_of(range(pool.world_size()), (101,), dtype)
+        same(make(numbers_of(pool.rank(), (101,), dtype)), total, f"the sum in {dtype}", exact=True)
+
+
+@claim("all-reduce", 2, 3)
+def large(make):
+    """And with tensors that no buffer on the way can hold."""
+    shape = (2**21 + 1,)
+    same(make(numbers_of(pool.rank(), shape)), total_of(range(pool.world_size()), shape), "the sum of 16 MB")
+
+
+@claim("all-reduce", 2, 3)
+def strided(make):
+    """A tensor that is not contiguous becomes the sum, all of it, and what lies between its elements stays."""
+    for view in (torch.t, lambda x: x[:, 1], lambda x: x[::2, 1::2]):
+        mine, before = (numbers_of(pool.rank(), (6, 8)) for _ in range(2))
+        make(view(mine))
+        view(before).copy_(view(total_of(range(pool.world_size()), (6, 8))))
+        same(mine, before, "a strided tensor's whole memory")
+
+
+@claim("all-reduce", 3, 4)
+def same_bits(make):
+    """All ranks end with the same bits, in float32."""
+    everyone = [None] * pool.world_size()
+    dist.all_gather_object(everyone, make(numbers_of(pool.rank(), (1001,), torch.float32)), group=pool.group())
+    check(all(torch.equal(everyone[0], theirs) for theirs in everyone), "ranks differ")
+
+
+@claim("all-reduce", 2)
+def two_in_rank_order(make):
+    """At two ranks it is bitwise the one's plus the other's, in float32."""
+    total = total_of(range(2), (1001,), torch.float32)
+    same(make(numbers_of(pool.rank(), (1001,), torch.float32)), total, "the sum", exact=True)
+
+
+@claim("all-reduce", 4)
+def all_reduces_apart(make):
+    """Two groups side by side never meet, whatever their members' order."""
+    rank, groups = dist.get_rank(), [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    for shape in ((5,), (10_007,)):
+        same(make(numbers_of(rank, shape), groups[rank % 2]), total_of((rank % 2, rank % 2 + 2), shape), "the sum")
+
+
+@claim("all-reduce", 2, 3)
+def reused(make):
+    """The tensor may be overwritten right after: nothing of it is still to be sent."""
+    shape, ranks = (2**20 + 1,), range(pool.world_size())
+    for call in range(4):
+        total, mine = total_of(ranks, shape) + call * len(ranks), numbers_of(pool.rank(), shape) + call
+        make(mine)
+        if (pool.rank() + call) % 2 == 0:
+            mine[-1] = torch.nan  # at once, and what would be sent last
+        else:
+            same(mine, total, f"the sum of call {call + 1}")
+
+
 MAKERS = {kind: functools.partial(Trainer, kind) for kind in ALL.split()}
 MAKERS |= {
     "column-linear": functools.partial(make_linear, 0),
@@ -1339,4 +1433,5 @@ MAKERS |= {
     "lora": make_lora,
     "attention": attend,
     "checkpoint": make_checkpoint,
+    "all-reduce": all_reduce,
 }

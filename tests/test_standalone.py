@@ -74,6 +74,8 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "pipeline": ("y.new_tensor(self._shares[i])", "y.new_tensor(1.001 * self._shares[i])"),
     "amp": ("1.0 / self._state", "1.001 / self._state"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
+    "flash_attention": ("dO_i / (1 - dropout_p)", "1.001 * dO_i / (1 - dropout_p)"),
+    "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),
 }
 
 

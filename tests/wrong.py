@@ -573,6 +573,92 @@ def naive_backward(function, *args):
     return NaiveBackward.apply(function, *args)
 
 
+# ---- all-reduce
+
+
+def send_and_receive(sent, to, received, source):
+    works = [dist.isend(sent.contiguous(), to), dist.irecv(received, source)]
+    for work in works:
+        work.wait()
+
+
+def plain_all_reduce(tensor):
+    """Right: every rank sends its own to every other, and adds up all of them in rank order."""
+    everyone = gathered(tensor)
+    tensor.copy_(sum(everyone[1:], everyone[0]))
+
+
+def gathered(tensor):
+    rank, N, mine = dist.get_rank(), dist.get_world_size(), tensor.contiguous()
+    everyone = [mine if r == rank else torch.empty_like(mine) for r in range(N)]
+    for step in range(1, N):
+        to, source = (rank + step) % N, (rank - step) % N
+        if tensor.numel():
+            send_and_receive(mine, to, everyone[source], source)
+    return everyone
+
+
+def own_first(tensor):
+    """Each rank adds the others' to its own: replicas drift apart, by roundings."""
+    everyone, rank = gathered(tensor), dist.get_rank()
+    tensor.copy_(sum(everyone[:rank] + everyone[rank + 1 :], everyone[rank]))
+
+
+def ring_off_by_one(tensor):
+    """The second round begins where the first began, one part too early."""
+    rank, N, parts = dist.get_rank(), dist.get_world_size(), list(tensor.contiguous().view(-1).split(1))
+    parts = list(torch.cat([*parts, tensor.new_zeros(-tensor.numel() % N)]).chunk(N)) if tensor.numel() else []
+    for step in range(2 * (N - 1)) if parts else ():
+        first = rank - (step if step < N - 1 else step - 1)
+        incoming = torch.empty_like(parts[0])
+        send_and_receive(parts[first % N], (rank + 1) % N, incoming, (rank - 1) % N)
+        parts[(first - 1) % N] = incoming + (parts[(first - 1) % N] if step < N - 1 else 0)
+    if parts:
+        tensor.copy_(torch.cat(parts)[: tensor.numel()].view_as(tensor))
+
+
+def never_folds_in(tensor, sends=True):
+    """Recursive doubling by whom has a partner: the last of three ranks takes the sum, and gives nothing."""
+    rank, N, x = dist.get_rank(), dist.get_world_size(), tensor.contiguous().view(-1)
+    power = 1 << (N.bit_length() - 1)
+    for step in range(power.bit_length() - 1 if x.numel() and rank < power else 0):
+        incoming = torch.empty_like(x)
+        send_and_receive(x, rank ^ 2**step, incoming, rank ^ 2**step)
+        x.add_(incoming)
+    if rank + power < N and x.numel():
+        dist.send(x, rank + power)
+    if rank >= power and x.numel():
+        dist.recv(x, rank - power)
+    tensor.copy_(x.view_as(tensor))
+
+
+def leaves_before_it_is_sent(tensor):
+    """Rank 0 hands the sum out, and returns while it is on its way."""
+    rank, N, x = dist.get_rank(), dist.get_world_size(), tensor.contiguous().view(-1)
+    if rank == 0:
+        for source in range(1, N):
+            dist.recv(incoming := torch.empty_like(x), source)
+            x.add_(incoming)
+        tensor.copy_(x.view_as(tensor))
+        kept.append([dist.isend(x, to) for to in range(1, N)])
+    else:
+        dist.send(x, 0)
+        dist.recv(x, 0)
+        tensor.copy_(x.view_as(tensor))
+
+
+kept = []  # what is in flight: without its handle it might not arrive at all
+
+
+def forgets_the_strides(tensor):
+    """A contiguous copy is summed up, and the tensor stays as it was."""
+    plain_all_reduce(tensor.contiguous())
+
+
+def whole_world(tensor, process_group=None):
+    plain_all_reduce(tensor)
+
+
 class Mistake(NamedTuple):
     kind: str
     implementation: str
@@ -637,6 +723,12 @@ MISTAKES = [
     Mistake("checkpoint", "naive_backward", "closures"),
     Mistake("checkpoint", "keeps_everything", "forgotten"),
     Mistake("checkpoint", "plain_checkpoint", "differs"),
+    Mistake("all-reduce", "ring_off_by_one", "summed"),
+    Mistake("all-reduce", "never_folds_in", "summed"),
+    Mistake("all-reduce", "own_first", "same_bits"),
+    Mistake("all-reduce", "leaves_before_it_is_sent", "reused"),
+    Mistake("all-reduce", "forgets_the_strides", "strided"),
+    Mistake("all-reduce", "whole_world", "all_reduces_apart"),
 ]
 RIGHT = {  # what the mistakes are made in, and the claims that it cannot hold
     ("ddp", "PlainDDP"): {"overlap", "different_models", "sent_bytes"},
@@ -645,4 +737,5 @@ RIGHT = {  # what the mistakes are made in, and the claims that it cannot hold
     ("row-linear", "Row"): set(),
     ("attention", "plain_attention"): {"no_matrix_is_kept"},
     ("checkpoint", "plain_checkpoint"): {"differs"},
+    ("all-reduce", "plain_all_reduce"): set(),
 }

@@ -1,0 +1,420 @@
+"""Collectives: all-reduce and its kin, from nothing but send and receive. The other files stand on them.
+
+An all-reduce replaces each rank's tensor by the sum of all. Four ways, on N ranks with n bytes each; L = ⌈log₂N⌉:
+
+                         one after another, at best     sent by        the order in which
+                         messages       bytes           the busiest    4 ranks' numbers are added
+    to rank 0 and back   2(N-1)         2(N-1)n         (N-1)n         ((0 + 1) + 2) + 3
+    tree                 2L             2Ln             Ln             (0 + 1) + (2 + 3)
+    ring                 2(N-1)         2n(N-1)/N       2n(N-1)/N      part p of 4: from p + 1 on, p last
+    recursive doubling   L              Ln              Ln             (0 + 1) + (2 + 3)   (L + 1, if N ≠ 2ᵏ)
+
+A message of m bytes takes α + mβ seconds: latency, and 1/bandwidth. Small tensors want few messages, large ones few
+bytes, and none can do with fewer than the ring: at N = 4 it wins from 8α/β bytes on, at N = 2 it only draws level.
+
+All ranks end with the same bits. They need not be those of rank order: a rounded sum depends on its order, and the
+ring's differs from part to part. 3 ranks that hold 1e8, 1 and -1e8 in each of 3 elements get [0, 1, 0] in float32.
+
+Run:      torchrun --nproc-per-node 2 collectives.py          (python collectives.py is a world of one)
+Papers:   Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1): all; Patarasuk & Yuan 2009, JPDC 69(2): the ring is optimal
+Mirrors:  all_reduce, broadcast, reduce_scatter_tensor, all_gather_into_tensor, all_to_all_single of torch.distributed
+Left out: other operations than the sum, async_op, uneven gathers; a check that all ranks have one shape and dtype
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import os
+import statistics
+import sys
+import time
+import timeit
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Messages, (flat tensor, its receiver or sender in the group), and the idea: everything to rank 0, and back.
+
+
+def start(group, send=None, receive=None):
+    """Begin to send a message, to receive one, or both. -> works: until its wait(), what is sent must not change."""
+    messages = ((dist.isend, send), (dist.irecv, receive))
+    batch = [dist.P2POp(way, message[0], group=group, group_peer=message[1]) for way, message in messages if message]
+    return dist.batch_isend_irecv(batch)  # both at once: of two that first send, both may wait
+
+
+def exchange(group, send=None, receive=None):
+    """The same, and wait for it."""
+    for work in start(group, send, receive):
+        work.wait()
+
+
+@contextmanager
+def flattened(tensor, group):
+    """-> the elements side by side, as messages need them (a strided tensor has them back after), this rank, and N."""
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members may call this")
+    gloo = f"{tensor.device.type}:gloo" in dist.get_backend_config(group)  # its messages lie in the host's memory
+    x = tensor.detach().to("cpu" if gloo else tensor.device).contiguous().view(-1)
+    yield x, dist.get_rank(group), dist.get_world_size(group)
+    tensor.detach().copy_(x.view_as(tensor))  # does nothing where x is a view of it
+
+
+def naive_all_reduce(tensor, process_group=None):
+    """Replace `tensor`, of any shape, by its sum over the ranks. N = 4: 1 → 0 | 2 → 0 | 3 → 0 | 0 → 1 | …"""
+    with flattened(tensor, process_group) as (x, rank, N):
+        if rank:
+            exchange(process_group, send=(x, 0))
+            exchange(process_group, receive=(x, 0))
+            return
+        incoming = torch.empty_like(x)
+        for other in range(1, N):
+            exchange(process_group, receive=(incoming, other))
+            x.add_(incoming)
+        for other in range(1, N):
+            exchange(process_group, send=(x, other))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Few messages: a tree, where half of the ranks, then fewer, are at work; recursive doubling, where all are.
+
+
+def tree_all_reduce(tensor, process_group=None):
+    """Replace `tensor`, of any shape, by its sum over the ranks. N = 4: 1 → 0, 3 → 2 | 2 → 0 | 0 → 2 | 0 → 1, 2 → 3."""
+    with flattened(tensor, process_group) as (x, rank, N):
+        incoming = torch.empty_like(x)
+        for distance in (2**k for k in range((N - 1).bit_length())):
+            if rank % (2 * distance) == distance:
+                exchange(process_group, send=(x, rank - distance))
+            elif rank % (2 * distance) == 0 and rank + distance < N:
+                exchange(process_group, receive=(incoming, rank + distance))
+                x.add_(incoming)
+        tree_broadcast(x, dist.get_global_rank(process_group or dist.group.WORLD, 0), process_group)
+
+
+def tree_broadcast(tensor, src, process_group=None):
+    """Replace `tensor`, of any shape, by that of `src`, a rank of the world. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
+    with flattened(tensor, process_group) as (x, rank, N):
+        number = (rank - dist.get_group_rank(process_group or dist.group.WORLD, src)) % N  # as if src were rank 0
+        for distance in (2**k for k in reversed(range((N - 1).bit_length()))):
+            if number % (2 * distance) == distance:
+                exchange(process_group, receive=(x, (rank - distance) % N))
+            elif number % (2 * distance) == 0 and number + distance < N:
+                exchange(process_group, send=(x, (rank + distance) % N))
+
+
+def recursive_doubling_all_reduce(tensor, process_group=None):
+    """Replace `tensor`, of any shape, by its sum over the ranks. N = 4: 0 ↔ 1, 2 ↔ 3 | 0 ↔ 2, 1 ↔ 3."""
+    with flattened(tensor, process_group) as (x, rank, N):
+        power, incoming = 1 << (N.bit_length() - 1), torch.empty_like(x)
+        if rank >= power:  # folds in and out. N = 6: 4 → 0, 5 → 1 | as for 4 | 0 → 4, 1 → 5
+            exchange(process_group, send=(x, rank - power))
+            exchange(process_group, receive=(x, rank - power))
+            return
+        if rank + power < N:
+            exchange(process_group, receive=(incoming, rank + power))
+            x.add_(incoming)
+        for distance in (2**k for k in range(power.bit_length() - 1)):
+            exchange(process_group, send=(x, rank ^ distance), receive=(incoming, rank ^ distance))
+            x.add_(incoming)  # as the other one does: a + b and b + a have the same bits
+        if rank + power < N:
+            exchange(process_group, send=(x, rank + power))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Few bytes: a ring, around which each of N parts travels once to add up and once to be copied. All-to-all. Costs.
+
+
+def ring(parts, steps, group, chunks=1):
+    """In step s rank r sends parts[r - 1 - s] to rank r + 1; the parts are flat, none larger than the first. N = 4:
+
+    s   rank 0  1  2  3                              s   rank 0  1  2  3
+    0        3  0  1  2   its own                    3        0  1  2  3   the sum of all four,
+    1        2  3  0  1   the sum of two             4        3  0  1  2   passed on
+    2        1  2  3  0   the sum of three           5        2  3  0  1   passed on
+    """
+    rank, N = dist.get_rank(group), len(parts)
+
+    def around(parts):
+        scratch = torch.empty_like(parts[0])
+        for step in steps:
+            leaving, arriving = parts[(rank - 1 - step) % N], parts[(rank - 2 - step) % N]
+            incoming = scratch[: len(arriving)] if step < N - 1 else arriving
+            works = start(group, send=(leaving, (rank + 1) % N), receive=(incoming, (rank - 1) % N))
+            yield  # while this travels, another chunk is added
+            for work in works:
+                work.wait()
+            if step < N - 1:
+                arriving.add_(incoming)
+
+    for _ in itertools.zip_longest(*map(around, zip(*[part.tensor_split(chunks) for part in parts], strict=True))):
+        pass  # each in turn waits, adds, and sends on
+
+
+def ring_all_reduce(tensor, process_group=None, *, chunks=1):
+    """Replace `tensor`, of any shape, by its sum over the ranks."""
+    with flattened(tensor, process_group) as (x, _, N):
+        ring(x.tensor_split(N), range(2 * (N - 1)), process_group, chunks)  # sizes differ by 1 where N does not divide
+
+
+def ring_reduce_scatter(tensor, process_group=None):
+    """-> this rank's part of the sum over the ranks, along dimension 0, tensor.tensor_split(N)[rank]: half a ring."""
+    total = torch.atleast_1d(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    with flattened(total, process_group) as (x, rank, N):
+        parts = total.tensor_split(N)
+        ring(x.split([part.numel() for part in parts]), range(N - 1), process_group)
+    return parts[rank].clone()  # a view would keep all of them
+
+
+def ring_all_gather(tensor, process_group=None):
+    """-> all ranks' tensors, which have one shape, joined along dimension 0: the ring's other half."""
+    whole = torch.cat([torch.atleast_1d(tensor.detach())] * max(1, dist.get_world_size(process_group)))
+    with flattened(whole, process_group) as (x, _, N):
+        ring(x.tensor_split(N), range(N - 1, 2 * (N - 1)), process_group)
+    return whole
+
+
+def all_to_all(tensor, process_group=None):
+    """-> part `rank` of each rank's tensor, cut in N along dimension 0. N = 4: r → r + 1 | r → r + 2 | r → r + 3."""
+    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+    with flattened(whole.clone(), process_group) as (x, rank, N), flattened(whole, process_group) as (y, _, _):
+        if tensor.dim() == 0 or len(tensor) % N:
+            raise ValueError(f"{tuple(tensor.shape)} must divide by {N} ranks along dimension 0; pad it to a multiple")
+        leaving, arriving = x.tensor_split(N), y.tensor_split(N)
+        for to, source in (((rank + step) % N, (rank - step) % N) for step in range(1, N)):
+            exchange(process_group, send=(leaving[to], to), receive=(arriving[source], source))
+    return whole
+
+
+def predict(algorithm, ranks, nbytes, latency, bandwidth):
+    """-> seconds by the α–β model: nothing is added, and no two messages share a wire or a core. algorithm: a function
+    of this file, or its name; latency: seconds; bandwidth: bytes per second; nbytes: of the whole tensor.
+    """
+    name, N, L = getattr(algorithm, "__name__", algorithm).removesuffix("_all_reduce"), ranks, (ranks - 1).bit_length()
+    of_all = {"naive": 2 * (N - 1), "tree": 2 * L, "tree_broadcast": L, "recursive_doubling": L + (N < 2**L)}
+    of_a_part = {"ring": 2 * (N - 1), "ring_reduce_scatter": N - 1, "ring_all_gather": N - 1, "all_to_all": N - 1}
+    if N < 1 or name not in of_all | of_a_part:
+        raise ValueError(f"{name} on {ranks} ranks: needs 1 or more, and one of {', '.join(of_all | of_a_part)}")
+    messages, size = (of_all[name], nbytes) if name in of_all else (of_a_part[name], nbytes / N)
+    return messages * (latency + size / bandwidth)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo: trains with each all-reduce in the place of DDP's; then what each takes, measured, and predicted from ping-pong.
+
+
+def main():
+    demo = Demo(flags={"--steps": {"type": int, "default": 8}})
+    N, L = demo.ranks, (demo.ranks - 1).bit_length()
+    functions = {naive_all_reduce: ("Ψ(N-1)", N - 1), tree_all_reduce: ("Ψ⌈log₂N⌉", L)}
+    functions |= {ring_all_reduce: ("2Ψ(N-1)/N", 2 * (N - 1) / N), recursive_doubling_all_reduce: ("Ψ⌈log₂N⌉", L)}
+    status = max([train(demo, function, *sent) for function, sent in functions.items()])
+    if N > 1:
+        measure(demo, {function.__name__.removesuffix("_all_reduce"): function for function in functions})
+    return status
+
+
+def train(demo, all_reduce, formula, times):
+    exact = demo.ranks <= 2 or all_reduce is naive_all_reduce  # which adds in rank order, as one device
+    model = demo.start(f"collectives {all_reduce.__name__.removesuffix('_all_reduce')}", exact)
+    optimizer, parameters = torch.optim.AdamW(model.parameters(), lr=1e-3), list(model.parameters())
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+        loss.backward()
+        all_reduce(total := nn.utils.parameters_to_vector(p.grad for p in parameters))
+        nn.utils.vector_to_parameters(total / demo.ranks, (p.grad for p in parameters))
+        optimizer.step()
+        return loss
+
+    demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
+    return demo.report(held(parameters, optimizer), formula, times * held_bytes(parameters))
+
+
+def measure(demo, functions):
+    N, rank, x, pair = demo.ranks, demo.rank, torch.full((2**24,), 0.0, device=demo.device), dist.new_group([0, 1])
+    ping_pong = functools.partial(lambda x: [tree_broadcast(x, src, pair) for src in (0, 1) if rank < 2])
+    alpha, large = (seconds(ping_pong, x[:n]) / 2 for n in (1, 2**22))
+    bandwidth = 2**24 / (large - alpha)
+    demo.show(f"\nping-pong   α = {1e6 * alpha:.0f} µs, by 4 bytes; 1/β = {bandwidth / 1e9:.2f} GB/s, by 16 MB")
+    demo.show(f"ms (α–β)    {''.join(f'{name:20}' for name in functions)}fastest (by α–β, as if ranks shared no cores)")
+    for size in (2**10, 2**14, 2**18, 2**22, 2**26):
+        ms = {name: 1e3 * seconds(function, x[: size // 4]) for name, function in functions.items()}
+        model = {name: 1e3 * predict(name, N, size, alpha, bandwidth) for name in functions}
+        cells = "".join(f"{f'{ms[name]:.2f} ({model[name]:.2f})':20}" for name in functions)
+        demo.show(f"  {size // 1024:5d} KB  {cells}{min(ms, key=ms.get)} ({min(model, key=model.get)})")
+    ms = [1e3 * seconds(functools.partial(ring_all_reduce, chunks=chunks), x) for chunks in (1, 2, 4, 8)]
+    pay = "they pay" if min(ms) < 0.9 * ms[0] else "no gain here"
+    demo.show(f"chunks      1, 2, 4, 8 of 64 MB on the ring: {', '.join(f'{t:.0f}' for t in ms)} ms: {pay}")
+
+
+def seconds(function, tensor):  # of a call, of which rank 0 never ends early; the best, as what else runs only adds
+    calls = max(1, min(5, 2**22 // tensor.nbytes))
+    rounds = timeit.repeat(lambda: (function(tensor), tensor[0].item()), dist.barrier, number=calls, repeat=3 * calls)
+    return min(rounds) / calls
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, in this world and on one device. The same text in every file.
+
+
+class Block(nn.Module):
+    def __init__(self, C, heads):
+        super().__init__()
+        self.head_dim, self.norm1, self.norm2 = C // heads, nn.LayerNorm(C), nn.LayerNorm(C)
+        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+
+    def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+
+def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+    blocks = [Block(C, heads) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
+
+    # operator: (how often its payload goes around the ring, which argument the payload is)
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
+    total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
+            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
+            self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+
+
+class Demo:
+    """Trains a technique and the same model on one device, step by step, and compares: in float64 where not bitwise."""
+
+    def __init__(self, flags=None):
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
+        for flag, options in {**numbers, **(flags or {})}.items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        try:
+            text = Path(self.args.data).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {self.args.data}: {error.strerror}")
+        if self.args.steps < 1 or len(text) < 66:
+            self.stop(f"--steps {self.args.steps} on {len(text)} bytes: at least 1 step, on 66 bytes")
+        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+        if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
+
+    def stop(self, message):
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(9)  # it is wrong on all ranks: the first says so, and torchrun ends the others
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        torch.manual_seed(self.args.seed)
+        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
+        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer.zero_grad()
+        for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
+            losses.append(language_loss(self.model(inputs), targets))
+            losses[-1].backward()
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+        self.optimizer.step()
+        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+
+    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+        self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
+        for number in range(self.args.steps):
+            batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
+            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+                loss = step(*batch)
+            loss, middle = None if loss is None else loss.item(), time.perf_counter()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, time.perf_counter() - middle))
+            dist.all_gather_object(losses, loss)
+            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
+            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            if terminal or number % -(-self.args.steps // 3) == 0:
+                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+
+    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+        largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = bool(largest <= self.tolerance)
+        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        curve = torch.tensor(self.losses[:: -(-len(self.losses) // 30)]).nan_to_num()
+        curve = (7 * (curve - curve.min()) / (curve.max() - curve.min()).clamp(min=1e-9)).round().int()
+        params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
+        plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
+        ms = [1e3 * statistics.median(times) for times in zip(*self.times, strict=True)]
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}   {''.join('▁▂▃▄▅▆▇█'[i] for i in curve)}")
+        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
+        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
+        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
+        return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()  # who leaves early breaks the others' connections
+    dist.destroy_process_group()
+    sys.exit(status)
