@@ -58,13 +58,13 @@ def test_gradients_are_within_a_few_roundoffs_of_fp32(dtype):
 @pytest.mark.parametrize("seed", range(3))
 def test_training_ends_within_two_percent_of_fp32(seed):
     losses = []
-    for arguments in ((), (torch.bfloat16,), (torch.float16, amp.GradScaler("cpu"))):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model, tokens = small_language_model(seed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        optimizer = amp.MixedPrecisionOptimizer(optimizer, *arguments) if arguments else optimizer
+        scaler = amp.GradScaler("cpu", enabled=dtype == torch.float16)
+        optimizer = amp.MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), dtype, scaler)
         for _ in range(25):
             optimizer.zero_grad()
-            getattr(optimizer, "scale", lambda loss: loss)(language_loss(model, tokens)).backward()
+            optimizer.scale(language_loss(model, tokens)).backward()
             optimizer.step()
         losses.append(language_loss(model, tokens).item())
     assert losses[1:] == [pytest.approx(losses[0], rel=0.02)] * 2
@@ -191,11 +191,7 @@ def test_ranks_outside_the_group_and_machines_without_cuda():
 
 # ---- MixedPrecisionOptimizer
 
-
-def assert_same_tensors(ours, theirs, dtype):
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.dtype == dtype
-        assert torch.equal(a, b)
+bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
@@ -226,13 +222,12 @@ def test_masters_by_hand(name, dtype, clip):
         if clip:
             ours.clip_grad_norm_(clip)
         ours.step()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        torch.testing.assert_close(gradients, left, rtol=0, atol=0, equal_nan=True)  # as backward left them
+        bitwise([parameter.grad for parameter in model.parameters()], left, equal_nan=True)  # as backward left them
         scale = amp.mixed_precision_step(plain, masters, optimizer, loss, scale)
         assert scale == scaler.get_scale()
         skipped += scale < before
-        assert_same_tensors(model.parameters(), plain.parameters(), dtype)
-        assert_same_tensors(ours.param_groups[0]["params"], masters, torch.float32)
+        bitwise(list(model.parameters()), list(plain.parameters()))  # dtypes, too
+        bitwise(ours.param_groups[0]["params"], masters)
     assert (skipped > 0) == (dtype == torch.float16)
 
 
@@ -435,12 +430,12 @@ def test_the_lists_are_the_core_of_those_that_torch_has_for_cuda():
 
 def test_regions_nest_and_end():
     """The innermost decides, also one that is not enabled; a region also decorates."""
-    half, inner = amp.autocast(torch.float16), amp.autocast(torch.bfloat16)
+    inner = amp.autocast(torch.bfloat16)
 
     def product():
         return (A @ A).dtype
 
-    with half:
+    with amp.autocast(torch.float16):
         with inner, amp.autocast(torch.float16, enabled=False):
             assert product() == torch.float32
             assert A.half().sum().dtype == torch.float16
@@ -496,8 +491,7 @@ def test_a_weight_is_cast_once_in_a_region():
 def test_the_same_bytes_at_scale(N, request):
     """2Ψ·2(N-1)/N for gradients in 16 bits, and 4·2(N-1)/N by the scaler."""
     model, tokens = small_language_model()
-    inner = torch.optim.AdamW(model.parameters())
-    optimizer = amp.MixedPrecisionOptimizer(inner, torch.bfloat16, amp.GradScaler("cpu"))
+    optimizer = wrapped(model, torch.bfloat16, amp.GradScaler("cpu"))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N)
     request.addfinalizer(dist.destroy_process_group)
     with amp.SentBytes() as sent:
