@@ -696,6 +696,9 @@ def test_frozen_parameters_are_freed():
         for frozen in (True, False)
     )
     assert sent.total == (2 * all_bytes + trained) / 2
+    x = torch.randn(3, 64, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)  # a backward that reaches no parameter
+    assert peak.now() == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
