@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: F401 (in ALIKE and UNLIKE)
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters, make_batch, make_model
+from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters, loss_of, make_batch, make_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,8 +32,12 @@ def small_language_model(seed=0):
     return model, torch.randint(97, 123, (8, 17), generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(model, tokens):
+def language_loss(model, tokens):
     return amp.language_loss(model(tokens[:, :-1]).float(), tokens[:, 1:])
+
+
+def wrapped(model, dtype, scaler=None, name="adamw"):
+    return amp.MixedPrecisionOptimizer(OPTIMIZERS[name](model.parameters()), dtype, scaler)
 
 
 # ---- what 16 bits lose, and what the recipe saves
@@ -44,8 +48,8 @@ def test_gradients_are_within_a_few_roundoffs_of_fp32(dtype):
     """Relative error of all gradients together: below 4 unit roundoffs, at a scale without underflow."""
     for seed in range(3):
         model, tokens = small_language_model(seed)
-        exact = torch.autograd.grad(loss_of(model, tokens), model.parameters())
-        (loss_of(model.to(dtype), tokens) * 2**10).backward()
+        exact = torch.autograd.grad(language_loss(model, tokens), model.parameters())
+        (language_loss(model.to(dtype), tokens) * 2**10).backward()
         error = [g - p.grad.float() / 2**10 for g, p in zip(exact, model.parameters(), strict=True)]
         norm = torch.nn.utils.get_total_norm
         assert 0.05 < norm(error) / norm(exact) / (torch.finfo(dtype).eps / 2) < 4
@@ -54,15 +58,15 @@ def test_gradients_are_within_a_few_roundoffs_of_fp32(dtype):
 @pytest.mark.parametrize("seed", range(3))
 def test_training_ends_within_two_percent_of_fp32(seed):
     losses = []
-    for arguments in ((), (torch.bfloat16,), (torch.float16, amp.GradScaler("cpu"))):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         model, tokens = small_language_model(seed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        optimizer = amp.MixedPrecisionOptimizer(optimizer, *arguments) if arguments else optimizer
+        scaler = amp.GradScaler("cpu", enabled=dtype == torch.float16)
+        optimizer = amp.MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), dtype, scaler)
         for _ in range(25):
             optimizer.zero_grad()
-            getattr(optimizer, "scale", lambda loss: loss)(loss_of(model, tokens)).backward()
+            optimizer.scale(language_loss(model, tokens)).backward()
             optimizer.step()
-        losses.append(loss_of(model, tokens).item())
+        losses.append(language_loss(model, tokens).item())
     assert losses[1:] == [pytest.approx(losses[0], rel=0.02)] * 2
 
 
@@ -72,6 +76,19 @@ def test_training_ends_within_two_percent_of_fp32(seed):
 def two_optimizers():
     weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((3,), 2.0))]
     return weights, [torch.optim.SGD([weight], lr=0.25) for weight in weights]
+
+
+def act(call, scaler, weight, optimizer, value):
+    if call in ("scale", "iteration"):
+        weight.grad = scaler.scale(torch.full_like(weight, value))
+    if call == "unscale":
+        scaler.unscale_(optimizer)
+    if call in ("step", "iteration"):
+        scaler.step(optimizer)
+    if call in ("update", "iteration"):
+        scaler.update()
+    if call == "set":
+        scaler.update(7.0)
 
 
 CALLS = st.sampled_from(["iteration"] * 6 + ["scale", "unscale", "step", "update", "set"])
@@ -94,21 +111,11 @@ def test_any_sequence_of_calls_and_overflows(calls, init_scale, growth, backoff,
     for call, which, value in calls:
         results = []
         for scaler, weights, optimizers in sides:
-            weight, optimizer = weights[which], optimizers[which]
-            actions = {
-                "scale": [lambda s=scaler, w=weight, v=value: setattr(w, "grad", s.scale(torch.full_like(w, v)))],
-                "unscale": [partial(scaler.unscale_, optimizer)],
-                "step": [partial(scaler.step, optimizer)],
-                "update": [scaler.update],
-                "set": [partial(scaler.update, abs(value) if abs(value) < INF else 7.0)],
-            }
-            actions["iteration"] = actions["scale"] + actions["step"] + actions["update"]
             raised = None
-            for action in actions[call]:
-                try:
-                    action()
-                except (RuntimeError, AssertionError) as error:
-                    raised = type(error)
+            try:
+                act(call, scaler, weights[which], optimizers[which], value)
+            except (RuntimeError, AssertionError) as error:
+                raised = type(error)
             results.append((raised, sorted(scaler.state_dict().items()), [weight.tolist() for weight in weights]))
         assert str(results[0]) == str(results[1]), call  # as text: NaN is equal to itself
 
@@ -128,80 +135,55 @@ def test_a_scaler_refuses_closures_and_fp16_gradients(scaler_class):
 def test_a_disabled_scaler_steps_plainly(scaler_class):
     scaler, ([weight, _], [optimizer, _]) = scaler_class("cpu", enabled=False), two_optimizers()
     assert scaler.scale(weight) is weight
-    assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
     weight.grad = torch.full_like(weight, INF)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
     scaler.load_state_dict({})
+    assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
     assert weight.tolist() == [-INF, -INF]
 
 
-def test_scalers_load_each_others_state():
-    ours, theirs, weight = (
-        amp.GradScaler("cpu", 8.0, 3.0, 0.25, 5),
-        torch.amp.GradScaler("cpu"),
-        nn.Parameter(torch.ones(1)),
-    )
-    assert amp.GradScaler("cpu").state_dict() == theirs.state_dict()  # the defaults
-    loss, (other,) = ours.scale([weight.sum(), (torch.tensor(3e4, dtype=torch.float16),)])
-    assert other == 8 * 3e4  # it is in fp32
-    loss.backward()
-    ours.step(torch.optim.SGD([weight], lr=0.0))
-    ours.update()
-    theirs.load_state_dict(ours.state_dict())
-    again = amp.GradScaler("cpu")
-    again.load_state_dict(theirs.state_dict())
-    assert again.state_dict() == theirs.state_dict() == ours.state_dict()
-    assert ours.state_dict()["_growth_tracker"] == 1
+def test_any_nesting_of_losses_is_scaled():
+    """In fp32, where it does not overflow."""
+    one, (other,) = amp.GradScaler("cpu", 8.0).scale([torch.ones(()), (torch.tensor(3e4, dtype=torch.float16),)])
+    assert (one, other) == (8, 8 * 3e4)
+    assert amp.GradScaler("cpu").state_dict() == torch.amp.GradScaler("cpu").state_dict()  # the defaults
 
 
 # ---- GradScaler over a group
 
 
-def body_overflow(scaler_class, bad_rank):
-    """Rank 0 alone has gradients for the second optimizer. Equal to PyTorch's scaler, which sees an inf itself."""
-    scaler = scaler_class("cpu", growth_interval=2, process_group=None if pool.world_size() == 4 else pool.group())
-    theirs = torch.amp.GradScaler("cpu", growth_interval=2)
-    (weights, optimizers), (plain, plain_optimizers) = two_optimizers(), two_optimizers()
-    theirs.scale(torch.zeros(()))
-    for step in range(6):
-        overflow = step in (1, 4)
-        for i in range(2):
-            if pool.rank() == 0 or i == 0:
-                weights[i].grad = scaler.scale(torch.full_like(weights[i], pool.rank() + 1.0))
-            plain[i].grad = theirs.scale(torch.full_like(plain[i], INF if overflow and i == 0 else pool.rank() + 1.0))
-        if overflow and pool.rank() == bad_rank:
-            weights[0].grad[0] = NAN
-        with Collectives() as seen:
-            scaler.unscale_(optimizers[0])
-            scaler.step(optimizers[0])
-            scaler.step(optimizers[1])
-            scaler.update()
-        assert pool.world_size() == 1 or seen.calls == [("allreduce_", 4)] * 2
-        for optimizer in plain_optimizers:
-            theirs.step(optimizer)
-        theirs.update()
-        assert scaler.state_dict() == theirs.state_dict()
-        assert torch.equal(weights[0], plain[0])
-        assert torch.equal(weights[1], plain[1] if pool.rank() == 0 else torch.full((3,), 2.0))
-    assert scaler.get_scale() != 2.0**16
+def body_overflow():
+    scaler, (weights, optimizers) = amp.GradScaler("cpu", 4.0, process_group=pool.group()), two_optimizers()
+    for i in range(2 - pool.rank()):  # rank 0 alone has gradients for the second
+        weights[i].grad = scaler.scale(torch.ones_like(weights[i]))
+    if pool.rank() == 0:
+        weights[0].grad[0] = NAN
+    with Collectives() as seen:
+        scaler.unscale_(optimizers[0])
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert seen.calls == [("allreduce_", 4)] * 2
+    assert (scaler.get_scale(), weights[0].tolist()) == (2.0, [1.0, 1.0])
+    assert weights[1].tolist() == ([2.0] * 3 if pool.rank() else [1.75] * 3)
 
 
-@pytest.mark.parametrize(("N", "bad_rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(N, bad_rank):
-    pool.run(N, body_overflow, amp.GradScaler, bad_rank)
+def test_an_overflow_of_one_optimizer_on_one_rank():
+    """All ranks skip its step, not the other's; four bytes for each optimizer are reduced, also without gradients."""
+    pool.run(2, body_overflow)
 
 
-def body_not_a_member(scaler_class):
+def body_not_a_member():
     group = dist.new_group([0, 1])
     if pool.rank() > 1:
         with pytest.raises(ValueError, match=f"rank {pool.rank()} is not in process_group"):
-            scaler_class("cpu", process_group=group)
+            amp.GradScaler("cpu", process_group=group)
 
 
 def test_ranks_outside_the_group_and_machines_without_cuda():
-    pool.run(4, body_not_a_member, amp.GradScaler)
+    pool.run(4, body_not_a_member)
     if not torch.cuda.is_available():
         with pytest.warns(UserWarning, match="CUDA is not available"):
             assert not amp.GradScaler().is_enabled()
@@ -209,112 +191,101 @@ def test_ranks_outside_the_group_and_machines_without_cuda():
 
 # ---- MixedPrecisionOptimizer
 
-
-def clip_twice(weights, max_norm):
-    for _ in range(2):
-        nn.utils.clip_grad_norm_(weights, max_norm)
+bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_masters_by_hand(name, dtype, clip):
     """Bitwise mixed_precision_step: scaled gradients in dtype, cast, unscaled, clipped, fp32 update, rounded copy."""
+
+    def loss(model):
+        return model(x).float().square().mean()
+
+    def clip_masters(*_):
+        if clip:
+            nn.utils.clip_grad_norm_(masters, clip)
+
     model, plain, scale, skipped = make_model("plain"), make_model("plain"), 2.0**24, 0
     scaler = amp.GradScaler("cpu", scale)  # overflows in fp16 until it is small enough
-    ours = amp.MixedPrecisionOptimizer(OPTIMIZERS[name](model.parameters()), dtype, scaler)
+    ours = wrapped(model, dtype, scaler, name)
     masters = [parameter.detach().clone().requires_grad_() for parameter in plain.parameters()]
     optimizer = OPTIMIZERS[name](masters)
-    if clip:
-        optimizer.register_step_pre_hook(lambda *_: clip_twice(masters, clip))
+    optimizer.register_step_pre_hook(clip_masters)
     plain.to(dtype)
     for number in range(12):
         x, before = make_batch(0, number).to(dtype), scale
         ours.zero_grad()
-        ours.scale(model(x).float().square().mean()).backward()
+        ours.scale(loss(model)).backward()
         left = [parameter.grad.clone() for parameter in model.parameters()]
-        norms = [ours.clip_grad_norm_(clip) for _ in range(2)] if clip else []
+        if clip:
+            ours.clip_grad_norm_(clip)
         ours.step()
-        scale = amp.mixed_precision_step(plain, masters, optimizer, lambda m, x=x: m(x).float().square().mean(), scale)
-        skipped += scale < before
+        bitwise([parameter.grad for parameter in model.parameters()], left, equal_nan=True)  # as backward left them
+        scale = amp.mixed_precision_step(plain, masters, optimizer, loss, scale)
         assert scale == scaler.get_scale()
-        if clip and scale == before:
-            assert norms[0] > clip
-            assert norms[1] == pytest.approx(clip, rel=1e-3)  # unscaled once
-        our_masters = ours.param_groups[0]["params"]
-        gradients = [parameter.grad for parameter in model.parameters()]
-        torch.testing.assert_close(gradients, left, rtol=0, atol=0, equal_nan=True)  # as backward left them
-        for a, b, master, mine in zip(model.parameters(), plain.parameters(), masters, our_masters, strict=True):
-            assert a.dtype == a.grad.dtype == dtype
-            assert torch.equal(a, b)
-            assert mine.dtype == torch.float32
-            assert torch.equal(master, mine)
+        skipped += scale < before
+        bitwise(list(model.parameters()), list(plain.parameters()))  # dtypes, too
+        bitwise(ours.param_groups[0]["params"], masters)
     assert (skipped > 0) == (dtype == torch.float16)
 
 
-def body_data_parallel(wrap, scaler_class, dtype, name):
-    """N ranks that reduce gradients before the step, and one device that accumulates their micro-batches."""
-    N, exact = pool.world_size(), pool.world_size() <= 2
-    sides = []
-    for _ in range(2):
+def body_data_parallel(dtype, scaled):
+    """A gradient overflows in the third step, on the last rank."""
+    N, sides = pool.world_size(), []
+    for ranks in ([pool.rank()], range(N)):
         model = make_model("plain", torch.promote_types(dtype, torch.float32))
-        scaler = scaler_class and scaler_class("cpu", 2.0**10, process_group=pool.group())
-        sides.append((model, wrap(OPTIMIZERS[name](model.parameters()), dtype, scaler)))
-    (model, ours), (plain, alone) = sides
+        scaler = amp.GradScaler("cpu", 2.0**10, enabled=scaled, process_group=pool.group())
+        sides.append((model, wrapped(model, dtype, scaler), ranks))
+    (ours, *_), (plain, *_) = sides
     for step in range(4):
-        for m, optimizer, ranks in ((model, ours, [pool.rank()]), (plain, alone, range(N))):
+        for model, optimizer, ranks in sides:
             optimizer.zero_grad()
             for rank in ranks:
                 bad = INF if step == 2 and rank == N - 1 else 1.0
-                loss = m(make_batch(rank, step).to(dtype)).double().square().mean() * bad
-                (optimizer.scale(loss) if scaler_class else loss).backward()
-            for p in m.parameters():
+                optimizer.scale(model(make_batch(rank, step).to(dtype)).double().square().mean() * bad).backward()
+            for p in model.parameters():
                 p.grad /= N
-                if m is model:
+                if model is ours:
                     dist.all_reduce(p.grad, group=pool.group())
             optimizer.step()
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            if step != 2:
-                assert a.grad.isfinite().all()
-                assert_equal(a.grad, b.grad, exact)
-            assert a.isfinite().all()  # the step of an inf was skipped, by all ranks, with a scaler and without
-            assert_equal(a.detach(), b.detach(), exact)
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+            assert step == 2 or a.grad.isfinite().all()
+            assert a.isfinite().all()  # nobody has made that step
+            assert_equal(a.detach(), b.detach(), exact=N == 2)
 
 
-WAYS = [(2, torch.bfloat16, None)]
-WAYS += [(N, dtype, amp.GradScaler) for N, dtype in ((2, torch.float16), (2, torch.float32), (3, torch.float64))]
+WAYS = [(2, torch.bfloat16, False), (2, torch.float16, True), (2, torch.float32, True), (3, torch.float64, True)]
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-@pytest.mark.parametrize(("N", "dtype", "scaler_class"), WAYS)
-def test_data_parallel_equals_one_device(N, dtype, scaler_class, name):
-    pool.run(N, body_data_parallel, amp.MixedPrecisionOptimizer, scaler_class, dtype, name)
-
-
-def train_some(model, optimizer, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        x = make_batch(0, step, next(model.parameters()).dtype)
-        optimizer.scale(model(x).float().square().mean() * (INF if step == 3 else 1.0)).backward()
-        optimizer.step()
+@pytest.mark.parametrize(("N", "dtype", "scaled"), WAYS)
+def test_data_parallel_equals_one_device(N, dtype, scaled):
+    """Ranks that reduce gradients before the step, and one device that accumulates their micro-batches."""
+    pool.run(N, body_data_parallel, dtype, scaled)
 
 
 SCALER_OF = {"bf16": None, "fp16": amp.GradScaler, "fp16, PyTorch's scaler": torch.amp.GradScaler}
+each_scaler = pytest.mark.parametrize("scaler_class", SCALER_OF.values(), ids=SCALER_OF)
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("order", ["model first", "model last", "optimizer alone"])
-@pytest.mark.parametrize("way", SCALER_OF)
-def test_resuming_is_exact(way, order, name):
+@each_scaler
+def test_resuming_is_exact(scaler_class, order):
     """Bitwise, by a file, whichever is loaded first: the model or the optimizer, whose masters have more bits."""
+    dtype, sides = torch.float16 if scaler_class else torch.bfloat16, []
+    for seed in (0, 1):
+        model = make_model("plain", seed=seed)
+        sides.append((model, wrapped(model, dtype, scaler_class and scaler_class("cpu", 4.0))))
+    (model, optimizer), (again, other) = sides
 
-    def make(seed):
-        model, scaler_class = make_model("plain", seed=seed), SCALER_OF[way]
-        scaler, dtype = scaler_class and scaler_class("cpu"), torch.float16 if scaler_class else torch.bfloat16
-        return model, amp.MixedPrecisionOptimizer(OPTIMIZERS[name](model.parameters()), dtype, scaler)
+    def train(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            optimizer.scale(model(make_batch(0, step, dtype)).sum().float() * (INF if step == 3 else 1.0)).backward()
+            optimizer.step()
 
-    (model, optimizer), (again, other) = make(0), make(1)
-    train_some(model, optimizer, range(5))
+    train(model, optimizer, range(5))
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
@@ -324,13 +295,11 @@ def test_resuming_is_exact(way, order, name):
     other.load_state_dict(state)
     if order == "model last":
         again.load_state_dict(model_state)
-    for m, o in ((model, optimizer), (again, other)):
-        train_some(m, o, range(5, 9))
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b)
+    for side in sides:
+        train(*side, range(5, 9))
+    assert_same_parameters(model, again, exact=True)
     assert str(optimizer.state_dict()) == str(other.state_dict())
-    if way != "bf16":
-        assert optimizer.state_dict()["scaler"]["scale"] == 2.0**15
+    assert optimizer.state_dict()["scaler"].get("scale", 2.0) == 2.0
 
 
 @pytest.mark.parametrize("look", ["step", "state_dict"])
@@ -364,53 +333,35 @@ def test_bytes_that_stay_allocated():
 
 def test_schedulers_and_state_go_on():
     """Bitwise the plain optimizer, in fp64: wrapped after a step, schedulers made before and after, a part frozen."""
-    models, optimizers = [make_model("frozen", torch.float64), make_model("frozen", torch.float64)], []
-    for m in models:
-        optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
-        m(make_batch(0, 0, torch.float64)).square().mean().backward()
-        optimizer.step()
-        if m is models[0]:
-            optimizer = amp.MixedPrecisionOptimizer(optimizer, torch.float64)
-        schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))
-        optimizers.append((m, optimizer, schedulers))
-    for step in range(1, 4):
-        for m, optimizer, schedulers in optimizers:
-            optimizer.zero_grad()
-            m(make_batch(0, step, torch.float64)).square().mean().backward()
-            for steps in (optimizer, *schedulers):
-                steps.step()
+    models = [make_model("frozen", torch.float64) for _ in range(2)]
+    for wrap, model in enumerate(models):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        steps = [optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+        for number in range(4):
+            model.zero_grad()
+            loss_of(model(make_batch(0, number, torch.float64))).backward()
+            for step in steps:
+                step.step()
+            if number == 0:
+                steps[0] = optimizer = amp.MixedPrecisionOptimizer(optimizer, torch.float64) if wrap else optimizer
+                steps.append(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step))
     assert_same_parameters(*models, exact=True)
-    assert not hasattr(optimizers[0][1], "nothing")
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_and_unused_parameters(set_to_none):
-    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = amp.MixedPrecisionOptimizer(torch.optim.SGD([used, unused], lr=0.25), torch.bfloat16)
-    for _ in range(2):
-        used.sum().backward()
-        assert used.grad.tolist() == [1, 1]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none)
-        assert (used.grad is None) == set_to_none
-        assert unused.grad is None
-    assert (used.tolist(), unused.tolist()) == ([0.5, 0.5], [1, 1])
-
-
-@pytest.mark.parametrize("scaler_class", SCALER_OF.values(), ids=SCALER_OF)
+@each_scaler
 def test_a_step_given_up_after_clipping(scaler_class):
     """zero_grad() instead of step(): the next gradients are looked at anew; a scaler wants its update() first."""
     weight, scaler = nn.Parameter(torch.ones(2)), scaler_class and scaler_class("cpu", 4.0)
     optimizer = amp.MixedPrecisionOptimizer(torch.optim.SGD([weight], lr=1.0), torch.float16, scaler)
     for factor in (1.0, INF, 3.0):
-        optimizer.zero_grad()
         optimizer.scale(weight.sum() * factor).backward()
         assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(factor * 2**0.5, rel=1e-3)
+        optimizer.zero_grad(set_to_none=factor == INF)
+        assert weight.grad is None if factor == INF else weight.grad.tolist() == [0, 0]
         if scaler:
-            optimizer.zero_grad()
             with pytest.raises(RuntimeError, match=r"since the last update"):
                 optimizer.unscale_()
+            optimizer.zero_grad()
             scaler.update()
     assert weight.tolist() == [1, 1]
     assert scaler is None or scaler.get_scale() == 2.0
@@ -479,12 +430,12 @@ def test_the_lists_are_the_core_of_those_that_torch_has_for_cuda():
 
 def test_regions_nest_and_end():
     """The innermost decides, also one that is not enabled; a region also decorates."""
-    half, inner = amp.autocast(torch.float16), amp.autocast(torch.bfloat16)
+    inner = amp.autocast(torch.bfloat16)
 
     def product():
         return (A @ A).dtype
 
-    with half:
+    with amp.autocast(torch.float16):
         with inner, amp.autocast(torch.float16, enabled=False):
             assert product() == torch.float32
             assert A.half().sum().dtype == torch.float16
@@ -505,64 +456,46 @@ class Casts(TorchDispatchMode):
 
 
 def test_a_weight_is_cast_once_in_a_region():
-    """With its gradient, and anew when it has changed; activations are not kept, and after the region nothing is."""
+    """Anew when it has changed, or for a gradient; activations are not kept, and after the region nothing is."""
     layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4, dtype=torch.bfloat16)
     with amp.autocast(torch.bfloat16) as region:
         with torch.no_grad():
-            before = layer(x)
+            layer(x)
         with Casts() as casts:
             outputs = [layer(x) for _ in range(3)]
         assert casts.count == 1
-        outputs[-1].sum().backward()
+        for output in outputs:
+            output.sum().backward()
         assert layer.weight.grad.dtype == torch.float32
-        assert torch.equal(before, outputs[-1])
-        with amp.autocast(torch.float16):
-            assert layer(x).dtype == torch.float16
-        activation = outputs.pop().float()
-        layer(activation)
-        gone = weakref.ref(activation)
-        del activation
-        assert gone() is None
+        assert (layer.weight.grad == 6).all()
         with torch.no_grad():
             layer.weight.zero_()
         assert (layer(x) == 0).all()
         half = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
         assert ((half @ half).dtype, half.sum().dtype) == (torch.bfloat16, torch.float32)
+        layer(activation := output.float())
+        gone = weakref.ref(activation)
+        del activation
+        assert gone() is None
     gone = weakref.ref(layer.weight)
-    del layer, outputs
+    del layer, output, outputs
     gc.collect()
     assert region is not None
     assert gone() is None
 
 
-def test_loss_and_gradients_are_those_of_torch_autocast():
-    """Bitwise, for a model of operations that torch treats alike on the CPU; several batches in a region."""
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 5))
-    results = []
-    for region in (amp.autocast(torch.bfloat16), torch.autocast("cpu", torch.bfloat16)):
-        model.zero_grad()
-        torch.manual_seed(0)
-        with region:
-            for _ in range(3):
-                loss = F.cross_entropy(model(torch.randn(6, 1, 4, 4)), torch.randint(5, (6,)))
-                loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 # ---- the cost at scale
 
 
-@pytest.mark.parametrize("N", [8, 64, 1024])
+@pytest.mark.parametrize("N", [8, 1024])
 def test_the_same_bytes_at_scale(N, request):
     """2Ψ·2(N-1)/N for gradients in 16 bits, and 4·2(N-1)/N by the scaler."""
     model, tokens = small_language_model()
-    inner = torch.optim.AdamW(model.parameters())
-    optimizer = amp.MixedPrecisionOptimizer(inner, torch.bfloat16, amp.GradScaler("cpu"))
+    optimizer = wrapped(model, torch.bfloat16, amp.GradScaler("cpu"))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N)
     request.addfinalizer(dist.destroy_process_group)
     with amp.SentBytes() as sent:
-        optimizer.scale(loss_of(model, tokens)).backward()
+        optimizer.scale(language_loss(model, tokens)).backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
