@@ -298,8 +298,9 @@ class Zero1(torch.optim.Optimizer):
             for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing more"):
                 if first != other:
                     raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, group=self.process_group, group_src=0)
+        left_out = [p.data for p in self.module.parameters() if p not in group_of]
+        for tensor in (*self.module.buffers(), *left_out):
+            dist.broadcast(tensor, group=self.process_group, group_src=0)
         kinds = {p: (p.dtype, p.requires_grad, group_of[p], self._owner.get(p)) for p in ordered}
         if by_messages(ordered[0], self.process_group):  # larger messages are no faster there, and leave the cache
             cap_bytes = min(cap_bytes, 4 * 2**20)

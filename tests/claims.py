@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 # function(ranks, micro-batches, stages per rank) -> a list of actions for each rank; --grad-scaler, class(init_scale=,
 # growth_interval=); --lora, function(model, r=, lora_alpha=, target_modules=); --checkpoint, function(function, *its
 # arguments), with use_reentrant=False where it takes that; --attention, function(q, k, v, causal= or is_causal=) and,
-# where it has them, scale= and dropout_p=; --all-reduce, function(tensor), in place. And each with process_group=, where
+# where it has them, scale= and dropout_p=; --all-reduce, function(tensor), in place. And each with process_group=, if
 # it takes one; an all-reduce with group=, too.
 OURS = {
     "ddp": "ddp:DistributedDataParallel",

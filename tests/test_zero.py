@@ -296,7 +296,7 @@ def change_groups(step, optimizer, model):
 @on(3)
 def test_groups(stage):
     """With options of their own, changed on the way; parameters frozen and unfrozen; a bias in no group."""
-    how = {"groups": two_groups, "before": change_groups, "start": 0}
+    how = {"groups": two_groups, "before": change_groups}
     optimizer, model, _, theirs = train(stage, plain_model, 5, bucket_cap_mb=1e-3, **how)
     same_state(optimizer.state_dict(), theirs.state_dict())
     with pytest.raises(ValueError, match="sharded at construction"):
