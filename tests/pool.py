@@ -51,7 +51,9 @@ def _worker(worker_rank, connection, folder):
     _groups[MAX_WORLD] = dist.group.WORLD
     connection.send("ready")
     while (task := connection.recv()) is not None:
-        _current, body, args = task
+        number, _current, body, args = task
+        # New groups are named by a count, which ranks that take no part in a body would be behind with.
+        dist.distributed_c10d._world.group_count = 1000 * number
         for old in set(dist.distributed_c10d._world.pg_map) - set(_groups.values()):
             dist.destroy_process_group(old)  # of earlier bodies, which are over on all ranks: each has three threads
         try:
@@ -65,7 +67,7 @@ def _worker(worker_rank, connection, folder):
 
 class Pool:
     def __init__(self):
-        self.workers = []
+        self.workers, self.number = [], 0
 
     def start(self):
         self.folder = tempfile.TemporaryDirectory()
@@ -98,8 +100,9 @@ class Pool:
         if not self.workers:
             self.start()
         workers = self.workers[:world_size]
+        self.number += 1
         for _, connection in workers:
-            connection.send((world_size, body, args))
+            connection.send((self.number, world_size, body, args))
         results, end = {}, time.monotonic() + HANGS_AFTER
         while len(results) < world_size:
             waiting = {connection: r for r, (_, connection) in enumerate(workers) if r not in results}
