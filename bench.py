@@ -370,7 +370,7 @@ def worker(rank, ranks, names, rounds, sequences, folder):
     if rank == 0 and results:
         what = f"{ranks} ranks of one thread, {64 * sequences} tokens for each"
         print(f"\n{machine()}\n{what}; {rounds} rounds, and the middle half of their ratios")
-        print(f"{'row':16} {'ours':26} {'theirs':36} {'ms':>6} {'ms':>6}     ratio   range")
+        print(f"{'row':16} {'ours':28} {'theirs':36} {'ms':>6} {'ms':>6}     ratio   range")
         print(*(row for row, _ in results), *(line for _, line in results), sep="\n")
     dist.barrier()
     sys.stdout.flush()
@@ -393,7 +393,7 @@ def show(name, times):
     ratios = [a / b for a, b in zip(times[ours], times[library], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     ms = [statistics.median(times[variant]) for variant in (ours, library)]
-    row = f"{name:16} {ours:26} {library:36} {ms[0]:6.0f} {ms[1]:6.0f} {ratio:9.2f}   {low:.2f} to {high:.2f}"
+    row = f"{name:16} {ours:28} {library:36} {ms[0]:6.0f} {ms[1]:6.0f} {ratio:9.2f}   {low:.2f} to {high:.2f}"
     return row, f"RATIO {name} {ratio:.3f}"
 
 
