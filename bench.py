@@ -398,8 +398,7 @@ def show(name, times):
 
 
 def machine():
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if (info := Path("/proc/cpuinfo")).exists() else []
     return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}, torch {torch.__version__}"
 
 

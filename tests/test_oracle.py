@@ -5,6 +5,7 @@ import re
 import sys
 
 import claims
+import conftest  # noqa: F401 - by which the technique files can be imported, also without pytest
 import pool
 import pytest
 import torch
