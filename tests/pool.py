@@ -18,6 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# What costs a process most is to import torch: once, in the process that the others are forked from.
+forkserver = mp.get_context("forkserver")
+forkserver.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.testing", "pytest"])
+
 MAX_WORLD = 4
 HANGS_AFTER = 60.0  # seconds
 _groups = {}  # in a worker: world size -> process group
@@ -71,10 +75,9 @@ class Pool:
 
     def start(self):
         self.folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
         for worker_rank in range(MAX_WORLD):
-            here, there = context.Pipe()
-            process = context.Process(target=_worker, args=(worker_rank, there, self.folder.name), daemon=True)
+            here, there = forkserver.Pipe()
+            process = forkserver.Process(target=_worker, args=(worker_rank, there, self.folder.name), daemon=True)
             process.start()
             there.close()
             self.workers.append((process, here))

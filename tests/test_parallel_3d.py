@@ -7,13 +7,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pool
 import pytest
 import torch
 import torch.distributed as dist
-from launch import ROOT, TORCHRUN, launch
+from launch import ROOT, TORCHRUN, fork
 
 import ddp
 import parallel_3d
@@ -266,7 +265,7 @@ def test_a_block_is_pytorchs_encoder_layer():
 
 
 def run(*flags, ranks=4):
-    done = launch([*TORCHRUN, "--nproc-per-node", ranks, FILE, "--steps", 3, *flags], ROOT)
+    done = fork(FILE, "--steps", 3, *flags, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -291,7 +290,7 @@ def test_the_default_on_8_ranks(tmp_path):
 
 
 def test_a_wrong_command_line():
-    done = launch([sys.executable, FILE, "--tp", 3], ROOT)
+    done = fork(FILE, "--tp", 3)
     assert done.returncode == 2
     assert done.stderr == "error: --tp 3 × --pp 1 = 3 ranks must divide the world of 1\n"
 

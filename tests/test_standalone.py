@@ -2,10 +2,9 @@
 
 import re
 import shutil
-import sys
 
 import pytest
-from launch import ALONE, ROOT, TORCHRUN, launch
+from launch import ALONE, ROOT, TORCHRUN, fork, launch
 
 NUMBER = r"(\d+\.\d)"
 LINES = [
@@ -19,50 +18,36 @@ LINES = [
 ]
 
 
-# `python FILE …`, and what the process is left with at its end.
-WATCHED = """
-import atexit, gc, pathlib, runpy, sys
-
-gc.disable()  # what holds a group in a cycle is to be seen each time, not now and then
-
-@atexit.register
-def look():
-    threads = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*")]
-    print("gloo's threads:", [thread for thread in threads if "gloo" in thread])
-
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-NO_THREAD = "gloo's threads: []"  # one that runs on while Python ends aborts the process now and then
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
-def test_demo(path, launcher, tmp_path):
+def test_demo(path, ranks, tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     shutil.copy(path, folder)
-    torchrun = launcher == "torchrun"
-    command = [*TORCHRUN, "--nproc-per-node", "2"] if torchrun else [sys.executable, "-W", "error", "-c", WATCHED]
-    done = launch([*command, path.name, "--steps", "3"], folder)
+    done = fork(path.name, "--steps", 3, ranks=ranks, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""  # no warnings, no progress in a log
+    assert done.stderr == ""  # no warnings, no progress in a log, no thread that outlives its group
     lines = iter(done.stdout.splitlines())
     for line_of_any in LINES:  # in this order, with others between them
-        pattern = line_of_any.format(ranks="2 ranks" if torchrun else "1 rank")
+        pattern = line_of_any.format(ranks="2 ranks" if ranks > 1 else "1 rank")
         match = next((found for line in lines if (found := re.fullmatch(pattern, line))), None)
         assert match, f"no line {pattern!r} in\n{done.stdout}"
         if "sent" in pattern:
             assert match.group(1) == match.group(2)
-    lines = done.stdout.splitlines()
-    assert torchrun or lines[-1] == NO_THREAD
     assert [left.name for left in folder.iterdir()] == [path.name]
 
 
+def test_torchrun(tmp_path):
+    """The command of every docstring, and the port that torchrun chooses."""
+    shutil.copy(ROOT / "ddp.py", tmp_path)
+    done = launch([*TORCHRUN, "--nproc-per-node", 2, "ddp.py", "--steps", 3], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bitwise equal over 3 steps" in done.stdout
+
+
 def test_no_thread_outlives_the_group_of_all_together():
-    done = launch([sys.executable, "-c", WATCHED, "parallel_3d.py", "--steps", "1"], ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == NO_THREAD
+    done = fork("parallel_3d.py", "--steps", 1)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 SCALED = {  # a line of each file's technique, and the same with a gradient that is a thousandth off
@@ -85,14 +70,14 @@ def test_a_gradient_scaled_by_1_001_is_seen(name, tmp_path):
     text = (ROOT / f"{name}.py").read_text()
     assert SCALED[name][0] in text
     (tmp_path / f"{name}.py").write_text(text.replace(*SCALED[name]))
-    done = launch([sys.executable, f"{name}.py", "--steps", "2"], tmp_path)
+    done = fork(f"{name}.py", "--steps", 2, cwd=tmp_path)
     assert done.returncode == 1
     assert re.search(r"vs 1 device .* NOT equal within \S+: \de-\d\d over 2 steps", done.stdout)
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks(ranks, tmp_path):
+def test_more_ranks(ranks):
     """More than two ranks sum in another order: the demo goes over to float64, and says what it found."""
-    done = launch([*TORCHRUN, "--nproc-per-node", ranks, ROOT / "ddp.py", "--steps", "2"], tmp_path)
+    done = fork(ROOT / "ddp.py", "--steps", 2, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"vs 1 device .* equal within 1e-09: \de-1\d over 2 steps", done.stdout)
