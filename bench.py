@@ -10,7 +10,6 @@ time, its quartiles, and the median of the ratios taken round by round; last, fo
 """
 
 import argparse
-import logging
 import os
 import platform
 import random
@@ -34,9 +33,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import activation_checkpoint
 import amp
 import ddp
+import flash_attention
 import fsdp
 import lora
 import pipeline
@@ -106,33 +108,6 @@ def bench_zero(rank, ranks, sequences):
         "Zero3": zero_step(zero.Zero3, sequences, rank),
         "torch DDP + AdamW": training_step(replica, adamw(replica), sequences, rank),
     }
-
-
-def bench_deepspeed(stage, rank, ranks, sequences):
-    """Zero2, Zero3 against DeepSpeed's stages"""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), DS_ACCELERATOR="cpu")
-    logging.disable()
-    import deepspeed
-
-    model = language_model()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=adamw(model),
-        config={
-            "train_micro_batch_size_per_gpu": sequences,
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-        },
-        dist_init_required=False,
-    )
-    tokens = torch.randint(256, (sequences, 65), generator=torch.Generator().manual_seed(rank))
-
-    def step():
-        engine.backward(ddp.language_loss(engine(tokens[:, :-1]), tokens[:, 1:]))
-        engine.step()
-
-    ours = {2: zero.Zero2, 3: zero.Zero3}[stage]
-    return {ours.__name__: zero_step(ours, sequences, rank), f"DeepSpeed stage {stage}": step}
 
 
 def bench_fsdp(parameters, rank, ranks, sequences):
@@ -232,14 +207,6 @@ def bench_tensor_parallel(rank, ranks, sequences):
     }
 
 
-def bench_sequence_parallel(rank, ranks, sequences):
-    """parallelize, sequence_parallel"""
-    return {
-        "sequence_parallel": our_tensor_parallel(sequences, sequence_parallel=True),
-        "torch parallelize_module, no SP": torch_tensor_parallel(sequences, ranks),
-    }
-
-
 def bench_pipeline(name, schedule_class, rank, ranks, sequences):
     """Forwards and backwards alone, which is what the library's class does.
 
@@ -326,19 +293,48 @@ def bench_lora(rank, ranks, sequences):
     }
 
 
+def bench_activation_checkpoint(rank, ranks, sequences):
+    """checkpoint, around each block; no communication"""
+
+    def row(run=lambda forward, x: forward(x)):
+        model = language_model()
+        for block in model[1:-2]:
+            block.forward = partial(run, block.forward)
+        return training_step(model, adamw(model), sequences, rank)
+
+    return {
+        "checkpoint": row(activation_checkpoint.checkpoint),
+        "torch checkpoint": row(partial(torch_checkpoint, use_reentrant=False)),
+        "nothing is checkpointed": row(),
+    }
+
+
+def bench_flash_attention(rank, ranks, sequences):
+    """flash_attention, causal, 8 heads of 64 on 1024 tokens, forward and backward; no communication"""
+    q, k, v = (torch.randn(sequences, 8, 1024, 64, requires_grad=True) for _ in range(3))
+
+    def row(attention, **causal):
+        return lambda: attention(q, k, v, **causal).sum().backward()
+
+    return {
+        "flash_attention": row(flash_attention.flash_attention, causal=True),
+        "torch scaled_dot_product_attention": row(F.scaled_dot_product_attention, is_causal=True),
+        "naive_attention": row(flash_attention.naive_attention, causal=True),
+    }
+
+
 ROWS = {
     "ddp": bench_ddp,
     "zero": bench_zero,
-    "zero2": partial(bench_deepspeed, 2),
-    "zero3": partial(bench_deepspeed, 3),
     "fsdp": partial(bench_fsdp, "14M"),
     "fsdp_27m": partial(bench_fsdp, "27M"),
     "tensor_parallel": bench_tensor_parallel,
-    "sequence_parallel": bench_sequence_parallel,
     "pipeline_gpipe": partial(bench_pipeline, "gpipe", ScheduleGPipe),
     "pipeline_1f1b": partial(bench_pipeline, "1f1b", Schedule1F1B),
     "amp": bench_amp,
     "lora": bench_lora,
+    "activation_checkpoint": bench_activation_checkpoint,
+    "flash_attention": bench_flash_attention,
 }
 
 
@@ -370,7 +366,7 @@ def worker(rank, ranks, names, rounds, sequences, folder):
     if rank == 0 and results:
         what = f"{ranks} ranks of one thread, {64 * sequences} tokens for each"
         print(f"\n{machine()}\n{what}; {rounds} rounds, and the middle half of their ratios")
-        print(f"{'row':16} {'ours':28} {'theirs':36} {'ms':>6} {'ms':>6}     ratio   range")
+        print(f"{'row':22} {'ours':28} {'theirs':36} {'ms':>6} {'ms':>6}     ratio   range")
         print(*(row for row, _ in results), *(line for _, line in results), sep="\n")
     dist.barrier()
     sys.stdout.flush()
@@ -393,7 +389,7 @@ def show(name, times):
     ratios = [a / b for a, b in zip(times[ours], times[library], strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     ms = [statistics.median(times[variant]) for variant in (ours, library)]
-    row = f"{name:16} {ours:28} {library:36} {ms[0]:6.0f} {ms[1]:6.0f} {ratio:9.2f}   {low:.2f} to {high:.2f}"
+    row = f"{name:22} {ours:28} {library:36} {ms[0]:6.0f} {ms[1]:6.0f} {ratio:9.2f}   {low:.2f} to {high:.2f}"
     return row, f"RATIO {name} {ratio:.3f}"
 
 
