@@ -64,10 +64,10 @@ class IndexedWriter:
         self.names = {f"{prefix}.{kind}": f"{prefix}.{kind}.{os.getpid()}.tmp" for kind in ("bin", "idx")}
         for name in self.names.values():
             stack.callback(Path(name).unlink, missing_ok=True)
-        self.bin, self.idx = (stack.enter_context(open(name, "wb")) for name in self.names.values())
+        self.bin, self.idx = (stack.enter_context(open(name, "wb")) for name in self.names.values())  # noqa: SIM115
         self.folder, self.documents, self.tokens = Path(self.idx.name).parent, 0, 0
-        # the index is three arrays, one after the other, all of which grow with each document
-        self.parts = [stack.enter_context(tempfile.TemporaryFile(dir=self.folder)) for _ in range(3)]
+        # of the index, lengths, offsets and numbers: all grow with each document, and then stand one after the other
+        self.parts = [stack.enter_context(tempfile.TemporaryFile(dir=self.folder)) for _ in range(3)]  # noqa: SIM115
 
     def add(self, tokens, lengths):
         """Append documents of these lengths, their tokens in one array, back to back."""
@@ -76,7 +76,7 @@ class IndexedWriter:
             raise ValueError(f"{self.prefix}: tokens must be integers from 0 to {self.vocab_size - 1}, unlike {tokens}")
         if lengths.max(initial=0) >= 2**31:
             raise ValueError(f"{self.prefix}: a document of {lengths.max()} tokens; the format allows {2**31 - 1}")
-        self.bin.write(tokens.astype(DTYPES[self.code]).data)
+        self.bin.write(tokens.astype(DTYPES[self.code], copy=False).data)
         offsets = (self.tokens + np.cumsum(lengths) - lengths) * np.dtype(DTYPES[self.code]).itemsize
         numbers = np.arange(self.documents, self.documents + len(lengths))  # each document is one sequence
         for part, array, dtype in zip(self.parts, (lengths, offsets, numbers), ("<i4", "<i8", "<i8"), strict=True):
@@ -130,9 +130,7 @@ class IndexedDataset:
             raise ValueError(f"{prefix}.idx: {idx} bytes that begin with {start[:9]}, not {HEADER.size} with {MAGIC}")
         _, version, code, n, documents = HEADER.unpack(start)
         if version != 1 or code not in DTYPES or n == 0:
-            raise ValueError(
-                f"{prefix}.idx: version {version}, dtype {code}, {n} sequences; it must be 1, 1 to 8, some"
-            )
+            raise ValueError(f"{prefix}.idx: version {version}, not 1; dtype {code}, not 1 to 8; or {n} sequences")
         if idx != (whole := HEADER.size + 12 * n + 8 * documents):
             raise ValueError(f"{prefix}.idx: {idx} bytes; {n} sequences in {documents - 1} documents are {whole}")
         parts = np.split(np.asarray(np.memmap(f"{prefix}.idx", mode="r"))[HEADER.size :], [4 * n, 12 * n])
@@ -188,10 +186,8 @@ def texts_of(line, keys):
     """-> the texts of a line under `keys`, in UTF-8, or a ValueError that says what is wrong with it."""
     try:
         record = json.loads(line.decode())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} in column {error.colno}") from None
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {str(error).replace('line 1 ', '')}") from None  # its one line is not the file's
     if not isinstance(record, dict):
         raise ValueError(f"not an object with keys, but of type {type(record).__name__}")
     for key in keys:
@@ -232,7 +228,7 @@ def in_order(function, jobs, workers):
     try:
         for job in jobs:  # pool.map would take in all of them at once
             ahead.append((job, pool.submit(function, *job)))
-            while len(ahead) > 2 * workers:
+            if len(ahead) > 2 * workers:
                 yield ahead[0][0], ahead.popleft()[1].result()
         while ahead:
             yield ahead[0][0], ahead.popleft()[1].result()
@@ -262,11 +258,12 @@ def preprocess(path, output_prefix, keys=("text",), append_eod=False, vocab_file
     function, documents, done, shown = functools.partial(encode, keys, append_eod, files), 0, 0, 0
     start = time.monotonic()
     with ExitStack() as stack:
+        stack.callback(print, end="\x1b[K" if terminal else "", flush=True)  # what is left of the bar
         writers = [IndexedWriter(stack, f"{output_prefix}_{key}_document", vocab_size) for key in keys]
         for (*_, lines), encoded in stack.enter_context(closing(in_order(function, chunks(path), workers))):
             for writer, arrays in zip(writers, encoded, strict=True):
                 writer.add(*arrays)
-            documents, done = documents + len(lines.removesuffix(b"\n").split(b"\n")), done + len(lines)
+            documents, done = documents + lines.count(b"\n") + (lines[-1:] != b"\n"), done + len(lines)
             seconds = time.monotonic() - start
             if seconds - shown > (0.2 if terminal else 30):
                 shown, line = seconds, progress(documents, done, max(size, done), seconds)
@@ -296,12 +293,13 @@ class GPTDataset:
     """
 
     def __init__(self, indexed, sequence_length, num_samples, seed=0):
-        tokens, n, documents = indexed.sequence_lengths.sum(), len(indexed), len(indexed.document_indices) - 1
-        if not 1 <= sequence_length < tokens or num_samples < 1 or not 0 <= seed < 2**32:
-            limits = f"{sequence_length=} must be from 1 to {tokens - 1}, {num_samples=} positive, {seed=} of 32 bits"
-            raise ValueError(limits)
-        if n != documents:
-            raise ValueError(f"{n} sequences in {documents} documents: preprocess without --split-sentences")
+        tokens, documents = indexed.sequence_lengths.sum(dtype=np.int64), len(indexed.document_indices) - 1
+        if not 1 <= sequence_length < tokens:
+            raise ValueError(f"{sequence_length=} must be from 1 to {tokens - 1}: a sample is one longer")
+        if num_samples < 1 or not 0 <= seed < 2**32:
+            raise ValueError(f"{num_samples=} must be positive, {seed=} from 0 to {2**32 - 1}")
+        if len(indexed) != documents:
+            raise ValueError(f"{len(indexed)} sequences in {documents} documents: preprocess without --split-sentences")
         self.indexed, self.sequence_length, self.num_samples, self.seed = indexed, sequence_length, num_samples, seed
         self.samples_per_epoch, self._made = int(tokens - 1) // sequence_length, (None, None)
 
@@ -312,12 +310,12 @@ class GPTDataset:
         """-> document index (documents,), sample index (samples, 2), shuffle index (samples,)"""
         if self._made[0] != epoch:
             random = np.random.RandomState([self.seed, epoch])  # its numbers are frozen, unlike default_rng's (NEP 19)
-            documents = random.permutation(len(self.indexed)).astype(np.int32)
+            documents = random.permutation(len(self.indexed))
             lengths = self.indexed.sequence_lengths[documents]
             ends, cuts = np.cumsum(lengths, dtype=np.int64), self.sequence_length * np.arange(self.samples_per_epoch)
             places = np.searchsorted(ends, cuts, side="right")  # the first document to end after the cut
             samples = np.stack([places, cuts - ends[places] + lengths[places]], axis=1).astype(np.int32)
-            self._made = epoch, (documents, samples, random.permutation(len(samples)).astype(np.int32))
+            self._made = epoch, (documents, samples, random.permutation(len(samples)))
         return self._made[1]
 
     def __getitem__(self, i):
@@ -408,7 +406,7 @@ def main():
     try:
         preprocess(a.input, a.output_prefix, keys, a.append_eod, a.vocab_file, a.merge_file, a.workers)
     except (OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:
-        print(f"error: {error or 'interrupted'}; nothing was written", file=sys.stderr)
+        print(f"error: {str(error) or 'interrupted'}; nothing was written", file=sys.stderr)
         return 1
     return 0
 
