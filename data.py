@@ -7,7 +7,7 @@
 GPTDataset takes the documents of an epoch, in a shuffled order, as one long text, which it cuts every s tokens:
 
     document index   that order             │ 7      │ 2             │ 9   │ 0            │ 4 …
-    sample index     (place in it, offset)  (0, 0)  (1, 1)  (1, 9)  (2, 3)  (3, 5)  …
+    sample index     (place in it, offset)  (0, 0)  (1, 0)  (1, 8)  (2, 0)  (3, 2)  …
     of each cut                             ├── s ──┼── s ──┼── s ──┼── s ──┼── s ──┼
     sample 1         s + 1 tokens: s inputs         └───────┘ the last one, only a target here, is sample 2's first
     shuffle index    [i] is sample shuffle[i]; after the last one comes the next epoch, shuffled anew
@@ -17,13 +17,11 @@ ranks in order: step k of 4 samples is 4k, 4k + 1, 4k + 2, 4k + 3, on one rank o
 
 Cost:     preprocess   COST1
           GPTDataset   COST2
-Run:      python data.py --input oscar.jsonl --output-prefix my-gpt2 --vocab-file gpt2-vocab.json \\
-              --merge-file gpt2-merges.txt --append-eod --workers 2       (no flags: the standard library, in and out)
-Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053; Radford et al. 2019, GPT-2: byte-level BPE
+Run:      python data.py --input oscar.jsonl --output-prefix my-gpt2 --append-eod --workers 2    (no flags: a demonstration)
+Paper:    Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
 Mirrors:  Megatron-LM's tools/preprocess_data.py, and IndexedDataset and GPTDataset of megatron.core.datasets
-Left out: sentences, splits, blends; masks and positions that end with a document. Megatron's shuffle lets epochs mix,
-          and its order depends on how many steps are planned; here epochs are whole, and the last tokens of one, fewer
-          than s, are in no sample of it
+Left out: sentences, splits, blends; masks and positions that end with a document. Megatron's shuffle lets epochs mix and
+          depends on how many steps are planned; ours are whole, and less than a sample at the end of one is not read
 """
 
 import argparse
@@ -170,11 +168,11 @@ def tokenizer(vocab_file=None, merge_file=None):
         return lambda utf8: np.frombuffer(utf8, np.uint8), 257, 256
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers
+
+        bpe = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     except ImportError:
         raise ValueError("a vocabulary file takes the package tokenizers: pip install tokenizers") from None
-    try:
-        bpe = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
-    except Exception as error:  # it raises no other
+    except Exception as error:  # tokenizers raises no other
         raise ValueError(f"{vocab_file}, {merge_file}: {error}") from None
     bpe.pre_tokenizer, vocabulary = pre_tokenizers.ByteLevel(add_prefix_space=False), bpe.get_vocab()
     if missing := [letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter not in vocabulary]:
@@ -264,9 +262,10 @@ def preprocess(path, output_prefix, keys=("text",), append_eod=False, vocab_file
             for writer, arrays in zip(writers, encoded, strict=True):
                 writer.add(*arrays)
             documents, done = documents + lines.count(b"\n") + (lines[-1:] != b"\n"), done + len(lines)
-            seconds = time.monotonic() - start
+            part, seconds = done / max(size, done), time.monotonic() - start
             if seconds - shown > (0.2 if terminal else 30):
-                shown, line = seconds, progress(documents, done, max(size, done), seconds)
+                shown, speed = seconds, f"{done / 1e6 / seconds:.1f} MB/s   {seconds / part - seconds:.0f} s left"
+                line = f"{'█' * int(20 * part):·<20} {part:4.0%}   {documents:,} documents   {speed}"
                 print(line, end="\x1b[K\r" if terminal else "\n", flush=True)
         for step in (IndexedWriter.finish, IndexedWriter.publish):  # all or none
             for writer in writers:
@@ -275,11 +274,6 @@ def preprocess(path, output_prefix, keys=("text",), append_eod=False, vocab_file
     for writer in writers:
         empty = f", {documents - writer.documents:,} empty left out" if documents > writer.documents else ""
         print(f"{writer.prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens{empty}, {rate:.1f} MB/s")
-
-
-def progress(documents, done, size, seconds):
-    bar = f"{'█' * (20 * done // size):·<20} {done / size:4.0%}   {documents:,} documents"
-    return f"{bar}   {done / 1e6 / seconds:.1f} MB/s   {(size - done) * seconds / done:.0f} s left"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,7 +344,7 @@ def part_of_batch(step, size, rank=0, ranks=1):
 
 
 def demonstrate():
-    """The standard library to files and back; what lies where, and who reads it. -> 0 where all came back"""
+    """The standard library to files and back; where the first samples lie, and who has them. -> 0 where all came back"""
     texts = {path.name: path.read_bytes() for path in sorted(Path(argparse.__file__).parent.glob("*.py"))}
     names = [name for name, text in texts.items() if text]
     with tempfile.TemporaryDirectory() as folder:
@@ -361,28 +355,24 @@ def demonstrate():
             pairs = zip(names, indexed, strict=True)
             same = all(tokens[:-1].astype(np.uint8).tobytes() == texts[name] for name, tokens in pairs)
             print(f"read back: each document {'as it was' if same else 'NOT as it was'}, and token 256 at its end")
-            show(GPTDataset(indexed, 1024, 8), names)
+            show_batch(GPTDataset(indexed, 1024, 8), names)
     return int(not same)
 
 
-def show(dataset, names, width=12):
-    """The first samples of epoch 0, `width` letters each, and the documents that they are cut from; the first batch."""
-    start, s, n = time.perf_counter(), dataset.sequence_length, len(dataset)
+def show_batch(dataset, names):
+    """Step 0: where each sample begins and ends, what it begins with, which data-parallel rank has it on three grids."""
+    start, n = time.perf_counter(), len(dataset)
     documents, samples, shuffle = dataset.indices(0)
-    took, at, row = time.perf_counter() - start, np.argsort(shuffle), ""
-    for place in range(samples[n, 0] + 1):
-        row += f"│{names[documents[place]]}".ljust(n * width)[: len(dataset.indexed[documents[place]]) * width // s]
-    print(f"epoch 0: {len(samples):,} samples of {s} + 1 tokens, indexed in {1e3 * took:.0f} ms, begins with")
-    print(f"  documents   {row[: n * width]}")
-    print(f"  samples     {''.join('├' + f' {j} '.center(width - 1, '─') for j in range(n))}┼")
-    print(f"  [i] is that {''.join(f' i = {at[j]:,}'.ljust(width) for j in range(n))}")
-    print("step 0: a global batch of 8, and on which of 1, 2, 4 data-parallel ranks each of its samples is")
+    took = 1e3 * (time.perf_counter() - start)
+    print(
+        f"epoch 0: {len(samples):,} samples of {dataset.sequence_length} + 1 tokens, indexed in {took:.0f} ms; step 0:"
+    )
+    print("       rank of 1, 2, 4              lies from                        to")
     for i in part_of_batch(0, n):
-        place, offset = samples[shuffle[i]].tolist()
-        ranks = " ".join(str(rank) for d in (1, 2, 4) for rank in range(d) if i in part_of_batch(0, n, rank, d))
-        text = bytes(dataset[i][:36].astype(np.uint8)).decode("utf-8", "replace")
-        where = f"{names[documents[place]]} from {offset:,} on"
-        print(f"  [{i}]  {ranks}   sample {shuffle[i]:>5,}   {where:32} {text!r}")
+        ranks = "  ".join(str(rank) for d in (1, 2, 4) for rank in range(d) if i in part_of_batch(0, n, rank, d))
+        ends = [f"{names[documents[place]]}:{offset:,}" for place, offset in samples[shuffle[i] :][:2].tolist()]
+        text = bytes(dataset[i][:30].clip(0, 255).astype(np.uint8)).decode("utf-8", "replace")
+        print(f"  [{i}]       {ranks}   sample {shuffle[i]:>5,}   {ends[0]:22} {ends[-1]:22} {text!r}")
 
 
 def main():

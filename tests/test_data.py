@@ -1,4 +1,4 @@
-"""data.py: files as Megatron-LM's, byte for byte; nothing half-written; samples that follow from a seed, on any grid."""
+"""data.py: files as Megatron-LM's, byte for byte; nothing half-written; samples by a seed, on any grid."""
 
 import hashlib
 import json
@@ -56,43 +56,40 @@ def error_of(monkeypatch, capsys, *arguments):
 # ---- the format
 
 
-@pytest.mark.parametrize(("vocab_size", "code"), [(257, 8), (65499, 8), (65500, 4), (200_000, 4)])
+@pytest.mark.parametrize(("vocab_size", "code"), [(257, 8), (65499, 8), (65500, 4)])
 def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, tmp_path):
     documents = [[0, vocab_size - 1, 7], [], [5], list(range(100))]
     write_indexed(tmp_path / "x", iter(documents), vocab_size)
     assert written(tmp_path / "x") == as_megatron_writes(documents, code)
     indexed = IndexedDataset(tmp_path / "x")
     assert [document.tolist() for document in indexed] == documents
-    assert (len(indexed), indexed[-1].tolist()) == (4, documents[-1])
-    assert len(pickle.dumps(indexed)) < 300  # the name, not the content, goes to a DataLoader's workers
     assert pickle.loads(pickle.dumps(indexed))[2].tolist() == [5]
+    assert len(pickle.dumps(indexed)) < 300  # the name, not the content, goes to a DataLoader's workers
     for mapped in (True, False):
         assert (str(tmp_path / "x.bin") in Path("/proc/self/maps").read_text()) == mapped
         indexed.close()
     for tokens in ([vocab_size], [-1], [0.5]):
         with pytest.raises(ValueError, match=f"integers from 0 to {vocab_size - 1}, unlike"):
             write_indexed(tmp_path / "x", [[1, 2], tokens], vocab_size)
-        assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
-        assert written(tmp_path / "x") == as_megatron_writes(documents, code)
+    assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
+    assert written(tmp_path / "x") == as_megatron_writes(documents, code)
 
 
 INDEX = as_megatron_writes([[1, 2, 3], [4, 5]])[1]
+REFUSED = [
+    ("idx", INDEX[:20], "20 bytes that begin with"),
+    ("idx", INDEX[:-1], f"{len(INDEX) - 1} bytes; 2 sequences in 2 documents are {len(INDEX)}"),
+    ("idx", INDEX + b"\0", f"are {len(INDEX)}"),
+    ("idx", b"TNTIDX\0\0" + INDEX[8:], "begin with b'TNTIDX"),
+    ("idx", INDEX[:9] + b"\2" + INDEX[10:], "version 2, not 1"),
+    ("idx", INDEX[:17] + b"\x09" + INDEX[18:], "dtype 9, not 1 to 8"),
+    ("idx", INDEX[:34] + struct.pack("<2i", 2, 3) + INDEX[42:], "offsets of its 2 sequences"),
+    ("idx", INDEX[:34] + struct.pack("<2i", 3, 9) + INDEX[42:], "10 bytes; by .* they must be 24"),
+    ("bin", b"123456789", "9 bytes; by .* they must be 10"),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "content", "words"),
-    [
-        ("idx", INDEX[:20], "20 bytes that begin with"),
-        ("idx", INDEX[:-1], f"{len(INDEX) - 1} bytes; 2 sequences in 2 documents are {len(INDEX)}"),
-        ("idx", INDEX + b"\0", f"are {len(INDEX)}"),
-        ("idx", b"TNTIDX\0\0" + INDEX[8:], "begin with b'TNTIDX"),
-        ("idx", INDEX[:9] + b"\2" + INDEX[10:], "version 2, not 1"),
-        ("idx", INDEX[:17] + b"\x09" + INDEX[18:], "dtype 9, not 1 to 8"),
-        ("idx", INDEX[:34] + struct.pack("<2i", 2, 3) + INDEX[42:], "offsets of its 2 sequences"),
-        ("idx", INDEX[:34] + struct.pack("<2i", 3, 9) + INDEX[42:], "10 bytes; by .* they must be 24"),
-        ("bin", b"123456789", "9 bytes; by .* they must be 10"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "content", "words"), REFUSED)
 def test_truncated_and_foreign_files_are_refused(kind, content, words, tmp_path):
     write_indexed(tmp_path / "x", [[1, 2, 3], [4, 5]], 257)
     (tmp_path / f"x.{kind}").write_bytes(content)
@@ -154,28 +151,23 @@ def test_a_bad_line_is_named(line):
     assert str(error.value).startswith("in:13: ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "words"),
-    [
-        (
-            "--input bad --output-prefix out --workers 2",
-            1,
-            "bad:200001: not JSON: Expecting value: column 10 (char 9);",
-        ),
-        ("--input nothing --output-prefix out", 1, "No such file or directory: 'nothing'"),
-        ("--input in --output-prefix none/out", 1, "No such file or directory: 'none/out_text_document.bin"),
-        ("--input empty --output-prefix out", 1, "out_text_document: there is no text to write"),
-        ("--input in --output-prefix out --vocab-file v", 2, "--merge-file come together"),
-        ("--input in --output-prefix out --workers 0", 2, "--workers must be positive"),
-        ("--input in", 2, "required: --output-prefix"),
-    ],
-)
+ERRORS = [
+    ("--input bad --output-prefix out --workers 2", 1, "bad:200001: not JSON: Expecting value: column 10 (char 9);"),
+    ("--input nothing --output-prefix out", 1, "No such file or directory: 'nothing'"),
+    ("--input empty --output-prefix none/out", 1, "No such file or directory: 'none/out_text_document.bin"),
+    ("--input empty --output-prefix out", 1, "out_text_document: there is no text to write"),
+    ("--input empty --output-prefix out --vocab-file v", 2, "--merge-file come together"),
+    ("--input empty --output-prefix out --workers 0", 2, "--workers must be positive"),
+    ("--input empty", 2, "required: --output-prefix"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "status", "words"), ERRORS)
 def test_an_error_is_one_line_and_changes_nothing(arguments, status, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_indexed("out_text_document", [[1]], 257)
     jsonl(tmp_path / "empty", [{"text": ""}])
-    good = jsonl(tmp_path / "in", [{"text": "good"}]).read_bytes()
-    (tmp_path / "bad").write_bytes(good * 200_000 + b'{"text": bad}\n' + good)
+    (tmp_path / "bad").write_bytes(b'{"text": "good"}\n' * 200_000 + b'{"text": bad}\n{"text": "good"}')
     files, before = sorted(os.listdir(tmp_path)), written("out_text_document")
     code, error = error_of(monkeypatch, capsys, *arguments.split())
     assert (code, error.count("\n"), error[:7], words in error) == (status, 1, "error: ", True), error
@@ -201,20 +193,15 @@ def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(why, 
         ["bash", "-c", command], cwd=tmp_path, env=os.environ | dict([mark.split("=")]), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    line = json.dumps({"text": 1000 * "x"}).encode() + b"\n"
-    with open(tmp_path / "in", "wb", buffering=0) as pipe:  # at its end, all is read but what stays in the pipe
-        pipe.write(line * 8000)
+    with open(tmp_path / "in", "wb", buffering=0) as pipe:  # once it is written, all is read but what the pipe holds
+        pipe.write((json.dumps({"text": 1000 * "x"}) + "\n").encode() * 3000)
         workers = [pid for pid in descendants(mark) if pid != process.pid]
-        assert len(workers) == 2
-        assert len(os.listdir(tmp_path)) == 3
-        if why == "SIGTERM":
-            os.kill(process.pid, signal.SIGTERM)
-        elif why == "Ctrl-C":
+        assert why == "the disk is full" or (len(workers), len(os.listdir(tmp_path))) == (2, 3)
+        if why == "Ctrl-C":
             os.killpg(process.pid, signal.SIGINT)
-        elif why == "killed":
-            process.kill()
-        elif why == "a worker dies":
-            os.kill(workers[0], signal.SIGKILL)
+        elif why != "the disk is full":
+            process_id = workers[0] if why == "a worker dies" else process.pid
+            os.kill(process_id, signal.SIGTERM if why == "SIGTERM" else signal.SIGKILL)
     stderr, end = process.communicate(timeout=30)[1], time.monotonic() + 5
     while descendants(mark) and time.monotonic() < end:
         time.sleep(0.02)
@@ -224,10 +211,18 @@ def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(why, 
     assert [name for name in os.listdir(tmp_path) if why != "killed" or name[-4:] != ".tmp"] == ["in"]
 
 
+VOCABULARIES = {
+    "whole": "has no <|endoftext|>",
+    "part": "lacks 255 of 256 bytes",
+    "nothing": "Error while reading BPE files",
+    "package": "takes the package tokenizers: pip install tokenizers",
+}
+
+
 def test_gpt2s_tokens(tmp_path, monkeypatch, capsys):
     """By a vocabulary of our own, as tokenizers' class has them, and transformers' where it is installed."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    theirs = tokenizers.ByteLevelBPETokenizer()
+    theirs, pre_tokenizers = tokenizers.ByteLevelBPETokenizer(), tokenizers.pre_tokenizers
     theirs.train_from_iterator([*TEXTS, "the lines of the world"], 400, special_tokens=["<|endoftext|>"])
     vocab, merges = theirs.save_model(str(tmp_path))
     theirs = tokenizers.ByteLevelBPETokenizer(vocab, merges)
@@ -237,23 +232,18 @@ def test_gpt2s_tokens(tmp_path, monkeypatch, capsys):
     assert all(0 not in document[:-1] for document in expected)  # "<|endoftext|>" in a text ends no document
     assert written(tmp_path / "out_text_document") == as_megatron_writes(expected)
 
-    letters = {letter: n for n, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-    (tmp_path / "whole").write_text(json.dumps(letters))
     (tmp_path / "part").write_text('{"a": 0, "<|endoftext|>": 1}')
+    (tmp_path / "whole").write_text(
+        json.dumps({a: n for n, a in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))})
+    )
     (tmp_path / "none").write_text("#version: 0.2\n")
     flags = ["--input", source, "--output-prefix", tmp_path / "y", "--append-eod", "--merge-file", tmp_path / "none"]
-    for name, words in (
-        ("whole", "has no <|endoftext|>"),
-        ("part", "lacks 255 of 256 bytes"),
-        ("nothing", "Error while reading BPE files"),
-        ("not there", "takes the package tokenizers: pip install tokenizers"),
-    ):
-        if name == "not there":
+    for name, words in VOCABULARIES.items():
+        if name == "package":
             monkeypatch.setitem(sys.modules, "tokenizers", None)
         code, error = error_of(monkeypatch, capsys, *flags, "--vocab-file", tmp_path / name)
         assert (code, error.count("\n"), words in error) == (1, 1, True), error
     monkeypatch.undo()
-
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     theirs, (ours, _, eod) = transformers.GPT2TokenizerFast(vocab, merges), data.tokenizer(vocab, merges)
     assert eod == theirs.eos_token_id
@@ -264,12 +254,11 @@ def test_gpt2s_tokens(tmp_path, monkeypatch, capsys):
 # ---- tokens to samples
 
 
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 1)
+
+
 @settings(max_examples=40, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 1),
-    s=st.integers(1, 12),
-    seed=st.integers(0, 2**32 - 1),
-)
+@given(lengths=LENGTHS, s=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
 def test_samples_are_the_cuts_of_the_shuffled_documents(lengths, s, seed, tmp_path_factory):
     """Each of an epoch once, whatever the number that is planned; any one first; empty documents are in nobody's way."""
     s, prefix, numbers = min(s, sum(lengths) - 1), tmp_path_factory.mktemp("data") / "x", iter(range(sum(lengths)))
@@ -289,12 +278,10 @@ def test_samples_are_the_cuts_of_the_shuffled_documents(lengths, s, seed, tmp_pa
 def test_the_order_is_the_seeds_alone(tmp_path):
     """On every machine, with every numpy: pinned. Another seed and another epoch have another."""
     write_indexed(tmp_path / "x", [range(n, n + 9) for n in range(100)], 257)
-    indices = [
-        GPTDataset(IndexedDataset(tmp_path / "x"), 5, 1, seed).indices(n) for seed, n in ((0, 0), (0, 1), (1, 0))
-    ]
-    hashes = [hashlib.sha256(np.concatenate(each, None).astype("<i8").tobytes()).hexdigest()[:16] for each in indices]
-    assert hashes[0] == "1f6e1752305f5065"
-    assert len(set(hashes)) == 3
+    indexed = IndexedDataset(tmp_path / "x")
+    orders = [np.concatenate(GPTDataset(indexed, 5, 1, n % 2).indices(n // 2), None).tolist() for n in range(3)]
+    assert hashlib.sha256(str(orders[0]).encode()).hexdigest()[:16] == "e93fe7cb82fe792a"
+    assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
 @pytest.mark.parametrize("size", [1, 6, 8, 13])
@@ -310,17 +297,17 @@ def test_the_global_batch_is_the_same_on_every_grid(size, tmp_path):
             assert all(part.shape == (0, 6) for part in parts[len(chunks) :])
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda x: GPTDataset(x, 18, 1), "sequence_length=18 must be from 1 to 17"),
-        (lambda x: GPTDataset(x, 0, 1), "sequence_length=0"),
-        (lambda x: GPTDataset(x, 17, 0), "num_samples=0 must be positive"),
-        (lambda x: GPTDataset(x, 2, 1, -1), "seed=-1 from 0 to 4294967295"),
-        (lambda x: part_of_batch(0, 8, 2, 2), "rank=2 from 0 to 1"),
-        (lambda x: GPTDataset(setattr(x, "document_indices", [0, 2]) or x, 2, 1), "2 sequences in 1 documents"),
-    ],
-)
+WRONG = [
+    (lambda x: GPTDataset(x, 18, 1), "sequence_length=18 must be from 1 to 17"),
+    (lambda x: GPTDataset(x, 0, 1), "sequence_length=0"),
+    (lambda x: GPTDataset(x, 17, 0), "num_samples=0 must be positive"),
+    (lambda x: GPTDataset(x, 2, 1, -1), "seed=-1 from 0 to 4294967295"),
+    (lambda x: part_of_batch(0, 8, 2, 2), "rank=2 from 0 to 1"),
+    (lambda x: GPTDataset(setattr(x, "document_indices", [0, 2]) or x, 2, 1), "2 sequences in 1 documents"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG)
 def test_wrong_use_is_a_value_error_with_the_numbers(call, words, tmp_path):
     write_indexed(tmp_path / "x", [range(9), range(9)], 257)
     with pytest.raises(ValueError, match=words):
@@ -344,6 +331,6 @@ def test_the_demonstration(tmp_path):
     """Of several ranks one shows it; nothing is left."""
     ranks = [launch([sys.executable, ROOT / "data.py"], "/", env={"RANK": n, "TMPDIR": str(tmp_path)}) for n in "01"]
     assert [(done.returncode, done.stderr, bool(done.stdout)) for done in ranks] == [(0, "", True), (0, "", False)]
-    for words in ("data · ", "read back: each document as it was", "epoch 0: ", "step 0: "):
+    for words in ("data · ", "read back: each document as it was", "epoch 0: ", "; step 0:"):
         assert words in ranks[0].stdout
     assert os.listdir(tmp_path) == []
