@@ -260,7 +260,7 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda len
 @settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, s=st.integers(1, 12), seed=st.integers(0, 2**32 - 1))
 def test_samples_are_the_cuts_of_the_shuffled_documents(lengths, s, seed, tmp_path_factory):
-    """Each of an epoch once, whatever the number that is planned; any one first; empty documents are in nobody's way."""
+    """Each of an epoch once, whatever the number that is planned; any one first; empty documents do no harm."""
     s, prefix, numbers = min(s, sum(lengths) - 1), tmp_path_factory.mktemp("data") / "x", iter(range(sum(lengths)))
     write_indexed(prefix, [[next(numbers) for _ in range(length)] for length in lengths], 257)
     indexed, n = IndexedDataset(prefix), (sum(lengths) - 1) // s
@@ -331,6 +331,6 @@ def test_the_demonstration(tmp_path):
     """Of several ranks one shows it; nothing is left."""
     ranks = [launch([sys.executable, ROOT / "data.py"], "/", env={"RANK": n, "TMPDIR": str(tmp_path)}) for n in "01"]
     assert [(done.returncode, done.stderr, bool(done.stdout)) for done in ranks] == [(0, "", True), (0, "", False)]
-    for words in ("data · ", "read back: each document as it was", "epoch 0: ", "; step 0:"):
+    for words in ("data · ", "read back: each document as it was", "epoch 0: ", "; step 0, a batch of 8:"):
         assert words in ranks[0].stdout
     assert os.listdir(tmp_path) == []
