@@ -37,8 +37,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -122,8 +121,7 @@ class IndexedDataset:
 
     def __init__(self, prefix):
         self.prefix, (idx, bin) = prefix, (os.path.getsize(f"{prefix}.{kind}") for kind in ("idx", "bin"))
-        with open(f"{prefix}.idx", "rb") as file:
-            start = file.read(HEADER.size)
+        start = np.fromfile(f"{prefix}.idx", np.uint8, HEADER.size).tobytes()
         if len(start) < HEADER.size or not start.startswith(MAGIC):
             raise ValueError(f"{prefix}.idx: {idx} bytes that begin with {start[:9]}, not {HEADER.size} with {MAGIC}")
         _, version, code, n, documents = HEADER.unpack(start)
@@ -196,10 +194,10 @@ def texts_of(line, keys):
     return [record[key].encode() for key in keys]  # half a surrogate pair is a ValueError, too
 
 
-def encode(keys, append_eod, files, name, first, lines):
-    """-> for each key (tokens, lengths) of these lines, the first of which is number `first` of file `name`."""
-    tokenize, vocab_size, eod = tokenizer(*files)
-    dtype, end = np.uint16 if vocab_size < 65500 else np.int32, [eod] if append_eod else []
+def encode(keys, append_eod, files, dtype, name, first, lines):
+    """-> for each key (tokens, lengths) of these lines, the first of which is number `first` of file `name`"""
+    tokenize, _, eod = tokenizer(*files)
+    end = [eod] if append_eod else []
     found = [([end[:0]], []) for _ in keys]
     for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), first):
         try:
@@ -253,11 +251,11 @@ def preprocess(path, output_prefix, keys=("text",), append_eod=False, vocab_file
     if append_eod and eod is None:
         raise ValueError(f"{vocab_file} has no <|endoftext|>, which --append-eod appends")
     print(f"data · {path}, {size / 1e6:,.1f} MB · {vocab_size:,} tokens · --workers {workers}", flush=True)
-    function, documents, done, shown = functools.partial(encode, keys, append_eod, files), 0, 0, 0
-    start = time.monotonic()
+    start, shown, documents, done = time.monotonic(), 0, 0, 0
     with ExitStack() as stack:
         stack.callback(print, end="\x1b[K" if terminal else "", flush=True)  # what is left of the bar
         writers = [IndexedWriter(stack, f"{output_prefix}_{key}_document", vocab_size) for key in keys]
+        function = functools.partial(encode, keys, append_eod, files, DTYPES[writers[0].code])
         for (*_, lines), encoded in stack.enter_context(closing(in_order(function, chunks(path), workers))):
             for writer, arrays in zip(writers, encoded, strict=True):
                 writer.add(*arrays)
@@ -388,10 +386,10 @@ def main():
     a = parser.parse_args()
     if a.workers < 1 or (a.vocab_file is None) != (a.merge_file is None):
         parser.error("--workers must be positive, --vocab-file and --merge-file come together")
-    keys = tuple(dict.fromkeys(a.json_keys))
     try:
-        preprocess(a.input, a.output_prefix, keys, a.append_eod, a.vocab_file, a.merge_file, a.workers)
-    except (OSError, ValueError, BrokenProcessPool, KeyboardInterrupt) as error:
+        keys = dict.fromkeys(a.json_keys)  # each once
+        preprocess(a.input, a.output_prefix, [*keys], a.append_eod, a.vocab_file, a.merge_file, a.workers)
+    except (OSError, ValueError, BrokenExecutor, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}; nothing was written", file=sys.stderr)
         return 1
     return 0

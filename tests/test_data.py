@@ -147,7 +147,9 @@ BAD = {
 @pytest.mark.parametrize("line", BAD, ids=BAD.values())
 def test_a_bad_line_is_named(line):
     with pytest.raises(ValueError, match=re.escape(BAD[line])) as error:
-        data.encode(("text",), True, (None, None), "in", 10, b'{"text": "good"}\n' * 3 + line + b'\n{"text": "good"}')
+        data.encode(
+            ("text",), True, (None, None), "<u2", "in", 10, b'{"text": "good"}\n' * 3 + line + b'\n{"text": "good"}'
+        )
     assert str(error.value).startswith("in:13: ")
 
 
