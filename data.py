@@ -18,8 +18,8 @@ ranks in order: step k of 4 samples is 4k, 4k + 1, 4k + 2, 4k + 3, on one rank o
 Cost:     a second of a core for 80 MB, or 1.7 MB by GPT-2's vocabulary; some 30 MB in each process, whatever the input
           8 bytes a document and 16 a sample for the indices of an epoch; 2.6 s for 10 million of both, every epoch
 Run:      python data.py --input oscar.jsonl --output-prefix my-gpt2 --append-eod --workers 2       (no flags: a demo)
-Paper:    Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
-Mirrors:  Megatron-LM's tools/preprocess_data.py, and IndexedDataset and GPTDataset of megatron.core.datasets
+          --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt: GPT-2's tokens, by the package tokenizers
+Mirrors:  Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): tools/preprocess_data.py, IndexedDataset, GPTDataset
 Left out: sentences, splits, blends; masks and positions that end with a document. Megatron's shuffle mixes epochs, and
           depends on how many steps are planned; ours are whole, and less than a sample at the end of one is not read
 """
