@@ -26,6 +26,7 @@ Left out: sentences, splits, blends; masks and positions that end with a documen
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -36,9 +37,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +50,7 @@ MAGIC, DTYPES = b"MMIDIDX\0\0", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8",
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx in constant memory: `add` documents, `finish`, `publish`.
+    """Writes PREFIX.bin and PREFIX.idx in constant memory: `add` documents, then `publish` it.
 
     Until published they have other names in the same directory; `stack`, an ExitStack, removes what still has these.
     """
@@ -93,14 +92,21 @@ class IndexedWriter:
             file.flush()
             os.fsync(file.fileno())
 
-    def publish(self):
-        """Rename both; the old index goes first and the new one comes last, so that none has another's tokens."""
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        for name, hidden in self.names.items():
-            os.replace(hidden, name)
-        folder = os.open(self.folder, os.O_RDONLY)
-        os.fsync(folder)  # names are lost with the power as well
-        os.close(folder)
+
+def publish(*writers):
+    """Finish and rename all or none; old indices go first and new ones come last, so that none has another's tokens."""
+    for writer in writers:
+        writer.finish()
+    with ExitStack() as stack:  # between two names it is too late to stop
+        for number in (signal.SIGINT, signal.SIGTERM) * (threading.current_thread() is threading.main_thread()):
+            stack.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
+        for writer in writers:
+            Path(f"{writer.prefix}.idx").unlink(missing_ok=True)
+            for name, hidden in writer.names.items():
+                os.replace(hidden, name)
+            folder = os.open(writer.folder, os.O_RDONLY)
+            os.fsync(folder)  # names are lost with the power as well
+            os.close(folder)
 
 
 def write_indexed(prefix, documents, vocab_size):
@@ -109,8 +115,7 @@ def write_indexed(prefix, documents, vocab_size):
         writer = IndexedWriter(stack, prefix, vocab_size)
         for document in documents:
             writer.add(document, [len(document)])
-        writer.finish()
-        writer.publish()
+        publish(writer)
 
 
 class IndexedDataset:
@@ -211,25 +216,42 @@ def encode(keys, append_eod, files, dtype, name, first, lines):
     return [(np.concatenate(tokens, dtype=dtype, casting="unsafe"), lengths) for tokens, lengths in found]
 
 
-def start_worker():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process sees to the others' end
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    first = multiprocessing.parent_process()  # killed, it does not, and we would wait for lines for ever
-    threading.Thread(target=lambda: (first.join(), os._exit(1)), daemon=True).start()
+def work(function, pipe, other):
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach all processes; the first sees to our end
+        signal.signal(number, signal.SIG_IGN)
+    other.close()  # if the first is killed, nobody is left to hold it, and recv raises
+    with suppress(EOFError, OSError):
+        while job := pipe.recv():
+            try:
+                pipe.send(function(*job))
+            except ValueError as error:
+                pipe.send(error)
 
 
 def in_order(function, jobs, workers):
-    """-> (job, function(*job)) for each of `jobs`, in order, by processes that read at most two jobs each ahead."""
-    ahead, pool = deque(), ProcessPoolExecutor(workers, initializer=start_worker)
+    """-> (job, function(*job)) for each of `jobs`, in order; `workers` processes have one at a time, in turn."""
+    pool, given = [], [None] * workers  # multiprocessing's own pools read all jobs at once, and hang if one is killed
     try:
-        for job in jobs:  # pool.map would take in all of them at once
-            ahead.append((job, pool.submit(function, *job)))
-            if len(ahead) > 2 * workers:
-                yield ahead[0][0], ahead.popleft()[1].result()
-        while ahead:
-            yield ahead[0][0], ahead.popleft()[1].result()
+        for _ in given:
+            pipe, other = multiprocessing.Pipe()
+            process = multiprocessing.Process(target=work, args=(function, other, pipe), daemon=True)
+            pool.append((process, pipe))
+            process.start()
+            other.close()
+        for job, n in zip(itertools.chain(jobs, given.copy()), itertools.cycle(range(workers)), strict=False):
+            (_, pipe), before = pool[n], given[n]
+            answer, given[n] = before and pipe.recv(), job
+            if job:
+                pipe.send(job)
+            if isinstance(answer, Exception):
+                raise answer
+            if before:
+                yield before, answer
+    except (EOFError, ConnectionError):
+        raise OSError("a worker was killed; did it run out of memory?") from None
     finally:
-        pool.shutdown(cancel_futures=True)
+        for process, _ in pool:
+            process.kill()
 
 
 def chunks(path, size=2**20):
@@ -265,9 +287,7 @@ def preprocess(path, output_prefix, keys=("text",), append_eod=False, vocab_file
                 shown, speed = seconds, f"{done / 1e6 / seconds:.1f} MB/s   {seconds / part - seconds:.0f} s left"
                 line = f"{'█' * int(20 * part):·<20} {part:4.0%}   {documents:,} documents   {speed}"
                 print(line, end="\x1b[K\r" if terminal else "\n", flush=True)
-        for step in (IndexedWriter.finish, IndexedWriter.publish):  # all or none
-            for writer in writers:
-                step(writer)
+        publish(*writers)
     rate = done / 1e6 / (time.monotonic() - start)
     for writer in writers:
         empty = f", {documents - writer.documents:,} empty left out" if documents > writer.documents else ""
@@ -322,11 +342,6 @@ class GPTDataset:
             sample[filled : filled + len(piece)] = piece
             place, offset, filled = place + 1, 0, filled + len(piece)
         return sample
-
-    def batch(self, step, size, rank=0, ranks=1):
-        """-> (rows, sequence_length + 1): what data-parallel rank `rank` of `ranks` has of global batch `step`."""
-        rows = [self[i] for i in part_of_batch(step, size, rank, ranks)]
-        return np.array(rows, np.int64).reshape(len(rows), self.sequence_length + 1)
 
 
 def part_of_batch(step, size, rank=0, ranks=1):
@@ -389,7 +404,7 @@ def main():
     try:
         keys = dict.fromkeys(a.json_keys)  # each once
         preprocess(a.input, a.output_prefix, [*keys], a.append_eod, a.vocab_file, a.merge_file, a.workers)
-    except (OSError, ValueError, BrokenExecutor, KeyboardInterrupt) as error:
+    except (OSError, ValueError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}; nothing was written", file=sys.stderr)
         return 1
     return 0
