@@ -50,10 +50,7 @@ MAGIC, DTYPES = b"MMIDIDX\0\0", {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8",
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx in constant memory: `add` documents, then `publish` it.
-
-    Until published they have other names in the same directory; `stack`, an ExitStack, removes what still has these.
-    """
+    """PREFIX.bin and .idx, in constant memory; until `publish` by other names, which `stack`, an ExitStack, removes."""
 
     def __init__(self, stack, prefix, vocab_size):
         self.prefix, self.vocab_size, self.code = prefix, vocab_size, 8 if vocab_size < 65500 else 4
@@ -62,7 +59,6 @@ class IndexedWriter:
             stack.callback(Path(name).unlink, missing_ok=True)
         self.bin, self.idx = (stack.enter_context(open(name, "wb")) for name in self.names.values())  # noqa: SIM115
         self.folder, self.documents, self.tokens = Path(self.idx.name).parent, 0, 0
-        # of the index, lengths, offsets and numbers: all grow with each document, and then stand one after the other
         self.parts = [stack.enter_context(tempfile.TemporaryFile(dir=self.folder)) for _ in range(3)]  # noqa: SIM115
 
     def add(self, tokens, lengths):
@@ -70,11 +66,10 @@ class IndexedWriter:
         tokens, lengths = np.asarray(tokens), np.asarray(lengths, np.int64)
         if len(tokens) and not (tokens.dtype.kind in "iu" and 0 <= tokens.min() <= tokens.max() < self.vocab_size):
             raise ValueError(f"{self.prefix}: tokens must be integers from 0 to {self.vocab_size - 1}, unlike {tokens}")
-        if lengths.max(initial=0) >= 2**31:
-            raise ValueError(f"{self.prefix}: a document of {lengths.max()} tokens; the format allows {2**31 - 1}")
         self.bin.write(tokens.astype(DTYPES[self.code], copy=False).data)
         offsets = (self.tokens + np.cumsum(lengths) - lengths) * np.dtype(DTYPES[self.code]).itemsize
         numbers = np.arange(self.documents, self.documents + len(lengths))  # each document is one sequence
+        # in the index these stand one after the other, and all grow with each document: three files until the end
         for part, array, dtype in zip(self.parts, (lengths, offsets, numbers), ("<i4", "<i8", "<i8"), strict=True):
             part.write(array.astype(dtype).data)
         self.documents, self.tokens = self.documents + len(lengths), self.tokens + len(tokens)
@@ -189,11 +184,9 @@ def texts_of(line, keys):
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {str(error).replace('line 1 ', '')}") from None  # its one line is not the file's
-    if not isinstance(record, dict):
-        raise ValueError(f"not an object with keys, but of type {type(record).__name__}")
     for key in keys:
-        if key not in record:
-            raise ValueError(f"no key {key!r} among {', '.join(map(repr, record)) or 'none'}")
+        if not isinstance(record, dict) or key not in record:
+            raise ValueError(f"no key {key!r} in {record!r:.60}".replace("\n", " "))
         if not isinstance(record[key], str):
             raise ValueError(f"{key!r} is no string, but of type {type(record[key]).__name__}")
     return [record[key].encode() for key in keys]  # half a surrogate pair is a ValueError, too
@@ -235,8 +228,8 @@ def in_order(function, jobs, workers):
         for _ in given:
             pipe, other = multiprocessing.Pipe()
             process = multiprocessing.Process(target=work, args=(function, other, pipe), daemon=True)
-            pool.append((process, pipe))
             process.start()
+            pool.append((process, pipe))
             other.close()
         for job, n in zip(itertools.chain(jobs, given.copy()), itertools.cycle(range(workers)), strict=False):
             (_, pipe), before = pool[n], given[n]
@@ -263,22 +256,24 @@ def chunks(path, size=2**20):
             first += lines.count(b"\n")
 
 
-def preprocess(path, output_prefix, keys=("text",), append_eod=False, vocab_file=None, merge_file=None, workers=1):
-    """Tokenise the JSON lines of `path` to OUTPUT_PREFIX_KEY_document.bin and .idx for each key; print what, how fast.
+def preprocess(
+    input, output_prefix, json_keys=("text",), vocab_file=None, merge_file=None, append_eod=False, workers=1
+):
+    """Tokenise the JSON lines of `input` to OUTPUT_PREFIX_KEY_document.bin and .idx for each key; print what, how fast.
 
     Empty texts are left out. ValueError FILE:LINE for a line that is not as it must be; then no file is new or changed.
     """
-    files, size, terminal = (vocab_file, merge_file), os.path.getsize(path), sys.stdout.isatty()
+    keys, files, size = [*dict.fromkeys(json_keys)], (vocab_file, merge_file), os.path.getsize(input)
     _, vocab_size, eod = tokenizer(*files)
     if append_eod and eod is None:
         raise ValueError(f"{vocab_file} has no <|endoftext|>, which --append-eod appends")
-    print(f"data · {path}, {size / 1e6:,.1f} MB · {vocab_size:,} tokens · --workers {workers}", flush=True)
-    start, shown, documents, done = time.monotonic(), 0, 0, 0
+    print(f"data · {input}, {size / 1e6:,.1f} MB · {vocab_size:,} tokens · --workers {workers}", flush=True)
+    start, shown, documents, done, terminal = time.monotonic(), 0, 0, 0, sys.stdout.isatty()
     with ExitStack() as stack:
         stack.callback(print, end="\x1b[K" if terminal else "", flush=True)  # what is left of the bar
         writers = [IndexedWriter(stack, f"{output_prefix}_{key}_document", vocab_size) for key in keys]
         function = functools.partial(encode, keys, append_eod, files, DTYPES[writers[0].code])
-        for (*_, lines), encoded in stack.enter_context(closing(in_order(function, chunks(path), workers))):
+        for (*_, lines), encoded in stack.enter_context(closing(in_order(function, chunks(input), workers))):
             for writer, arrays in zip(writers, encoded, strict=True):
                 writer.add(*arrays)
             documents, done = documents + lines.count(b"\n") + (lines[-1:] != b"\n"), done + len(lines)
@@ -306,10 +301,9 @@ class GPTDataset:
 
     def __init__(self, indexed, sequence_length, num_samples, seed=0):
         tokens, documents = indexed.sequence_lengths.sum(dtype=np.int64), len(indexed.document_indices) - 1
-        if not 1 <= sequence_length < tokens:
-            raise ValueError(f"{sequence_length=} must be from 1 to {tokens - 1}: a sample is one longer")
-        if num_samples < 1 or not 0 <= seed < 2**32:
-            raise ValueError(f"{num_samples=} must be positive, {seed=} from 0 to {2**32 - 1}")
+        if not 1 <= sequence_length < tokens or num_samples < 1 or not 0 <= seed < 2**32:
+            limits = f"{sequence_length=}: 1 to {tokens - 1}; {num_samples=}: 1 or more; {seed=}: 0 to {2**32 - 1}"
+            raise ValueError(limits)
         if len(indexed) != documents:
             raise ValueError(f"{len(indexed)} sequences in {documents} documents: preprocess without --split-sentences")
         self.indexed, self.sequence_length, self.num_samples, self.seed = indexed, sequence_length, num_samples, seed
@@ -358,17 +352,16 @@ def part_of_batch(step, size, rank=0, ranks=1):
 
 def demonstrate():
     """The standard library to files and back; what step 0 trains on, and who. -> 0 where all came back"""
-    texts = {path.name: path.read_bytes() for path in sorted(Path(argparse.__file__).parent.glob("*.py"))}
-    names = [name for name, text in texts.items() if text]
+    paths = sorted(path for path in Path(argparse.__file__).parent.glob("*.py") if path.stat().st_size)
+    texts = {path.name: path.read_bytes() for path in paths}
     with tempfile.TemporaryDirectory() as folder:
         source, prefix = Path(folder, "library.jsonl"), Path(folder, "library")
-        source.write_text("".join(json.dumps({"text": texts[name].decode()}) + "\n" for name in names))
+        source.write_text("".join(json.dumps({"text": text.decode()}) + "\n" for text in texts.values()))
         preprocess(source, prefix, append_eod=True, workers=2)
         with closing(IndexedDataset(f"{prefix}_text_document")) as indexed:
-            pairs = zip(names, indexed, strict=True)
-            same = all(tokens[:-1].astype(np.uint8).tobytes() == texts[name] for name, tokens in pairs)
+            same = [tokens[:-1].astype(np.uint8).tobytes() for tokens in indexed] == list(texts.values())
             print(f"read back: each document {'as it was' if same else 'NOT as it was'}, and token 256 at its end")
-            show_batch(GPTDataset(indexed, 1024, 8), names)
+            show_batch(GPTDataset(indexed, 1024, 8), list(texts))
     return int(not same)
 
 
@@ -385,8 +378,6 @@ def show_batch(dataset, names):
 
 
 def main():
-    if os.environ.get("RANK", "0") != "0":
-        return 0  # under torchrun the first rank does it
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.error, add = lambda message: parser.exit(2, f"error: {message}\n"), parser.add_argument
     add("--input", required=True, metavar="FILE", help="a JSON object on each line")
@@ -402,14 +393,13 @@ def main():
     if a.workers < 1 or (a.vocab_file is None) != (a.merge_file is None):
         parser.error("--workers must be positive, --vocab-file and --merge-file come together")
     try:
-        keys = dict.fromkeys(a.json_keys)  # each once
-        preprocess(a.input, a.output_prefix, [*keys], a.append_eod, a.vocab_file, a.merge_file, a.workers)
+        preprocess(**vars(a))
     except (OSError, ValueError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}; nothing was written", file=sys.stderr)
         return 1
     return 0
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # under torchrun the first rank does it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception: what is half-written is removed
     sys.exit(main())
