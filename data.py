@@ -12,8 +12,7 @@ GPTDataset takes the documents of an epoch, in a shuffled order, as one long tex
     sample 1         s inputs and a target         └───────┘ s + 1 tokens: the last is sample 2's first
     shuffle index    [i] is sample shuffle[i]; after the last one comes the next epoch, shuffled anew
 
-All this follows from a seed, so that any step can be the first. A step's global batch is cut among the data-parallel
-ranks in order: step k of 4 samples is 4k, 4k + 1, 4k + 2, 4k + 3, on one rank or two or four.
+All this follows from a seed, so any step can be the first; its global batch is cut among data-parallel ranks in order.
 
 Cost:     a second of a core for 80 MB, or 1.7 MB by GPT-2's vocabulary; some 30 MB in each process, whatever the input
           8 bytes a document and 16 a sample for the indices of an epoch; 2.6 s for 10 million of both, every epoch
@@ -114,10 +113,7 @@ def write_indexed(prefix, documents, vocab_size):
 
 
 class IndexedDataset:
-    """The documents of PREFIX.bin and PREFIX.idx, mapped: `[i]` is an array that is read where it is touched.
-
-    ValueError where they are not whole, or of another format. After `close()` the last such array lets go of the files.
-    """
+    """The documents of PREFIX.bin and .idx, mapped: `[i]` is an array. ValueError: truncated, or foreign."""
 
     def __init__(self, prefix):
         self.prefix, (idx, bin) = prefix, (os.path.getsize(f"{prefix}.{kind}") for kind in ("idx", "bin"))
@@ -145,7 +141,7 @@ class IndexedDataset:
         start = self._offsets[i] // self._tokens.itemsize
         return self._tokens[start : start + self.sequence_lengths[i]]
 
-    def close(self):
+    def close(self):  # the last array in use lets go of the files
         self.sequence_lengths = self._offsets = self.document_indices = self._tokens = np.empty(0, int)
 
     def __reduce__(self):  # the workers of a DataLoader map the files themselves
@@ -302,8 +298,7 @@ class GPTDataset:
     def __init__(self, indexed, sequence_length, num_samples, seed=0):
         tokens, documents = indexed.sequence_lengths.sum(dtype=np.int64), len(indexed.document_indices) - 1
         if not 1 <= sequence_length < tokens or num_samples < 1 or not 0 <= seed < 2**32:
-            limits = f"{sequence_length=}: 1 to {tokens - 1}; {num_samples=}: 1 or more; {seed=}: 0 to {2**32 - 1}"
-            raise ValueError(limits)
+            raise ValueError(f"{sequence_length=}: 1 to {tokens - 1}; {num_samples=}: from 1; {seed=}: 0 to 4294967295")
         if len(indexed) != documents:
             raise ValueError(f"{len(indexed)} sequences in {documents} documents: preprocess without --split-sentences")
         self.indexed, self.sequence_length, self.num_samples, self.seed = indexed, sequence_length, num_samples, seed

@@ -317,7 +317,7 @@ def test_the_global_batch_is_the_same_on_every_grid(size, tmp_path):
 WRONG = [
     (lambda x: GPTDataset(x, 18, 1), "sequence_length=18: 1 to 17"),
     (lambda x: GPTDataset(x, 0, 1), "sequence_length=0"),
-    (lambda x: GPTDataset(x, 17, 0), "num_samples=0: 1 or more"),
+    (lambda x: GPTDataset(x, 17, 0), "num_samples=0: from 1"),
     (lambda x: GPTDataset(x, 2, 1, -1), "seed=-1: 0 to 4294967295"),
     (lambda x: part_of_batch(0, 8, 2, 2), "rank=2 from 0 to 1"),
     (lambda x: GPTDataset(setattr(x, "document_indices", [0, 2]) or x, 2, 1), "2 sequences in 1 documents"),
