@@ -22,9 +22,9 @@ each times (N-1)/N:
     Zero2     2Ψ          2Ψ/N       12Ψ/N       2Ψ: the same                (m+1)Ψ, or 2Ψ and whole gradients (no_sync)
     Zero3     2Ψ/N        2Ψ/N       12Ψ/N       3Ψ: one more gather         3mΨ
 
-and two buckets in flight, with Zero3 two units, and one byte sent per parameter tensor. On gloo the owner adds the
-ranks' parts in rank order, so that training equals, bit by bit and at every N, one device that adds up the ranks'
-gradients in that order and then divides by N. NCCL's own reduce-scatter, faster there, adds in another order.
+and two buckets in flight (Zero3: two units), and one byte sent per parameter tensor. On CPUs the owner adds the ranks'
+parts in rank order: training equals, bit by bit and at every N, one device that adds up the ranks' gradients in that
+order and then divides by N. NCCL's own reduce-scatter, faster on GPUs, adds in another order.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py is a world of one)
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021, ZeRO-Offload, 2101.06840
@@ -37,7 +37,6 @@ import argparse
 import copy
 import functools
 import itertools
-import math
 import os
 import statistics
 import sys
@@ -53,32 +52,31 @@ import torch.distributed.nn.functional  # before the world is joined: else, by t
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. The idea: `optimizer` knows only this rank's part of the flat parameters. Call this after loss.backward().
 
 
-def flat_shard(parameters, process_group=None):
-    """This rank's 1/N, rounded up and padded with zeros, of all the elements of `parameters` side by side."""
-    flat, N = torch.cat([p.detach().reshape(-1) for p in parameters]), dist.get_world_size(process_group)
-    return F.pad(flat, (0, -flat.numel() % N)).chunk(N)[dist.get_rank(process_group)].clone()
+def flatten(tensors, N):
+    """All elements side by side, and zeros up to a multiple of N."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    return F.pad(flat, (0, -flat.numel() % N))
 
 
 @torch.no_grad()
 def sharded_step(parameters, shard, optimizer, process_group=None):
-    """One step of `optimizer` over [shard], where shard = flat_shard(parameters); all parameters are updated."""
+    """One step of `optimizer` over [shard], which was flatten(parameters, N).chunk(N)[rank].clone() at first."""
     parameters, N = list(parameters), dist.get_world_size(process_group)
-    flat = torch.cat([p.grad.reshape(-1) for p in parameters])
-    flat = F.pad(flat, (0, N * shard.numel() - flat.numel()))
-    received = torch.empty_like(flat)
-    dist.all_to_all_single(received, flat, group=process_group)  # part r of everyone's gradient goes to rank r,
+    gradients = flatten([parameter.grad for parameter in parameters], N)
+    received = torch.empty_like(gradients)
+    dist.all_to_all_single(received, gradients, group=process_group)  # part r of everyone's goes to rank r,
     shard.grad = sum(received.chunk(N)) / N  # which adds them in rank order: a reduce-scatter
     optimizer.step()
     dist.all_gather(list(received.chunk(N)), shard, group=process_group)
     for parameter in parameters:
-        value, received = received[: parameter.numel()], received[parameter.numel() :]
-        parameter.copy_(value.view_as(parameter))
+        values, received = received.tensor_split([parameter.numel()])
+        parameter.copy_(values.view_as(parameter))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,7 +90,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def start_reduce_scatter(flat, group):
     """Send part r of `flat` to rank r. -> what to wait for, and parts whose sum (in 16 bits: mean) is this rank's."""
     parts, rank = flat.chunk(dist.get_world_size(group)), dist.get_rank(group)
-    if by_messages(flat, group):
+    if flat.is_cpu:  # gloo's own adds in another order
         received = [part if r == rank else torch.empty_like(part) for r, part in enumerate(parts)]
         return start_exchange(parts, received, group), received  # in rank order
     if flat.itemsize < 4:
@@ -101,17 +99,13 @@ def start_reduce_scatter(flat, group):
     return [reduce_scatter_single(mine, flat, group=group, async_op=True)], [mine]
 
 
-def start_all_gather(whole, shard, group):
-    """Fill `whole` with all ranks' shards in rank order. -> what to wait for"""
-    if not by_messages(whole, group):
-        return [all_gather_single(whole, shard, group=group, async_op=True)]
-    parts = whole.chunk(dist.get_world_size(group))
+def start_all_gather(flat, shard, group):
+    """Fill `flat` with all ranks' shards in rank order. -> what to wait for"""
+    if not flat.is_cpu:  # gloo's own takes twice as long
+        return [all_gather_single(flat, shard, group=group, async_op=True)]
+    parts = flat.chunk(dist.get_world_size(group))
     parts[dist.get_rank(group)].copy_(shard)
     return start_exchange([shard] * len(parts), parts, group)
-
-
-def by_messages(tensor, group):  # gloo's own reduce-scatter adds in another order, its all-gather takes twice as long
-    return f"{tensor.device.type}:gloo" in dist.get_backend_config(group) and not tensor.is_cuda
 
 
 def start_exchange(sent, received, group):
@@ -137,80 +131,63 @@ def assign_buckets(tensors, kinds, cap_bytes):
 class Bucket:
     """Some parameters of one dtype side by side in `flat`, cut regardless of borders into N equal shards.
 
-        parameters  │ weight               │pad│ bias │pad│ weight       │pad│    views of flat
-        shards      │ rank 0                     │ rank 1                    │    `master`: in fp32, or offloaded
-        segments    │ weight               │pad│ b│as│pad│ weight       │pad│    of it: what the optimizer updates
+        parameters  │ weight               │ bias     │ weight           │    views of flat
+        shards      │ rank 0                     │ rank 1                 │    `master`: in fp32, or offloaded
+        segments    │ weight               │ bia│s    │ weight           │    of it: what the optimizer updates
 
     Every parameter has a segment on every rank, mostly an empty one, so that all ranks have state of the same names.
     """
 
-    def __init__(self, parameters, group, process_group, offload, sharded):
-        self.parameters, self.group, self.process_group = parameters, group, process_group  # param_groups[group]
-        first, self.N, self.rank = parameters[0].data, dist.get_world_size(process_group), dist.get_rank(process_group)
+    def __init__(self, parameters, group, units, process_group, offload):
+        self.parameters, self.group, self.units = parameters, group, units  # param_groups[group]; Zero3's, else None
+        first, self.process_group = parameters[0].data, process_group
+        self.N, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         align = 64 // first.itemsize  # as if allocated alone: elsewhere some kernels are slower or round otherwise
         *starts, end = itertools.accumulate((-(-p.numel() // align) * align for p in parameters), initial=0)
         size = max(1, -(-end // self.N))  # no message may be empty
-        strides = [torch.empty_like(p, device="meta").stride() for p in parameters]  # kept, where without gaps
-        self.layout = [(p.shape, stride, start) for p, stride, start in zip(parameters, strides, starts, strict=True)]
+        self.borders = [max(start - self.rank * size, 0) for start in starts[1:]]  # between segments, in a shard
         self.flat = first.new_zeros(self.N * size)
-        self.views, self.placed = self.views_into(self.flat), parameters
-        for parameter, view in zip(parameters, self.views, strict=True):
-            view.copy_(parameter.data)
-        self.place(self.views)
-        dist.broadcast(self.flat.view(torch.uint8), group=process_group, group_src=0)  # gloo lacks some dtypes
+        self.whole = []  # the parameters, as views of `flat`
+        for parameter, start in zip(parameters, starts, strict=True):
+            stride = torch.empty_like(parameter, device="meta").stride()  # kept, where without gaps
+            self.whole.append(self.flat.as_strided(parameter.shape, stride, start))
+            parameter.data = self.whole[-1].copy_(parameter.data)
         self.own = self.flat.chunk(self.N)[self.rank]
-        self.shard = self.own.clone() if sharded else self.own
+        self.shard = self.own if units is None else self.own.clone()  # what is sent: Zero3's outlives `flat`
         self.low = first.is_floating_point() and first.itemsize < 4
         self.master = self.shard.to(offload or first.device, torch.float32 if self.low else first.dtype)
-        ends = [(start - self.rank * size, p.numel()) for start, p in zip(starts, parameters, strict=True)]
-        self.slices = [slice(max(start, 0), max(start + numel, 0)) for start, numel in ends]
-        self.segments = [self.master[part] for part in self.slices]
+        self.segments = self.master.tensor_split(self.borders)
         self.divisor = 1 if self.low else self.N  # what makes `grad` the mean
-        self.grad = self.sent = None  # this rank's part of the sum over ranks and backwards; what is on its way
+        self.grad, self.used = 0, set()  # this rank's part of the sum over ranks and backwards; whose gradients it has
         self.works = []  # what `flat` waits for until it is whole; None: it has no memory
-        if sharded:
-            self.free()
 
-    def views_into(self, flat):
-        return [flat.as_strided(*place) for place in self.layout]
+    def views(self, flat):  # as the parameters lie in self.flat
+        return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self.whole]
 
-    def place(self, tensors):
-        """Make the parameters look into `tensors`, if they still look where they were made to look."""
-        for parameter, before, tensor in zip(self.parameters, self.placed, tensors, strict=True):
-            if parameter.data_ptr() != before.data_ptr():
+    def reduce(self):
+        """Move the gradients out of .grad, begin to send them; then, when next() is called again, add what has come."""
+        flat = torch.zeros_like(self.flat)
+        for parameter, place, view in zip(self.parameters, self.whole, self.views(flat), strict=True):
+            if self.works is not None and parameter.data_ptr() != place.data_ptr():
                 raise RuntimeError("parameters are no longer where they were: make the optimizer after module.to()")
-            parameter.data = tensor
-        self.placed = tensors
-
-    def start_reduce(self):
-        """Move the gradients out of .grad: what is there has not been reduced yet."""
-        self.place(self.placed)
-        flat = torch.empty_like(self.flat)
-        for parameter, view in zip(self.parameters, self.views_into(flat), strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
+            if parameter.grad is not None:
                 view.copy_(parameter.grad)
                 parameter.grad = None
-        self.sent = flat, *start_reduce_scatter(flat, self.process_group)  # flat: in use until they have come
-
-    def finish_reduce(self):
-        """Add what comes to what is there, in rank order."""
-        _, works, parts = self.sent
+                self.used.add(parameter)
+        works, parts = start_reduce_scatter(flat, self.process_group)
+        yield
         for work in works:
             work.wait()
         if self.low:  # add up in fp32, divide after, round once
-            parts = [sum(parts[1:], parts[0].float()) / len(parts)]
-        if self.grad is not None:
-            parts = [self.grad, *parts]
-        self.grad, self.sent = sum(parts[1:], parts[0]).to(self.flat.dtype), None
+            parts = [sum(part.float() for part in parts) / len(parts)]
+        self.grad = sum(parts, self.grad).to(self.flat.dtype)  # in rank order
 
-    def publish(self):
-        """Begin to send what has become of the master weights, unless the others ask for it: Zero3."""
-        self.shard.copy_(self.master)
-        if self.works is not None:
-            self.finish()
-            self.works = start_all_gather(self.flat, self.shard, self.process_group)
+    def adopt(self):
+        """Take over what has been written to the parameters since they were sent; the rest keeps its fp32 digits."""
+        if self.works is not None and self.master is not self.own:
+            now = self.own.to(self.master.device)
+            self.master.copy_(torch.where(now == self.master.to(now.dtype), self.master, now))
+            self.shard.copy_(self.master)
 
     def finish(self):
         while self.works:
@@ -221,24 +198,21 @@ class Bucket:
 
     def gather(self):
         if self.works is None:
+            if any((p.dtype, p.device) != (self.flat.dtype, self.flat.device) for p in self.parameters):
+                raise RuntimeError("parameters are no longer what they were: make the optimizer after module.to()")
             self.flat.untyped_storage().resize_(self.flat.nbytes)
-            self.place(self.views)
+            for parameter, view in zip(self.parameters, self.whole, strict=True):
+                parameter.data = view
             self.works = start_all_gather(self.flat, self.shard, self.process_group)
 
     def free(self):
         if self.works is not None:
             self.finish()  # it may have been started in vain
-            nothing = self.flat.new_full((), math.nan if self.flat.is_floating_point() else 0)
-            self.place([nothing.expand(parameter.shape) for parameter in self.parameters])
+            nothing = torch.full((), torch.nan).to(self.flat)
+            for parameter in self.parameters:
+                parameter.data = nothing.expand(parameter.shape)
             self.flat.untyped_storage().resize_(0)
             self.works = None
-
-    def adopt(self):
-        """Take over what has been written to the whole parameters; the rest keeps its fp32 digits."""
-        if self.works is not None and self.shard is not self.own:
-            kept = (self.own == self.shard).to(self.master.device)
-            self.shard.copy_(self.own)
-            self.master.copy_(torch.where(kept, self.master, self.shard.to(self.master)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -256,13 +230,10 @@ class Zero1(torch.optim.Optimizer):
     rank's own norm, so use clip_grad_norm_() of this class.
 
     `module` is the model, not in DDP, and where it is to stay: its parameters and buffers become rank 0's. `params` are
-    parameter groups, `kwargs` options of `optimizer_class`, which is one of ELEMENTWISE or derived from it. A bucket
-    closes once it holds `bucket_cap_mb` MiB (Zero3's are its units). offload="cpu" keeps optimizer state and master
-    weights in host memory, and updates there. 16-bit parameters have fp32 masters, "master" in state_dict(). What is
-    loaded into the model does not reach them: load before construction, or load the optimizer's state after it.
+    parameter groups, `kwargs` options of `optimizer_class`. A bucket closes once it holds `bucket_cap_mb` MiB (Zero3's
+    are its units). offload="cpu" keeps optimizer state and master weights in host memory, and updates there. 16-bit
+    parameters have fp32 masters, "master" in state_dict().
     """
-
-    _owner = {}  # Zero3: parameter -> the unit that it is gathered for
 
     def __init__(
         self, module, optimizer_class, process_group=None, offload=None, bucket_cap_mb=25, *, params=None, **kwargs
@@ -272,41 +243,25 @@ class Zero1(torch.optim.Optimizer):
         if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
             raise ValueError("module is in DistributedDataParallel, which averages as well; pass the model without it")
         if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
-            name, known = optimizer_class.__name__, sorted(ELEMENTWISE)
-            raise ValueError(f"{name} may need whole parameters, and ZeRO gives it parts: use one of {known}")
+            raise ValueError(f"{optimizer_class.__name__} may need whole parameters: use one of {sorted(ELEMENTWISE)}")
         self.module, self.process_group, self._buckets = module, process_group, []
-        self._in_flight = None  # the bucket whose gradients are on their way
-        self._used = set()  # the parameters that have a gradient
-        self._sync, self._in_backward = True, False  # not inside no_sync(); Zero2
+        self._sync, self._unsent = True, None  # not inside no_sync(); Zero2: in backward, the buckets yet to be sent
+        self._in_flight = iter(())  # Bucket.reduce() of the bucket whose gradients are on their way
         defaults = optimizer_class([torch.zeros(1)], **kwargs).defaults
         super().__init__(module.parameters() if params is None else params, defaults)
-        self._make_buckets(offload, bucket_cap_mb * 2**20)
+        self._group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        ordered = [parameter for parameter in module.parameters() if parameter in self._group_of]
+        if len(ordered) < len(self._group_of):
+            raise ValueError("params has parameters that are not among module.parameters(); give those only")
+        start_alike(module, process_group)
+        if ordered[0].is_cpu:  # larger messages are no faster there, and leave the cache
+            bucket_cap_mb = min(bucket_cap_mb, 4)
+        units = getattr(self, "_units", {})  # Zero3's: {parameter: the units that it is gathered for}
+        kinds = {p: (p.dtype, p.requires_grad, self._group_of[p], units.get(p)) for p in ordered}
+        for parameters in assign_buckets(ordered, kinds, torch.inf if units else bucket_cap_mb * 2**20):
+            self._buckets.append(Bucket(parameters, *kinds[parameters[0]][2:], process_group, offload))
         groups = [{**self.param_groups[bucket.group], "params": bucket.segments} for bucket in self._buckets]
         self._optimizer = optimizer_class(groups, **kwargs)
-
-    def _make_buckets(self, offload, cap_bytes):
-        group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        ordered = [parameter for parameter in self.module.parameters() if parameter in group_of]
-        if len(ordered) < len(group_of):
-            raise ValueError("params has parameters that are not among module.parameters(); give those only")
-        # Left alone, messages of two sizes abort the process, and those of two dtypes add garbage.
-        named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        mine = [f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in named]
-        everyone = [None] * dist.get_world_size(self.process_group)
-        dist.all_gather_object(everyone, mine, group=self.process_group)
-        for rank, theirs in enumerate(everyone):
-            for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing more"):
-                if first != other:
-                    raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
-        left_out = [p.data for p in self.module.parameters() if p not in group_of]
-        for tensor in (*self.module.buffers(), *left_out):
-            dist.broadcast(tensor, group=self.process_group, group_src=0)
-        kinds = {p: (p.dtype, p.requires_grad, group_of[p], self._owner.get(p)) for p in ordered}
-        if by_messages(ordered[0], self.process_group):  # larger messages are no faster there, and leave the cache
-            cap_bytes = min(cap_bytes, 4 * 2**20)
-        for parameters in assign_buckets(ordered, kinds, math.inf if self._owner else cap_bytes):
-            group, sharded = group_of[parameters[0]], bool(self._owner)
-            self._buckets.append(Bucket(parameters, group, self.process_group, offload, sharded))
 
     def add_param_group(self, param_group):
         if self._buckets:
@@ -317,47 +272,46 @@ class Zero1(torch.optim.Optimizer):
         """Reduce what waits in .grad, update this rank's part, gather the others'."""
         self._reduce_waiting()
         for bucket in self._buckets:
-            if self._used.intersection(bucket.parameters):
+            if bucket.used:
                 bucket.adopt()
-                mean = bucket.grad.to(bucket.master) / bucket.divisor
-                for parameter, segment, part in zip(bucket.parameters, bucket.segments, bucket.slices, strict=True):
-                    segment.grad = mean[part] if parameter in self._used else None
+                means = (bucket.grad.to(bucket.master) / bucket.divisor).tensor_split(bucket.borders)
+                for parameter, segment, mean in zip(bucket.parameters, bucket.segments, means, strict=True):
+                    segment.grad = mean if parameter in bucket.used else None
                 # A scheduler may have set another lr in the group.
                 self._optimizer.param_groups = [{**self.param_groups[bucket.group], "params": bucket.segments}]
                 self._optimizer.step()
                 self._optimizer.zero_grad()
-                bucket.publish()
+                bucket.shard.copy_(bucket.master)
+                if bucket.works is not None:  # else the others ask for it: Zero3
+                    bucket.works = start_all_gather(bucket.flat, bucket.shard, self.process_group)
         for bucket in self._buckets:
             bucket.finish()
 
     def _reduce_waiting(self):
         """Reduce what is in any rank's .grad. All ranks must send the same, so they agree on what that is first."""
-        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
-        flags = [int(p in self._used) if p.grad is None else 2 for p in parameters]
+        flags = [int(p in b.used) if p.grad is None else 2 for b in self._buckets for p in b.parameters]
         flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        flags = dict(zip(parameters, flags.tolist(), strict=True))
-        for bucket in self._buckets:
-            if any(flags[parameter] == 2 for parameter in bucket.parameters):
+        flags = flags.cpu().split([len(bucket.parameters) for bucket in self._buckets])
+        for bucket, of_bucket in zip(self._buckets, flags, strict=True):
+            if 2 in of_bucket:
                 self._reduce(bucket)
-        self._reduce(None)
-        self._used = {parameter for parameter in parameters if flags[parameter]}
+            bucket.used = set(itertools.compress(bucket.parameters, of_bucket))
+        next(self._in_flight, None)
 
     def _reduce(self, bucket):
         """Send its gradients, after taking in those of the one before: at most two buckets' exist twice."""
-        if self._in_flight:
-            self._in_flight.finish_reduce()
-        if bucket:
-            bucket.start_reduce()
-        self._in_flight = bucket
+        next(self._in_flight, None)
+        self._in_flight = bucket.reduce()
+        next(self._in_flight)
 
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, reduced or not, also those of a backward that raised."""
         super().zero_grad()
-        self._reduce(None)
-        self._in_backward, self._used = False, set()
+        next(self._in_flight, None)
+        self._unsent = None
         for bucket in self._buckets:
-            bucket.grad = None
+            bucket.grad, bucket.used = 0, set()
 
     @contextmanager
     def no_sync(self):
@@ -368,66 +322,66 @@ class Zero1(torch.optim.Optimizer):
         finally:
             self._sync = before
 
-    # Refinements: the norm of gradients that no rank has whole; state dicts for any number of ranks.
-
     def clip_grad_norm_(self, max_norm, *, counted=lambda parameter: True, process_groups=()):
-        """Scale the mean gradients so that their norm, over all shards, is at most `max_norm`. -> that norm, everywhere
-
-        With model parallelism it goes on over `process_groups`, without what another rank there has `counted`.
-        """
+        """Scale the mean gradients to a norm of at most `max_norm`. -> what it was, of what is `counted` on any rank"""
         self._reduce_waiting()
-        buckets = [bucket for bucket in self._buckets if bucket.grad is not None]
         total = torch.zeros((), dtype=torch.float64, device=self._buckets[0].flat.device)
+        buckets = [bucket for bucket in self._buckets if bucket.used]
         for bucket in buckets:
-            for parameter, part in zip(bucket.parameters, bucket.slices, strict=True):
+            for parameter, part in zip(bucket.parameters, bucket.grad.tensor_split(bucket.borders), strict=True):
                 if counted(parameter):
-                    total += (bucket.grad[part].norm(dtype=torch.float64) / bucket.divisor).square()
-        for group in (self.process_group, *process_groups):
+                    total += (part.norm(dtype=torch.float64) / bucket.divisor).square()
+        for group in (self.process_group, *process_groups):  # those of model parallelism, too
             dist.all_reduce(total, group=group)
-        total = total.sqrt()
+        total.sqrt_()
         for bucket in buckets:
-            bucket.grad.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+            bucket.grad *= (max_norm / (total + 1e-6)).clamp(max=1.0)
         return total
 
     def state_dict(self):
         """What the plain optimizer over the same parameters would return, in host memory. All ranks must call this."""
         state, everyone = {}, [None] * dist.get_world_size(self.process_group)
         for bucket in self._buckets:
-            mine = []
-            for segment in bucket.segments:
-                entry = {**self._optimizer.state[segment], **({"master": segment} if bucket.low else {})}
-                mine.append({name: value.cpu().clone() for name, value in entry.items()})
+            mine = [{**self._optimizer.state[s], **({"master": s} if bucket.low else {})} for s in bucket.segments]
+            mine = tree_map(lambda tensor: tensor.cpu().clone(), mine)
             dist.all_gather_object(everyone, mine, group=self.process_group)
-            for parameter, (*form, _), *entries in zip(bucket.parameters, bucket.layout, *everyone, strict=True):
+            for parameter, view, *entries in zip(bucket.parameters, bucket.whole, *everyone, strict=True):
                 state[parameter] = entries[0]
                 for name in entries[0].keys() - PER_TENSOR:
-                    state[parameter][name] = torch.cat([entry[name] for entry in entries]).as_strided(*form)
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        return {**super().state_dict(), "state": {n: state[p] for n, p in enumerate(parameters) if state[p]}}
+                    flat = torch.cat([entry[name] for entry in entries])
+                    state[parameter][name] = flat.as_strided(view.shape, view.stride())
+        return {**super().state_dict(), "state": {n: state[p] for n, p in enumerate(self._group_of) if state[p]}}
 
     def load_state_dict(self, state_dict):
         """Take over what state_dict() or the plain optimizer's returned, whatever the number of ranks was."""
         super().load_state_dict({**state_dict, "state": {}})  # checks and takes over the groups
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        state = {parameter: state_dict["state"].get(number, {}) for number, parameter in enumerate(parameters)}
+        state = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_of)}
         for bucket in self._buckets:
-            flat = torch.empty_like(bucket.flat, dtype=bucket.master.dtype, device=bucket.master.device)
-            layout = zip(bucket.parameters, bucket.segments, bucket.slices, bucket.views_into(flat), strict=True)
-            for parameter, segment, part, view in layout:
-                entry = copy.deepcopy(state[parameter])
+            flat = bucket.master.new_zeros(bucket.flat.numel())
+            parts = flat.chunk(bucket.N)[bucket.rank].tensor_split(bucket.borders)
+            of_each = zip(bucket.parameters, bucket.segments, bucket.views(flat), parts, strict=True)
+            for parameter, segment, view, part in of_each:
+                self._optimizer.state[segment] = entry = copy.deepcopy(state[parameter])
                 for name in entry.keys() - PER_TENSOR:
                     view.copy_(entry[name])
-                    entry[name] = flat.chunk(bucket.N)[bucket.rank][part].clone()
-                segment.copy_(entry.pop("master", bucket.shard[part]))
-                self._optimizer.state[segment] = entry
-            bucket.publish()
-            bucket.finish()
+                    entry[name] = part.clone()
+                segment.copy_(entry.pop("master", segment))
 
 
-def weak(method):
-    """A hook that keeps the optimizer neither alive nor in copies of the module."""
-    method = weakref.WeakMethod(method)
-    return lambda *args: method()(*args) if method() else None
+def start_alike(module, process_group):
+    """Take over rank 0's values. ValueError where ranks hold other models: messages would abort, or add garbage."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    mine = [f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in named]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != mine:
+            differences = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
+            raise ValueError(f"ranks must hold the same model; here and on rank {rank} are {differences}")
+    for _, tensor in named:
+        values = tensor.detach().reshape(-1)
+        dist.broadcast(values.view(torch.uint8), group=process_group, group_src=0)  # gloo lacks some dtypes
+        tensor.detach().copy_(values.view_as(tensor))
 
 
 class Zero2(Zero1):
@@ -435,44 +389,40 @@ class Zero2(Zero1):
 
     After backward .grad is None: torch.nn.utils.clip_grad_norm_ would clip nothing, silently, and module.zero_grad()
     drop nothing; use clip_grad_norm_() and zero_grad() of this class. Several backwards before a step add up in the
-    shard; inside no_sync(), whole and unsent, in .grad. Each backward must reach a parameter on every rank, not
-    necessarily the same.
+    shard; inside no_sync(), whole in .grad. Each backward must reach a parameter on every rank, not always the same.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        me = weakref.ref(self)  # hooks keep it neither alive nor in copies of the module
         for parameter in (p for bucket in self._buckets for p in bucket.parameters if p.requires_grad):
-            parameter.register_post_accumulate_grad_hook(weak(self._on_gradient))
+            parameter.register_post_accumulate_grad_hook(lambda parameter: me() and me()._on_gradient(parameter))
 
     def _on_gradient(self, parameter):
-        """Autograd has added to the .grad of `parameter`."""
-        self._begin_backward()
+        """Backward is running, and has added to the .grad of `parameter`, if one is given."""
+        if self._unsent is None:
+            trained = [bucket for bucket in self._buckets if any(p.requires_grad for p in bucket.parameters)]
+            self._unsent, self._arrived = trained if self._sync else [], set()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
         self._arrived.add(parameter)
-        self._used.add(parameter)
         # Buckets leave by number, not as they fill: ranks that send them in different orders add the wrong tensors.
-        while self._sync and self._unsent and self._arrived.issuperset(self._unsent[0].parameters):
+        while self._unsent and self._arrived.issuperset(self._unsent[0].parameters):
             self._reduce(self._unsent.pop(0))
 
-    def _begin_backward(self):
-        if not self._in_backward:
-            self._in_backward, self._arrived = True, set()
-            self._unsent = [bucket for bucket in self._buckets if any(p.requires_grad for p in bucket.parameters)]
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-
-    def _finish_backward(self):
-        for bucket in self._unsent if self._sync else ():  # with parameters that this backward did not reach
+    def _finish_pass(self):
+        for bucket in self._unsent or ():  # those with parameters that this backward did not reach
             self._reduce(bucket)
-        self._reduce(None)
-        self._in_backward = False
+        next(self._in_flight, None)
+        self._unsent = None
 
 
 class Zero3(Zero2):
     """Zero2 whose parameters are sharded too, and whole only while a unit that needs them runs.
 
     As with Zero2, use clip_grad_norm_() and zero_grad() of this class; and module_state_dict(): module.state_dict() is
-    refused. A unit is a module without a list of modules in it, the largest such. What is in none, or in several, is
-    whole as long as any of them. Outside of forward and backward of its unit a parameter has its shape, but reads NaN
-    and cannot be written: see full_parameters(). All ranks must run the same modules in the same order.
+    refused. A unit is a module without a list of modules in it, the largest such. What is in none is whole as long as
+    any of them. Outside of forward and backward of its unit a parameter has its shape, but reads NaN and cannot be
+    written: see full_parameters(). All ranks must run the same modules in the same order.
 
         forward   unit 0: gather 0, start 1     unit 1: free 0, start 2     unit 2: free 1        end: free 2
         backward  unit 2: gather 2, start 1     unit 1: free 2, start 0     unit 0: free 1        end: free 0
@@ -482,34 +432,40 @@ class Zero3(Zero2):
 
     def __init__(self, module, *args, **kwargs):
         self._held = 0  # how many full_parameters() there are around
-        self._last, self._next = None, {}  # (unit, in backward?) that was entered last; -> the unit entered after it
-        self._unit_of, self._owner = assign_units(module)
+        self._last, self._next = None, {}  # (what was entered last, in backward?); -> what was entered after it
+        inside = {unit: set(unit.parameters()) for unit in find_units(module)}
+        self._units = {p: tuple(unit for unit in inside if p in inside[unit]) for p in module.parameters()}
         super().__init__(module, *args, **kwargs)
-        owners = {bucket: self._owner[bucket.parameters[0]] for bucket in self._buckets}
-        self._needed = {u: [b for b in owners if owners[b] in (u, module)] for u in self._unit_of.values()}
-        for part in self._unit_of:
-            part.register_forward_pre_hook(weak(self._enter), prepend=True)
-            part.register_forward_hook(weak(self._after_forward), with_kwargs=True)
-            part.register_state_dict_pre_hook(weak(self._refuse_state_dict))
+        self._needed, me = {}, weakref.ref(self)  # module: the buckets that it needs
+        for unit in (module, *inside):
+            needed = tuple(bucket for bucket in self._buckets if unit in bucket.units or not bucket.units)
+            self._needed |= dict.fromkeys(unit.modules(), needed)
+
+        def refuse(part, *_):
+            if me() and part in me()._needed and not me()._held:
+                raise RuntimeError("these parameters are sharded: call the optimizer's module_state_dict() instead")
+
+        for part in self._needed:
+            part.register_forward_pre_hook(lambda part, _: me() and me()._enter(part), prepend=True)
+            part.register_forward_hook(lambda *of: me() and me()._after_forward(*of), with_kwargs=True)
+            part.register_state_dict_pre_hook(refuse)
+        for bucket in self._buckets:
+            bucket.free()
 
     def _enter(self, module, _=None):
         """`module` runs, forward or backward: free what it does not need, gather what it does, start what is next."""
-        unit, in_backward = self._unit_of.get(module), torch._C._current_graph_task_id() != -1
+        needed, in_backward = self._needed.get(module, ()), torch._C._current_graph_task_id() != -1
         if in_backward:  # in which checkpointed forwards run as well
-            self._begin_backward()
-        needed = self._needed.get(unit, [])  # of a copy of the module, none
+            self._on_gradient(None)
         if all(bucket.works == [] for bucket in needed):  # it is in the unit that was entered last, or around it
             return
         # Autograd runs nodes in the reverse order of their creation: no other unit is to run before this one is done.
-        self._next[self._last], self._last = unit, (unit, in_backward)
+        self._next[self._last], self._last = needed, (needed, in_backward)
         for bucket in self._buckets:
-            if bucket not in needed:
-                bucket.free()
-        for bucket in needed:
-            bucket.gather()
+            bucket.gather() if bucket in needed else bucket.free()
         for bucket in needed:
             bucket.finish()
-        for bucket in self._needed.get(self._next.get(self._last), []):
+        for bucket in self._next.get(self._last, ()):
             bucket.gather()
 
     def _after_forward(self, module, args, kwargs, output):
@@ -517,15 +473,12 @@ class Zero3(Zero2):
         for tensor in tree_leaves(output):
             # A tensor that was only handed through is the output of another unit: its gradient comes later.
             if torch.is_tensor(tensor) and tensor.grad_fn and not any(tensor is other for other in inputs):
-                tensor.register_hook(functools.partial(weak(self._enter), module))
-        if module is self.module and not self._in_backward:
-            self._free_all()
+                tensor.register_hook(functools.partial(self._enter, module))
+        if module is self.module and torch._C._current_graph_task_id() == -1:
+            self._finish_pass()
 
-    def _finish_backward(self):
-        super()._finish_backward()
-        self._free_all()
-
-    def _free_all(self):
+    def _finish_pass(self):
+        super()._finish_pass()
         for bucket in self._buckets if not self._held else ():
             bucket.free()
         self._last = None
@@ -543,30 +496,19 @@ class Zero3(Zero2):
             self._held -= 1
             for bucket in self._buckets:
                 bucket.adopt()
-            self._free_all()
+            self._finish_pass()
 
     def module_state_dict(self):
         """The module's, whole. Load one by `with optimizer.full_parameters(): module.load_state_dict(state_dict)`."""
         with self.full_parameters():
             return copy.deepcopy(self.module.state_dict())
 
-    def _refuse_state_dict(self, module, *_):
-        if module in self._unit_of and not self._held:
-            raise RuntimeError("this module's parameters are sharded: call the optimizer's module_state_dict() instead")
 
-
-def assign_units(root):
-    """-> {module: the unit that it is in}, {parameter: the unit that it is gathered for}"""
-    unit_of, owner = {}, {}
-    for module in root.modules():  # each after those around it
-        lists = [m for m in module.modules() if isinstance(m, nn.Sequential) or type(m).forward is nn.Module.forward]
-        is_unit = module is not root and not lists
-        for part in module.modules() if is_unit else [module]:
-            unit_of.setdefault(part, module if is_unit else root)
-    for module, unit in unit_of.items():
-        for parameter in module.parameters(recurse=False):
-            owner[parameter] = unit if owner.get(parameter, unit) is unit else root
-    return unit_of, owner
+def find_units(module):
+    """The largest modules inside `module` that have no list of modules in them."""
+    for child in module.children():
+        lists = [m for m in child.modules() if isinstance(m, nn.Sequential) or type(m).forward is nn.Module.forward]
+        yield from find_units(child) if lists else [child]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -577,20 +519,20 @@ def main():
     demo, status = Demo(), 0
     for stage, passes in ((Zero1, 2), (Zero2, 2), (Zero3, 3)):
         optimizer = stage(demo.start(stage.__name__, bitwise=True), torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
-        demo.train(functools.partial(step, demo, optimizer), functools.partial(whole, optimizer))
+
+        def step(inputs, targets, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = language_loss(optimizer.module(demo.part(inputs)), demo.part(targets))
+            loss.backward()
+            optimizer.held = held_by(optimizer)  # at its most: Zero1's gradients are whole
+            optimizer.step()
+            return loss
+
+        demo.train(step, functools.partial(whole, optimizer))
         sent = passes * held_bytes(demo.model.parameters()) * (demo.ranks - 1) / demo.ranks
         status |= demo.report(optimizer.held, f"{passes}Ψ(N-1)/N", sent)
         demo.show()
     return status
-
-
-def step(demo, optimizer, inputs, targets):
-    optimizer.zero_grad()
-    loss = language_loss(optimizer.module(demo.part(inputs)), demo.part(targets))
-    loss.backward()
-    optimizer.held = held_by(optimizer)  # at its most: Zero1's gradients are whole
-    optimizer.step()
-    return loss
 
 
 def whole(optimizer):  # -> gradients, parameters
@@ -598,17 +540,15 @@ def whole(optimizer):  # -> gradients, parameters
     for bucket in optimizer._buckets:
         flat = torch.empty_like(bucket.flat)
         dist.all_gather(list(flat.chunk(bucket.N)), bucket.grad)
-        gradients.update(zip(bucket.parameters, bucket.views_into(flat / bucket.divisor), strict=True))
+        gradients.update(zip(bucket.parameters, bucket.views(flat / bucket.divisor), strict=True))
     with optimizer.full_parameters() if isinstance(optimizer, Zero3) else nullcontext():
         return [gradients[p] for p in optimizer.module.parameters()], [p.clone() for p in optimizer.module.parameters()]
 
 
-def held_by(optimizer):
-    """Bytes of parameters, gradients and optimizer state, master weights included, that this rank holds."""
-    buckets = optimizer._buckets
-    parameters = [bucket.flat for bucket in buckets] + [bucket.shard for bucket in buckets]
+def held_by(optimizer):  # -> bytes of parameters, gradients and optimizer state, master weights included, on this rank
+    buckets, state = optimizer._buckets, tree_leaves(list(optimizer._optimizer.state.values()))
+    parameters = [tensor for bucket in buckets for tensor in (bucket.flat, bucket.shard)]
     gradients = [p.grad for bucket in buckets for p in bucket.parameters] + [bucket.grad for bucket in buckets]
-    state = tree_leaves(list(optimizer._optimizer.state.values()))
     state += [bucket.master for bucket in buckets if bucket.master is not bucket.shard]
     return tuple(held_bytes(filter(torch.is_tensor, tensors)) for tensors in (parameters, gradients, state))
 
