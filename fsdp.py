@@ -96,7 +96,7 @@ def forward_sharded(module, pieces, *inputs, process_group=None):
 
 
 def exchange(sent, received, group, tag):
-    """Begin to send sent[r] to each other rank r, and to fill received[r] from it. Tags keep the units' apart."""
+    """Begin to send sent[r] to each other rank r, and to fill received[r] from it. The tag says of which unit."""
     works = []
     for r in range(len(received)):
         if r != dist.get_rank(group) and received[r].numel():
@@ -420,10 +420,11 @@ def find_parameters(module, groups):
     taken = {m for unit in module.modules() if hasattr(unit, "_fsdp_unit") for m in unit.modules()}
     found, mine = {}, []
     for prefix, owner in module.named_modules():
-        for name, parameter in owner._parameters.items() if owner not in taken else ():
-            if parameter is not None:
-                found.setdefault(parameter, []).append((owner, name))
-                mine.append(f"{prefix}.{name}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+        if owner in taken:
+            continue
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((owner, name))
+            mine.append(f"{prefix}.{name}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
     if tied := [slots[0][1] for parameter, slots in found.items() if hasattr(parameter, "_place")]:
         raise ValueError(f"{tied} of {type(module).__name__} are tied to another unit's; one unit must have both")
     if len(dtypes := {parameter.dtype for parameter in found}) > 1:
