@@ -477,7 +477,8 @@ def clip_grad_norm_(module, max_norm):
     """Scale all gradients so that their total 2-norm, over all ranks' shards, is at most `max_norm`. -> that norm."""
     if alone := [n for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "_place")]:
         raise ValueError(f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too")
-    unit, gradients = units_of(module)[0], [p.grad for p in module.parameters() if p.grad is not None]
+    unit = next(unit for unit in units_of(module) if unit.places)
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]  # 512², too large for float16
     total = sum(squares, torch.zeros((), dtype=torch.float64, device=unit.flat.device)).to(unit.device)
     dist.all_reduce(total, group=unit.groups[-1])
