@@ -32,7 +32,6 @@ Left out: ranks that run different units or in another order (as in PyTorch); ou
 
 import argparse
 import copy
-import dataclasses
 import functools
 import itertools
 import math
@@ -44,6 +43,7 @@ import weakref
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,55 +63,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 # 1. The idea: an all-gather whose gradient is a reduce-scatter, and nobody who keeps what was gathered.
 
 
-def all_gather(whole, piece, group, tag=0):
-    """Begin to fill `whole` with all ranks' pieces, in rank order. -> what to wait for before either is touched."""
-    if not whole.is_cpu:
-        return [all_gather_single(whole, piece, group=group, async_op=True)]
-    pieces = whole.chunk(dist.get_world_size(group))
-    pieces[dist.get_rank(group)].copy_(piece)
-    return exchange([piece] * len(pieces), pieces, group, tag)
-
-
-def reduce_scatter(whole, group, tag=0):
-    """Begin to add all ranks' `whole`. -> what to wait for, and the terms of this rank's 1/N of the sum."""
-    parts, rank = whole.chunk(dist.get_world_size(group)), dist.get_rank(group)
-    if not whole.is_cpu:
-        total = torch.empty_like(parts[rank])
-        return [reduce_scatter_single(total, whole, group=group, async_op=True)], [total]
-    terms = [part if r == rank else torch.empty_like(part) for r, part in enumerate(parts)]
-    return exchange(parts, terms, group, tag), terms  # in rank order, as one device adds them
-
-
-def exchange(sent, received, group, tag):
-    """Send sent[r] to each other rank r, and fill received[r] from it. Messages of two units never mix: their tags."""
-    works = []
-    for r in range(len(received)):
-        if r != dist.get_rank(group) and received[r].numel():
-            works.append(dist.isend(sent[r], group=group, tag=tag, group_dst=r))
-            works.append(dist.irecv(received[r], group=group, tag=tag, group_src=r))
-    return works
-
-
-def wait(works):
-    for work in works:
-        work.wait()
-
-
 class AllGather(torch.autograd.Function):
-    """This rank's piece to the whole. Backward: this rank's piece of the mean of the ranks' gradients."""
+    """This rank's piece to the whole; its gradient, this rank's piece of the mean of all ranks'."""
 
     @staticmethod
     def forward(ctx, piece, group):
         ctx.group, ctx.N = group, dist.get_world_size(group)
         whole = piece.new_empty(ctx.N * len(piece))
-        wait(all_gather(whole, piece.detach(), group))
+        dist.all_gather(list(whole.chunk(ctx.N)), piece, group=group)
         return whole
 
     @staticmethod
     def backward(ctx, gradient):
-        works, terms = reduce_scatter(gradient.contiguous(), ctx.group)
-        wait(works)
-        return sum(terms) / ctx.N, None
+        received = torch.empty_like(gradient)  # part r of everyone's gradient goes to rank r,
+        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)
+        return sum(received.chunk(ctx.N)) / ctx.N, None  # which adds them in rank order, as one device would
 
 
 def forward_sharded(module, pieces, *inputs, process_group=None):
@@ -129,19 +95,32 @@ def forward_sharded(module, pieces, *inputs, process_group=None):
 # 2. The real one: units, whose parameters are gathered, freed and reduced together. Nothing is computed twice.
 
 
+def exchange(sent, received, group, tag):
+    """Begin to send sent[r] to each other rank r, and to fill received[r] from it. The tag says of which unit."""
+    works = []
+    for r in range(len(received)):
+        if r != dist.get_rank(group) and received[r].numel():
+            works.append(dist.isend(sent[r], group=group, tag=tag, group_dst=r))
+            works.append(dist.irecv(received[r], group=group, tag=tag, group_src=r))
+    return works
+
+
+def wait(works):
+    while works:
+        works.pop().wait()
+
+
 class Place:
     """Where a parameter of a unit lies. The optimizer knows of `shard`; `whole` is in the module while it computes."""
 
     def __init__(self, unit, parameter, slots, offset):
-        self.unit, self.slots, self.offset = unit, slots, offset  # (module, attribute), several where it is tied
+        self.unit, self.slots, self.offset = unit, slots, offset  # slots: (module, attribute), several where it is tied
         # Dimensions keep their order in memory: products of transposed matrices round as they did.
         self.shape, self.stride = parameter.shape, torch.empty_like(parameter, device="meta").stride()
-        start = unit.rank * unit.chunk
-        first, last = (min(max(bound - offset, 0), parameter.numel()) for bound in (start, start + unit.chunk))
-        self.mine = slice(first, last)  # of its elements, those on this rank
-        self.here = slice(first + offset - start, last + offset - start)  # of this rank's piece
-        self.shard, self.whole = parameter, None  # until the unit is built
-        parameter._place = self
+        start = offset - unit.rank * unit.chunk
+        self.here = slice(*(min(max(bound, 0), unit.chunk) for bound in (start, start + parameter.numel())))
+        self.shard, self.whole = nn.Parameter(unit.flat[self.here], parameter.requires_grad), None
+        parameter._place = self.shard._place = self
 
     def view(self, flat):
         return flat.as_strided(self.shape, self.stride, self.offset)
@@ -150,9 +129,9 @@ class Place:
         """This rank's elements, 1-D, of a tensor like the whole parameter."""
         if whole.shape != self.shape:
             raise ValueError(f"{self.slots[0][1]} is {tuple(self.shape)}, not {tuple(whole.shape)}")
-        flat = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
-        flat.as_strided(self.shape, self.stride).copy_(whole)
-        return flat[self.mine].clone()
+        flat = whole.new_empty(self.unit.N * self.unit.chunk)
+        self.view(flat).copy_(whole)
+        return flat.chunk(self.unit.N)[self.unit.rank][self.here].clone()
 
     def join(self, pieces):
         """The whole parameter, from all ranks' elements."""
@@ -164,66 +143,64 @@ class Unit:
 
     def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
         found = find_parameters(module, groups)
-        self.name, self.groups, self.reshard_after_forward = type(module).__name__, groups, reshard_after_forward
+        self.groups, self.reshard_after_forward = groups, reshard_after_forward
         self.N, self.rank = dist.get_world_size(groups[-1]), dist.get_rank(groups[-1])
-        like = next(iter(found), torch.empty(0))
-        self.dtype, self.device = like.dtype, torch.device("cpu") if like.is_meta else like.device
-        if dist.get_backend(groups[-1]) == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.home = torch.device("cpu") if offload_policy else self.device
-        self.cast_inputs_to, self.param_dtype = mp_policy.param_dtype, mp_policy.param_dtype or self.dtype
+        like, nccl = next(iter(found), torch.empty(0)), dist.get_backend(groups[-1]) == "nccl"
+        self.device = torch.device("cuda" if nccl else "cpu" if like.is_meta else like.device)
+        self.dtype, self.param_dtype = like.dtype, mp_policy.param_dtype or like.dtype
         self.reduce_dtype = mp_policy.reduce_dtype or self.param_dtype
-        self.ranks = math.prod(map(dist.get_world_size, groups))
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
         align = 64 // self.param_dtype.itemsize
         *offsets, end = itertools.accumulate((-(-p.numel() // align) * align for p in found), initial=0)
         self.chunk = -(-end // self.N)
+        home = torch.device("cpu") if offload_policy else self.device
+        self.flat = torch.empty(self.chunk, dtype=self.dtype, device=home, pin_memory=home != self.device)
         self.places = [Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)]
-        self.works = self.flat = None  # works: None at rest, else what `gathered` waits for
+        self.works = None  # at rest; else what `gathered` waits for
         self.sync, self.kept, self.sent = True, None, None  # no_sync, what it keeps; what is on its way
         self.reached, self.following = -1, {}  # when the call began that backward is in; who came next, by direction
-        if not any(parameter.is_meta for parameter in found):
-            self.build()
+        self.fill()
 
     @torch.no_grad()
-    def build(self):
-        """Replace whole parameters, of which the first rank's count, by shards."""
-        pinned = self.home != self.device
-        self.flat = torch.zeros(self.chunk, dtype=self.dtype, device=self.home, pin_memory=pinned)
-        self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
+    def fill(self):
+        """Replace the whole parameters, of which the first rank's count, by shards."""
+        whole = torch.zeros(self.N * self.chunk, dtype=self.dtype, device=self.device)
         for place in self.places:
-            module, name = place.slots[0]
-            whole = module._parameters[name].detach().to(self.device, copy=True).contiguous()
-            for group in self.groups:
-                dist.broadcast(whole, group=group, group_src=0)
-            self.flat[place.here] = place.cut(whole)
-            place.shard = nn.Parameter(self.flat[place.here], requires_grad=place.shard.requires_grad)
-            # .data: what lands in `gathered` later is no change of what autograd has saved
+            owner, name = place.slots[0]
+            if owner._parameters[name].is_meta:
+                owner.to_empty(device=self.device, recurse=False).reset_parameters()
+            place.view(whole).copy_(owner._parameters[name])
+        for group in self.groups:
+            dist.broadcast(whole, group=group, group_src=0)
+        self.flat.copy_(whole.chunk(self.N)[self.rank])
+        self.gathered = whole.to(self.param_dtype)
+        for place in self.places:  # .data: what lands in `gathered` later is no change of what autograd has saved
             place.whole = nn.Parameter(place.view(self.gathered).data)
-            place.shard._place = place.whole._place = place
-        self.show("shard")
-        self.gathered.untyped_storage().resize_(0)
+        self.works = []
+        self.reshard()
 
     @torch.no_grad()
     def gather(self):
         """Send this rank's piece to the others, and let theirs come."""
-        if self.flat is None:
-            raise RuntimeError(f"{self.name} is still on the meta device; call materialize(model) first")
         for place in self.places:
-            module, name = place.slots[0]
-            if module._parameters[name].untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
-                raise ValueError(f"{self.name}.{name} was moved or replaced; call .to() before fully_shard")
+            owner, name = place.slots[0]
+            if owner._parameters[name].untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
+                raise ValueError(f"{type(owner).__name__}.{name} was moved or replaced; call .to() before fully_shard")
             place.whole.requires_grad_(place.shard.requires_grad)
         self.gathered.untyped_storage().resize_(self.gathered.nbytes)  # the same storage: autograd has saved views
-        piece = self.flat.to(self.device, self.param_dtype, non_blocking=True)
-        self.works = all_gather(self.gathered, piece, self.groups[-1], self.number)
+        pieces, group = self.gathered.chunk(self.N), self.groups[-1]
+        mine = pieces[self.rank].copy_(self.flat, non_blocking=True)
+        if mine.is_cpu:
+            self.works = exchange([mine] * self.N, pieces, group, self.number)
+        else:
+            self.works = [all_gather_single(self.gathered, mine, group=group, async_op=True)]
 
     def unshard(self):
         """Have the whole parameters."""
         if self.works is None:
             self.gather()
         wait(self.works)
-        self.works = []
+        self.show("whole")
 
     def reshard(self):
         """Free them."""
@@ -233,23 +210,32 @@ class Unit:
             self.gathered.untyped_storage().resize_(0)
             self.works = None
 
+    def show(self, what):
+        for place in self.places:
+            for owner, name in place.slots:
+                owner._parameters[name] = getattr(place, what)
+
     @torch.no_grad()
     def reduce(self):
-        """Begin to reduce what gradients there are; within no_sync, keep them."""
-        if self.kept is None and not any(place.shard.requires_grad for place in self.places):
+        """Begin to add all ranks' gradients; within no_sync, keep them."""
+        if not any(place.shard.requires_grad for place in self.places):
             return
         if self.kept is None:  # -0.0: "no gradient". x + -0.0 is x for every x, so only sums of no gradients are -0.0
             self.kept = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
-            if place not in unused:
+            if place.whole.grad is not None:
                 place.view(self.kept).add_(place.whole.grad).add_(0.0)  # -0.0 + 0.0 is 0.0, a gradient
                 place.whole.grad = None
         if self.sync:
-            if self.reduce_dtype == torch.float16:  # of more than 65504 the sum would be inf
-                self.kept /= self.ranks
-            self.sent = *reduce_scatter(self.kept, self.groups[-1], self.number), unused
-            self.kept = None
+            parts, group = self.kept.chunk(self.N), self.groups[-1]
+            if self.kept.is_cpu:  # in rank order, as one device adds them
+                terms = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
+                works = exchange(parts, terms, group, self.number)
+            else:
+                terms = [torch.empty_like(parts[self.rank])]
+                works = [reduce_scatter_single(terms[0], self.kept, group=group, async_op=True)]
+            self.kept, self.sent = None, (works, terms, unused)
 
     @torch.no_grad()
     def add_gradients(self):
@@ -259,19 +245,14 @@ class Unit:
         total = functools.reduce(torch.add, terms)
         for group in self.groups[:-1]:
             dist.all_reduce(total, group=group)
-        if self.reduce_dtype != torch.float16:  # before the sum, 3 ranks' terms would be rounded
-            total /= self.ranks
-        total = total.to(self.home, self.dtype)
+        nobodys = [p for p in unused if ((total[p.here] == 0) & total[p.here].signbit()).all()]
+        total /= math.prod(map(dist.get_world_size, self.groups))
+        total = total.to(self.flat.device, self.dtype)
         for place in self.places:
-            mean, shard = total[place.here], place.shard
-            if place not in unused or not ((mean[:1] == 0) & mean[:1].signbit()).all():
+            if place not in nobodys:
+                mean, shard = total[place.here], place.shard
                 shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
         self.sent = None
-
-    def show(self, what):
-        for place in self.places:
-            for module, attribute in place.slots:
-                module._parameters[attribute] = getattr(place, what)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,33 +283,31 @@ class Order:
     def advance(self, unit):
         """Have `unit`, and begin to gather the one that came after it the last time."""
         unit.unshard()
-        backward = running_backward() != -1
-        following = unit.following.get(backward)
+        direction = running_backward() != -1
+        following = unit.following.get(direction)
         if following and following.works is None:
             following.gather()
         if self.latest:
-            self.latest.following[backward] = unit
+            self.latest.following[direction] = unit
         self.latest = unit
-        unit.show("whole")
 
-    def before_forward(self, unit, args, kwargs):
+    def begin(self, unit):
+        """A call of `unit` begins."""
+        unit.start = next(clock)
         if running_backward() != -1:
             unit.unshard()
-            unit.show("whole")
         else:
             if self.outermost in (None, unit):
                 self.settle()
                 self.outermost = unit
             self.advance(unit)
-        unit.start, dtype = next(clock), unit.cast_inputs_to
-        cast = lambda x: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x  # noqa: E731
-        return tree_map(cast, (args, kwargs)) if dtype else (args, kwargs)
 
-    def after_forward(self, unit, output):
-        leaves = tree_leaves(output)
-        if any(map(dataclasses.is_dataclass, leaves)):
-            raise ValueError(f"{unit.name} returns a {type(output).__name__}; return tensors in lists, tuples or dicts")
-        nodes = {x.grad_fn for x in leaves if torch.is_tensor(x)} - {None}
+    def end(self, unit, output):
+        """It ends."""
+        tensors = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)]
+        if not tensors:
+            raise ValueError(f"a unit returns a {type(output).__name__}; return tensors in lists, tuples or dicts")
+        nodes = {tensor.grad_fn for tensor in tensors} - {None}
         reach = functools.partial(self.reach, unit, unit.start, next(clock))
         for node in nodes:
             node.register_prehook(reach)
@@ -387,78 +366,76 @@ class Order:
 # 4. What users call. Precision and offloading are policies of a unit.
 
 
-@dataclasses.dataclass(frozen=True)
-class MixedPrecisionPolicy:
+class MixedPrecisionPolicy(NamedTuple):
     param_dtype: torch.dtype | None = None  # to gather and compute, and of inputs; None: the parameters'
-    reduce_dtype: torch.dtype | None = None  # to add gradients; None: param_dtype. Shards, .grad keep the parameters'
+    reduce_dtype: torch.dtype | None = None  # to add gradients, in float16 below 65504; None: param_dtype
 
 
 class CPUOffloadPolicy:
     """Shards, .grad and so the optimizer's state in host memory, pinned where there is a GPU."""
 
 
+AS_THEY_ARE = MixedPrecisionPolicy()
+
+
 def fully_shard(
-    module,
-    *,
-    mesh=None,
-    process_group=None,
-    reshard_after_forward=True,
-    mp_policy=MixedPrecisionPolicy(),
-    offload_policy=None,
+    module, *, mesh=None, process_group=None, reshard_after_forward=True, mp_policy=AS_THEY_ARE, offload_policy=None
 ):
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
     Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
     rank's shards: 1-D, under their old names, perhaps empty. After backward their .grad are pieces of the mean
-    gradient, None where no rank has one. Parameters start as the first rank has them; buffers stay each rank's own.
+    gradient, None where no rank has one. Parameters start as the first rank has them, those on the meta device as its
+    reset_parameters() draws them, unit by unit. Buffers stay each rank's own.
     torch.nn.utils.clip_grad_norm_ would take each rank's own norm: use clip_grad_norm_ of this file.
     mesh, instead of process_group: the last dimension shards, one before it replicates (hybrid sharding).
     reshard_after_forward: False keeps what was gathered until backward has used it.
     """
-    if type(module).forward is nn.Module.forward:
-        raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
     groups = [process_group] if mesh is None else mesh.get_all_groups()
     groups = [None if group is dist.group.WORLD else group for group in groups]  # held, its threads outlive the world
-    if dist.get_world_size(groups[-1]) < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    inner = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
+    inner = units_of(module)
     if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
         raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")
-    module._fsdp_unit = unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
+    unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
+    module._fsdp_unit = unit
     Order([unit, *inner])
-    before = lambda _, args, kwargs: unit.order.before_forward(unit, args, kwargs)  # noqa: E731
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(lambda _, args, output: unit.order.after_forward(unit, output))
+
+    def before_forward(module, args, kwargs):
+        unit.order.begin(unit)
+        cast = lambda x: x.to(mp_policy.param_dtype) if torch.is_tensor(x) and x.is_floating_point() else x  # noqa: E731
+        return tree_map(cast, (args, kwargs)) if mp_policy.param_dtype else (args, kwargs)
 
     def refuse_state_dict(module, prefix, keep_vars):
         if not keep_vars:  # with keep_vars: full_state_dict asks
             raise RuntimeError("each rank has shards of these parameters: call full_state_dict(model) instead")
 
+    module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(lambda module, args, output: unit.order.end(unit, output))
     module.register_state_dict_pre_hook(refuse_state_dict)
     return module
 
 
 def find_parameters(module, groups):
-    """-> {parameter: [(module, attribute), …]} of a unit to be. ValueError where they cannot be one."""
-    taken = {m for inner in module.modules() if hasattr(inner, "_fsdp_unit") for m in inner.modules()}
-    found, mine, what = {}, [], type(module).__name__
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner = module.get_submodule(name.rpartition(".")[0])
+    """-> {parameter: [(module, attribute), …]} of a unit to be, several where it is tied. The same on all ranks."""
+    taken = {m for unit in module.modules() if hasattr(unit, "_fsdp_unit") for m in unit.modules()}
+    found, mine = {}, []
+    for prefix, owner in module.named_modules():
         if owner in taken:
             continue
-        if place := getattr(parameter, "_place", None):
-            raise ValueError(f"{name!r} of {what} is tied to {place.unit.name}, another unit; one unit must have both")
-        if parameter.dtype != next(iter(found), parameter).dtype:
-            raise ValueError(f"{name!r} of {what} is {parameter.dtype}, others not; make a unit for each dtype")
-        found.setdefault(parameter, []).append((owner, name.rpartition(".")[2]))
-        mine.append(f"{name!r}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((owner, name))
+            mine.append(f"{prefix}.{name}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+    if tied := [slots[0][1] for parameter, slots in found.items() if hasattr(parameter, "_place")]:
+        raise ValueError(f"{tied} of {type(module).__name__} are tied to another unit's; one unit must have both")
+    if len(dtypes := {parameter.dtype for parameter in found}) > 1:
+        raise ValueError(f"{type(module).__name__} has parameters of {dtypes}; make a unit for each dtype")
     everyone = [mine]
     for group in groups:
         everyone = list(itertools.chain(*gather_objects(everyone, group)))
     for rank, theirs in enumerate(everyone):
-        for first, other in itertools.zip_longest(everyone[0], theirs, fillvalue="nothing more"):
-            if first != other:
-                raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
+        if theirs != everyone[0]:
+            differ = sorted(set(theirs) ^ set(everyone[0]))
+            raise ValueError(f"ranks must hold the same model, but rank 0's and rank {rank}'s differ in {differ}")
     return found
 
 
@@ -470,8 +447,16 @@ def gather_objects(mine, group):
     return theirs
 
 
+def units_of(module):
+    """The units in `module`, all at rest."""
+    units = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
+    for unit in units:
+        unit.order.settle()
+    return units
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Refinements: accumulation, clipping; whole state dicts, and models too large for one device. All ranks call them.
+# 5. Refinements: accumulation, clipping, whole state dicts. All ranks call them.
 
 
 @contextmanager
@@ -492,14 +477,12 @@ def clip_grad_norm_(module, max_norm):
     """Scale all gradients so that their total 2-norm, over all ranks' shards, is at most `max_norm`. -> that norm."""
     if alone := [n for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "_place")]:
         raise ValueError(f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too")
-    unit, gradients = units_of(module)[0], [p.grad for p in module.parameters() if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=unit.device)  # the square of 512 is no float16
-    for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=total.dtype).to(unit.device) ** 2
+    unit = next(unit for unit in units_of(module) if unit.places)
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]  # 512², too large for float16
+    total = sum(squares, torch.zeros((), dtype=torch.float64, device=unit.flat.device)).to(unit.device)
     dist.all_reduce(total, group=unit.groups[-1])
-    scale = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device))
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total.sqrt())
     return total.sqrt().to(unit.dtype)
 
 
@@ -517,25 +500,20 @@ def whole_of(piece, shard):
 
 def load_full_state_dict(module, state_dict):
     """Load what full_state_dict() or the plain module's state_dict() returned at any world size. All ranks have it."""
-    materialize(module)
+    units_of(module)  # at rest
     places = {name: getattr(t, "_place", None) for name, t in module.state_dict(keep_vars=True).items()}
     module.load_state_dict({name: places[name].cut(t) if places.get(name) else t for name, t in state_dict.items()})
-
-
-def places_of(optimizer):
-    return enumerate(shard._place for group in optimizer.param_groups for shard in group["params"])
 
 
 def full_optimizer_state_dict(module, optimizer):
     """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
     state_dict, whole = optimizer.state_dict(), {}
-    for i, place in places_of(optimizer):
-        # Who has no elements of a parameter may have no state of it, or have made fewer steps.
-        states = [state for state in gather_objects(state_dict["state"].get(i), place.unit.groups[-1]) if state]
-        most = max(
-            states, key=lambda state: sum(t.numel() for t in tree_leaves(state) if torch.is_tensor(t)), default={}
-        )
-        for key, value in most.items():
+    for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
+        place, mine = shard._place, state_dict["state"].get(i)
+        if not shard.numel() and place.shape.numel():
+            mine = None  # who has no elements of a parameter may have made fewer steps
+        states = [state for state in gather_objects(mine, place.unit.groups[-1]) if state]
+        for key, value in states[0].items() if states else ():
             is_piece = torch.is_tensor(value) and value.dim()
             whole.setdefault(i, {})[key] = place.join([state[key] for state in states]) if is_piece else value
     return state_dict | {"state": whole}
@@ -544,33 +522,11 @@ def full_optimizer_state_dict(module, optimizer):
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
     """Load what full_optimizer_state_dict() or the plain optimizer's state_dict() returned at any world size."""
     state_dict = copy.deepcopy(state_dict)
-    for i, place in places_of(optimizer):
+    for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
         for key, value in state_dict["state"].get(i, {}).items():
-            if torch.is_tensor(value) and value.shape == place.shape and key != "step":
-                state_dict["state"][i][key] = place.cut(value)
+            if torch.is_tensor(value) and value.shape == shard._place.shape and key != "step":
+                state_dict["state"][i][key] = shard._place.cut(value)
     optimizer.load_state_dict(state_dict)
-
-
-@torch.no_grad()
-def materialize(module):
-    """Draw values for a module on the meta device by reset_parameters(), a unit at a time, as the first rank does."""
-    device = units_of(module)[0].device
-
-    def visit(module):
-        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-            module.to_empty(device=device, recurse=False).reset_parameters()
-        if hasattr(module, "_fsdp_unit") and module._fsdp_unit.flat is None:
-            module._fsdp_unit.build()
-
-    module.apply(visit)
-
-
-def units_of(module):
-    """The units that `module`'s parameters are in, all at rest."""
-    units = list(dict.fromkeys(p._place.unit for p in module.parameters() if hasattr(p, "_place")))
-    for unit in units:
-        unit.order.settle()
-    return units
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -598,7 +554,7 @@ def main():
     demo.train(step, whole)
     psi, N = held_bytes(demo.model.parameters()), demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", 3 * psi * (N - 1) / N)
-    demo.show(timeline(units_of(model), lambda: step(*demo.batch(0))))
+    demo.show(timeline(units_of(model)[1:], lambda: step(*demo.batch(0))))
     return status
 
 

@@ -5,12 +5,8 @@ What is true of any such implementation, claims.py says; here is what a user of 
 
 import copy
 import functools
-import gc
 import itertools
-import time
-import weakref
 from contextlib import nullcontext
-from dataclasses import make_dataclass
 
 import claims
 import pool
@@ -24,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp import held_bytes
 
 RESHARD = pytest.mark.parametrize("reshard", [True, False])
 
@@ -47,9 +44,9 @@ def call(name, arguments):
 
 
 class Block(nn.Module):
-    def __init__(self, width=6):
+    def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.one, self.two = nn.Linear(6, 12), nn.Linear(12, 6)
 
     def forward(self, x):
         return x + self.two(torch.tanh(self.one(x)))
@@ -79,31 +76,23 @@ def shard(model, fully_shard=fully_shard, **kwargs):
     return fully_shard(model, **kwargs)
 
 
-def pair(reshard=True, count=4):
+def pair(reshard=True):
     """A sharded model of blocks, and the plain one."""
     torch.manual_seed(3)
-    plain = Blocks(count)
+    plain = Blocks()
     return shard(copy.deepcopy(plain), reshard_after_forward=reshard), plain
-
-
-def whole(piece, like, group=None):
-    """All ranks' pieces of a parameter or gradient, laid out in memory as `like`; None where all ranks have None."""
-    everyone = [None] * dist.get_world_size(group or pool.group())
-    dist.all_gather_object(everyone, None if piece is None else piece.detach().clone(), group=group or pool.group())
-    if all(piece is None or not piece.numel() for piece in everyone) and like.numel():
-        return None
-    stride = torch.empty_like(like, device="meta").stride()
-    return torch.cat([piece for piece in everyone if piece is not None]).as_strided(like.shape, stride)
 
 
 def assert_same(ours, plain, exact=True, what=""):
     """Whole parameters and gradients of a sharded model and a plain one."""
     for (name, a), (other, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
         assert name == other
-        group = a._place.unit.groups[-1]
-        assert_equal(whole(a, b, group), b.detach(), exact, f"{what} {name}")
-        if b.numel():
-            assert_equal(whole(a.grad, b, group), b.grad, exact, f"{what} gradient of {name}")
+        assert_equal(fsdp.whole_of(a.detach(), a), b.detach(), exact, f"{what} {name}")
+        if b.grad is None:
+            assert a.grad is None, f"{what} gradient of {name}"
+        else:  # who has no elements need not have a gradient
+            grad = a.detach()[:0] if a.grad is None else a.grad
+            assert_equal(fsdp.whole_of(grad, a), b.grad, exact, f"{what} gradient of {name}")
 
 
 def loss_of_batch(model, rank, number):
@@ -153,12 +142,8 @@ def units(model):
     return [module._fsdp_unit for module in model.modules() if hasattr(module, "_fsdp_unit")]
 
 
-def storages(tensors):
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def gathered_bytes(model):
-    return storages([unit.gathered for unit in units(model)])
+    return held_bytes([unit.gathered for unit in units(model)])
 
 
 def assert_at_rest(model):
@@ -181,9 +166,7 @@ def assert_at_rest(model):
         (1, "tied", True, {"optimizer": "momentum", "micro_batches": 2}),
         (2, "odd", False, {"micro_batches": 2, "set_to_none": False}),
         (3, "plain", True, {"dtype": torch.bfloat16}),
-        (3, "odd", True, {"optimizer": "sgd", "micro_batches": 2}),
-        (4, "frozen", False, {"optimizer": "momentum", "micro_batches": 2, "sync": "each", "set_to_none": False}),
-        (4, "odd", True, {"micro_batches": 3, "sync": "each"}),
+        (4, "odd", True, {"optimizer": "momentum", "micro_batches": 3, "sync": "each"}),
     ],
     ids=str,
 )
@@ -200,21 +183,17 @@ def body_train(kind, reshard, how):
 @on(3)
 def test_naive_form():
     N, rank = pool.world_size(), pool.rank()
-    plain = nn.Sequential(nn.Linear(6, 4 * N), nn.Tanh(), nn.Linear(4 * N, N))
+    plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
     ours = copy.deepcopy(plain).to("meta")  # a skeleton
     pad = lambda p: nn.functional.pad(p.detach().flatten(), (0, -p.numel() % N))  # noqa: E731
     pieces = {n: pad(p).chunk(N)[rank].clone().requires_grad_() for n, p in plain.named_parameters()}
-    optimizers = [torch.optim.AdamW(p, lr=0.1) for p in (pieces.values(), plain.parameters())]
-    for step in range(3):
-        for o in optimizers:
-            o.zero_grad()
-        loss_of(fsdp.forward_sharded(ours, pieces, make_batch(rank, step), process_group=pool.group())).backward()
-        one_device(plain, [step])
-        for o in optimizers:
-            o.step()
+    for number in range(2):
+        plain.zero_grad()
+        loss_of(fsdp.forward_sharded(ours, pieces, make_batch(rank, number), process_group=pool.group())).backward()
+        one_device(plain, [number])
         for name, p in plain.named_parameters():
-            for piece, expected in ((pieces[name].grad, p.grad), (pieces[name], p)):
-                assert torch.equal(whole(piece, pad(p)), pad(expected))
+            assert torch.equal(pieces[name].grad, pad(p.grad).chunk(N)[rank])
+            pieces[name].grad = None
 
 
 # ---- Units are called in any order, any number of times.
@@ -224,14 +203,12 @@ CALLS = {  # by step
     "as registered": [None] * 3,
     "changing order": [[3, 2, 1, 0], None, [1, 0, 3, 2]],
     "one is not called on some steps": [None, [0, 2, 3], [1, 2], None, [], None],
-    "twice": [[0, 1, 1, 2, 3]] * 3,
-    "twice, with others between": [[0, 1, 2, 0, 3, 1]] * 3,
+    "twice, with others between": [[0, 1, 1, 2, 0, 3, 1]] * 3,
 }
 HOW = {
     "plainly": lambda block, x: block(x),
     "checkpointed": lambda block, x: checkpoint(block, x, use_reentrant=False),
     "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
-    "checkpoint inside": lambda block, x: block(x),
     "in segments": lambda block, x: block(x),
 }
 COMBINATIONS = [("plainly", calls) for calls in CALLS] + [(how, "as registered") for how in list(HOW)[1:]]
@@ -243,23 +220,18 @@ COMBINATIONS += [("checkpointed", "twice, with others between")]
 @on(2)
 def test_units_are_called_as_one_likes(how, calls, reshard):
     plan, (ours, plain) = CALLS[calls], pair(reshard)
-    for model in (ours, plain):
-        if how == "checkpoint inside":
-            for block in list(model)[:-1]:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        elif how == "in segments":
-            segments = [lambda x, m=model: m[0](x), lambda x, m=model: m[3](m[2](m[1](x)))]
-            model.forward = lambda x, *_, m=model, segments=segments: m[4](
-                functools.reduce(lambda x, segment: checkpoint(segment, x, use_reentrant=False), segments, x)
-            )
+    for model in (ours, plain) if how == "in segments" else ():
+        segments = [lambda x, m=model: m[0](x), lambda x, m=model: m[3](m[2](m[1](x)))]
+        model.forward = lambda x, *_, m=model, segments=segments: m[4](
+            functools.reduce(lambda x, segment: checkpoint(segment, x, use_reentrant=False), segments, x)
+        )
     run = lambda m, rank, n: loss_of(m(make_batch(rank, n).requires_grad_(), plan[n], HOW[how]))  # noqa: E731
     sent = train(ours, plain, run, len(plan))
     if calls == "as registered" and (reshard or how != "reentrant"):  # what the checkpoint gathers, backward uses
         assert sends(sent) == len(plan) * (3 if reshard else 2) * len(units(ours))
 
 
-@RESHARD
-@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize(("joint", "reshard"), [(True, True), (False, True), (False, False)])
 @on(2)
 def test_two_graphs_alive(joint, reshard):
     """One backward for both, or two."""
@@ -363,22 +335,6 @@ def test_outputs_of_every_kind_and_nested_units():
     train(ours, plain)
 
 
-@on(2)
-def test_blocks_without_a_root():
-    """Blocks alone are units; the rest of the model is replicated and not our business."""
-    torch.manual_seed(3)
-    plain = Blocks()
-    ours = copy.deepcopy(plain)
-    for block in list(ours)[:-1]:
-        fully_shard(block)
-    loss_of_batch(ours, pool.rank(), 0).backward()
-    one_device(plain, [0])
-    for block, other in list(zip(ours, plain, strict=True))[:-1]:
-        assert_same(block, other)
-    with pytest.raises(ValueError, match=r"4\.weight, 4\.bias: in no unit"):
-        fsdp.clip_grad_norm_(ours, 1.0)
-
-
 # ---- Frozen, unused, accumulated, clipped.
 
 
@@ -397,8 +353,7 @@ class LoRA(nn.Module):
 def test_frozen_and_trained_parameters_in_one_unit():
     """At first A and B train, then B and the base; the unit that is frozen as a whole is gathered once."""
     plain = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), *[LoRA() for _ in range(3)])
-    ours = copy.deepcopy(plain)
-    shard(ours)
+    ours = shard(copy.deepcopy(plain))
     for trained, frozen in (("A", "base"), ("base", "A")):
         for layer in (*ours[1:], *plain[1:]):
             getattr(layer, trained).requires_grad_(True)
@@ -443,35 +398,40 @@ def test_no_sync_sends_nothing_and_loses_nothing():
 
 
 @on(2)
-def test_float16_gradients_whose_sum_and_square_would_overflow():
-    """The mean, and the norm to clip by, where a rank has nothing of the only parameter."""
+def test_clipping_where_a_rank_has_nothing_and_a_square_would_overflow():
     layer = fully_shard(nn.Linear(1, 1, bias=False).half())
-    layer(torch.full((1, 1), 40000.0).half()).sum().backward()
-    for max_norm, before, after in ((1e6, 40000.0, 40000.0), (20000.0, 40000.0, 20000.0)):
+    layer(torch.full((1, 1), 20000.0).half()).sum().backward()
+    for max_norm, before, after in ((1e6, 20000.0, 20000.0), (10000.0, 20000.0, 10000.0)):
         assert fsdp.clip_grad_norm_(layer, max_norm).item() == before
         assert layer.weight.grad.tolist() == [after] * (pool.rank() == 0)
     layer.zero_grad()
     assert fsdp.clip_grad_norm_(layer, 1.0) == 0
+    with pytest.raises(ValueError, match=r"^weight: in no unit"):
+        fsdp.clip_grad_norm_(nn.Linear(1, 1, bias=False), 1.0)
 
 
 # ---- Policies.
 
 
-def body_mixed_precision(param, reduce, offload):
+@pytest.mark.parametrize(
+    ("param", "reduce", "offload"),
+    [
+        (torch.bfloat16, torch.float32, False),
+        (torch.bfloat16, None, True),
+        (torch.float16, torch.float32, False),
+        (None, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+@on(2)
+def test_mixed_precision_as_pytorchs(param, reduce, offload):
     """Gradients of two micro-batches, the first within no_sync, where they are added in the reduce dtype."""
     ours, mesh = pair()[1], DeviceMesh.from_group(pool.group(), "cpu")
-    theirs = copy.deepcopy(ours)
-    shard(
-        ours,
-        mp_policy=fsdp.MixedPrecisionPolicy(param, reduce),
-        offload_policy=fsdp.CPUOffloadPolicy() if offload else None,
-    )
-    shard(
-        theirs,
-        functools.partial(pytorchs.fully_shard, mesh=mesh),
-        mp_policy=pytorchs.MixedPrecisionPolicy(param, reduce),
-        offload_policy=pytorchs.CPUOffloadPolicy(pin_memory=False) if offload else pytorchs.OffloadPolicy(),
-    )
+    theirs, theirs_of = copy.deepcopy(ours), functools.partial(pytorchs.fully_shard, mesh=mesh)
+    policies = [fsdp.CPUOffloadPolicy() if offload else None, pytorchs.OffloadPolicy()]
+    policies[1] = pytorchs.CPUOffloadPolicy(pin_memory=False) if offload else policies[1]
+    shard(ours, mp_policy=fsdp.MixedPrecisionPolicy(param, reduce), offload_policy=policies[0])
+    shard(theirs, theirs_of, mp_policy=pytorchs.MixedPrecisionPolicy(param, reduce), offload_policy=policies[1])
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
     for step in range(2):
         for o in optimizers:
@@ -485,23 +445,9 @@ def body_mixed_precision(param, reduce, offload):
                     loss_of(output.float()).backward()
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert a.dtype == a.grad.dtype == torch.float32
-            assert torch.equal(whole(a.grad, b), b.grad.full_tensor())
+            assert torch.equal(fsdp.whole_of(a.grad, a), b.grad.full_tensor())
         for o in optimizers:
             o.step()
-
-
-@pytest.mark.parametrize(
-    ("param", "reduce", "offload"),
-    [
-        (torch.bfloat16, torch.float32, False),
-        (torch.bfloat16, None, True),
-        (torch.float16, torch.float32, False),
-        (None, torch.bfloat16, False),
-    ],
-    ids=str,
-)
-def test_mixed_precision_as_pytorchs(param, reduce, offload):
-    pool.run(2, body_mixed_precision, param, reduce, offload)
 
 
 @on(4)
@@ -518,9 +464,8 @@ def test_hybrid_sharding():
     everyone = [None] * 4
     dist.all_gather_object(everyone, [t.detach().clone() for p in ours.parameters() for t in (p, p.grad)])
     assert all(map(torch.equal, everyone[rank], everyone[(rank + 2) % 4]))
-    for odd_one in range(4):
-        with pytest.raises(ValueError, match="ranks must hold the same model"):
-            fully_shard(nn.Linear(3 + (rank == odd_one), 2), mesh=mesh)
+    with pytest.raises(ValueError, match="ranks must hold the same model"):
+        fully_shard(nn.Linear(3 + (rank == 3), 2), mesh=mesh)
 
 
 # ---- Saving, loading, the meta device.
@@ -568,12 +513,11 @@ def test_save_at_four_ranks_and_load_at_three_and_into_the_plain_model():
 def test_state_dicts_that_do_not_fit_and_the_modules_own_are_errors():
     model, plain = pair()
     saved = fsdp.full_state_dict(model)
-    for change, words in (
-        (lambda d: d.pop("4.bias"), r"Missing key.*4.bias"),
-        (lambda d: d.update({"4.bias": torch.ones(1)}), r"bias is \(3,\), not \(1,\)"),
+    lacking = {name: value for name, value in saved.items() if name != "4.bias"}
+    for bad, words in (
+        (lacking, r"Missing key.*4.bias"),
+        (saved | {"4.bias": torch.ones(1)}, r"is \(3,\), not \(1,\)"),
     ):
-        bad = dict(saved)
-        change(bad)
         with pytest.raises((RuntimeError, ValueError), match=words):
             fsdp.load_full_state_dict(model, bad)
     for part in (model, model[0]):
@@ -583,29 +527,20 @@ def test_state_dicts_that_do_not_fit_and_the_modules_own_are_errors():
     assert_same(model, plain)
 
 
-@pytest.mark.parametrize("how", ["materialize", "load"])
 @on(2)
-def test_a_model_on_the_meta_device_becomes_real_unit_by_unit(how):
+def test_a_model_on_the_meta_device_becomes_real_unit_by_unit():
     """Under other seeds on other ranks; no rank holds more than the largest unit, and one module more."""
     with torch.device("meta"):
         model, plain = Blocks(5), Blocks(5)
         for m in (model, plain):
             m[1].norm = nn.BatchNorm1d(3)
     model[-1].bias.requires_grad_(False)
-    shard(model)
-    for part in (model, model[1]):
-        with pytest.raises(RuntimeError, match=r"meta device.*materialize"):
-            part(make_batch(0, 0))
-    assert all(p.is_meta for p in model.parameters())
     torch.manual_seed(0)
     plain.to_empty(device="cpu").apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
-    if how == "load":
-        fsdp.load_full_state_dict(model, plain.state_dict())
-    else:
-        torch.manual_seed(pool.rank())
-        with Peak(lambda: storages([p for p in model.parameters() if p.dim() > 1 and not p.is_meta])) as peak:
-            fsdp.materialize(model)
-        assert peak.peak <= 2 * 4 * sum(p.numel() for p in Block().parameters())
+    torch.manual_seed(pool.rank())
+    with Peak(lambda: held_bytes([p for p in model.parameters() if p.dim() > 1 and not p.is_meta])) as peak:
+        shard(model)
+    assert peak.peak <= 2 * 4 * sum(p.numel() for p in Block().parameters())
     assert_at_rest(model)
     for name, value in fsdp.full_state_dict(model).items():
         assert torch.equal(value, plain.state_dict()[name]), name
@@ -629,18 +564,10 @@ class Peak(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-def living():
-    """{storage: one of its tensors}, of all that Python knows of."""
-    gc.collect()
-    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
-    return {t.untyped_storage()._cdata: t for t in tensors}
-
-
 @RESHARD
 @on(2)
 def test_memory_at_rest_and_at_its_peak(reshard):
     N, count, width = pool.world_size(), 12, 40
-    earlier = living()  # of other tests; kept, so that their addresses are not used again
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
     for layer in (*model, model):
         fully_shard(layer, reshard_after_forward=reshard)
@@ -650,7 +577,7 @@ def test_memory_at_rest_and_at_its_peak(reshard):
 
     def gradients():
         made = [place.whole.grad for u in units(model) for place in u.places if place.whole.grad is not None]
-        return storages(made + [term for u in units(model) if u.sent for term in u.sent[1]])  # made, sent and arriving
+        return held_bytes(made + [term for u in units(model) if u.sent for term in u.sent[1]])  # made, sent, arriving
 
     losses = []  # of earlier steps, and graphs that nobody goes through, hold up nothing
     for step in range(2):
@@ -665,18 +592,9 @@ def test_memory_at_rest_and_at_its_peak(reshard):
         assert 2 * unit <= peak_of_gradients.peak <= 3 * unit, peak_of_gradients.peak / unit
         assert gathered_bytes(model) == gradients() == 0
         optimizer.step()
-    del losses
-    parameters = list(model.parameters())
     state = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
-    assert storages(parameters) == storages([p.grad for p in parameters]) == psi // N
-    assert storages(state) == 2 * psi // N
-    del parameters, state
-    for _ in range(50):  # gloo's threads may hold what they have sent a little longer
-        sizes = [t.untyped_storage().nbytes() for storage, t in living().items() if storage not in earlier]
-        if sum(sizes) <= 4 * psi // N + 20_000:  # nothing else that is large: 16 bytes an element, in all
-            break
-        time.sleep(0.1)
-    assert 4 * psi // N <= sum(sizes) <= 4 * psi // N + 20_000, (psi, sorted(sizes))
+    assert held_bytes(model.parameters()) == held_bytes([p.grad for p in model.parameters()]) == psi // N
+    assert held_bytes(state) == 2 * psi // N
 
 
 @RESHARD
@@ -688,13 +606,13 @@ def test_cost_at_scale(N, reshard):
     dist.init_process_group("fake", store=FakeStore(), rank=N - 1, world_size=N)
     try:
         model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(2)])
-        psi = storages(model.parameters())
+        psi = held_bytes(model.parameters())
         for layer in (*model, model):
             fsdp.fully_shard(layer, reshard_after_forward=reshard)
         with fsdp.SentBytes() as sent:
             model(torch.randn(2, 1024)).sum().backward()
         assert sent.total == (3 if reshard else 2) * psi * (N - 1) / N
-        assert storages(model.parameters()) == psi / N
+        assert held_bytes(model.parameters()) == psi / N
     finally:
         dist.destroy_process_group()
 
@@ -729,7 +647,7 @@ def test_communication_is_issued_early_and_waited_for_late():
         assert at[this, "reduce"] < at[following, "backward"] < at[this, "add_gradients"]
 
 
-# ---- Errors, lifetimes.
+# ---- Errors.
 
 
 @on(2)
@@ -741,44 +659,27 @@ def test_errors_on_every_rank():
     tied[2].weight = tied[0].weight
     sharded = fully_shard(tied[0])
     for module, words in [
-        (nn.ModuleList([model]), "ModuleList has no forward"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), r"'1.weight' of Sequential is torch.float64"),
-        *((module, "rank 1 has 'weight'") for module in different),
-        (tied, r"'2.weight' of Sequential is tied to Embedding, another unit"),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), r"Sequential has parameters of .*make a unit for"),
+        *((module, r"rank 0's and rank 1's differ in .*weight") for module in different),
+        (tied, r"'weight'.* of Sequential are tied to another unit's"),
         (sharded, "a unit already"),
     ]:
         with pytest.raises(ValueError, match=words):
             fully_shard(module)
-    model[0].forward = make_dataclass("Box", ["y"])
-    with pytest.raises(ValueError, match="returns a Box; return tensors in lists"):
-        fully_shard(model[0])(torch.ones(6, 6))
+    fully_shard(model[0])
     with pytest.raises(ValueError, match="over other ranks"):
         fsdp.fully_shard(model)  # over all four ranks of the default group
-    other = dist.new_group([0], use_local_synchronization=True) if not late else dist.GroupMember.NON_GROUP_MEMBER
-    if late:
-        with pytest.raises(ValueError, match="rank 1 is not a member"):
-            fsdp.fully_shard(nn.Linear(2, 2), process_group=other)
 
 
 @on(2)
 def test_a_model_that_is_moved_after_sharding_is_an_error():
-    (model, _), batch = pair(), make_batch(0, 0)
-    model[1].double()
-    with pytest.raises(ValueError, match=r"Block\.weight was moved or replaced"):
-        model(batch)
-    model, plain = pair()
+    (model, plain), batch = pair(), make_batch(0, 0)
     model.to("cpu").float()  # which changes nothing
     assert torch.equal(model(batch), plain(batch))
-    model[-1].bias = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"Blocks\.bias"):
+    model[1].double()
+    with pytest.raises(ValueError, match=r"Linear\.weight was moved or replaced"):
         model(batch)
-
-
-@on(2)
-def test_a_discarded_model_is_freed():
     model, _ = pair()
-    loss_of_batch(model, 0, 0).backward()
-    gone = [weakref.ref(model), weakref.ref(units(model)[1]), weakref.ref(model[-1].weight)]
-    del model
-    gc.collect()
-    assert not any(ref() for ref in gone)
+    model[-1].bias = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"Linear\.bias"):
+        model(batch)
