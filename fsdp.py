@@ -32,6 +32,7 @@ Left out: ranks that run different units or in another order (as in PyTorch); ou
 
 import argparse
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -145,6 +146,7 @@ class Unit:
         found = find_parameters(module, groups)
         self.groups, self.reshard_after_forward = groups, reshard_after_forward
         self.N, self.rank = dist.get_world_size(groups[-1]), dist.get_rank(groups[-1])
+        self.ranks = math.prod(map(dist.get_world_size, groups))
         like, nccl = next(iter(found), torch.empty(0)), dist.get_backend(groups[-1]) == "nccl"
         self.device = torch.device("cuda" if nccl else "cpu" if like.is_meta else like.device)
         self.dtype, self.param_dtype = like.dtype, mp_policy.param_dtype or like.dtype
@@ -228,6 +230,8 @@ class Unit:
                 place.view(self.kept).add_(place.whole.grad).add_(0.0)  # -0.0 + 0.0 is 0.0, a gradient
                 place.whole.grad = None
         if self.sync:
+            if self.reduce_dtype == torch.float16:  # of more than 65504 the sum would be inf
+                self.kept /= self.ranks
             parts, group = self.kept.chunk(self.N), self.groups[-1]
             if self.kept.is_cpu:  # in rank order, as one device adds them
                 terms = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
@@ -246,7 +250,8 @@ class Unit:
         for group in self.groups[:-1]:
             dist.all_reduce(total, group=group)
         nobodys = [p for p in unused if ((total[p.here] == 0) & total[p.here].signbit()).all()]
-        total /= math.prod(map(dist.get_world_size, self.groups))
+        if self.reduce_dtype != torch.float16:  # before the sum, 3 ranks' terms would be rounded
+            total /= self.ranks
         total = total.to(self.flat.device, self.dtype)
         for place in self.places:
             if place not in nobodys:
@@ -304,10 +309,10 @@ class Order:
 
     def end(self, unit, output):
         """It ends."""
-        tensors = [leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)]
-        if not tensors:
+        leaves = tree_leaves(output)
+        if any(map(dataclasses.is_dataclass, leaves)):  # in which nobody looks for tensors
             raise ValueError(f"a unit returns a {type(output).__name__}; return tensors in lists, tuples or dicts")
-        nodes = {tensor.grad_fn for tensor in tensors} - {None}
+        nodes = {leaf.grad_fn for leaf in leaves if torch.is_tensor(leaf)} - {None}
         reach = functools.partial(self.reach, unit, unit.start, next(clock))
         for node in nodes:
             node.register_prehook(reach)
@@ -368,7 +373,7 @@ class Order:
 
 class MixedPrecisionPolicy(NamedTuple):
     param_dtype: torch.dtype | None = None  # to gather and compute, and of inputs; None: the parameters'
-    reduce_dtype: torch.dtype | None = None  # to add gradients, in float16 below 65504; None: param_dtype
+    reduce_dtype: torch.dtype | None = None  # to add gradients; None: param_dtype
 
 
 class CPUOffloadPolicy:
@@ -391,8 +396,12 @@ def fully_shard(
     mesh, instead of process_group: the last dimension shards, one before it replicates (hybrid sharding).
     reshard_after_forward: False keeps what was gathered until backward has used it.
     """
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
     groups = [process_group] if mesh is None else mesh.get_all_groups()
     groups = [None if group is dist.group.WORLD else group for group in groups]  # held, its threads outlive the world
+    if dist.get_world_size(groups[-1]) < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     inner = units_of(module)
     if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
         raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")

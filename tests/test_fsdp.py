@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 from contextlib import nullcontext
+from dataclasses import make_dataclass
 
 import claims
 import pool
@@ -400,8 +401,8 @@ def test_no_sync_sends_nothing_and_loses_nothing():
 @on(2)
 def test_clipping_where_a_rank_has_nothing_and_a_square_would_overflow():
     layer = fully_shard(nn.Linear(1, 1, bias=False).half())
-    layer(torch.full((1, 1), 20000.0).half()).sum().backward()
-    for max_norm, before, after in ((1e6, 20000.0, 20000.0), (10000.0, 20000.0, 10000.0)):
+    layer(torch.full((1, 1), 40000.0).half()).sum().backward()
+    for max_norm, before, after in ((1e6, 40000.0, 40000.0), (20000.0, 40000.0, 20000.0)):
         assert fsdp.clip_grad_norm_(layer, max_norm).item() == before
         assert layer.weight.grad.tolist() == [after] * (pool.rank() == 0)
     layer.zero_grad()
@@ -662,11 +663,14 @@ def test_errors_on_every_rank():
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), r"Sequential has parameters of .*make a unit for"),
         *((module, r"rank 0's and rank 1's differ in .*weight") for module in different),
         (tied, r"'weight'.* of Sequential are tied to another unit's"),
+        (nn.ModuleList([model]), "ModuleList has no forward"),
         (sharded, "a unit already"),
     ]:
         with pytest.raises(ValueError, match=words):
             fully_shard(module)
-    fully_shard(model[0])
+    model[0].forward = make_dataclass("Box", ["y"])
+    with pytest.raises(ValueError, match="returns a Box; return tensors in lists"):
+        fully_shard(model[0])(torch.ones(6, 6))
     with pytest.raises(ValueError, match="over other ranks"):
         fsdp.fully_shard(model)  # over all four ranks of the default group
 
