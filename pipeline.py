@@ -416,16 +416,6 @@ class Pipeline(nn.Module):
         return sums.tolist()
 
 
-def split(layers, num_stages):
-    """A list of layers -> `num_stages` nn.Sequentials of about as many parameters each, and of at least one layer."""
-    layers, cuts = list(layers), [0]
-    ends = list(itertools.accumulate(sum(q.numel() for q in layer.parameters()) for layer in layers))
-    for stage in range(1, num_stages):
-        cuts_left = range(cuts[-1] + 1, len(layers) - num_stages + stage + 1)
-        cuts.append(min(cuts_left, key=lambda k: abs(ends[k - 1] - ends[-1] * stage / num_stages)))
-    return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise([*cuts, len(layers)])]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Demo.
 
@@ -438,9 +428,9 @@ def main():
     }
     demo = Demo(flags)
     name, m, p, rank = demo.args.schedule, demo.args.microbatches, demo.ranks, demo.rank
-    v, layers, batch = 1 + (name == "interleaved_1f1b"), len(language_model()), 8 * p
-    if m < 1 or batch % m or p * v > layers:
-        demo.stop(f"{p} × {v} stages of {layers} layers; {m} micro-batches, which must divide {batch} sequences")
+    v, blocks, batch = 1 + (name == "interleaved_1f1b"), len(language_model()) - 3, 8 * p
+    if m < 1 or batch % m or p * v > blocks + 1:
+        demo.stop(f"{p} × {v} stages of {blocks} blocks; {m} micro-batches, which must divide {batch} sequences")
     model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)  # losses times 1/4, say, are exact
     plain, stages = split(demo.model, p * v), split(model, p * v)[rank::p]
     plain[rank::p] = stages  # each rank compares the stages that it has
@@ -460,6 +450,11 @@ def main():
     status = demo.report(held(pipeline.parameters(), optimizer), *sent)
     show_timelines(demo, pipeline)
     return status
+
+
+def split(model, num_stages):  # blocks evenly; the embedding is with the first, norm and head with the last
+    cuts = [0, *(1 + (len(model) - 3) * stage // num_stages for stage in range(1, num_stages)), len(model)]
+    return [model[a:b] for a, b in itertools.pairwise(cuts)]
 
 
 def show_timelines(demo, pipeline, width=100):

@@ -150,21 +150,6 @@ def test_csv_files_are_pytorchs(name, tmp_path):
     assert order_of(schedule, 4) == ours
 
 
-layer_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=9) | st.integers(1, 9).map(lambda n: [1] * n)
-
-
-@given(layer_sizes, st.integers(1, 9))
-def test_split_makes_stages_of_about_the_same_size(sizes, n):
-    layers = [nn.Linear(size, 1, bias=False) for size in sizes]
-    n = min(n, len(sizes))
-    stages = pipeline.split(nn.Sequential(*layers), n)
-    assert [layer for stage in stages for layer in stage] == layers
-    assert len(stages) == n
-    assert all(len(stage) for stage in stages)
-    if len(set(sizes)) == 1:
-        assert {len(stage) for stage in stages} <= {len(sizes) // n, -(-len(sizes) // n)}
-
-
 # ---- equality with one device
 
 
