@@ -305,7 +305,7 @@ class Alive(TorchDispatchMode):
 
 
 def measure(l, h, a, s, b, device):
-    """A step through l layers in each way: sbh bytes kept, the same by formula, Ψ operations per token, ms, bitwise equal?"""
+    """A step through l layers each way: sbh bytes kept, and by formula; Ψ operations per token; ms; bitwise equal?"""
     blocks = language_model(h, a, l).to(device, torch.bfloat16)[1:-2]
     x, layers = torch.randn(b, s, h, dtype=torch.bfloat16, device=device), [functools.partial(layer, B) for B in blocks]
     inside, weights, expected = 34 + 5 * a * s / h, 24 * h / (s * b), None
