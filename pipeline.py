@@ -178,7 +178,7 @@ def schedule_from_csv(path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Backward in two.
+# 3. What the interpreter is made of: what one must know of a tensor to receive it; and backward in two.
 
 linear, form = F.linear, attrgetter("shape", "dtype", "requires_grad")
 

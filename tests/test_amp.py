@@ -140,7 +140,7 @@ def test_a_disabled_scaler_steps_plainly(scaler_class):
 def test_any_nesting_of_losses_is_scaled():
     """In fp32, where it does not overflow; also where there is no CUDA."""
     one, (other,) = amp.GradScaler(init_scale=8.0).scale([torch.ones(()), (torch.tensor(3e4, dtype=torch.float16),)])
-    assert (one, other) == (8, 8 * 3e4)
+    assert (one.item(), other.item()) == (8, 8 * 3e4)
     assert amp.GradScaler().state_dict() == torch.amp.GradScaler("cpu").state_dict()  # the defaults
     amp.GradScaler().unscale_(two_optimizers()[1][0])  # which has no gradients
 
