@@ -85,6 +85,8 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
+        if process_group is not None and dist.get_rank(process_group) < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in process_group: make the scaler on its members only")
         self._device = device if torch.cuda.is_available() else "cpu"  # of what is found where there are no gradients
         self._enabled, self._process_group = enabled, process_group
         self._state = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}

@@ -169,6 +169,17 @@ def test_an_overflow_of_one_optimizer_on_one_rank():
     pool.run(2, body_overflow)
 
 
+def body_not_a_member():
+    group = dist.new_group([0, 1])
+    if pool.rank() > 1:
+        with pytest.raises(ValueError, match=f"rank {pool.rank()} is not in process_group"):
+            amp.GradScaler("cpu", process_group=group)
+
+
+def test_a_rank_outside_the_group_is_refused():
+    pool.run(4, body_not_a_member)
+
+
 # ---- MixedPrecisionOptimizer
 
 bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
