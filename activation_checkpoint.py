@@ -73,15 +73,13 @@ class NaiveCheckpoint(torch.autograd.Function):  # NaiveCheckpoint.apply(functio
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. The real one. Autograd sees all of `function`, and gradients go where they always go; only what it saves is swapped
-#    for placeholders. The first that backward asks for has function run again, which fills them in order.
+#    for a number. The first that backward asks for has function run again, which saves the same in the same order.
+
+kind_of = attrgetter("shape", "dtype", "device")
+versions_of = functools.partial(tree_map_only, torch.Tensor, attrgetter("_version"))
 
 
 class Complete(BaseException): ...  # ends a recomputation; no Exception, which function may catch
-
-
-class Placeholder:
-    def __init__(self, kind):
-        self.kind, self.tensor = kind, None  # the tensor: from its recomputation to its use
 
 
 class KeepInput(torch.autograd.Function):
@@ -94,43 +92,39 @@ class KeepInput(torch.autograd.Function):
 
 
 class Segment:
-    """A call of function: what it takes to repeat it; weak references to placeholders, in the order of saving."""
+    """A call of function: what it takes to repeat it; the kinds of what it saved; tensors, from repetition to use."""
 
     def __init__(self, function, inputs, preserve_rng_state):
-        self.function, self.kept, self.placeholders = function, {}, []
+        self.function, self.kept, self.kinds, self.tensors = function, {}, [], {}
         anchor = torch.empty(0, requires_grad=True)
         self.inputs = tree_map_only(torch.Tensor, lambda tensor: KeepInput.apply(anchor, tensor).grad_fn, inputs)
         self.random = random_states() if preserve_rng_state else []
         kinds, cache = ("cpu", "cuda")[: 1 + torch.cuda.is_available()], torch.is_autocast_cache_enabled()
-        autocasts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache) for kind in kinds)
-        self.modes = [torch.enable_grad(), *itertools.starmap(torch.autocast, autocasts)]
+        casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache) for kind in kinds]
+        self.modes = [torch.enable_grad(), *itertools.starmap(torch.autocast, casts)]
 
     def pack(self, tensor):
-        placeholder = Placeholder(kind_of(tensor))
-        self.placeholders.append(weakref.ref(placeholder))
-        return placeholder
+        self.kinds.append(kind_of(tensor))
+        return len(self.kinds) - 1
 
-    def unpack(self, placeholder):
-        if placeholder.tensor is None:  # the first of a backward; with retain_graph, of each
+    def unpack(self, number):
+        if number not in self.tensors:  # the first of a backward; with retain_graph, of each
             self.recompute()
-        tensor, placeholder.tensor = placeholder.tensor, None
-        return tensor
+        return self.tensors.pop(number)
 
     def recompute(self):
-        """Run function again until each placeholder that is still in the graph has its tensor."""
-        wanted = {i: placeholder for i, ref in enumerate(self.placeholders) if (placeholder := ref())}
-        last, numbers = max(wanted), itertools.count()
+        """Run function again, until all that it saved is there."""
+        self.tensors = {}
 
         def fill(tensor):
-            number, tensor = next(numbers), tensor.detach()  # with its graph, it would keep itself for ever
-            if number in wanted:
-                was, now = wanted[number].kind, kind_of(tensor)
-                if was != now:
-                    raise RuntimeError(f"checkpoint: {self.function} saves {now} as tensor {number}, was {was}")
-                wanted[number].tensor = tensor
-            if number == last:
+            number, tensor = len(self.tensors), tensor.detach()  # with its graph, it would keep itself for ever
+            was, now = self.kinds[number], kind_of(tensor)
+            if was != now:
+                raise RuntimeError(f"checkpoint: {self.function} saves {now} as tensor {number}, was {was}")
+            self.tensors[number] = tensor
+            if len(self.tensors) == len(self.kinds):
                 raise Complete
-            return tensor  # and no placeholder: function may itself call backward
+            return tensor  # and no number: function may itself call backward
 
         args, kwargs = tree_map_only(BackwardCFunction, lambda node: node.saved_tensors[0], self.inputs)
         with ExitStack() as as_before:
@@ -143,15 +137,15 @@ class Segment:
                     self.function(*args, **kwargs)
             except Complete:
                 return
-        raise RuntimeError(f"checkpoint: {self.function} saves {next(numbers)} tensors, saved {last + 1} before")
+        number, before = len(self.tensors), len(self.kinds)
+        raise RuntimeError(f"checkpoint: {self.function} saves {number} tensors, saved {before} before")
 
 
 def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     """-> function(*args, **kwargs), and bitwise its gradients, but nothing of its inside is kept for backward.
 
-    Any inputs and outputs. Random numbers (CPU's, current GPU's) and autocast are for the second time as for the first;
-    whatever else it reads must be. policy(ATen operator, *its arguments, **…): is its output kept? None is, by default.
-    RuntimeError, in backward: it saves other tensors than it did.
+    Random numbers (CPU's, current GPU's) and autocast are for the second time as for the first; whatever else it reads
+    must be. policy(ATen operator, *its arguments, **…): is its output kept? None is, by default.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -169,8 +163,6 @@ def set_random_states(states):
     for generator, state in states:
         generator.set_state(state)
 
-
-kind_of = attrgetter("shape", "dtype", "device")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Selective: what takes long to compute, and is small, is kept after all.
@@ -211,9 +203,6 @@ def shares_memory(operator):
     return any(output.alias_info for output in operator._schema.returns)
 
 
-versions_of = functools.partial(tree_map_only, torch.Tensor, attrgetter("_version"))
-
-
 def keep_products(operator, *args, **kwargs):
     """A policy: nn.Linear's outputs are kept, those of attention's core, many bytes and few operations, are not."""
     return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -226,8 +215,8 @@ def keep_products(operator, *args, **kwargs):
 def checkpoint_sequential(layers, segments, x):
     """Run x through l layers in k about equal segments; the last, where backward begins, forgets nothing.
 
-    Layers that keep a tensor each keep k - 1 + l/k, fewest at k = √l (Chen et al. §4.1). Transformer layers, whose
-    insides are many times what is between them, keep least at k = l. ValueError: k is not from 1 to l.
+    Layers that keep a tensor each keep k - 1 + l/k, fewest at k = √l (Chen et al. §4.1); transformer layers, whose
+    insides are many times what is between them, keep least at k = l.
     """
     if not 1 <= segments <= len(layers):
         raise ValueError(f"{len(layers)} layers do not make {segments} segments; take 1 to {len(layers)}")
@@ -254,45 +243,14 @@ def offload_to_cpu():
 # Demo.
 
 
-# Not F.dropout: on a CPU it keeps a mask of x's dtype, not of a byte each.
-dropout = functools.partial(torch.native_dropout, p=0.1, train=True)
-
-
-def attention(q, k, v):  # (batch, heads, time, head_dim)
-    future = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
-    return dropout((q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1))[0] @ v
-
-
-def layer_forward(block, x, run=lambda core, *qkv: core(*qkv)):
-    """Block's, with dropout, and with attention's weights in memory: the layer of Korthikanti et al. §4.1."""
-    q, k, v = (y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for y in block.qkv(block.norm1(x)).chunk(3, -1))
-    x = x + dropout(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))[0]
-    return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))[0]
-
-
-def ways(l, inside=0, weights=0):
-    """-> [(name, segments, layer -> what is called, sbh kept by l layers of `inside` each)]"""
-    return [
-        *((f"{k} segments", k, lambda layer: layer, 2 * (k - 1) + inside * l / k) for k in (1, 2, 4)),
-        ("every layer", 1, lambda layer: functools.partial(checkpoint, layer), 2 * l),
-        ("not products", 1, lambda layer: functools.partial(checkpoint, layer, policy=keep_products), 20 * l),
-        ("core", 1, lambda layer: functools.partial(layer, run=checkpoint), 34 * l),
-        ("offload", 1, offload_to_cpu(), (inside + weights) * l),
-    ]
-
-
 def main():
     demo = Demo()
-    model, Block.forward = demo.start("activation_checkpoint", bitwise=demo.ranks <= 2), layer_forward
-    for embedding in (model[0], demo.model[0]):  # what they drop depends on the tokens, not on the rank
-        embedding.register_forward_pre_hook(lambda _, tokens: torch.manual_seed(int(tokens[0].sum())) and None)
+    model = demo.start("activation_checkpoint", bitwise=demo.ranks <= 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step(inputs, targets):  # each in another way
-        _, segments, how, _ = ways(4)[len(demo.times) % 7]
+    def step(inputs, targets):
         optimizer.zero_grad()
-        x = checkpoint_sequential([how(layer) for layer in model[1:-2]], segments, model[0](demo.part(inputs)))
-        loss = language_loss(model[-2:](x), demo.part(targets))
+        loss = language_loss(checkpoint_sequential(model, len(model), demo.part(inputs)), demo.part(targets))
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
@@ -302,7 +260,31 @@ def main():
 
     demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
     sent = 2 * held_bytes(model.parameters()) * (demo.ranks - 1) / demo.ranks
-    return demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent) or compare(demo)
+    status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
+    demo.show(
+        "8 layers in bf16, 5as/h = 40. Kept for backward: measured = by formula. Operations per token: 6Ψ in products"
+    )
+    demo.show("with weights, 1Ψ in attention, and what is computed again. Time: with counting")
+    for name, kept, formula, operations, ms, same in measure(l=8, h=128, a=8, s=128, b=1, device=demo.device):
+        line = f"{name:13} kept {kept:6.1f} sbh = {formula:4.0f}   operations {operations:.2f}Ψ   {ms:4.0f} ms"
+        demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
+        status = status or int(not same)
+    return status
+
+
+dropout = functools.partial(torch.native_dropout, p=0.1, train=True)  # F.dropout's mask is of x's dtype on a CPU
+
+
+def attention(q, k, v):  # (batch, heads, time, head_dim)
+    future = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
+    return dropout((q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1))[0] @ v
+
+
+def layer(block, x, run=lambda core, *qkv: core(*qkv)):
+    """A Block with dropout, and with attention's weights in memory: the layer of Korthikanti et al. §4.1."""
+    q, k, v = (y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for y in block.qkv(block.norm1(x)).chunk(3, -1))
+    x = x + dropout(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))[0]
+    return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))[0]
 
 
 class Alive(TorchDispatchMode):
@@ -318,32 +300,34 @@ class Alive(TorchDispatchMode):
             self.storages.update(tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor))
         return outputs
 
+    def bytes(self):
+        return sum(storage.nbytes() for storage in self.storages)
 
-def compare(demo, l=8, h=128, a=8, s=128, b=1):
-    """A step through l layers in each way, measured; -> 1 where gradients are not those of one segment, all kept."""
-    layers, expected, status = language_model(h, a, l).to(demo.device, torch.bfloat16)[1:-2], None, 0
-    x = torch.randn(b, s, h, dtype=torch.bfloat16, device=demo.device)
-    demo.show(f"{l} layers in bf16, 5as/h = {5 * a * s // h}. kept for backward, in sbh bytes: measured = by formula;")
-    demo.show(
-        "operations: 6Ψ of products with weights, 1Ψ of attention, and what is computed again (times: with counting)"
-    )
-    for name, segments, how, formula in ways(l, 34 + 5 * a * s / h, 24 * h / (s * b)):
-        layers.zero_grad()
+
+def measure(l, h, a, s, b, device):
+    """A step through l layers each way: sbh bytes kept, and by formula; Ψ operations per token; ms; bitwise equal?"""
+    blocks = language_model(h, a, l).to(device, torch.bfloat16)[1:-2]
+    x, layers = torch.randn(b, s, h, dtype=torch.bfloat16, device=device), [functools.partial(layer, B) for B in blocks]
+    inside, weights, expected = 34 + 5 * a * s / h, 24 * h / (s * b), None
+    ways = [
+        *((f"{k} segments", k, lambda layer: layer, 2 * (k - 1) + inside * l / k) for k in (1, 2, 4)),
+        ("every layer", 1, lambda layer: functools.partial(checkpoint, layer), 2 * l),
+        ("not products", 1, lambda layer: functools.partial(checkpoint, layer, policy=keep_products), 20 * l),
+        ("core", 1, lambda layer: functools.partial(layer, run=checkpoint), 34 * l),
+        ("offload", 1, offload_to_cpu(), (inside + weights) * l),
+    ]
+    for name, segments, how, formula in ways:
+        blocks.zero_grad()
         torch.manual_seed(0)
         start = time.perf_counter()
         with FlopCounterMode(display=False) as flops, Alive() as alive:
-            y = checkpoint_sequential([how(layer) for layer in layers], segments, x)
-            kept = sum(storage.nbytes() for storage in alive.storages) / (s * b * h)
+            y = checkpoint_sequential(list(map(how, layers)), segments, x)
+            kept = alive.bytes() / (s * b * h)
             y.sum().backward()
-        ms, gradients = 1e3 * (time.perf_counter() - start), [parameter.grad for parameter in layers.parameters()]
+        ms, gradients = 1e3 * (time.perf_counter() - start), [parameter.grad for parameter in blocks.parameters()]
         expected = expected or gradients
-        same = all(map(torch.equal, gradients, expected))
-        operations, status = flops.get_total_flops() / (s * b * 12 * h * h * l), status or int(not same)
-        line = (
-            f"{name:13} kept {kept:6.1f} sbh = {formula:4.0f}   operations {operations:.2f}Ψ per token   {ms:4.0f} ms"
-        )
-        demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
-    return status
+        operations = flops.get_total_flops() / (s * b * 12 * h * h * l)
+        yield name, kept, formula, operations, ms, all(map(torch.equal, gradients, expected))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

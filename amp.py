@@ -23,8 +23,7 @@ Bytes per parameter, with Adam (Ψ parameters, N ranks); step() takes 4 more, fo
 Run:      torchrun --nproc-per-node 2 amp.py          (python amp.py is a world of one)
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's mixed-precision optimizer
-Left out: fp8, bf16 without masters (arXiv 2010.06192), sparse gradients, closures, steps without any gradient, autocast
-          of recurrent layers and its cache_enabled, writing weights through .data after the optimizer is made
+Left out: fp8, bf16 without masters (arXiv 2010.06192), closures, autocast of recurrent layers, weights written by .data
 """
 
 import argparse
@@ -34,7 +33,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from contextlib import ContextDecorator, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -85,24 +83,19 @@ class GradScaler:
         backoff_factor=0.5,
         growth_interval=2000,
         enabled=True,
-        *,
         process_group=None,
     ):
         if process_group is not None and dist.get_rank(process_group) < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in process_group: make the scaler on its members only")
-        if enabled and device == "cuda" and not torch.cuda.is_available():
-            warnings.warn("GradScaler is enabled, but CUDA is not available. Disabling.", stacklevel=2)
-            enabled = False
-        self._device, self._enabled, self._process_group = device, enabled, process_group
+        self._device = device if torch.cuda.is_available() else "cpu"  # of what is found where there are no gradients
+        self._enabled, self._process_group = enabled, process_group
         self._state = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         self._state |= {"growth_interval": growth_interval, "_growth_tracker": 0}  # good steps in a row
         self.update(init_scale)
 
     def scale(self, outputs):
         """`outputs` times the scale: a tensor, or tensors in nested lists and tuples."""
-        if not self._enabled:
-            return outputs
-        scale = torch.tensor(self._state["scale"], dtype=torch.float32)  # as a tensor it makes an fp16 loss fp32
+        scale = torch.tensor(self.get_scale(), dtype=torch.float32)  # as a tensor it makes an fp16 loss fp32
         return tree_map(lambda output: output * scale, outputs)
 
     def unscale_(self, optimizer):
@@ -136,19 +129,18 @@ class GradScaler:
         """Set the scale to `new_scale`, or adapt it to what was found since the last update."""
         if not self._enabled:
             return
-        state = self._state
         if new_scale is None:
             if not self._found:
                 raise AssertionError("No inf checks were recorded prior to update")
-            new_scale, good_steps = state["scale"], state["_growth_tracker"] + 1
+            new_scale, good_steps = self._state["scale"], self._state["_growth_tracker"] + 1
             if any(self._found.values()):
-                new_scale, good_steps = new_scale * state["backoff_factor"], 0
-            elif good_steps == state["growth_interval"]:
-                new_scale, good_steps = new_scale * state["growth_factor"], 0
-            state["_growth_tracker"] = good_steps
+                new_scale, good_steps = new_scale * self._state["backoff_factor"], 0
+            elif good_steps == self._state["growth_interval"]:
+                new_scale, good_steps = new_scale * self._state["growth_factor"], 0
+            self._state["_growth_tracker"] = good_steps
         new_scale = torch.tensor(float(new_scale), dtype=torch.float32)
         if new_scale.isfinite():
-            state["scale"] = new_scale.item()
+            self._state["scale"] = new_scale.item()
         self._found, self._stepped = {}, set()  # of each optimizer, until the next update
 
     def get_scale(self):
@@ -175,11 +167,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     scale(loss).backward(); reduce the gradients over ranks; clip_grad_norm_(1.0); step(), which updates `scaler`, too.
     Without one, a rank skips the step where its own gradients' norm is not finite: where ranks have different ones, as
     in tensor or pipeline parallelism, it takes a scaler, in bf16 too. A checkpoint loaded into the model counts.
+    Not for zero.py's optimizers, which have masters of their own.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
-        if hasattr(optimizer, "no_sync"):  # zero.py's
-            raise ValueError(f"{type(optimizer).__name__} has fp32 masters of its own: give it a model in {dtype}")
         self.optimizer, self.dtype, self.scaler = optimizer, dtype, scaler or GradScaler(enabled=False)
         self.scale, self._masters, state = self.scaler.scale, {}, optimizer.state_dict()
         for group in optimizer.param_groups:
@@ -253,11 +244,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 # 4. Or fp32 weights, and operations that cast their inputs to what suits them.
 
 # The core of torch.autocast's lists for CUDA, as Python calls them. What ends in _loss is in fp32 as well.
-LOW = """matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv baddbmm einsum linear conv1d conv2d conv3d prelu
-    conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention multi_head_attention_forward"""
-FP32 = """exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt softplus softmax softmin log_softmax
-    logsumexp layer_norm rms_norm group_norm normalize sum prod cumsum cumprod mean var std norm linalg_norm
-    linalg_vector_norm dist cdist cosine_similarity cross_entropy kl_div binary_cross_entropy_with_logits"""
+LOW = """matmul __matmul__ __rmatmul__ mm mv bmm addmm baddbmm einsum linear conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d scaled_dot_product_attention multi_head_attention_forward"""
+FP32 = """exp log pow __pow__ __rpow__ rsqrt softmax log_softmax logsumexp layer_norm rms_norm group_norm normalize sum
+    prod cumsum mean var std norm linalg_vector_norm cross_entropy kl_div binary_cross_entropy_with_logits"""
 LOW, FP32 = set(LOW.split()), set(FP32.split())
 
 
@@ -320,7 +310,7 @@ def main():
         "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in both"),
     }
     demo.show("C = 64, 2 layers    loss vs fp32     time")
-    losses = {}  # of the last step
+    losses = {}
     for name, (dtype, why) in ways.items():
         torch.manual_seed(demo.args.seed)
         model, start = language_model(C=64, heads=2, layers=2).to(demo.device), time.perf_counter()

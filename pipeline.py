@@ -23,8 +23,7 @@ Cost per rank; Ψ parameters, bsh the elements of a micro-batch's activations:
     zero_bubble        Ψ/p          (p-1)/(3m+p-1)          min(p, m)           as 1f1b (F = I = W, m ≥ p)
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble     (python pipeline.py is a world of one)
-Papers:   Huang et al. 2019, GPipe, arXiv 1811.06965; Narayanan et al. 2021, arXiv 2104.04473, §2.2: 1F1B, interleaved;
-          Qi et al. 2023, Zero Bubble, arXiv 2401.10241, §2: I, W and ZB-H1
+Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved, 2104.04473, §2.2; zero bubble, 2401.10241, §2: ZB-H1
 Mirrors:  torch.distributed.pipelining, whose CSV files of schedules it reads and writes
 Left out: tied parameters, data parallelism, clipping (parallel_3d.py); gradients of inputs; W for layers not linear
 """
@@ -43,6 +42,7 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -122,22 +122,14 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
 
 def parse(action):
     """Of "2F0" -> 2, "F", 0."""
-    if not (match := re.fullmatch(r"(\d+)([FBIW])(\d+)", action)):
-        raise ValueError(f"{action!r} is not stage, F, B, I or W, micro-batch, as in '2F0'")
-    return int(match[1]), match[2], int(match[3])
+    stage, kind, i = re.split("([FBIW])", action)
+    return int(stage), kind, int(i)
 
 
-def check(schedule):
-    """-> {stage: rank}, number of micro-batches. ValueError unless each has F and B, or F, I and W, on each stage."""
-    actions = [(rank, *parse(action)) for rank, row in enumerate(schedule) for action in row]
-    rank_of, done = {stage: rank for rank, stage, *_ in actions}, collections.defaultdict(str)
-    for rank, stage, kind, i in actions:
-        done[rank, stage, i] += kind
-    m = 1 + max((i for *_, i in actions), default=0)
-    for stage, i in itertools.product(range(1 + max(rank_of, default=0)), range(m)):
-        if "".join(sorted(kinds := done[rank_of.get(stage), stage, i])) not in ("BF", "FIW"):
-            raise ValueError(f"of stage {stage}, micro-batch {i} '{kinds}' is done, not F and B, or F, I and W")
-    return rank_of, m
+def taker(action):
+    """What takes its output: (stage, kind, micro-batch), "B" standing for I as well."""
+    stage, kind, i = parse(action)
+    return {"F": (stage + 1, "F", i), "W": (None, None, None)}.get(kind, (stage - 1, "B", i))
 
 
 def simulate(schedule, cost=COST):
@@ -146,14 +138,18 @@ def simulate(schedule, cost=COST):
     -> start and end by action; the share of all ranks' time that is idle; for each rank the most micro-batches, of each
     stage, that are between F and B or W. ValueError: something is missing or done twice, or the schedule deadlocks.
     """
-    schedule, cost, before = flat(schedule), COST | dict(cost), {}
-    check(schedule)
-    for actions in schedule:
+    schedule, cost, rank_of, done, before = flat(schedule), COST | dict(cost), {}, collections.defaultdict(str), {}
+    giver = {taker(action): action for action in itertools.chain(*schedule)}
+    for rank, actions in enumerate(schedule):
         for previous, action in zip([None, *actions], actions, strict=False):
             stage, kind, i = parse(action)
-            backward = [f"{stage}F{i}", f"{stage + 1}B{i}", f"{stage + 1}I{i}"]  # of B and I there is one
-            before[action] = [previous, *{"F": [f"{stage - 1}F{i}"], "W": [f"{stage}I{i}"]}.get(kind, backward)]
-    before = {action: [need for need in needs if need in before] for action, needs in before.items()}
+            rank_of[stage], done[rank, stage, i] = rank, done[rank, stage, i] + kind
+            own = {"F": None, "W": f"{stage}I{i}"}.get(kind, f"{stage}F{i}")
+            other = giver.get((stage, "B" if kind == "I" else kind, i))
+            before[action] = [need for need in (previous, own, other) if need]
+    for stage, i in itertools.product(range(1 + max(rank_of)), range(1 + max(i for *_, i in done))):
+        if "".join(sorted(kinds := done[rank_of.get(stage), stage, i])) not in ("BF", "FIW"):
+            raise ValueError(f"of stage {stage}, micro-batch {i} '{kinds}' is done, not F and B, or F, I and W")
     start, end = {}, {}
     try:
         for action in graphlib.TopologicalSorter(before).static_order():
@@ -167,9 +163,8 @@ def simulate(schedule, cost=COST):
 
 
 def flat(schedule):
-    """As PyTorch writes schedules -> actions alone. Idle cells and communication go; "(0F4;7B0)OVERLAP_F_B" is two."""
-    other = re.compile(r"[();]|OVERLAP_F_B|\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_[FB]|RECV_[FB])\d*")
-    return [other.sub(" ", " ".join(filter(None, cells))).split() for cells in schedule]
+    """As PyTorch writes schedules -> actions alone: no idle cells, no communication; "(0F4;7B0)OVERLAP_F_B" is two."""
+    return [re.findall(r"\b\d+[FBIW]\d+\b", " ".join(filter(None, cells))) for cells in schedule]
 
 
 def schedule_to_csv(schedule, path):
@@ -183,56 +178,37 @@ def schedule_from_csv(path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. What the interpreter is made of: messages between actions, and backward in two.
+# 3. What the interpreter is made of: what one must know of a tensor to receive it; and backward in two.
 
-linear = F.linear
-
-
-def taker(action):
-    """Who takes the output: (stage, kind, micro-batch), "B" standing for I as well."""
-    stage, kind, i = parse(action)
-    return {"F": (stage + 1, "F", i), "W": (stage, "W", i)}.get(kind, (stage - 1, "B", i))
-
-
-def like(tensors):
-    return [(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
-
-
-def cut(tensor, parts):
-    pieces = tensor.chunk(parts)
-    if len(pieces) != parts:
-        raise ValueError(f"torch.chunk cuts {len(tensor)} samples into {len(pieces)} micro-batches, not into {parts}")
-    return pieces
+linear, form = F.linear, attrgetter("shape", "dtype", "requires_grad")
 
 
 def split_linear(x, weight, bias=None):
-    """Stands for F.linear, which PyTorch's modules call, while a schedule with I and W runs: a graph of its own."""
+    """Stands for F.linear, which PyTorch's modules call, while a schedule with I and W runs."""
     weights = [w for w in (weight, bias) if w is not None and w.requires_grad]
-    if not (weights and torch.is_grad_enabled() and all(w.is_leaf for w in weights)):
-        return linear(x, weight, bias)  # the gradient of a weight that is computed is needed in I
-    # Without the hooks of a checkpoint around it, which would compute everything again for I, and again for W
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        inner = x.detach().requires_grad_(x.requires_grad)
-        y = linear(inner, weight, bias)
-    return SplitLinear.apply(x, y.detach().requires_grad_(), (inner, y, weights))
+    if weights and torch.is_grad_enabled() and all(w.is_leaf for w in weights):
+        return SplitLinear.apply(x, torch.empty(0, requires_grad=True), [weight, bias], weights)
+    return linear(x, weight, bias)  # the gradient of a weight that is computed is needed in I
 
 
 class SplitLinear(torch.autograd.Function):
-    """I asks that graph for the gradient of the input; W asks it later for those of the weights."""
+    """A graph of its own, which I asks for the gradient of the input, and W, later, for those of the weights."""
 
     todo = []  # what the backward that runs now leaves to W: (output, its gradient, weights)
 
     @staticmethod
-    def forward(ctx, x, y, graph):  # the weights are no inputs: their hooks would run in I as well
-        ctx.graph = graph
-        return y.detach()
+    def forward(ctx, x, anchor, parameters, weights):  # in lists these are no inputs: their hooks would run in I, too
+        ctx.x, ctx.weights = x.detach().requires_grad_(x.requires_grad), weights
+        # Without the hooks of a checkpoint around it, which would compute everything again for I, and again for W
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            ctx.y = linear(ctx.x, *parameters)
+        return ctx.y.detach()
 
     @staticmethod
     def backward(ctx, gradient):
-        inner, y, weights = ctx.graph
-        SplitLinear.todo.append((y, gradient, weights))
+        SplitLinear.todo.append((ctx.y, gradient, ctx.weights))
         wanted = ctx.needs_input_grad[0]
-        return torch.autograd.grad(y, inner, gradient, retain_graph=True)[0] if wanted else None, None, None
+        return torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)[0] if wanted else None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,22 +234,22 @@ class Pipeline(nn.Module):
         if isinstance(schedule, str):
             schedule = build_schedule(schedule, dist.get_world_size(process_group), num_microbatches, len(stages))
         self.schedule = flat(schedule)
-        given = self._all_gather((self.schedule, num_microbatches, len(stages)))
-        self._rank_of, m = check(self.schedule)
-        needed = [(m, list(self._rank_of.values()).count(rank)) for rank in range(len(self.schedule))]
-        if given != [(self.schedule, *numbers) for numbers in needed]:
+        given = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(given, (self.schedule, num_microbatches, len(stages)), group=process_group)
+        end, owned = simulate(self.schedule).end, [sorted({parse(a)[0] for a in actions}) for actions in self.schedule]
+        m = 1 + max(parse(action)[2] for action in end)
+        if given != [(self.schedule, m, len(numbers)) for numbers in owned]:
             text = f"micro-batches and stages by rank are {[numbers for _, *numbers in given]}, or schedules differ"
-            raise ValueError(f"{text}; the schedule needs {needed}")
-        mine = [str(stage) for stage, rank in sorted(self._rank_of.items()) if rank == self._rank]
-        self.stages, self._last = nn.ModuleDict(zip(mine, stages, strict=True)), max(self._rank_of)
+            raise ValueError(f"{text}; the schedule needs {[(m, len(numbers)) for numbers in owned]}")
+        rank_of = {stage: rank for rank, numbers in enumerate(owned) for stage in numbers}
+        self.stages, self._last = nn.ModuleDict(zip(map(str, owned[self._rank]), stages, strict=True)), max(rank_of)
         # Simulated time puts all actions in one order, an action at its end and the message with its output right after
         # it, and each rank does its part of that. What anything waits for stands before it: so the first thing not yet
         # done can always be done, even if sends wait for receivers (NCCL), and nothing deadlocks.
-        end = simulate(self.schedule).end
-        ends = {action: [self._rank_of.get(stage) for stage in (parse(action)[0], taker(action)[0])] for action in end}
-        self._program = [action for action in sorted(end, key=end.get) if self._rank in ends[action]]
-        gloo = dist.get_backend(process_group) == "gloo"  # which sends from the host's memory
-        self._wire = torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
+        self._linear = split_linear if any("I" in action for action in self.schedule[self._rank]) else linear
+        steps = [(a, rank_of[parse(a)[0]], rank_of.get(taker(a)[0])) for a in sorted(end, key=end.get)]
+        self._program = [step for step in steps if self._rank in step]  # action, its rank, that of who takes its output
+        self._wire = "cpu" if dist.get_backend(process_group) == "gloo" else "cuda"  # gloo sends from the host's memory
         self.device = next((parameter.device for parameter in self.parameters()), self._wire)
         self._batch, self._forms = None, {}  # what the last batch was like, and what it made the stages pass on
 
@@ -285,22 +261,25 @@ class Pipeline(nn.Module):
         An error on one rank is raised there, and as a RuntimeError on all others. Gradients are incomplete then.
         """
         self._start(inputs if isinstance(inputs, tuple) else (inputs,), targets)
-        F.linear = split_linear if any("I" in action for action in self.schedule[self._rank]) else linear
-        try:
-            for action in self._program:
-                if torch.is_grad_enabled() or "F" in action:
-                    if self._rank_of[parse(action)[0]] == self._rank:
-                        self._run(action)
-                    self._message(action)
-        finally:
-            F.linear = linear
+        for action, src, dst in self._program:
+            if torch.is_grad_enabled() or "F" in action:
+                if src == self._rank:
+                    self._run(action)
+                if dst not in (src, None):
+                    self._message(action, src, dst)
         for transfer, _ in self._leaving:
             transfer.wait()
         if self._sum(self._failure is not None) != [0]:
-            self._forms, (action, error) = {}, self._failure or (None, None)
-            texts = self._all_gather(error and f"rank {self._rank} failed in {action} with {error!r}")
+            (error, text), texts, self._forms = self._failure or (None, None), [None] * len(self.schedule), {}
+            dist.all_gather_object(texts, text, group=self.process_group)
             raise error or RuntimeError(next(filter(None, texts)))
-        return self._result() if str(self._last) in self.stages else None
+        if str(self._last) not in self.stages:
+            return None
+        results = [self._values.pop((self._last + 1, "F", i)) for i in range(self.num_microbatches)]
+        if targets is None:
+            outputs = [torch.cat(parts) for parts in zip(*results, strict=True)]
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return torch.stack([loss.detach() for (loss,) in results]).sum()
 
     @torch.no_grad()
     def eval_step(self, inputs=None, targets=None):
@@ -309,16 +288,14 @@ class Pipeline(nn.Module):
 
     def _start(self, inputs, targets):
         """Hear from all ranks whether the batch is like the one before."""
-        grad, p = torch.is_grad_enabled(), len(self.schedule)
-        before, self._batch = self._batch, (grad, like(filter(torch.is_tensor, inputs)), like(self.parameters()))
+        grad, before, tensors = torch.is_grad_enabled(), self._batch, (*inputs, *self.parameters())
+        self._batch = grad, [form(tensor) for tensor in tensors if torch.is_tensor(tensor)]
         with_grad, changed = self._sum(grad, self._batch != before)
-        if with_grad not in (0, p):
-            raise ValueError(f"{with_grad} of {p} ranks have gradients enabled; all or none must")
-        if changed:
-            self._forms = {}
+        if with_grad not in (0, len(self.schedule)):
+            raise ValueError(f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must")
+        self._forms = {} if changed else self._forms
         self._values = {(0, "F", i): inputs for i in range(self.num_microbatches)}  # by who takes it, as taker() says
-        self._arriving = {}  # the same: transfers to wait for before that
-        self._leaving = []  # transfers and their tensors, both kept until they are over
+        self._arriving, self._leaving = {}, []  # transfers to wait for before that; transfers and their tensors, kept
         self._targets, self._shares, self._failure, self.timeline = targets, [], None, []
         self._began = time.perf_counter()  # on all ranks at about one time
 
@@ -331,40 +308,47 @@ class Pipeline(nn.Module):
             transfer.wait()
         if given is None or self._failure:  # here, or where it should come from: only messages go on
             return
-        began = time.perf_counter() - self._began
+        began, F.linear = time.perf_counter() - self._began, self._linear
         try:
             (self._forward if kind == "F" else self._backward)(stage, kind, i, given)
         except Exception as error:
-            self._failure = action, error
+            self._failure = error, f"rank {self._rank} failed in {action} with {error!r}"
+        finally:
+            F.linear = linear
         self.timeline.append((action, began, time.perf_counter() - self._began))
 
     def _forward(self, stage, kind, i, x):
-        m = self.num_microbatches
-        x = x if stage else [cut(t, m)[i] for t in x]
+        x = x if stage else [self._chunks(t)[i] for t in x]
         x = [t.to(self.device).detach().requires_grad_(t.requires_grad) for t in x]
         y = self.stages[str(stage)](*x)
         if stage == self._last and (torch.is_grad_enabled() or self._targets is not None):
-            targets = cut(self._targets, m)
+            targets = self._chunks(self._targets)
             if not self._shares:  # of each micro-batch in the batch's mean
                 weights = [float(self.weight(target)) for target in targets]
                 self._shares = [weight / sum(weights) for weight in weights]
-            y = self.loss_fn(y, targets[i])
-            self._values[stage, "B", i] = [y.new_tensor(self._shares[i])]  # scaled only here
+            y = self.loss_fn(y, targets[i]) * self._shares[i]  # scaled only here
+            self._values[stage, "B", i] = [torch.ones_like(y)]
         y = y if isinstance(y, tuple) else (y,)
         if torch.is_grad_enabled():
             self._values[stage, "graph", i] = x, [t for t in y if t.requires_grad]
         y = [t.detach().requires_grad_(t.requires_grad) for t in y]
-        if (before := self._forms.get((stage, i), like(y))) != like(y):  # and the receiver will expect `before`
-            raise RuntimeError(f"the output was {before} for inputs of the same shapes, and is now {like(y)}")
+        was, now = self._forms.get((stage + 1, "F", i)), [form(t) for t in y]
+        if was not in (None, now):  # the receiver will expect what was
+            raise RuntimeError(f"the output was {was} for inputs of the same shapes, and is now {now}")
         self._values[stage + 1, "F", i] = y
+
+    def _chunks(self, tensor):
+        pieces = tensor.chunk(m := self.num_microbatches)
+        if len(pieces) != m:
+            raise ValueError(f"torch.chunk cuts {len(tensor)} samples into {len(pieces)} micro-batches, not into {m}")
+        return pieces
 
     def _backward(self, stage, kind, i, given):
         if kind != "W":
             gradients = [g.to(self.device) for g in given]
             SplitLinear.todo = given = []
             x, y = self._values.pop((stage, "graph", i))
-            if y:
-                torch.autograd.backward(y, gradients)
+            torch.autograd.backward(y, gradients)
             leaves = [t for t in x if t.requires_grad]  # zeros for what the stage has not used
             self._values[stage - 1, "B", i] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
         if kind == "I":
@@ -373,21 +357,18 @@ class Pipeline(nn.Module):
             outputs, gradients, weights = zip(*given, strict=True)
             torch.autograd.backward(outputs, gradients, inputs=list(dict.fromkeys(itertools.chain(*weights))))
 
-    def _message(self, action):
-        """Start to send, or to receive, the output of an action, where another rank takes it."""
-        (stage, kind, i), taken, group = parse(action), taker(action), self.process_group
-        src, dst = self._rank_of[stage], self._rank_of.get(taken[0])
-        if dst in (None, src):
-            return
-        edge, sending, value = (min(stage, taken[0]), i), src == self._rank, self._values.pop(taken, None)
+    def _message(self, action, src, dst):
+        """Start to send, or to receive, the output of an action of rank `src`, where rank `dst` takes it."""
+        taken, group, sending = taker(action), self.process_group, src == self._rank
         peer = dist.get_global_rank(group or dist.group.WORLD, dst if sending else src)
-        if edge not in self._forms:  # activations of a new kind of batch are preceded by what they are like
-            box = [like(value or ())]  # nothing after a failure
+        value = self._values.pop(taken, None)
+        if taken not in self._forms:  # for a new kind of batch, what is passed on is preceded by what it is like
+            box = [None if value is None else [form(t) for t in value]]  # None after a failure
             (dist.send_object_list if sending else dist.recv_object_list)(box, peer, group)
-            self._forms[edge] = box[0]
-        forms = self._forms[edge] if kind == "F" else [(s, d, False) for s, d, grad in self._forms[edge] if grad]
-        if value is None:  # to be received, or after a failure
-            value = [torch.zeros(s, dtype=d, device=self._wire, requires_grad=grad) for s, d, grad in forms]
+            self._forms[taken] = box[0]
+        if value is None:
+            forms = self._forms[taken]
+            value = [torch.zeros(s, dtype=d, device=self._wire, requires_grad=grad) for s, d, grad in forms or ()]
         if sending:
             tensors = [t.detach().to(self._wire).contiguous() for t in value]
             self._leaving += [(dist.isend(t, peer, group), t) for t in tensors]
@@ -395,35 +376,12 @@ class Pipeline(nn.Module):
                 self._leaving.pop(0)[0].wait()
         else:
             self._arriving[taken] = [dist.irecv(t.detach(), peer, group) for t in value]
-            self._values[taken] = value if self._forms[edge] else None
-
-    def _result(self):
-        results = [self._values.pop((self._last + 1, "F", i)) for i in range(self.num_microbatches)]
-        if self._targets is None:
-            outputs = [torch.cat(parts) for parts in zip(*results, strict=True)]
-            return outputs[0] if len(outputs) == 1 else tuple(outputs)
-        losses = torch.stack([loss.detach() for (loss,) in results])
-        return (losses * losses.new_tensor(self._shares)).sum()
-
-    def _all_gather(self, mine):
-        everyone = [None] * dist.get_world_size(self.process_group)
-        dist.all_gather_object(everyone, mine, group=self.process_group)
-        return everyone
+            self._values[taken] = None if self._forms[taken] is None else value
 
     def _sum(self, *numbers):
         sums = torch.tensor(numbers, dtype=torch.int64, device=self._wire)
         dist.all_reduce(sums, group=self.process_group)
         return sums.tolist()
-
-
-def split(layers, num_stages):
-    """A list of layers -> `num_stages` nn.Sequentials of about as many parameters each, and of at least one layer."""
-    layers, cuts = list(layers), [0]
-    ends = list(itertools.accumulate(sum(q.numel() for q in layer.parameters()) for layer in layers))
-    for stage in range(1, num_stages):
-        cuts_left = range(cuts[-1] + 1, len(layers) - num_stages + stage + 1)
-        cuts.append(min(cuts_left, key=lambda k: abs(ends[k - 1] - ends[-1] * stage / num_stages)))
-    return [nn.Sequential(*layers[a:b]) for a, b in itertools.pairwise([*cuts, len(layers)])]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,9 +396,9 @@ def main():
     }
     demo = Demo(flags)
     name, m, p, rank = demo.args.schedule, demo.args.microbatches, demo.ranks, demo.rank
-    v, layers, batch = 1 + (name == "interleaved_1f1b"), len(language_model()), 8 * p
-    if m < 1 or batch % m or p * v > layers:
-        demo.stop(f"{p} × {v} stages of {layers} layers; {m} micro-batches, which must divide {batch} sequences")
+    v, blocks, batch = 1 + (name == "interleaved_1f1b"), len(language_model()) - 3, 8 * p
+    if m < 1 or batch % m or p * v > blocks + 1:
+        demo.stop(f"{p} × {v} stages of {blocks} blocks; {m} micro-batches, which must divide {batch} sequences")
     model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)  # losses times 1/4, say, are exact
     plain, stages = split(demo.model, p * v), split(model, p * v)[rank::p]
     plain[rank::p] = stages  # each rank compares the stages that it has
@@ -455,33 +413,35 @@ def main():
         return loss
 
     demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
-    mbsh = batch * 64 * 192 * parameters[0].itemsize  # bytes
-    sent = ("(2v-1)m·bsh", (2 * v - 1) * mbsh) if p > 1 else ("0", 0)
+    sent = ("(2v-1)m·bsh", (2 * v - 1) * batch * 64 * 192 * parameters[0].itemsize) if p > 1 else ("0", 0)
     status = demo.report(held(pipeline.parameters(), optimizer), *sent)
     show_timelines(demo, pipeline)
     return status
 
 
+def split(model, num_stages):  # blocks evenly; the embedding is with the first, norm and head with the last
+    cuts = [0, *(1 + (len(model) - 3) * stage // num_stages for stage in range(1, num_stages)), len(model)]
+    return [model[a:b] for a, b in itertools.pairwise(cuts)]
+
+
 def show_timelines(demo, pipeline, width=100):
     """The last step's, beside what simulate() predicts for it."""
-    measured, times = pipeline._all_gather(pipeline.timeline), simulate(pipeline.schedule)
+    measured, times = [None] * demo.ranks, simulate(pipeline.schedule)
+    dist.all_gather_object(measured, pipeline.timeline)
     predicted = [[(action, times.start[action], times.end[action]) for action in row] for row in pipeline.schedule]
     demo.show("|0F2-- is stage 0's forward of micro-batch 2, as long as it took (where that is short, cut off);")
     demo.show("F forward, B backward, or I and W, backward for input and weights; blank: the rank waits, the bubble")
     for title, rows in ("predicted, where B is two F", predicted), ("measured", measured):
-        total, busy = max(row[-1][2] for row in rows), sum(end - start for _, start, end in itertools.chain(*rows))
+        total, busy, events = max(row[-1][2] for row in rows), sum(e - s for _, s, e in itertools.chain(*rows)), []
         demo.show(f"{title}: bubble {1 - busy / total / len(rows):.0%}")
         for rank, row in enumerate(rows):
             line = ""
-            for action, start, end in row:
-                a, b = round(start / total * width), round(end / total * width)
-                line = line.ljust(a) + f"|{action}".ljust(b - a, "-")[: b - a]
+            for name, s, e in row:
+                a, b = round(s / total * width), round(e / total * width)
+                line = line.ljust(a) + f"|{name}".ljust(b - a, "-")[: b - a]
+                events.append({"name": name, "ph": "X", "pid": 0, "tid": rank, "ts": 1e6 * s, "dur": 1e6 * (e - s)})
             demo.show(f"  rank {rank:<4} {line}")
     if demo.args.trace and demo.rank == 0:
-        spans = [(rank, *span) for rank, row in enumerate(measured) for span in row]
-        events = [
-            {"name": a, "ph": "X", "ts": 1e6 * s, "dur": 1e6 * (e - s), "pid": 0, "tid": r} for r, a, s, e in spans
-        ]
         Path(demo.args.trace).write_text(json.dumps({"traceEvents": events}))
 
 

@@ -10,10 +10,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import pipeline
 
 
-def build_schedule(name, p, m, v=1):
+def make_schedule(name, p, m, v=1):
     stages = [SimpleNamespace(group_size=p, group_rank=0, num_stages=p * v, submod=None, is_last=0) for _ in range(v)]
-    schedule = getattr(schedules, name)(stages, m)
+    return getattr(schedules, name)(stages, m)
+
+
+def order_of(schedule, p):
     return pipeline.flat([[str(action) for action in schedule.pipeline_order[rank] if action] for rank in range(p)])
+
+
+def build_schedule(name, p, m, v=1):
+    return order_of(make_schedule(name, p, m, v), p)
 
 
 build_schedule.names = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS")

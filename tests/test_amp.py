@@ -5,7 +5,6 @@ import io
 import re
 import weakref
 from functools import partial
-from pathlib import Path
 
 import pool
 import pytest
@@ -79,16 +78,13 @@ def two_optimizers():
 
 
 def act(call, scaler, weight, optimizer, value):
-    if call in ("scale", "iteration"):
-        weight.grad = scaler.scale(torch.full_like(weight, value))
-    if call == "unscale":
-        scaler.unscale_(optimizer)
-    if call in ("step", "iteration"):
-        scaler.step(optimizer)
-    if call in ("update", "iteration"):
-        scaler.update()
-    if call == "set":
-        scaler.update(7.0)
+    calls = ["scale", "step", "update"] if call == "iteration" else [call]
+    for each in calls:
+        if each == "scale":
+            weight.grad = scaler.scale(torch.full_like(weight, value))
+        else:
+            {"unscale": scaler.unscale_, "step": scaler.step}.get(each, lambda _: None)(optimizer)
+            {"update": scaler.update, "set": lambda: scaler.update(7.0)}.get(each, lambda: None)()
 
 
 CALLS = st.sampled_from(["iteration"] * 6 + ["scale", "unscale", "step", "update", "set"])
@@ -134,21 +130,19 @@ def test_a_scaler_refuses_closures_and_fp16_gradients(scaler_class):
 @SCALERS
 def test_a_disabled_scaler_steps_plainly(scaler_class):
     scaler, ([weight, _], [optimizer, _]) = scaler_class("cpu", enabled=False), two_optimizers()
-    assert scaler.scale(weight) is weight
-    weight.grad = torch.full_like(weight, INF)
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
+    for call in ("scale", "unscale", "step", "update"):
+        act(call, scaler, weight, optimizer, INF)
     scaler.load_state_dict({})
     assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
     assert weight.tolist() == [-INF, -INF]
 
 
 def test_any_nesting_of_losses_is_scaled():
-    """In fp32, where it does not overflow."""
-    one, (other,) = amp.GradScaler("cpu", 8.0).scale([torch.ones(()), (torch.tensor(3e4, dtype=torch.float16),)])
-    assert (one, other) == (8, 8 * 3e4)
-    assert amp.GradScaler("cpu").state_dict() == torch.amp.GradScaler("cpu").state_dict()  # the defaults
+    """In fp32, where it does not overflow; also where there is no CUDA."""
+    one, (other,) = amp.GradScaler(init_scale=8.0).scale([torch.ones(()), (torch.tensor(3e4, dtype=torch.float16),)])
+    assert (one.item(), other.item()) == (8, 8 * 3e4)
+    assert amp.GradScaler().state_dict() == torch.amp.GradScaler("cpu").state_dict()  # the defaults
+    amp.GradScaler().unscale_(two_optimizers()[1][0])  # which has no gradients
 
 
 # ---- GradScaler over a group
@@ -182,11 +176,8 @@ def body_not_a_member():
             amp.GradScaler("cpu", process_group=group)
 
 
-def test_ranks_outside_the_group_and_machines_without_cuda():
+def test_a_rank_outside_the_group_is_refused():
     pool.run(4, body_not_a_member)
-    if not torch.cuda.is_available():
-        with pytest.warns(UserWarning, match="CUDA is not available"):
-            assert not amp.GradScaler().is_enabled()
 
 
 # ---- MixedPrecisionOptimizer
@@ -302,19 +293,18 @@ def test_resuming_is_exact(scaler_class, order):
     assert optimizer.state_dict()["scaler"].get("scale", 2.0) == 2.0
 
 
-@pytest.mark.parametrize("look", ["step", "state_dict"])
-def test_a_checkpoint_loaded_into_the_model_counts(look):
+def test_a_checkpoint_loaded_into_the_model_counts():
     """Old masters do not overwrite it; where weight and master agree, the master keeps its bits."""
     model = nn.Linear(2, 1, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[1.0 + 2**-12, 3.0]]))
+    model.load_state_dict({"weight": torch.tensor([[1.0 + 2**-12, 3.0]])})
     optimizer = amp.MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), torch.bfloat16)
-    model.load_state_dict({"weight": torch.tensor([[1.0, 5.0]])})
-    if look == "step":
-        model.weight.grad = torch.zeros_like(model.weight)
-        optimizer.step()
-    assert optimizer.state_dict()["master_weights"][0].tolist() == [[1.0 + 2**-12, 5.0]]
-    assert model.weight.tolist() == [[1.0, 5.0]]
+    for new in (5.0, 6.0):
+        model.load_state_dict({"weight": torch.tensor([[1.0, new]])})
+        if new == 6.0:
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+        assert optimizer.state_dict()["master_weights"][0].tolist() == [[1.0 + 2**-12, new]]
+        assert model.weight.tolist() == [[1.0, new]]
 
 
 def test_bytes_that_stay_allocated():
@@ -364,18 +354,8 @@ def test_a_step_given_up_after_clipping(scaler_class):
             optimizer.zero_grad()
             scaler.update()
     assert weight.tolist() == [1, 1]
-    assert scaler is None or scaler.get_scale() == 2.0
-
-
-def test_what_cannot_be_wrapped_is_refused():
-    weights = [nn.Parameter(torch.ones(n)) for n in (2, 3)]
-    optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](weights[:1]), torch.bfloat16)
     with pytest.raises(NotImplementedError, match="before it is wrapped"):
-        optimizer.add_param_group({"params": weights[1:]})
-    reducing = OPTIMIZERS["sgd"](weights)
-    reducing.no_sync = lambda: None  # as zero.py's have
-    with pytest.raises(ValueError, match="SGD has fp32 masters"):
-        amp.MixedPrecisionOptimizer(reducing, torch.bfloat16)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
 # ---- autocast
@@ -414,35 +394,15 @@ def test_results_of_operations(dtype, given):
             assert theirs.dtype == x.dtype, f"{operation} differs no more"
 
 
-def test_the_lists_are_the_core_of_those_that_torch_has_for_cuda():
-    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
-    if not header.exists():
-        pytest.skip(f"this torch has no {header}")
-    text = header.read_text().replace("\\\n", "")
-    low, *fp32 = (
-        set(re.findall(r"_\((\w+)", re.search(rf"#define AT_FORALL_{macro}\(_\)(.*)", text)[1]))
-        for macro in ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE")
-    )
-    fp32 = set.union(*fp32)
-    assert amp.LOW & fp32 == amp.FP32 & low == amp.LOW & amp.FP32 == set()
-    assert len(amp.LOW & low) > 12 < len(amp.FP32 & fp32) - 10
-
-
 def test_regions_nest_and_end():
     """The innermost decides, also one that is not enabled; a region also decorates."""
-    inner = amp.autocast(torch.bfloat16)
-
-    def product():
-        return (A @ A).dtype
-
+    inner, product = amp.autocast(torch.bfloat16), lambda: (A @ A).dtype
     with amp.autocast(torch.float16):
         with inner, amp.autocast(torch.float16, enabled=False):
-            assert product() == torch.float32
-            assert A.half().sum().dtype == torch.float16
+            assert (product(), A.half().sum().dtype) == (torch.float32, torch.float16)
         with inner:
             assert product() == torch.bfloat16
-        assert product() == torch.float16
-        assert inner(product)() == torch.bfloat16
+        assert (product(), inner(product)()) == (torch.float16, torch.bfloat16)
         assert torch.mm(A, A, out=torch.empty(2, 2)).dtype == torch.float32
     assert product() == torch.float32
 
@@ -457,40 +417,33 @@ class Casts(TorchDispatchMode):
 
 def test_a_weight_is_cast_once_in_a_region():
     """Anew when it has changed, or for a gradient; activations are not kept, and after the region nothing is."""
-    layer, x = nn.Linear(4, 4, bias=False), torch.ones(2, 4, dtype=torch.bfloat16)
-    with amp.autocast(torch.bfloat16) as region:
+    layer, x, region = nn.Linear(4, 4, bias=False), torch.ones(2, 4, dtype=torch.bfloat16), amp.autocast(torch.bfloat16)
+    with region:
         with torch.no_grad():
             layer(x)
         with Casts() as casts:
             outputs = [layer(x) for _ in range(3)]
         assert casts.count == 1
-        for output in outputs:
-            output.sum().backward()
-        assert layer.weight.grad.dtype == torch.float32
-        assert (layer.weight.grad == 6).all()
+        sum(outputs).sum().backward()
+        assert torch.equal(layer.weight.grad, torch.full((4, 4), 6.0))
         with torch.no_grad():
             layer.weight.zero_()
         assert (layer(x) == 0).all()
-        half = nn.Parameter(torch.ones(2, 2, dtype=torch.float16))
-        assert ((half @ half).dtype, half.sum().dtype) == (torch.bfloat16, torch.float32)
-        layer(activation := output.float())
-        gone = weakref.ref(activation)
+        layer(activation := x.float())
+        gone = [weakref.ref(activation), weakref.ref(layer.weight)]
         del activation
-        assert gone() is None
-    gone = weakref.ref(layer.weight)
-    del layer, output, outputs
+        assert gone[0]() is None
+    del layer, outputs
     gc.collect()
-    assert region is not None
-    assert gone() is None
+    assert gone[1]() is None
 
 
 # ---- the cost at scale
 
 
-@pytest.mark.parametrize("N", [8, 1024])
-def test_the_same_bytes_at_scale(N, request):
+def test_the_same_bytes_at_scale(request):
     """2Ψ·2(N-1)/N for gradients in 16 bits, and 4·2(N-1)/N by the scaler."""
-    model, tokens = small_language_model()
+    (model, tokens), N = small_language_model(), 1024
     optimizer = wrapped(model, torch.bfloat16, amp.GradScaler("cpu"))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N)
     request.addfinalizer(dist.destroy_process_group)
