@@ -167,10 +167,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     scale(loss).backward(); reduce the gradients over ranks; clip_grad_norm_(1.0); step(), which updates `scaler`, too.
     Without one, a rank skips the step where its own gradients' norm is not finite: where ranks have different ones, as
     in tensor or pipeline parallelism, it takes a scaler, in bf16 too. A checkpoint loaded into the model counts.
-    Not for zero.py's optimizers, which have masters of their own.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
+        if hasattr(optimizer, "no_sync"):  # zero.py's
+            raise ValueError(f"{type(optimizer).__name__} has fp32 masters of its own: give it a model in {dtype}")
         self.optimizer, self.dtype, self.scaler = optimizer, dtype, scaler or GradScaler(enabled=False)
         self.scale, self._masters, state = self.scaler.scale, {}, optimizer.state_dict()
         for group in optimizer.param_groups:
@@ -244,10 +245,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 # 4. Or fp32 weights, and operations that cast their inputs to what suits them.
 
 # The core of torch.autocast's lists for CUDA, as Python calls them. What ends in _loss is in fp32 as well.
-LOW = """matmul __matmul__ __rmatmul__ mm mv bmm addmm baddbmm einsum linear conv1d conv2d conv3d conv_transpose1d
-    conv_transpose2d conv_transpose3d scaled_dot_product_attention multi_head_attention_forward"""
-FP32 = """exp log pow __pow__ __rpow__ rsqrt softmax log_softmax logsumexp layer_norm rms_norm group_norm normalize sum
-    prod cumsum mean var std norm linalg_vector_norm cross_entropy kl_div binary_cross_entropy_with_logits"""
+LOW = """matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv baddbmm einsum linear conv1d conv2d conv3d prelu
+    conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention multi_head_attention_forward"""
+FP32 = """exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt softplus softmax softmin log_softmax
+    logsumexp layer_norm rms_norm group_norm normalize sum prod cumsum cumprod mean var std norm linalg_norm
+    linalg_vector_norm dist cdist cosine_similarity cross_entropy kl_div binary_cross_entropy_with_logits"""
 LOW, FP32 = set(LOW.split()), set(FP32.split())
 
 

@@ -356,6 +356,9 @@ def test_a_step_given_up_after_clipping(scaler_class):
     assert weight.tolist() == [1, 1]
     with pytest.raises(NotImplementedError, match="before it is wrapped"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    optimizer.optimizer.no_sync = None  # as zero.py's have
+    with pytest.raises(ValueError, match="SGD has fp32 masters"):
+        amp.MixedPrecisionOptimizer(optimizer.optimizer, torch.bfloat16)
 
 
 # ---- autocast
