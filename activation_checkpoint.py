@@ -44,7 +44,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -97,7 +96,7 @@ class Segment:
     def __init__(self, function, inputs, preserve_rng_state):
         self.function, self.kept, self.kinds, self.tensors = function, {}, [], {}
         anchor = torch.empty(0, requires_grad=True)
-        self.inputs = tree_map_only(torch.Tensor, lambda tensor: KeepInput.apply(anchor, tensor).grad_fn, inputs)
+        self.inputs = tree_map_only(torch.Tensor, functools.partial(KeepInput.apply, anchor), inputs)
         self.random = random_states() if preserve_rng_state else []
         kinds, cache = ("cpu", "cuda")[: 1 + torch.cuda.is_available()], torch.is_autocast_cache_enabled()
         casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache) for kind in kinds]
@@ -126,7 +125,7 @@ class Segment:
                 raise Complete
             return tensor  # and no number: function may itself call backward
 
-        args, kwargs = tree_map_only(BackwardCFunction, lambda node: node.saved_tensors[0], self.inputs)
+        args, kwargs = tree_map_only(torch.Tensor, lambda kept: kept.grad_fn.saved_tensors[0], self.inputs)
         with ExitStack() as as_before:
             for mode in self.modes + [Keep(None, self.kept)] * bool(self.kept):
                 as_before.enter_context(mode)

@@ -11,8 +11,9 @@ import pipeline
 
 
 def make_schedule(name, p, m, v=1):
-    stages = [SimpleNamespace(group_size=p, group_rank=0, num_stages=p * v, submod=None, is_last=0) for _ in range(v)]
-    return getattr(schedules, name)(stages, m)
+    stage = SimpleNamespace(group_size=p, group_rank=0, num_stages=p * v, submod=None, is_last=0)
+    stage.stage_index_to_group_rank = {number: number % p for number in range(p * v)}  # torch 2.6 reads it
+    return getattr(schedules, name)([stage] * v, m)
 
 
 def order_of(schedule, p):

@@ -7,6 +7,7 @@ interpreter is in CLAIMS, at the end.
 import copy
 import csv
 import gc
+import inspect
 import itertools
 import re
 import weakref
@@ -95,8 +96,10 @@ def test_the_same_orders_as_pytorchs(p, m, v):
 
 
 V_SHAPED = [name for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") if hasattr(theirs, name)]  # torch ≥ 2.7
+FORMATS = "format" in inspect.signature(theirs.ScheduleInterleaved1F1B._dump_csv).parameters
 
 
+@pytest.mark.skipif(not FORMATS, reason=f"torch {torch.__version__} writes schedules in one format only")
 @pytest.mark.parametrize("name", [*V_SHAPED, "ScheduleInterleaved1F1B"])
 def test_csv_files_are_pytorchs(name, tmp_path):
     schedule = pytorchs.make_schedule(name, 4, 8, 2)
@@ -404,7 +407,8 @@ def a_stage_that_raises(name, where, kind, microbatch, bad_step):
 def an_output_that_changes_is_an_error():
     stage, ours = make_pipeline([nn.Linear(6, 6)] * 2, "gpipe", 2)
     ours.step(*make_batch(0, 4))
-    stage.register_forward_hook(lambda module, inputs, output: output.double())
+    if pool.rank() == 0:
+        stage.register_forward_hook(lambda module, inputs, output: output.double())
     with pytest.raises(RuntimeError, match=r"was .*float32.* for inputs of the same shapes, and is now .*float64"):
         ours.step(*make_batch(1, 4))
 
