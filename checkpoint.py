@@ -287,7 +287,6 @@ class Sharded:
 def main():
     demo = Demo()
     run, steps = Sharded(demo.start("checkpoint", bitwise=True)), demo.args.steps
-    alone = [dist.new_group([rank]) for rank in range(demo.ranks)][demo.rank]  # each rank a world of its own
     directory = [tempfile.mkdtemp() if demo.rank == 0 else None]
     dist.broadcast_object_list(directory, 0)
 
@@ -300,6 +299,7 @@ def main():
             if demo.rank < run.N:
                 save(directory[0], run.pieces(), {"steps": done}, run.group)
             dist.barrier()
+            alone = [dist.new_group([rank]) for rank in range(demo.ranks)][demo.rank]  # each rank a world of its own
             run = Sharded(language_model().to(run.flat), alone if done == steps // 3 else None)
             extra = load(directory[0], run.pieces(), run.group)
             dist.all_to_all_single(run.flat, run.shard.repeat(run.N), group=run.group)
