@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-NOT_TECHNIQUES = {"bench.py", "estimate.py"}  # a benchmark, and formulas: they train nothing, and so have no demo
+NOT_TECHNIQUES = {"bench.py", "data.py", "estimate.py"}  # they train nothing, and so have no demo
 TECHNIQUES = sorted(path for path in ROOT.glob("*.py") if path.name not in NOT_TECHNIQUES)
 ALONE = [path for path in TECHNIQUES if path.name != "parallel_3d.py"]  # whose point is to import the others
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
