@@ -195,6 +195,93 @@ def test_rank_order():
     pool.run(4, body_grids)
 
 
+def steps_of(trainer, numbers, args):
+    return [trainer.step(*batch) for number, batch in enumerate(batches(args, steps=6)) if number in numbers]
+
+
+def body_goes_on(folder, save_at, save_flags, load_at, load_flags, dtype):
+    """Save after three steps and go on; load, and go on. -> whether they are bitwise equal, by how much losses differ"""
+    args = options(save_flags, dtype)
+    undisturbed = Trainer(SMALL, Grid(*save_at), args)
+    results = steps_of(undisturbed, range(3), args)
+    undisturbed.save(folder)
+    ours, results = list(results), results + steps_of(undisturbed, range(3, 6), args)
+    args = options(load_flags, dtype)
+    trainer = Trainer(SMALL, Grid(*load_at), args)
+    with torch.no_grad():
+        for parameter in trainer.parameters:
+            parameter.mul_(1.5)  # not what the seed gives
+    trainer.load(folder)
+    ours += steps_of(trainer, range(3, 6), args)
+    assert_replicas_agree(trainer)
+    assert trainer.scaler.get_scale() == undisturbed.scaler.get_scale()
+    if save_at != load_at:
+        plain = list(train_on_one_device(SMALL, args, batches(args, steps=6)))
+        for (loss, norm), theirs in zip(ours, plain, strict=True):
+            assert (loss, norm) == pytest.approx(theirs[:2], rel=1e-12)
+        for name, value in trainer.full_state_dict().items():
+            torch.testing.assert_close(value, plain[-1][2].state_dict()[name], rtol=0, atol=1e-12)
+    same = all(torch.equal(a, b) for a, b in zip(trainer.parameters, undisturbed.parameters, strict=False))
+    return same and ours == results, max(abs(a[0] - b[0]) for a, b in zip(ours, results, strict=True))
+
+
+INTERLEAVED = "--schedule interleaved_1f1b --stages-per-rank 2"
+GOES_ON = [
+    ((1, 1), "--zero1 --dropout 0.3", (1, 4), "--dropout 0.3"),  # the same masks on any stage and pipeline
+    ((2, 1), "--zero1", (2, 2), "--sequence-parallel"),
+    ((1, 4), "", (2, 1), "--zero1"),
+    ((4, 1), "", (1, 2), f"--zero1 {INTERLEAVED}"),
+    ((2, 2), "", (1, 1), ""),
+]
+
+
+@pytest.mark.parametrize(("save_at", "save_flags", "load_at", "load_flags"), GOES_ON, ids=str)
+def test_a_run_goes_on_at_another_grid(save_at, save_flags, load_at, load_flags, tmp_path):
+    """Within 1e-12 of one device that never stopped: weights, moments, step counts, lr, place in data, dropout."""
+    pool.run(4, body_goes_on, tmp_path, save_at, save_flags, load_at, load_flags, "float64")
+
+
+@pytest.mark.parametrize(
+    ("grid", "flags", "dtype"),
+    [
+        ((2, 1), "--zero1 --dropout 0.3", "float64"),
+        ((2, 2), "--dropout 0.3 --sequence-parallel", "bfloat16"),
+        ((1, 2), f"--zero1 {INTERLEAVED}", "float16"),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_bit_by_bit_at_the_same_grid(grid, flags, dtype, tmp_path):
+    """Dropout of tensor-parallel heads, fp32 masters and the loss scale included."""
+    assert all(same for same, _ in pool.run(4, body_goes_on, tmp_path, grid, flags, grid, flags, dtype))
+
+
+@pytest.mark.parametrize(("flags", "to"), [("", "--zero1"), ("--zero1", "")])
+def test_masters_are_kept_with_and_without_zero1(flags, to, tmp_path):
+    """In bf16: had they been rounded to it, the next steps would be further apart than the sums' order makes them."""
+    for _, difference in pool.run(4, body_goes_on, tmp_path, (2, 1), flags, (2, 1), to, "bfloat16"):
+        assert difference < 0.01
+
+
+def body_refused(folder):
+    args = options()
+    trainer = Trainer(SMALL, Grid(2, 2), args)
+    trainer.scaler = parallel_3d.amp.GradScaler("cpu", init_scale=8.0)
+    trainer.save(folder)
+    other = Trainer(SMALL, Grid(1, 1), options("--global-batch-size 16"))
+    with pytest.raises(ValueError, match=r"--global-batch-size 16: the run in .* has 8"):
+        other.load(folder)
+    larger = Trainer(SMALL._replace(h=64), Grid(1, 1), args)
+    with pytest.raises(ValueError, match=r"of weight/0.word.weight, but \['float64', \[37, 64\]\] is wanted"):
+        larger.load(folder)
+    half = Trainer(SMALL, Grid(1, 1), options(dtype="float16"))
+    with pytest.raises(ValueError, match=r"has \['float64', .* but \['float32', .* is wanted"):  # its masters
+        half.load(folder)
+
+
+def test_another_run_is_refused(tmp_path):
+    pool.run(4, body_refused, tmp_path)
+
+
 def body_wrong(flags, message):
     args, config = options(flags.removesuffix(" of 2 heads")), SMALL._replace(heads=2) if "heads" in flags else SMALL
     with pytest.raises(ValueError, match=message):
