@@ -23,7 +23,8 @@ Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m mi
     optimizer    2Ψ/(tp·pp), with --zero1 over dp
 
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
-          [--data PREFIX], of data.py; [--save DIR], where torchrun's --max-restarts goes on; [--load DIR], on any grid
+          [--data PREFIX], of data.py; [--save DIR] [--load DIR], on any grid; Ctrl-C, SIGTERM to a rank: save, end
+          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 … goes on after a rank died (pytorch#135712)
 Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
 Mirrors:  Megatron-LM's pretrain_gpt.py
 Left out: evaluation; context and expert parallelism
@@ -478,10 +479,10 @@ class Session(ddp.Demo):
             self.psi = sum(parameter.numel() for parameter in plain_model(self.config).parameters())
         args.check = args.check or args.model == "gpt2-tiny"
         args.dtype = args.dtype or ("float64" if args.check else "float32")
-        self.restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        mode = "a" if args.load or self.restarted else "w"
-        self.metrics = open(args.metrics if args.metrics and self.rank == 0 else os.devnull, mode)  # noqa: SIM115
-        self.signals = []
+        restarted = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device=self.device)
+        dist.all_reduce(restarted)  # 0 on a machine where no rank died
+        self.restarted = bool(restarted)
+        self.metrics, self.signals = None, []
         for number in (signal.SIGINT, signal.SIGTERM) if args.save else ():
             signal.signal(number, lambda number, _: self.signals.append(number))
 
@@ -517,6 +518,9 @@ class Session(ddp.Demo):
             self.resume(trainer)
         except (OSError, ValueError) as error:
             self.stop(error)
+        if self.metrics is None:  # of a run that goes on, steps that are done again have a second line
+            path, mode = args.metrics if args.metrics and self.rank == 0 else os.devnull, "a" if trainer.number else "w"
+            self.metrics = open(path, mode)  # noqa: SIM115
         if args.check and (tp == 1 or args.dropout == 0):  # heads on several ranks draw dropout of their own
             plain = train_on_one_device(self.config, args, map(self.batch, range(args.steps)), self.device)
         if trainer.number >= args.steps:

@@ -200,10 +200,11 @@ def steps_of(trainer, numbers, args):
 
 
 def body_goes_on(folder, save_at, save_flags, load_at, load_flags, dtype):
-    """Save after three steps and go on; load, and go on. -> whether they are bitwise equal, by how much losses differ"""
+    """Save after three steps and go on; load, and go on. -> whether they are bitwise equal, how much losses differ"""
     args = options(save_flags, dtype)
     undisturbed = Trainer(SMALL, Grid(*save_at), args)
     results = steps_of(undisturbed, range(3), args)
+    undisturbed.scaler.update(4.0)  # in fp16
     undisturbed.save(folder)
     ours, results = list(results), results + steps_of(undisturbed, range(3, 6), args)
     args = options(load_flags, dtype)
@@ -381,6 +382,53 @@ def test_a_wrong_command_line():
     done = launch([sys.executable, FILE, "--tp", 3], ROOT)
     assert done.returncode == 2
     assert done.stderr == "error: --tp 3 × --pp 1 = 3 ranks must divide the world of 1\n"
+
+
+HURT = """
+import os, signal, sys
+import checkpoint, parallel_3d
+
+step, write, first = parallel_3d.Trainer.step, checkpoint.write, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def told_to_stop(trainer, *batch):
+    if os.environ["RANK"] == "1" and trainer.number == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(trainer, *batch)
+
+def killed(path, pieces):
+    if path.name == "1.bin" and first and os.path.exists(path.parent.parent / "3"):  # while it saves step 4
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(path, pieces)
+
+parallel_3d.Trainer.step, checkpoint.write = told_to_stop, killed
+sys.exit(parallel_3d.main())
+"""
+
+
+def test_stopped_and_killed(tmp_path):
+    """SIGTERM to one rank saves, and ends all with status 0; one killed while it saves is started again, and goes on.
+
+    On data.py's files; what is compared is one device that never stopped.
+    """
+    documents = [[i % 7 * 30 + j for j in range(40)] for i in range(30)]
+    parallel_3d.data.write_indexed(tmp_path / "corpus", documents, 257)
+    (tmp_path / "hurt.py").write_text(HURT)
+    flags = ["--data", tmp_path / "corpus", "--save", tmp_path / "saved", "--save-interval", 1, "--steps", 5]
+    flags += ["--sequence-length", 16, "--global-batch-size", 4, "--metrics", tmp_path / "m"]
+    command = [*TORCHRUN, "--nproc-per-node", 2]
+    env = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = launch([*command, tmp_path / "hurt.py", *flags], ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, told to stop\n")
+    wrong = launch([sys.executable, FILE, *flags], ROOT)
+    assert wrong.stderr.startswith(f"error: --save {tmp_path}/saved has a checkpoint: go on with --load")
+    flags += ["--load", tmp_path / "saved", "--tp", 1, "--zero1"]
+    done = launch([*command, "--max-restarts", 1, tmp_path / "hurt.py", *flags], ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^loaded .*saved after step (\d)$", done.stdout, re.M) == ["2", "3"]
+    assert re.search(r"^vs 1 device .* equal within 1e-09: \de-1\d over 5 steps$", done.stdout, re.M)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "m").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 4, 5]  # what is done again has another line
 
 
 def ip(command):
