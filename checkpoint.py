@@ -38,10 +38,10 @@ import sys
 import tempfile
 import time
 import zlib
+from collections import namedtuple
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -56,12 +56,8 @@ from torch.utils._pytree import tree_leaves
 # 1. The idea: what is read is where boxes overlap. A box is a (start, stop) for each dimension of the whole.
 
 
-class Piece(NamedTuple):
+class Piece(namedtuple("Piece", "tensor shape offset")):
     """A tensor that lies at `offset` in a whole of `shape`."""
-
-    tensor: torch.Tensor
-    shape: tuple
-    offset: tuple
 
     @property
     def box(self):
@@ -274,8 +270,7 @@ class Sharded:
         dist.all_to_all_single(self.flat, self.shard.repeat(self.N), group=self.group)  # an all-gather
         return torch.stack(losses).mean() if dist.get_rank() < self.N else None  # of the same ones, one
 
-    def pieces(self):
-        """What this rank has of each parameter and its moments, to be saved or loaded."""
+    def pieces(self):  # what this rank has of each parameter and its moments, to be saved or loaded
         flats = {"weight": self.shard, **self.optimizer.state[self.shard]}
         pieces, start = {"step": flats.pop("step")}, self.rank * len(self.shard)  # of the shard, in a parameter
         for name, parameter in self.model.named_parameters():

@@ -504,27 +504,38 @@ class Session(ddp.Demo):
         window = window.to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
-    def run(self, tp, pp):
-        """Train on one grid. -> a row of the table"""
-        args, history, differences, plain = self.args, [], [], itertools.repeat(None)
-        try:
-            trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
-            if self.prefix:
-                samples, indexed = args.steps * args.global_batch_size, data.IndexedDataset(self.prefix)
-                self.tokens = data.GPTDataset(indexed, args.sequence_length, samples, args.seed)
-            world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
-            self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
-            self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
-            self.resume(trainer)
-        except (OSError, ValueError) as error:
-            self.stop(error)
-        if self.metrics is None:  # of a run that goes on, steps that are done again have a second line
+    def begin(self, tp, pp):
+        """-> the trainer, which has gone as far as the checkpoint of --load, or of a run that died, if any"""
+        args = self.args
+        trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
+        if self.prefix:
+            samples, indexed = args.steps * args.global_batch_size, data.IndexedDataset(self.prefix)
+            self.tokens = data.GPTDataset(indexed, args.sequence_length, samples, args.seed)
+        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
+        self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
+        saved = args.save and os.path.exists(os.path.join(args.save, "latest"))
+        if saved and not self.restarted and args.load != args.save:
+            raise ValueError(f"--save {args.save} has a checkpoint: go on with --load {args.save}, or save elsewhere")
+        if args.save_interval < 1:
+            raise ValueError(f"--save-interval {args.save_interval}; it must be at least 1")
+        if saved or args.load not in (None, args.save):
+            trainer.load(args.save if saved else args.load)
+            self.show(f"loaded      {args.save if saved else args.load} after step {trainer.number}")
+        if self.metrics is None:  # steps that are done again have a second line
             path, mode = args.metrics if args.metrics and self.rank == 0 else os.devnull, "a" if trainer.number else "w"
             self.metrics = open(path, mode)  # noqa: SIM115
+        return trainer
+
+    def run(self, tp, pp):
+        """Train on one grid. -> a row of the table; None where it was told to stop, or had nothing to do"""
+        args, history, differences, plain = self.args, [], [], itertools.repeat(None)
+        try:
+            trainer = self.begin(tp, pp)
+        except (OSError, ValueError) as error:
+            self.stop(error)
         if args.check and (tp == 1 or args.dropout == 0):  # heads on several ranks draw dropout of their own
             plain = train_on_one_device(self.config, args, map(self.batch, range(args.steps)), self.device)
-        if trainer.number >= args.steps:
-            return self.show(f"nothing to do: --steps {args.steps}")
         plain = itertools.islice(plain, trainer.number, None)
         for number in range(trainer.number, args.steps):
             batch, sent, start = self.batch(number), SentByAxis(trainer.grid), time.perf_counter()
@@ -540,18 +551,7 @@ class Session(ddp.Demo):
                 differences += [abs(loss - expected[0]), abs(norm - expected[1])]
             if args.save and self.save(trainer):
                 return None
-        return self.report(trainer, *zip(*history, strict=True), differences, sent)
-
-    def resume(self, trainer):
-        """Load what --load says, or of a run that torchrun has started again what it had saved."""
-        args = self.args
-        saved = args.save and os.path.exists(os.path.join(args.save, "latest"))
-        if saved and not self.restarted and args.load != args.save:
-            raise ValueError(f"--save {args.save} has a checkpoint: go on with --load {args.save}, or save elsewhere")
-        directory = args.save if saved else args.load
-        if saved or args.load not in (None, args.save):
-            trainer.load(directory)
-            self.show(f"loaded      {directory} after step {trainer.number}")
+        return self.report(trainer, *zip(*history, strict=True), differences, sent) if history else None
 
     def save(self, trainer):
         """Save, if it is time to. -> whether any rank has been told to stop"""
