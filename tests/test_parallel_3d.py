@@ -454,13 +454,15 @@ def two_machines():
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip (iproute2)")
-def test_two_machines(two_machines):
-    """Two ranks on each of two machines that reach each other by their addresses alone."""
+def test_two_machines(two_machines, tmp_path):
+    """Two ranks on each of two machines that reach each other by their addresses alone go on where one device was."""
+    assert launch([sys.executable, FILE, "--steps", 1, "--save", tmp_path], ROOT).returncode == 0
     env, processes = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}, []
     for i, name in enumerate(two_machines):
         flags = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29500"
         flags += f" --local-addr 10.77.0.{i + 1} --rdzv-conf is_host={i == 0}"  # no name resolves to these addresses
         command = ["ip", "netns", "exec", name, *TORCHRUN[:-1], *flags.split(), str(FILE), "--steps", "3"]
+        command += ["--load", str(tmp_path)]
         processes.append(subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     try:
         outputs = [process.communicate(timeout=120) for process in processes]
