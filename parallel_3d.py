@@ -10,10 +10,9 @@ the stage, and each pipeline trains on its own part of the batch. 8 ranks with -
 
 Tensor-parallel ranks are neighbours, as they wait for each other in every layer: rank = (pp · DP + dp) · TP + tp.
 
-The axes need to know little of each other, and all of it is in `Trainer`: the embedding is also the head, on another
-stage, so their gradients are added; the mean over pipelines is taken when the pipeline is done; the loss is a mean over
-the tokens of the whole batch; the norm of the gradients counts each once; dropout has a seed for each layer and
-micro-batch, wherever they are.
+What the axes must know of each other is in `Trainer`: the embedding is also the head, on another stage, so their
+gradients are added; the loss is a mean over the tokens of the whole batch; the norm of the gradients counts each once;
+dropout has a seed for each layer and micro-batch, wherever they are; a checkpoint is of no grid, and loads on any.
 
 Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m micro-batches, s tokens, h hidden size:
 
@@ -24,9 +23,11 @@ Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m mi
     optimizer    2Ψ/(tp·pp), with --zero1 over dp
 
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
+          [--data PREFIX], of data.py; [--save DIR] [--load DIR], on any grid; Ctrl-C, SIGTERM to a rank: save, end
+          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 … goes on after a rank died (pytorch#135712)
 Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
 Mirrors:  Megatron-LM's pretrain_gpt.py
-Left out: checkpoints, evaluation, data sets of tokens; context and expert parallelism
+Left out: evaluation; context and expert parallelism
 """
 
 import gc
@@ -34,12 +35,14 @@ import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import sys
 import time
 from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,6 +50,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import amp
+import checkpoint
+import data
 import ddp
 import pipeline
 import tensor_parallel
@@ -186,6 +191,22 @@ def split_layer(layer, group, sequence_parallel):
     return tensor_parallel.parallelize(layer, {name: PLAN[name] for name in names}, group, sequence_parallel)
 
 
+def places_of(parameter, layer, name):
+    """[(where a part of the flattened slice begins, its shape, the whole's, its offset there), …]: of qkv three."""
+    local, places, at = list(parameter.shape), [], 0
+    if layer is None:
+        return [(0, local, local, [0] * len(local))]
+    dim = layer.dims[name]
+    whole = [n * layer.t - layer.padding if d == dim else n for d, n in enumerate(local)]
+    for share in layer.stack:
+        n, shape, offset = local[dim] * share // sum(layer.stack), list(local), [0] * len(local)
+        offset[dim] = at * layer.t + n * layer.rank
+        shape[dim] = max(0, min(n, whole[dim] - offset[dim]))  # padding is nobody's
+        places.append((at * math.prod(local[dim + 1 :]), shape, whole, offset))
+        at += n
+    return places
+
+
 def layers_of_stage(config, stage, num_stages):
     """The numbers of its layers: as many blocks on each stage as on any, give or take one."""
     blocks = [1 + i for i in range(config.L) if i * num_stages // config.L == stage]
@@ -220,6 +241,8 @@ class Trainer:
     def __init__(self, config, grid, args, device="cpu"):
         self.config, self.grid, self.args, self.device = config, grid, args, torch.device(device)
         self.dtype, self.number = getattr(torch, args.dtype), 0  # of the next step
+        fixed = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
+        self.run = {name: getattr(args, name) for name in fixed}  # the same where it goes on
         self.num_stages = grid.pp * args.stages_per_rank
         self.microbatches = args.global_batch_size // max(args.micro_batch_size * grid.dp, 1)
         self.check_arguments()
@@ -322,6 +345,53 @@ class Trainer:
         self.scaler.unscale_(torch.optim.SGD([seen]))
         self.scaler.update()
 
+    def pieces(self, stored=()):
+        """What the optimizer of this rank holds, weights and state, by name; before, make state for what is stored."""
+        names = {parameter: name for stage in self.stages for name, parameter in stage.named_parameters()}
+        names[self.tied] = "0.word.weight"
+        split = {layer._parameters[x]: (layer, x) for _, layer, x in tensor_parallel.split_parameters(self.stages)}
+        pieces = {}
+        for parameter, start, weight, state in self.optimized():
+            name, places = names[parameter], places_of(parameter, *split.get(parameter, (None, None)))
+            if f"step/{name}" in stored:  # AdamW's
+                state.update(step=torch.tensor(0.0), **{x: torch.zeros_like(weight) for x in ("exp_avg", "exp_avg_sq")})
+            for kind, x in {"weight": weight.detach(), **state}.items():
+                parts = [checkpoint.flat_pieces(x.view(-1), shape, start - at, *whole) for at, shape, *whole in places]
+                pieces[f"{kind}/{name}"] = list(itertools.chain(*parts)) if x.dim() else x
+        return pieces
+
+    def optimized(self):
+        """Yield (parameter, the number of its first element here, what the optimizer updates, its state)."""
+        if not self.args.zero1:  # the parameters, or their fp32 masters
+            for parameter, weight in zip(self.parameters, self.optimizer.param_groups[0]["params"], strict=True):
+                yield parameter, 0, weight, self.optimizer.state[weight]
+        for bucket in self.optimizer._buckets if self.args.zero1 else ():
+            for parameter, segment in zip(bucket.parameters, bucket.segments, strict=True):
+                start = bucket.rank * len(bucket.master) - parameter.storage_offset()  # it lies in bucket.flat
+                yield parameter, max(0, start), segment, self.optimizer._optimizer.state[segment]
+
+    def save(self, directory):  # the number of the step is the state of lr, data and dropout, too
+        extra = {"run": self.run, "step": self.number, "scaler": self.scaler.state_dict()}
+        checkpoint.save(directory, self.pieces(), extra)
+
+    @torch.no_grad()
+    def load(self, directory):
+        """Go on from a checkpoint of any grid, schedule, --zero1, --dtype: it has what the optimizer updates."""
+        _, stored, extra = checkpoint.open_latest(Path(directory))
+        for name, value in self.run.items():
+            if value != extra["run"][name]:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: the run in {directory} has {extra['run'][name]}")
+        checkpoint.load(directory, self.pieces(stored))
+        self.number = extra["step"]
+        if self.scaler.is_enabled() and extra["scaler"]:
+            self.scaler.load_state_dict(extra["scaler"])
+        for bucket in self.optimizer._buckets if self.args.zero1 else ():
+            bucket.shard.copy_(bucket.master)
+            for work in zero.start_all_gather(bucket.flat, bucket.shard, self.grid.groups["dp"]):
+                work.wait()
+        if isinstance(self.optimizer, amp.MixedPrecisionOptimizer):
+            self.optimizer._write_weights()
+
     def full_state_dict(self):
         """The whole parameters of this rank's layers, under their names in the plain model. All tp ranks call it."""
         return {name: x for stage in self.stages for name, x in tensor_parallel.full_state_dict(stage).items()}
@@ -386,6 +456,9 @@ FLAGS = {
     "--dropout": {"type": float, "default": 0.0},
     "--steps": {"type": int, "default": 10},
     "--metrics": {"metavar": "FILE", "help": "write a JSON object a line and step"},
+    "--save": {"metavar": "DIR", "help": "write checkpoints; Ctrl-C or SIGTERM write one, and end the run"},
+    "--save-interval": {"type": int, "default": 100, "metavar": "STEPS"},
+    "--load": {"metavar": "DIR", "help": "go on from a checkpoint; if it is the --save DIR, where there is one"},
     "--compare": {"action": "store_true", "help": "one row for each grid that fits the world"},
     "--check": {"action": "store_true", "help": "compare with one device (tiny: always)"},
 }
@@ -397,13 +470,21 @@ class Session(ddp.Demo):
 
     def __init__(self):
         ddp.__doc__ = __doc__  # whose first line --help shows
+        given = (arg for flag, arg in itertools.pairwise(sys.argv) if flag == "--data" and os.path.exists(f"{arg}.idx"))
+        self.prefix = next(given, None)
+        sys.argv = [__file__ if arg == self.prefix else arg for arg in sys.argv]  # a text, which is not used
         super().__init__(FLAGS)
         args, self.config = self.args, MODELS[self.args.model]
         with torch.device("meta"):
             self.psi = sum(parameter.numel() for parameter in plain_model(self.config).parameters())
         args.check = args.check or args.model == "gpt2-tiny"
         args.dtype = args.dtype or ("float64" if args.check else "float32")
-        self.metrics = open(args.metrics if args.metrics and self.rank == 0 else os.devnull, "w")  # noqa: SIM115
+        restarted = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device=self.device)
+        dist.all_reduce(restarted)  # 0 on a machine where no rank died
+        self.restarted = bool(restarted)
+        self.metrics, self.signals = None, []
+        for number in (signal.SIGINT, signal.SIGTERM) if args.save else ():
+            signal.signal(number, lambda number, _: self.signals.append(number))
 
     def grids(self):  # -> (tp, pp) of each
         tp, pp, sizes = self.args.tp, self.args.pp, range(1, self.ranks + 1)
@@ -414,24 +495,49 @@ class Session(ddp.Demo):
         return [(1 if tp is None else tp, 1 if pp is None else pp)]
 
     def batch(self, number):  # -> inputs, targets of a step, (global batch, sequence)
-        generator, T = torch.Generator().manual_seed(1_000_003 * self.args.seed + number), self.args.sequence_length
-        starts = torch.randint(len(self.text) - T, (self.args.global_batch_size, 1), generator=generator)
-        window = self.text[starts + torch.arange(T + 1)].to(self.device, torch.long)
+        B, T = self.args.global_batch_size, self.args.sequence_length
+        if self.prefix:
+            window = torch.from_numpy(self.tokens.batch(number, B))
+        else:
+            generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+            window = self.text[torch.randint(len(self.text) - T, (B, 1), generator=generator) + torch.arange(T + 1)]
+        window = window.to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
-    def run(self, tp, pp):
-        """Train on one grid. -> a row of the table"""
-        args, history, differences, plain = self.args, [], [], itertools.repeat(None)
-        try:
-            trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
-        except ValueError as error:
-            self.stop(error)
+    def begin(self, tp, pp):
+        """-> the trainer, which has gone as far as the checkpoint of --load, or of a run that died, if any"""
+        args = self.args
+        trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
+        if self.prefix:
+            samples, indexed = args.steps * args.global_batch_size, data.IndexedDataset(self.prefix)
+            self.tokens = data.GPTDataset(indexed, args.sequence_length, samples, args.seed)
         world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
         self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
         self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
+        saved = args.save and os.path.exists(os.path.join(args.save, "latest"))
+        if saved and not self.restarted and args.load != args.save:
+            raise ValueError(f"--save {args.save} has a checkpoint: go on with --load {args.save}, or save elsewhere")
+        if args.save_interval < 1:
+            raise ValueError(f"--save-interval {args.save_interval}; it must be at least 1")
+        if saved or args.load not in (None, args.save):
+            trainer.load(args.save if saved else args.load)
+            self.show(f"loaded      {args.save if saved else args.load} after step {trainer.number}")
+        if self.metrics is None:  # steps that are done again have a second line
+            path, mode = args.metrics if args.metrics and self.rank == 0 else os.devnull, "a" if trainer.number else "w"
+            self.metrics = open(path, mode)  # noqa: SIM115
+        return trainer
+
+    def run(self, tp, pp):
+        """Train on one grid. -> a row of the table; None where it was told to stop, or had nothing to do"""
+        args, history, differences, plain = self.args, [], [], itertools.repeat(None)
+        try:
+            trainer = self.begin(tp, pp)
+        except (OSError, ValueError) as error:
+            self.stop(error)
         if args.check and (tp == 1 or args.dropout == 0):  # heads on several ranks draw dropout of their own
             plain = train_on_one_device(self.config, args, map(self.batch, range(args.steps)), self.device)
-        for number in range(args.steps):
+        plain = itertools.islice(plain, trainer.number, None)
+        for number in range(trainer.number, args.steps):
             batch, sent, start = self.batch(number), SentByAxis(trainer.grid), time.perf_counter()
             with sent if number == args.steps - 1 else nullcontext():  # it takes time
                 loss, norm = trainer.step(*batch)
@@ -443,7 +549,21 @@ class Session(ddp.Demo):
                 mine, theirs = trainer.full_state_dict(), expected[2].state_dict()
                 differences += [(mine[name] - theirs[name]).abs().max().item() for name in mine]
                 differences += [abs(loss - expected[0]), abs(norm - expected[1])]
-        return self.report(trainer, *zip(*history, strict=True), differences, sent)
+            if args.save and self.save(trainer):
+                return None
+        return self.report(trainer, *zip(*history, strict=True), differences, sent) if history else None
+
+    def save(self, trainer):
+        """Save, if it is time to. -> whether any rank has been told to stop"""
+        args, stop = self.args, torch.tensor(len(self.signals), device=self.device)
+        dist.all_reduce(stop)
+        if stop or trainer.number % args.save_interval == 0 or trainer.number == args.steps:
+            try:
+                trainer.save(args.save)
+                self.show(f"saved       {args.save} after step {trainer.number}{', told to stop' if stop else ''}")
+            except OSError as error:  # on all ranks
+                self.show(f"NOT saved   after step {trainer.number}: {error}")
+        return bool(stop)
 
     def progress(self, trainer, loss, norm, seconds):
         """A line for each step, and one of JSON."""
@@ -485,6 +605,8 @@ class Session(ddp.Demo):
 def main():
     session = Session()
     rows = [session.run(tp, pp) for tp, pp in session.grids()]
+    if None in rows:
+        return 0
     session.show("The most on any rank, in MB: held; sent per step along each axis. Does one device train the same?")
     for row in (HEADER, *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))

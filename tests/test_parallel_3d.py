@@ -194,6 +194,94 @@ def test_rank_order():
     pool.run(4, body_grids)
 
 
+def steps_of(trainer, numbers, args):
+    return [trainer.step(*batch) for number, batch in enumerate(batches(args, steps=6)) if number in numbers]
+
+
+def body_goes_on(folder, save_at, save_flags, load_at, load_flags, dtype):
+    """Save after three steps and go on; load, and go on. -> whether they are bitwise equal, how much losses differ"""
+    args = options(save_flags, dtype)
+    undisturbed = Trainer(SMALL, Grid(*save_at), args)
+    results = steps_of(undisturbed, range(3), args)
+    undisturbed.scaler.update(4.0)  # in fp16
+    undisturbed.save(folder)
+    ours, results = list(results), results + steps_of(undisturbed, range(3, 6), args)
+    args = options(load_flags, dtype)
+    trainer = Trainer(SMALL, Grid(*load_at), args)
+    with torch.no_grad():
+        for parameter in trainer.parameters:
+            parameter.mul_(1.5)  # not what the seed gives
+    trainer.load(folder)
+    ours += steps_of(trainer, range(3, 6), args)
+    assert_replicas_agree(trainer)
+    assert trainer.scaler.get_scale() == undisturbed.scaler.get_scale()
+    if save_at != load_at:
+        plain = list(train_on_one_device(SMALL, args, batches(args, steps=6)))
+        for (loss, norm), theirs in zip(ours, plain, strict=True):
+            assert (loss, norm) == pytest.approx(theirs[:2], rel=1e-12)
+        for name, value in trainer.full_state_dict().items():
+            torch.testing.assert_close(value, plain[-1][2].state_dict()[name], rtol=0, atol=1e-12)
+    same = all(torch.equal(a, b) for a, b in zip(trainer.parameters, undisturbed.parameters, strict=False))
+    return same and ours == results, max(abs(a[0] - b[0]) for a, b in zip(ours, results, strict=True))
+
+
+INTERLEAVED = "--schedule interleaved_1f1b --stages-per-rank 2"
+GOES_ON = [
+    ((1, 1), "--zero1 --dropout 0.3", (1, 4), "--dropout 0.3"),  # the same masks on any stage and pipeline
+    ((2, 1), "--zero1", (2, 2), "--sequence-parallel"),
+    ((1, 4), "", (2, 1), "--zero1"),
+    ((4, 1), "", (1, 2), f"--zero1 {INTERLEAVED}"),
+    ((2, 2), "", (1, 1), ""),
+]
+
+
+@pytest.mark.parametrize(("save_at", "save_flags", "load_at", "load_flags"), GOES_ON, ids=str)
+def test_a_run_goes_on_at_another_grid(save_at, save_flags, load_at, load_flags, tmp_path):
+    """Within 1e-12 of one device that never stopped: weights, moments, step counts, lr, place in data, dropout."""
+    pool.run(4, body_goes_on, tmp_path, save_at, save_flags, load_at, load_flags, "float64")
+
+
+@pytest.mark.parametrize(
+    ("grid", "flags", "dtype"),
+    [
+        ((2, 1), "--zero1 --dropout 0.3", "float64"),
+        ((2, 2), "--dropout 0.3 --sequence-parallel", "bfloat16"),
+        ((1, 2), f"--zero1 {INTERLEAVED}", "float16"),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_bit_by_bit_at_the_same_grid(grid, flags, dtype, tmp_path):
+    """Dropout of tensor-parallel heads, fp32 masters and the loss scale included."""
+    assert all(same for same, _ in pool.run(4, body_goes_on, tmp_path, grid, flags, grid, flags, dtype))
+
+
+@pytest.mark.parametrize(("flags", "to"), [("", "--zero1"), ("--zero1", "")])
+def test_masters_are_kept_with_and_without_zero1(flags, to, tmp_path):
+    """In bf16: had they been rounded to it, the next steps would be further apart than the sums' order makes them."""
+    for _, difference in pool.run(4, body_goes_on, tmp_path, (2, 1), flags, (2, 1), to, "bfloat16"):
+        assert difference < 0.01
+
+
+def body_refused(folder):
+    args = options()
+    trainer = Trainer(SMALL, Grid(2, 2), args)
+    trainer.scaler = parallel_3d.amp.GradScaler("cpu", init_scale=8.0)
+    trainer.save(folder)
+    other = Trainer(SMALL, Grid(1, 1), options("--global-batch-size 16"))
+    with pytest.raises(ValueError, match=r"--global-batch-size 16: the run in .* has 8"):
+        other.load(folder)
+    larger = Trainer(SMALL._replace(h=64), Grid(1, 1), args)
+    with pytest.raises(ValueError, match=r"of weight/0.word.weight, but \['float64', \[37, 64\]\] is wanted"):
+        larger.load(folder)
+    half = Trainer(SMALL, Grid(1, 1), options(dtype="float16"))
+    with pytest.raises(ValueError, match=r"has \['float64', .* but \['float32', .* is wanted"):  # its masters
+        half.load(folder)
+
+
+def test_another_run_is_refused(tmp_path):
+    pool.run(4, body_refused, tmp_path)
+
+
 def body_wrong(flags, message):
     args, config = options(flags.removesuffix(" of 2 heads")), SMALL._replace(heads=2) if "heads" in flags else SMALL
     with pytest.raises(ValueError, match=message):
@@ -295,6 +383,53 @@ def test_a_wrong_command_line():
     assert done.stderr == "error: --tp 3 × --pp 1 = 3 ranks must divide the world of 1\n"
 
 
+HURT = """
+import os, signal, sys
+import checkpoint, parallel_3d
+
+step, write, first = parallel_3d.Trainer.step, checkpoint.write, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+def told_to_stop(trainer, *batch):
+    if os.environ["RANK"] == "1" and trainer.number == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(trainer, *batch)
+
+def killed(path, pieces):
+    if path.name == "1.bin" and first and os.path.exists(path.parent.parent / "3"):  # while it saves step 4
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(path, pieces)
+
+parallel_3d.Trainer.step, checkpoint.write = told_to_stop, killed
+sys.exit(parallel_3d.main())
+"""
+
+
+def test_stopped_and_killed(tmp_path):
+    """SIGTERM to one rank saves, and ends all with status 0; one killed while it saves is started again, and goes on.
+
+    On data.py's files; what is compared is one device that never stopped.
+    """
+    documents = [[i % 7 * 30 + j for j in range(40)] for i in range(30)]
+    parallel_3d.data.write_indexed(tmp_path / "corpus", documents, 257)
+    (tmp_path / "hurt.py").write_text(HURT)
+    flags = ["--data", tmp_path / "corpus", "--save", tmp_path / "saved", "--save-interval", 1, "--steps", 5]
+    flags += ["--sequence-length", 16, "--global-batch-size", 4, "--metrics", tmp_path / "m"]
+    command = [*TORCHRUN, "--nproc-per-node", 2]
+    env = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = launch([*command, tmp_path / "hurt.py", *flags], ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, told to stop\n")
+    wrong = launch([sys.executable, FILE, *flags], ROOT)
+    assert wrong.stderr.startswith(f"error: --save {tmp_path}/saved has a checkpoint: go on with --load")
+    flags += ["--load", tmp_path / "saved", "--tp", 1, "--zero1"]
+    done = launch([*command, "--max-restarts", 1, tmp_path / "hurt.py", *flags], ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^loaded .*saved after step (\d)$", done.stdout, re.M) == ["2", "3"]
+    assert re.search(r"^vs 1 device .* equal within 1e-09: \de-1\d over 5 steps$", done.stdout, re.M)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "m").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 4, 5]  # what is done again has another line
+
+
 def ip(command):
     return subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
 
@@ -318,13 +453,15 @@ def two_machines():
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip (iproute2)")
-def test_two_machines(two_machines):
-    """Two ranks on each of two machines that reach each other by their addresses alone."""
+def test_two_machines(two_machines, tmp_path):
+    """Two ranks on each of two machines that reach each other by their addresses alone go on where one device was."""
+    assert launch([sys.executable, FILE, "--steps", 1, "--save", tmp_path], ROOT).returncode == 0
     env, processes = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}, []
     for i, name in enumerate(two_machines):
         flags = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29500"
         flags += f" --local-addr 10.77.0.{i + 1} --rdzv-conf is_host={i == 0}"  # no name resolves to these addresses
         command = ["ip", "netns", "exec", name, *TORCHRUN[:-1], *flags.split(), str(FILE), "--steps", "3"]
+        command += ["--load", str(tmp_path)]
         processes.append(subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     try:
         outputs = [process.communicate(timeout=120) for process in processes]

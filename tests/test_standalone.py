@@ -60,6 +60,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "amp": ("1.0 / self._state", "1.001 / self._state"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
     "flash_attention": ("dO_i / (1 - dropout_p)", "1.001 * dO_i / (1 - dropout_p)"),
+    "checkpoint": ("/ parts  # in rank order", "* 1.001 / parts  # in rank order"),
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),
 }
 
