@@ -497,7 +497,7 @@ class Session(ddp.Demo):
     def batch(self, number):  # -> inputs, targets of a step, (global batch, sequence)
         B, T = self.args.global_batch_size, self.args.sequence_length
         if self.prefix:
-            window = torch.from_numpy(self.tokens.batch(number, B))
+            window = torch.stack([torch.from_numpy(self.tokens[i]) for i in data.part_of_batch(number, B, 0, 1)])
         else:
             generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
             window = self.text[torch.randint(len(self.text) - T, (B, 1), generator=generator) + torch.arange(T + 1)]

@@ -12,7 +12,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
-from launch import ROOT, TORCHRUN, fork
+from launch import ROOT, TORCHRUN, fork, launch
 
 import ddp
 import parallel_3d
@@ -419,7 +419,7 @@ def test_stopped_and_killed(tmp_path):
     done = launch([*command, tmp_path / "hurt.py", *flags], ROOT, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, told to stop\n")
-    wrong = launch([sys.executable, FILE, *flags], ROOT)
+    wrong = fork(FILE, *flags)
     assert wrong.stderr.startswith(f"error: --save {tmp_path}/saved has a checkpoint: go on with --load")
     flags += ["--load", tmp_path / "saved", "--tp", 1, "--zero1"]
     done = launch([*command, "--max-restarts", 1, tmp_path / "hurt.py", *flags], ROOT, env=env)
@@ -455,7 +455,7 @@ def two_machines():
 @pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip (iproute2)")
 def test_two_machines(two_machines, tmp_path):
     """Two ranks on each of two machines that reach each other by their addresses alone go on where one device was."""
-    assert launch([sys.executable, FILE, "--steps", 1, "--save", tmp_path], ROOT).returncode == 0
+    assert fork(FILE, "--steps", 1, "--save", tmp_path).returncode == 0
     env, processes = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}, []
     for i, name in enumerate(two_machines):
         flags = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29500"
