@@ -24,6 +24,7 @@ forkserver.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.
 
 MAX_WORLD = 4
 HANGS_AFTER = 60.0  # seconds
+TIMEOUT = timedelta(seconds=HANGS_AFTER / 2)  # of a collective whose other ranks do not come
 _groups = {}  # in a worker: world size -> process group
 _current = None  # in a worker: the world size of the running body
 
@@ -47,11 +48,9 @@ def _worker(worker_rank, connection, folder):
     stacks = (Path(folder) / f"stacks{worker_rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     store = dist.FileStore(str(Path(folder) / "store"), MAX_WORLD)
-    dist.init_process_group(
-        "gloo", store=store, rank=worker_rank, world_size=MAX_WORLD, timeout=timedelta(seconds=HANGS_AFTER - 10)
-    )
+    dist.init_process_group("gloo", store=store, rank=worker_rank, world_size=MAX_WORLD, timeout=TIMEOUT)
     for size in range(1, MAX_WORLD):
-        _groups[size] = dist.new_group(range(size), timeout=timedelta(seconds=HANGS_AFTER - 10))
+        _groups[size] = dist.new_group(range(size), timeout=TIMEOUT)
     _groups[MAX_WORLD] = dist.group.WORLD
     connection.send("ready")
     while (task := connection.recv()) is not None:

@@ -1,6 +1,7 @@
 """Every command of the README runs; run_all.sh does what it says."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -26,24 +27,20 @@ PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # torchr
 RUN_BY_CI = {"./run_all.sh", "./run_all.sh tests"}
 IN_TEST_STANDALONE = {"torchrun --nproc-per-node 2 ddp.py"}
 AS_IT_IS = {"python ddp.py --data README.md --steps 3"}
-GPT2 = "torchrun --nproc-per-node 2 parallel_3d.py --model gpt2-345m --tp 2 --global-batch-size 4 --micro-batch-size 1"
-SHORTER = {
-    "python ddp.py",
-    "torchrun --nproc-per-node 4 parallel_3d.py --tp 2 --pp 2",
-    f"{GPT2} --steps 2",
-}
+SHORTER = {"python ddp.py"}
 ON_A_GPU = {"torchrun --nproc-per-node 2 ddp.py --device cuda"}
 C10D = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
 ON_TWO_MACHINES = {f"torchrun --nnodes 2 --nproc-per-node 1 {C10D} ddp.py"}
 IN_TEST_PARALLEL_3D = {f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2"}
 OTHERS = {"./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel"}
 NOT_A_TEST = {"python bench.py ddp"}  # a benchmark prints a ratio, and never runs in the suite
+EXPERIMENT = [command for command in COMMANDS if "my-gpt2" in command]
 LIKE_ONE_THAT_IS_ADDED = {"./run_all.sh ddp"}
 
 
 def test_every_command_is_run_somewhere():
     here = AS_IT_IS | SHORTER | ON_A_GPU | ON_TWO_MACHINES | OTHERS | LIKE_ONE_THAT_IS_ADDED
-    assert set(COMMANDS) == here | RUN_BY_CI | IN_TEST_STANDALONE | IN_TEST_PARALLEL_3D | NOT_A_TEST
+    assert set(COMMANDS) == here | set(EXPERIMENT) | RUN_BY_CI | IN_TEST_STANDALONE | IN_TEST_PARALLEL_3D | NOT_A_TEST
     assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == sorted(RUN_BY_CI)
 
 
@@ -52,14 +49,24 @@ def test_command(command):
     if command in ON_A_GPU and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     extra = [] if command in AS_IT_IS else ["--steps", "2"]
-    extra = ["--steps", "1", "--sequence-length", "8"] if GPT2 in command else extra
     program, *rest = command.split() + extra
-    if command in SHORTER and program == "torchrun":
-        done = fork(ROOT / rest[2], *rest[3:], ranks=int(rest[1]), timeout=300)
-    else:
-        done = launch([shutil.which(program, path=PATH["PATH"]), *rest], ROOT, timeout=300, env=PATH)
+    done = launch([shutil.which(program, path=PATH["PATH"]), *rest], ROOT, timeout=300, env=PATH)
     assert done.returncode == 0, done.stderr
     assert "vs 1 device" in done.stdout
+
+
+def test_the_experiment(tmp_path):
+    """Its five commands, one after the other, with the smallest GPT-2 and, for two machines, four ranks on one."""
+    texts = [json.dumps({"text": (ROOT / name).read_text()}) + "\n" for name in ("ddp.py", "README.md")]
+    (tmp_path / "oscar.jsonl").write_text("".join(texts))
+    tokenise, *trainings = EXPERIMENT
+    assert launch([sys.executable, ROOT / "data.py", *tokenise.split()[2:]], tmp_path).returncode == 0
+    for command, ranks in zip(trainings, (2, 2, 1, 4), strict=True):
+        _, flags = command.replace("gpt2-345m", "gpt2-tiny").split("parallel_3d.py ")
+        done = fork(ROOT / "parallel_3d.py", *flags.split(), ranks=ranks, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"^vs 1 device .* equal within 1e-09", done.stdout, re.MULTILINE)
+        assert ("loaded      checkpoints after step 2" in done.stdout) == ("--load" in flags)
 
 
 @pytest.mark.parametrize("command", sorted(ON_TWO_MACHINES))
