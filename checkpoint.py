@@ -281,7 +281,7 @@ class Sharded:
 
 def main():
     demo = Demo()
-    run, steps = Sharded(demo.start("checkpoint", bitwise=True)), demo.args.steps
+    run, stops = Sharded(demo.start("checkpoint", bitwise=True)), [-(-n * demo.args.steps // 3) for n in (1, 2)]
     directory = [tempfile.mkdtemp() if demo.rank == 0 else None]
     dist.broadcast_object_list(directory, 0)
 
@@ -290,12 +290,12 @@ def main():
         dist.all_to_all_single(run.gradients, run.shard.grad.repeat(run.N), group=run.group)
         gradients = [parameter.grad for parameter in run.model.parameters()]
         done = len(demo.losses)
-        if done in (steps // 3, 2 * steps // 3):  # stop; start anew, with other weights and no state; go on
+        if done in stops:  # stop; start anew, with other weights and no state; go on
             if demo.rank < run.N:
                 save(directory[0], run.pieces(), {"steps": done}, run.group)
             dist.barrier()
             alone = [dist.new_group([rank]) for rank in range(demo.ranks)][demo.rank]  # each rank a world of its own
-            run = Sharded(language_model().to(run.flat), alone if done == steps // 3 else None)
+            run = Sharded(language_model().to(run.flat), alone if done == stops[0] else None)
             extra = load(directory[0], run.pieces(), run.group)
             dist.all_to_all_single(run.flat, run.shard.repeat(run.N), group=run.group)
             demo.show(f"saved       after {extra['steps']} steps; loaded on {run.N} rank{'s' * (run.N > 1)}")

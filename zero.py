@@ -22,7 +22,7 @@ each times (N-1)/N:
     Zero2     2Ψ          2Ψ/N       12Ψ/N       2Ψ: the same                (m+1)Ψ, or 2Ψ and whole gradients (no_sync)
     Zero3     2Ψ/N        2Ψ/N       12Ψ/N       3Ψ: one more gather         3mΨ
 
-and two buckets in flight (Zero3: two units), and one byte sent per parameter tensor. On CPUs the owner adds the ranks'
+and a bucket in flight twice (Zero3: two units), and a byte sent per parameter tensor. On CPUs the owner adds the ranks'
 parts in rank order: training equals, bit by bit and at every N, one device that adds up the ranks' gradients in that
 order and then divides by N. NCCL's own reduce-scatter, faster on GPUs, adds in another order.
 
@@ -120,7 +120,7 @@ def start_exchange(sent, received, group):
 
 def assign_buckets(tensors, kinds, cap_bytes):
     """Lists of tensors of one kind that close at `cap_bytes` or more, in the order in which backward fills them."""
-    buckets = {}
+    buckets = {}  # in order: those that are closed by their last tensor, the open ones by their kind
     for tensor in reversed(tensors):
         bucket = [tensor, *buckets.pop(kinds[tensor], [])]
         is_closed = sum(t.nbytes for t in bucket) >= cap_bytes
@@ -159,7 +159,7 @@ class Bucket:
         self.segments = self.master.tensor_split(self.borders)
         self.divisor = 1 if self.low else self.N  # what makes `grad` the mean
         self.grad, self.used = 0, set()  # this rank's part of the sum over ranks and backwards; whose gradients it has
-        self.works = []  # what `flat` waits for until it is whole; None: it has no memory
+        self.works = []  # what `flat` waits for until it is whole; empty: it is; None: it has no memory
 
     def views(self, flat):  # as the parameters lie in self.flat
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self.whole]
@@ -277,7 +277,7 @@ class Zero1(torch.optim.Optimizer):
                 means = (bucket.grad.to(bucket.master) / bucket.divisor).tensor_split(bucket.borders)
                 for parameter, segment, mean in zip(bucket.parameters, bucket.segments, means, strict=True):
                     segment.grad = mean if parameter in bucket.used else None
-                # A scheduler may have set another lr in the group.
+                # Each bucket by itself, so that its gather begins at once; a scheduler may have set another lr.
                 self._optimizer.param_groups = [{**self.param_groups[bucket.group], "params": bucket.segments}]
                 self._optimizer.step()
                 self._optimizer.zero_grad()
@@ -300,7 +300,7 @@ class Zero1(torch.optim.Optimizer):
         next(self._in_flight, None)
 
     def _reduce(self, bucket):
-        """Send its gradients, after taking in those of the one before: at most two buckets' exist twice."""
+        """Send its gradients, after taking in those of the one before: only one bucket's exist twice."""
         next(self._in_flight, None)
         self._in_flight = bucket.reduce()
         next(self._in_flight)
@@ -389,7 +389,7 @@ class Zero2(Zero1):
 
     After backward .grad is None: torch.nn.utils.clip_grad_norm_ would clip nothing, silently, and module.zero_grad()
     drop nothing; use clip_grad_norm_() and zero_grad() of this class. Several backwards before a step add up in the
-    shard; inside no_sync(), whole in .grad. Each backward must reach a parameter on every rank, not always the same.
+    shard; inside no_sync(), whole in .grad. Each backward must reach at least one parameter on every rank.
     """
 
     def __init__(self, *args, **kwargs):
@@ -403,7 +403,7 @@ class Zero2(Zero1):
         if self._unsent is None:
             trained = [bucket for bucket in self._buckets if any(p.requires_grad for p in bucket.parameters)]
             self._unsent, self._arrived = trained if self._sync else [], set()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)  # as backward ends
         self._arrived.add(parameter)
         # Buckets leave by number, not as they fill: ranks that send them in different orders add the wrong tensors.
         while self._unsent and self._arrived.issuperset(self._unsent[0].parameters):
@@ -460,7 +460,8 @@ class Zero3(Zero2):
         if all(bucket.works == [] for bucket in needed):  # it is in the unit that was entered last, or around it
             return
         # Autograd runs nodes in the reverse order of their creation: no other unit is to run before this one is done.
-        self._next[self._last], self._last = needed, (needed, in_backward)
+        self._next[self._last] = needed
+        self._last = needed, in_backward
         for bucket in self._buckets:
             bucket.gather() if bucket in needed else bucket.free()
         for bucket in needed:
@@ -505,7 +506,7 @@ class Zero3(Zero2):
 
 
 def find_units(module):
-    """The largest modules inside `module` that have no list of modules in them."""
+    """The largest modules inside `module` that have no list of modules (Sequential, or no forward) in them."""
     for child in module.children():
         lists = [m for m in child.modules() if isinstance(m, nn.Sequential) or type(m).forward is nn.Module.forward]
         yield from find_units(child) if lists else [child]
