@@ -24,7 +24,7 @@ forkserver.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.
 
 MAX_WORLD = 4
 HANGS_AFTER = 60.0  # seconds
-TIMEOUT = timedelta(seconds=HANGS_AFTER / 2)  # of a collective whose other ranks do not come
+TIMEOUT = timedelta(seconds=HANGS_AFTER / 3)  # of a collective whose other ranks do not come
 _groups = {}  # in a worker: world size -> process group
 _current = None  # in a worker: the world size of the running body
 

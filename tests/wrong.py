@@ -5,6 +5,7 @@ Most of it shipped somewhere. What a mistake is made in, Plain…, is right, but
 
 import functools
 import itertools
+import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -643,6 +644,7 @@ def leaves_before_it_is_sent(tensor):
         kept.append([dist.isend(x, to) for to in range(1, N)])
     else:
         dist.send(x, 0)
+        time.sleep(0.2)  # so that it is not luck whether it is still on its way
         dist.recv(x, 0)
         tensor.copy_(x.view_as(tensor))
 
