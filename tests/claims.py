@@ -1414,8 +1414,8 @@ def all_reduces_apart(make):
 @claim("all-reduce", 2, 3)
 def reused(make):
     """The tensor may be overwritten right after: nothing of it is still to be sent."""
-    shape, ranks = (2**22 + 1,), range(pool.world_size())  # 32 MB: takes longer than the next line
-    for call in range(4):
+    shape, ranks = (2**21 + 1,), range(pool.world_size())  # 16 MB: takes longer than the next line
+    for call in range(2):
         total, mine = total_of(ranks, shape) + call * len(ranks), numbers_of(pool.rank(), shape) + call
         make(mine)
         if (pool.rank() + call) % 2 == 0:
