@@ -260,11 +260,10 @@ def main():
     demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
     sent = 2 * held_bytes(model.parameters()) * (demo.ranks - 1) / demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
-    demo.show(
-        "8 layers in bf16, 5as/h = 40. Kept for backward: measured = by formula. Operations per token: 6Ψ in products"
-    )
-    demo.show("with weights, 1Ψ in attention, and what is computed again. Time: with counting")
-    for name, kept, formula, operations, ms, same in measure(l=8, h=128, a=8, s=128, b=1, device=demo.device):
+    l, h, a, s, b = 8, 128, 8, 128, 1
+    demo.show(f"{l} layers in bf16, 5as/h = {5 * a * s // h}. Kept for backward: measured = by formula. Operations per")
+    demo.show("token: 6Ψ in products with weights, 1Ψ in attention, and what is computed again. Time: with counting")
+    for name, kept, formula, operations, ms, same in measure(l, h, a, s, b, demo.device):
         line = f"{name:13} kept {kept:6.1f} sbh = {formula:4.0f}   operations {operations:.2f}Ψ   {ms:4.0f} ms"
         demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
         status = status or int(not same)

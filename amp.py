@@ -73,6 +73,7 @@ class GradScaler:
 
     scale(loss).backward(); reduce the gradients over ranks; unscale_(optimizer), to clip; step(optimizer); update().
     All ranks of `process_group` (None: the default group, if any) unscale or step the same optimizers in one order.
+    Without CUDA it scales all the same, where torch's with device="cuda" disables itself.
     """
 
     def __init__(
@@ -95,7 +96,9 @@ class GradScaler:
 
     def scale(self, outputs):
         """`outputs` times the scale: a tensor, or tensors in nested lists and tuples."""
-        scale = torch.tensor(self.get_scale(), dtype=torch.float32)  # as a tensor it makes an fp16 loss fp32
+        if not self._enabled:
+            return outputs
+        scale = torch.tensor(self._state["scale"], dtype=torch.float32)  # as a tensor it makes an fp16 loss fp32
         return tree_map(lambda output: output * scale, outputs)
 
     def unscale_(self, optimizer):

@@ -130,6 +130,8 @@ def test_a_scaler_refuses_closures_and_fp16_gradients(scaler_class):
 @SCALERS
 def test_a_disabled_scaler_steps_plainly(scaler_class):
     scaler, ([weight, _], [optimizer, _]) = scaler_class("cpu", enabled=False), two_optimizers()
+    loss = torch.ones((), dtype=torch.float16)
+    assert scaler.scale(loss) is loss
     for call in ("scale", "unscale", "step", "update"):
         act(call, scaler, weight, optimizer, INF)
     scaler.load_state_dict({})
