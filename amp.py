@@ -23,14 +23,13 @@ Bytes per parameter, with Adam (Ψ parameters, N ranks); step() takes 4 more, fo
 Run:      torchrun --nproc-per-node 2 amp.py          (python amp.py is a world of one)
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's mixed-precision optimizer
-Left out: fp8, bf16 without masters (arXiv 2010.06192), closures, autocast of recurrent layers, weights written by .data
+Left out: fp8, bf16 without masters (arXiv 2010.06192), closures, autocast of recurrent layers, groups added later
 """
 
 import argparse
 import copy
 import functools
 import os
-import statistics
 import sys
 import time
 from contextlib import ContextDecorator, nullcontext
@@ -86,8 +85,6 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
-        if process_group is not None and dist.get_rank(process_group) < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in process_group: make the scaler on its members only")
         self._device = device if torch.cuda.is_available() else "cpu"  # of what is found where there are no gradients
         self._enabled, self._process_group = enabled, process_group
         self._state = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
@@ -188,19 +185,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name):  # param_groups, state, defaults, hooks: those of the optimizer
         return getattr(self.__dict__["optimizer"], name)
 
-    def add_param_group(self, param_group):
-        raise NotImplementedError("add groups to the optimizer before it is wrapped")
-
     @torch.no_grad()
     def _write_weights(self):
         torch._foreach_copy_(list(self._masters), list(self._masters.values()))
-        self._versions = [weight._version for weight in self._masters]
 
     @torch.no_grad()
     def _read_weights(self):  # those that others wrote since; where one agrees with its master, that has more bits
-        for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
-            if weight._version != version:
-                master.copy_(torch.where(master.to(self.dtype) == weight, master, weight))
+        for weight, master in self._masters.items():
+            master.copy_(torch.where(master.to(self.dtype) == weight, master, weight))
 
     def unscale_(self):
         """Cast the gradients up, into the masters' .grad, and divide by the scale; step() does it where you do not."""
@@ -314,6 +306,7 @@ def main():
         "bf16": (torch.bfloat16, "no scale needed. 16 bytes: 2 + 2, 4 of the master, 8 of Adam"),
         "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in both"),
     }
+    demo.show("16 bits halve activations, traffic and, on hardware for it, time, but not the 16 bytes per parameter.")
     demo.show("C = 64, 2 layers    loss vs fp32     time")
     losses = {}
     for name, (dtype, why) in ways.items():
@@ -327,7 +320,6 @@ def main():
             losses[name] = train_step(demo, model, optimizer, *demo.batch(number), divisor=1024).item()
         ms = 1e3 * (time.perf_counter() - start) / demo.args.steps
         demo.show(f"{name:18}{losses[name]:6.3f}  {losses[name] / losses['fp32'] - 1:+6.1%} {ms:5.0f} ms   {why}")
-    demo.show("16 bits save none of the 16, but half of traffic and activations and, on hardware for it, time.")
     return status
 
 
@@ -407,12 +399,9 @@ class Demo:
         for flag, options in {**numbers, **(flags or {})}.items():
             parser.add_argument(flag, **options)
         self.args = parser.parse_args()
-        try:
-            text = Path(self.args.data).read_bytes()
-        except OSError as error:
-            self.stop(f"--data {self.args.data}: {error.strerror}")
+        text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps} on {len(text)} bytes: at least 1 step, on 66 bytes")
+            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
         self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
@@ -424,10 +413,8 @@ class Demo:
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(9)  # it is wrong on all ranks: the first says so, and torchrun ends the others
         print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(2)
+        os._exit(2)  # with the group as it is: it is wrong on all ranks
 
     def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
         self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
@@ -478,12 +465,10 @@ class Demo:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
         words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
-        curve = torch.tensor(self.losses[:: -(-len(self.losses) // 30)]).nan_to_num()
-        curve = (7 * (curve - curve.min()) / (curve.max() - curve.min()).clamp(min=1e-9)).round().int()
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
-        ms = [1e3 * statistics.median(times) for times in zip(*self.times, strict=True)]
-        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}   {''.join('▁▂▃▄▅▆▇█'[i] for i in curve)}")
+        ms = 1e3 * torch.tensor(self.times).median(dim=0).values
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
         self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
         self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
         self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")

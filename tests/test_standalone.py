@@ -10,7 +10,7 @@ NUMBER = r"(\d+\.\d)"
 LINES = [
     r"[\w ]+ · {ranks} · cpu/gloo · \d+\.\dM parameters · 3 steps",
     r"step 1/3   loss \d+\.\d{{3}}",
-    r"loss        \d+\.\d{{3}} → \d+\.\d{{3}}   [▁▂▃▄▅▆▇█]{{3}}",
+    r"loss        \d+\.\d{{3}} → \d+\.\d{{3}}",
     r"vs 1 device loss, gradients and parameters (bitwise equal|equal within 1e-09: \de-\d\d) over 3 steps",
     rf"held/rank   params {NUMBER} MB   grads {NUMBER} MB   optimizer {NUMBER} MB      \(1 device: .*\)",
     rf"sent/rank   {NUMBER} MB per step      formula .+ = {NUMBER} MB",
