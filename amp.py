@@ -50,7 +50,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 def mixed_precision_step(model, masters, optimizer, loss_of, scale):
-    """One step of an fp16 `model` whose fp32 `masters` the `optimizer` updates; -> the loss scale of the next step."""
+    """One step of an fp16 `model` whose fp32 `masters` the `optimizer` updates; -> the next scale, which only falls."""
     (loss_of(model) * scale).backward()  # of a loss in fp32. Backward is linear, so this scales every gradient
     for weight, master in zip(model.parameters(), masters, strict=True):
         master.grad = weight.grad.float() / scale
@@ -85,7 +85,9 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
-        self._device = device if torch.cuda.is_available() else "cpu"  # of what is found where there are no gradients
+        self._device = (
+            device if torch.cuda.is_available() else "cpu"
+        )  # where a rank without gradients has found nothing
         self._enabled, self._process_group = enabled, process_group
         self._state = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         self._state |= {"growth_interval": growth_interval, "_growth_tracker": 0}  # good steps in a row
@@ -123,7 +125,7 @@ class GradScaler:
         if optimizer not in self._found:
             self.unscale_(optimizer)
         self._stepped.add(optimizer)
-        return None if self._found[optimizer] else optimizer.step(*args, **kwargs)  # waits for the device
+        return None if self._found[optimizer].item() else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale=None):
         """Set the scale to `new_scale`, or adapt it to what was found since the last update."""
@@ -165,8 +167,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     """Turns the weights that `optimizer` holds into copies, in `dtype`, of fp32 masters, which it holds from then on.
 
     scale(loss).backward(); reduce the gradients over ranks; clip_grad_norm_(1.0); step(), which updates `scaler`, too.
-    Without one, a rank skips the step where its own gradients' norm is not finite: where ranks have different ones, as
-    in tensor or pipeline parallelism, it takes a scaler, in bf16 too. A checkpoint loaded into the model counts.
+    Without one, a rank skips the step where its own gradients' norm is not finite; ranks that hold parts of one model,
+    as in tensor or pipeline parallelism, need one to agree on that, in bf16 too. What is loaded into the model counts.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
@@ -179,8 +181,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 wide = torch.promote_types(weight.dtype, torch.float32)
                 group["params"][i] = self._masters[weight] = weight.detach().to(wide, copy=True)
                 weight.data = weight.data.to(dtype)
-        optimizer.load_state_dict(state)  # is the masters' now, and in their dtype
-        self._write_weights()
+        optimizer.load_state_dict(state)  # moments of the weights are those of the masters now, and in their dtype
 
     def __getattr__(self, name):  # param_groups, state, defaults, hooks: those of the optimizer
         return getattr(self.__dict__["optimizer"], name)
@@ -252,7 +253,7 @@ class autocast(ContextDecorator, TorchFunctionMode):
     """A region, or decorated function, in which each operation casts its floating-point inputs (never float64).
 
     Matrix products and convolutions get `dtype`; reductions, norms, losses and exponentials fp32, also on a CPU, where
-    torch leaves some as they are. A weight is cast once in a region: leave it before backward, which casts back itself.
+    torch leaves some as they are. A weight is cast once in a region. Run backward outside: it casts back itself.
     """
 
     def __init__(self, dtype, enabled=True):

@@ -4,9 +4,11 @@ Each of the L blocks is on one stage of the pipeline, each of its matrices is sp
 the stage, and each pipeline trains on its own part of the batch. 8 ranks with --tp 2 --pp 2, so dp = 2:
 
                     stage 0: embedding, blocks 0 … L/2-1         stage 1: blocks L/2 … L-1, head
-    batch, part 0   rank 0 ═══ rank 1                     ───→   rank 4 ═══ rank 5         ═══ tp: activations, often
-                        ┊          ┊                                 ┊          ┊          ──→ pp: activations, once
-    batch, part 1   rank 2 ═══ rank 3                     ───→   rank 6 ═══ rank 7          ┊  dp: gradients, per step
+    batch, part 0   rank 0 ═══ rank 1                     ───→   rank 4 ═══ rank 5
+                        ┊          ┊                                 ┊          ┊
+    batch, part 1   rank 2 ═══ rank 3                     ───→   rank 6 ═══ rank 7
+
+    ═══ tp: activations, in every layer     ───→ pp: activations, between stages     ┊ dp: gradients, once a step
 
 Tensor-parallel ranks are neighbours, as they wait for each other in every layer: rank = (pp · DP + dp) · TP + tp.
 
@@ -16,11 +18,10 @@ dropout has a seed for each layer and micro-batch, wherever they are; a checkpoi
 
 Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m micro-batches, s tokens, h hidden size:
 
-                 parameters, gradients     sent per step
-    tp           Ψ/(tp·pp) each            (8L/pp + 2 at each end) · m·bsh (tp-1)/tp, and the loss's 6·m·bs (tp-1)/tp
-    pp                                     m·bsh per neighbour stage; between first and last the embedding's gradient
-    dp                                     2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
-    optimizer    2Ψ/(tp·pp), with --zero1 over dp
+    held         parameters Ψ/(tp·pp), gradients as many, optimizer twice as many, with --zero1 over dp
+    sent by tp   (8L/pp + 2 at each end) · m·bsh (tp-1)/tp, and the loss's 6·m·bs (tp-1)/tp
+         by pp   m·bsh to each neighbour stage; between the first and the last the embedding's gradient
+         by dp   2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
 
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
           [--data PREFIX], of data.py; [--save DIR] [--load DIR], on any grid; Ctrl-C, SIGTERM to a rank: save, end
@@ -30,6 +31,7 @@ Mirrors:  Megatron-LM's pretrain_gpt.py
 Left out: evaluation; context and expert parallelism
 """
 
+import argparse
 import gc
 import itertools
 import json
@@ -77,8 +79,9 @@ class Grid:
         rows = {"tp": ranks.flatten(0, 1), "dp": ranks.mT.flatten(0, 1), "pp": ranks.flatten(1).T}
         if pp > 1:
             rows["ends"] = rows["pp"][:, [0, -1]]
-        join = dist.new_subgroups_by_enumeration  # all ranks make all groups; -> the one with this rank, all
-        self.groups = {axis: join(lists.tolist(), timedelta(minutes=10))[0] for axis, lists in rows.items()}
+        self.groups = {}
+        for axis, lists in rows.items():  # all ranks make all groups
+            self.groups[axis], _ = dist.new_subgroups_by_enumeration(lists.tolist(), timedelta(minutes=10))
 
     def sum(self, number, *axes):
         """The sum of a tensor of one number over the ranks along `axes`: the same on all of them."""
@@ -104,7 +107,7 @@ class Embedding(nn.Module):
     def __init__(self, config, dropout):
         super().__init__()
         self.word, self.position = nn.Embedding(config.V, config.h), nn.Embedding(config.P, config.h)
-        self.dropout, self.enter = nn.Dropout(dropout), lambda x: x
+        self.dropout, self.enter = nn.Dropout(dropout), lambda x: x  # or: scatter along the sequence
 
     def forward(self, tokens_bs):
         positions = self.position(torch.arange(tokens_bs.shape[1], device=tokens_bs.device))
@@ -178,33 +181,19 @@ def plain_model(config, dropout=0.0, seed=0):
 
 
 PLAN = {"word": "vocab", "linear": "vocab", "qkv": "qkv", "proj": "row", "linear1": "column", "linear2": "row"}
-PLAN |= {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}  # where the sequence is split
+PLAN |= {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}
 
 
 def split_layer(layer, group, sequence_parallel):
     """Let a plain layer keep this rank's slices."""
-    names = [name for name in layer._modules if name in PLAN and (sequence_parallel or name != "dropout")]
+    names = [name for name in layer._modules if name in PLAN]
+    if not sequence_parallel:  # dropout of whole activations draws the same on all ranks
+        names = [name for name in names if name != "dropout"]
     if isinstance(layer, Block):
         layer.region = lambda: tensor_parallel.parallel_region(group)
     elif isinstance(layer, Embedding) and sequence_parallel:
         layer.enter = lambda x: tensor_parallel.scatter_to_sequence(x, group)
     return tensor_parallel.parallelize(layer, {name: PLAN[name] for name in names}, group, sequence_parallel)
-
-
-def places_of(parameter, layer, name):
-    """[(where a part of the flattened slice begins, its shape, the whole's, its offset there), …]: of qkv three."""
-    local, places, at = list(parameter.shape), [], 0
-    if layer is None:
-        return [(0, local, local, [0] * len(local))]
-    dim = layer.dims[name]
-    whole = [n * layer.t - layer.padding if d == dim else n for d, n in enumerate(local)]
-    for share in layer.stack:
-        n, shape, offset = local[dim] * share // sum(layer.stack), list(local), [0] * len(local)
-        offset[dim] = at * layer.t + n * layer.rank
-        shape[dim] = max(0, min(n, whole[dim] - offset[dim]))  # padding is nobody's
-        places.append((at * math.prod(local[dim + 1 :]), shape, whole, offset))
-        at += n
-    return places
 
 
 def layers_of_stage(config, stage, num_stages):
@@ -240,9 +229,9 @@ class Trainer:
 
     def __init__(self, config, grid, args, device="cpu"):
         self.config, self.grid, self.args, self.device = config, grid, args, torch.device(device)
-        self.dtype, self.number = getattr(torch, args.dtype), 0  # of the next step
+        self.dtype, self.steps = getattr(torch, args.dtype), 0  # done
         fixed = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
-        self.run = {name: getattr(args, name) for name in fixed}  # the same where it goes on
+        self.must_match = {name: getattr(args, name) for name in fixed}  # where it goes on
         self.num_stages = grid.pp * args.stages_per_rank
         self.microbatches = args.global_batch_size // max(args.micro_batch_size * grid.dp, 1)
         self.check_arguments()
@@ -262,7 +251,8 @@ class Trainer:
         # In the norm, what several ranks hold counts on one: the first of tp, the first stage.
         split = {self.stages.get_parameter(name) for name, *_ in tensor_parallel.split_parameters(self.stages)}
         self.counted = {parameter for parameter in self.parameters if parameter in split or grid.at["tp"] == 0}
-        self.counted -= set() if embedding else {self.tied}
+        if not embedding:
+            self.counted.discard(self.tied)
         self.pipeline = pipeline.Pipeline(self.stages, args.schedule, self.microbatches, self.loss, grid.groups["pp"])
         self.scaler = amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         optimizer, lr = getattr(torch.optim, args.optimizer), args.lr
@@ -298,27 +288,28 @@ class Trainer:
         inputs, targets = (x.to(self.device).chunk(grid.dp)[grid.at["dp"]] for x in (inputs_bs, targets_bs))
         # The loss of a micro-batch is the sum over its tokens times this: so the mean over micro-batches and pipelines
         # is the mean over the tokens of the batch, wherever they are.
-        self.share = m * grid.dp / max(1, (targets_bs != -100).sum().item())
+        self.per_token = m * grid.dp / max(1, (targets_bs != -100).sum().item())
         for stage in self.stages:
-            stage.microbatch = (self.number * grid.dp + grid.at["dp"]) * m
-        self.number += 1
-        self.optimizer.param_groups[0]["lr"] = args.lr * min(1.0, self.number / max(1, args.warmup))
+            stage.microbatch = (self.steps * grid.dp + grid.at["dp"]) * m
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = args.lr * min(1.0, self.steps / max(1, args.warmup))
         self.optimizer.zero_grad()
         loss = self.pipeline.step(inputs, targets)
         if self.tied is not None and grid.pp > 1:  # it is used on the first stage and on the last
             dist.all_reduce(self.tied.grad, group=grid.groups["ends"])
-        if not args.zero1:  # which averages by itself
+        if not args.zero1:  # which averages by itself, as it clips or steps
             ddp.all_reduce_gradients(self.stages, grid.groups["dp"])
         norm = self.clip_grad_norm_(args.clip_grad or math.inf)
         self.optimizer.step() if math.isfinite(norm) else self.optimizer.zero_grad()
-        if self.scaler.is_enabled():
-            self.adapt_scale(norm)
+        if self.scaler.is_enabled():  # the norm is the same on all ranks, and finite if all gradients are
+            self.scaler._found[self.optimizer] = not math.isfinite(norm)
+            self.scaler.update()
         loss = torch.zeros((), device=self.device) if loss is None else loss / scale / grid.dp
         return grid.sum(loss.double(), "pp", "dp"), norm
 
     def loss(self, logits, targets_bs):
         losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets_bs.T, self.grid.groups["tp"])
-        return self.scaler.scale(losses.sum() * self.share)
+        return self.scaler.scale(losses.sum() * self.per_token)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
@@ -338,67 +329,85 @@ class Trainer:
             weight.grad.mul_(min(1.0, max_norm / (norm + 1e-6)) / scale)
         return norm
 
-    def adapt_scale(self, norm):
-        """The scaler sees one gradient, the norm, which is finite if they all are."""
-        seen = nn.Parameter(torch.zeros((), device=self.device))
-        seen.grad = torch.full_like(seen, norm)
-        self.scaler.unscale_(torch.optim.SGD([seen]))
-        self.scaler.update()
-
-    def pieces(self, stored=()):
-        """What the optimizer of this rank holds, weights and state, by name; before, make state for what is stored."""
-        names = {parameter: name for stage in self.stages for name, parameter in stage.named_parameters()}
-        names[self.tied] = "0.word.weight"
-        split = {layer._parameters[x]: (layer, x) for _, layer, x in tensor_parallel.split_parameters(self.stages)}
-        pieces = {}
-        for parameter, start, weight, state in self.optimized():
-            name, places = names[parameter], places_of(parameter, *split.get(parameter, (None, None)))
-            if f"step/{name}" in stored:  # AdamW's
-                state.update(step=torch.tensor(0.0), **{x: torch.zeros_like(weight) for x in ("exp_avg", "exp_avg_sq")})
-            for kind, x in {"weight": weight.detach(), **state}.items():
-                parts = [checkpoint.flat_pieces(x.view(-1), shape, start - at, *whole) for at, shape, *whole in places]
-                pieces[f"{kind}/{name}"] = list(itertools.chain(*parts)) if x.dim() else x
-        return pieces
-
-    def optimized(self):
-        """Yield (parameter, the number of its first element here, what the optimizer updates, its state)."""
-        if not self.args.zero1:  # the parameters, or their fp32 masters
-            for parameter, weight in zip(self.parameters, self.optimizer.param_groups[0]["params"], strict=True):
-                yield parameter, 0, weight, self.optimizer.state[weight]
-        for bucket in self.optimizer._buckets if self.args.zero1 else ():
-            for parameter, segment in zip(bucket.parameters, bucket.segments, strict=True):
-                start = bucket.rank * len(bucket.master) - parameter.storage_offset()  # it lies in bucket.flat
-                yield parameter, max(0, start), segment, self.optimizer._optimizer.state[segment]
-
-    def save(self, directory):  # the number of the step is the state of lr, data and dropout, too
-        extra = {"run": self.run, "step": self.number, "scaler": self.scaler.state_dict()}
-        checkpoint.save(directory, self.pieces(), extra)
-
-    @torch.no_grad()
-    def load(self, directory):
-        """Go on from a checkpoint of any grid, schedule, --zero1, --dtype: it has what the optimizer updates."""
-        _, stored, extra = checkpoint.open_latest(Path(directory))
-        for name, value in self.run.items():
-            if value != extra["run"][name]:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: the run in {directory} has {extra['run'][name]}")
-        checkpoint.load(directory, self.pieces(stored))
-        self.number = extra["step"]
-        if self.scaler.is_enabled() and extra["scaler"]:
-            self.scaler.load_state_dict(extra["scaler"])
-        for bucket in self.optimizer._buckets if self.args.zero1 else ():
-            bucket.shard.copy_(bucket.master)
-            for work in zero.start_all_gather(bucket.flat, bucket.shard, self.grid.groups["dp"]):
-                work.wait()
-        if isinstance(self.optimizer, amp.MixedPrecisionOptimizer):
-            self.optimizer._write_weights()
-
     def full_state_dict(self):
         """The whole parameters of this rank's layers, under their names in the plain model. All tp ranks call it."""
         return {name: x for stage in self.stages for name, x in tensor_parallel.full_state_dict(stage).items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. What it costs: measured, and by formula.
+# 4. Checkpoints, of no grid: pieces of the plain model's weights and of their optimizer's state, by name.
+
+
+def save(trainer, directory):  # the number of steps is the state of lr, data and dropout, too
+    extra = {"run": trainer.must_match, "step": trainer.steps, "scaler": trainer.scaler.state_dict()}
+    checkpoint.save(directory, pieces_of(trainer), extra)
+
+
+@torch.no_grad()
+def load(trainer, directory):
+    """Go on from a checkpoint of any grid, schedule, --zero1, --dtype: it has what the optimizer updates."""
+    _, stored, extra = checkpoint.open_latest(Path(directory))
+    for name, value in trainer.must_match.items():
+        if value != extra["run"][name]:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: the run in {directory} has {extra['run'][name]}")
+    if any(name.startswith("step/") for name in stored):  # AdamW's; what has made no step has no state yet
+        for _, _, weight, state in optimized(trainer):
+            state.update(step=torch.tensor(0.0), **{x: torch.zeros_like(weight) for x in ("exp_avg", "exp_avg_sq")})
+    checkpoint.load(directory, pieces_of(trainer))
+    trainer.steps = extra["step"]
+    if trainer.scaler.is_enabled() and extra["scaler"]:
+        trainer.scaler.load_state_dict(extra["scaler"])
+    for bucket in trainer.optimizer._buckets if trainer.args.zero1 else ():
+        bucket.shard.copy_(bucket.master)
+        for work in zero.start_all_gather(bucket.flat, bucket.shard, trainer.grid.groups["dp"]):
+            work.wait()
+    if isinstance(trainer.optimizer, amp.MixedPrecisionOptimizer):
+        trainer.optimizer._write_weights()
+
+
+def pieces_of(trainer):
+    """{kind/name: where this rank's elements of a weight, or of its state, lie in the plain model's}"""
+    names = {parameter: name for stage in trainer.stages for name, parameter in stage.named_parameters()}
+    names[trainer.tied] = "0.word.weight"
+    split = {layer._parameters[x]: (layer, x) for _, layer, x in tensor_parallel.split_parameters(trainer.stages)}
+    pieces = {}
+    for parameter, start, weight, state in optimized(trainer):
+        places = places_of(parameter, *split.get(parameter, (None, None)))
+        for kind, x in {"weight": weight.detach(), **state}.items():
+            parts = (checkpoint.flat_pieces(x.view(-1), shape, start - begin, *at) for begin, shape, *at in places)
+            pieces[f"{kind}/{names[parameter]}"] = list(itertools.chain(*parts)) if x.dim() else x
+    return pieces
+
+
+def optimized(trainer):
+    """Yield (parameter, the number of its first element here, what the optimizer updates, its state)."""
+    if not trainer.args.zero1:  # the parameters, or their fp32 masters
+        for parameter, weight in zip(trainer.parameters, trainer.optimizer.param_groups[0]["params"], strict=True):
+            yield parameter, 0, weight, trainer.optimizer.state[weight]
+    for bucket in trainer.optimizer._buckets if trainer.args.zero1 else ():
+        for parameter, segment in zip(bucket.parameters, bucket.segments, strict=True):
+            start = bucket.rank * len(bucket.master) - parameter.storage_offset()  # it lies in bucket.flat
+            yield parameter, max(0, start), segment, trainer.optimizer._optimizer.state[segment]
+
+
+def places_of(parameter, layer, name):
+    """[(where a part of the flattened slice begins, its shape, the whole's, its offset there), …]: of qkv three."""
+    local, places, at = list(parameter.shape), [], 0
+    if layer is None:
+        return [(0, local, local, [0] * len(local))]
+    dim = layer.dims[name]
+    whole = [n * layer.t - layer.padding if d == dim else n for d, n in enumerate(local)]
+    for share in layer.stack:
+        n, shape, offset = local[dim] * share // sum(layer.stack), list(local), [0] * len(local)
+        offset[dim] = at * layer.t + n * layer.rank
+        shape[dim] = max(0, min(n, whole[dim] - offset[dim]))  # padding is nobody's
+        places.append((at * math.prod(local[dim + 1 :]), shape, whole, offset))
+        at += n
+    return places
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. What it costs: measured, and by formula.
 
 
 class SentByAxis(ddp.SentBytes):
@@ -456,9 +465,9 @@ FLAGS = {
     "--dropout": {"type": float, "default": 0.0},
     "--steps": {"type": int, "default": 10},
     "--metrics": {"metavar": "FILE", "help": "write a JSON object a line and step"},
-    "--save": {"metavar": "DIR", "help": "write checkpoints; Ctrl-C or SIGTERM write one, and end the run"},
+    "--save": {"metavar": "DIR", "help": "go on from the checkpoint here, if any; write more, the last at a Ctrl-C"},
     "--save-interval": {"type": int, "default": 100, "metavar": "STEPS"},
-    "--load": {"metavar": "DIR", "help": "go on from a checkpoint; if it is the --save DIR, where there is one"},
+    "--load": {"metavar": "DIR", "help": "go on from this checkpoint, if there is none in --save"},
     "--compare": {"action": "store_true", "help": "one row for each grid that fits the world"},
     "--check": {"action": "store_true", "help": "compare with one device (tiny: always)"},
 }
@@ -470,18 +479,17 @@ class Session(ddp.Demo):
 
     def __init__(self):
         ddp.__doc__ = __doc__  # whose first line --help shows
-        given = (arg for flag, arg in itertools.pairwise(sys.argv) if flag == "--data" and os.path.exists(f"{arg}.idx"))
-        self.prefix = next(given, None)
-        sys.argv = [__file__ if arg == self.prefix else arg for arg in sys.argv]  # a text, which is not used
+        parser = argparse.ArgumentParser(add_help=False)
+        parser.add_argument("--data")
+        self.prefix = parser.parse_known_args()[0].data
+        self.is_indexed = os.path.exists(f"{self.prefix}.idx")
+        sys.argv += ["--data", __file__] if self.is_indexed else []  # a text, which is not used
         super().__init__(FLAGS)
         args, self.config = self.args, MODELS[self.args.model]
         with torch.device("meta"):
             self.psi = sum(parameter.numel() for parameter in plain_model(self.config).parameters())
         args.check = args.check or args.model == "gpt2-tiny"
         args.dtype = args.dtype or ("float64" if args.check else "float32")
-        restarted = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device=self.device)
-        dist.all_reduce(restarted)  # 0 on a machine where no rank died
-        self.restarted = bool(restarted)
         self.metrics, self.signals = None, []
         for number in (signal.SIGINT, signal.SIGTERM) if args.save else ():
             signal.signal(number, lambda number, _: self.signals.append(number))
@@ -489,14 +497,15 @@ class Session(ddp.Demo):
     def grids(self):  # -> (tp, pp) of each
         tp, pp, sizes = self.args.tp, self.args.pp, range(1, self.ranks + 1)
         if self.args.compare:
-            return [(tp, pp) for tp in sizes for pp in sizes if not (self.ranks % (tp * pp) or self.config.heads % tp)]
+            fit = [(tp, pp) for tp in sizes for pp in sizes if self.ranks % (tp * pp) == self.config.heads % tp == 0]
+            return [(tp, pp) for tp, pp in fit if pp * self.args.stages_per_rank <= self.config.L]
         if tp is None and pp is None:
             return [(2 if self.ranks % 2 == 0 else 1, 2 if self.ranks % 4 == 0 else 1)]
         return [(1 if tp is None else tp, 1 if pp is None else pp)]
 
     def batch(self, number):  # -> inputs, targets of a step, (global batch, sequence)
         B, T = self.args.global_batch_size, self.args.sequence_length
-        if self.prefix:
+        if self.is_indexed:
             window = torch.stack([torch.from_numpy(self.tokens[i]) for i in data.part_of_batch(number, B, 0, 1)])
         else:
             generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
@@ -505,25 +514,23 @@ class Session(ddp.Demo):
         return window[:, :-1], window[:, 1:]
 
     def begin(self, tp, pp):
-        """-> the trainer, which has gone as far as the checkpoint of --load, or of a run that died, if any"""
+        """-> the trainer, which has gone as far as the checkpoint in --save, else in --load, if any"""
         args = self.args
         trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
-        if self.prefix:
+        if self.is_indexed:
             samples, indexed = args.steps * args.global_batch_size, data.IndexedDataset(self.prefix)
             self.tokens = data.GPTDataset(indexed, args.sequence_length, samples, args.seed)
         world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
         self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
         self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
-        saved = args.save and os.path.exists(os.path.join(args.save, "latest"))
-        if saved and not self.restarted and args.load != args.save:
-            raise ValueError(f"--save {args.save} has a checkpoint: go on with --load {args.save}, or save elsewhere")
-        if args.save_interval < 1:
-            raise ValueError(f"--save-interval {args.save_interval}; it must be at least 1")
-        if saved or args.load not in (None, args.save):
-            trainer.load(args.save if saved else args.load)
-            self.show(f"loaded      {args.save if saved else args.load} after step {trainer.number}")
+        if args.save_interval < 1 or (args.save and args.compare):
+            raise ValueError(f"--save-interval {args.save_interval}: it must be at least 1; --save is of one grid")
+        directory = args.save if args.save and os.path.exists(os.path.join(args.save, "latest")) else args.load
+        if directory:
+            load(trainer, directory)
+            self.show(f"loaded      {directory} after step {trainer.steps}")
         if self.metrics is None:  # steps that are done again have a second line
-            path, mode = args.metrics if args.metrics and self.rank == 0 else os.devnull, "a" if trainer.number else "w"
+            path, mode = args.metrics if args.metrics and self.rank == 0 else os.devnull, "a" if trainer.steps else "w"
             self.metrics = open(path, mode)  # noqa: SIM115
         return trainer
 
@@ -536,8 +543,8 @@ class Session(ddp.Demo):
             self.stop(error)
         if args.check and (tp == 1 or args.dropout == 0):  # heads on several ranks draw dropout of their own
             plain = train_on_one_device(self.config, args, map(self.batch, range(args.steps)), self.device)
-        plain = itertools.islice(plain, trainer.number, None)
-        for number in range(trainer.number, args.steps):
+        plain = itertools.islice(plain, trainer.steps, None)
+        for number in range(trainer.steps, args.steps):
             batch, sent, start = self.batch(number), SentByAxis(trainer.grid), time.perf_counter()
             with sent if number == args.steps - 1 else nullcontext():  # it takes time
                 loss, norm = trainer.step(*batch)
@@ -557,17 +564,17 @@ class Session(ddp.Demo):
         """Save, if it is time to. -> whether any rank has been told to stop"""
         args, stop = self.args, torch.tensor(len(self.signals), device=self.device)
         dist.all_reduce(stop)
-        if stop or trainer.number % args.save_interval == 0 or trainer.number == args.steps:
+        if stop or trainer.steps % args.save_interval == 0 or trainer.steps == args.steps:
             try:
-                trainer.save(args.save)
-                self.show(f"saved       {args.save} after step {trainer.number}{', told to stop' if stop else ''}")
+                save(trainer, args.save)
+                self.show(f"saved       {args.save} after step {trainer.steps}{', told to stop' if stop else ''}")
             except OSError as error:  # on all ranks
-                self.show(f"NOT saved   after step {trainer.number}: {error}")
+                self.show(f"NOT saved   after step {trainer.steps}: {error}")
         return bool(stop)
 
     def progress(self, trainer, loss, norm, seconds):
         """A line for each step, and one of JSON."""
-        now = {axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | {"step": trainer.number}
+        now = {axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | {"step": trainer.steps}
         now |= {"loss": loss, "grad_norm": norm, "lr": trainer.optimizer.param_groups[0]["lr"], "seconds": seconds}
         now["tokens_per_second"] = self.args.global_batch_size * self.args.sequence_length / seconds
         print(json.dumps(now), file=self.metrics, flush=True)
