@@ -41,7 +41,7 @@ def test_claim(kind, name, spec, verdicts):
 @pytest.mark.parametrize("mistake", wrong.MISTAKES, ids=lambda m: f"{m.kind}-{m.implementation}-{m.caught_by}")
 def test_a_wrong_implementation_is_caught(mistake, monkeypatch):
     """By the claim that says so."""
-    monkeypatch.setattr(pool, "HANGS_AFTER", 10.0)
+    monkeypatch.setattr(pool, "HANGS_AFTER", 6.0)
     assert why_not(mistake.kind, mistake.caught_by, f"wrong:{mistake.implementation}")
 
 

@@ -387,7 +387,7 @@ HURT = """
 import os, signal, sys
 import checkpoint, parallel_3d
 
-step, write, first = parallel_3d.Trainer.step, checkpoint.write, os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+step, write, first = parallel_3d.Trainer.step, checkpoint.write, os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
 
 def told_to_stop(trainer, *batch):
     if os.environ["RANK"] == "1" and trainer.steps == 1:
@@ -414,13 +414,13 @@ def test_stopped_and_killed(tmp_path):
     (tmp_path / "hurt.py").write_text(HURT)
     flags = ["--data", tmp_path / "corpus", "--save", tmp_path / "saved", "--save-interval", 1, "--steps", 5]
     flags += ["--sequence-length", 16, "--global-batch-size", 4, "--metrics", tmp_path / "m"]
-    command = [*TORCHRUN, "--nproc-per-node", 2]
-    env = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = launch([*command, tmp_path / "hurt.py", *flags], ROOT, env=env)
+    done = fork(tmp_path / "hurt.py", *flags, ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, told to stop\n")
     flags += ["--tp", 1, "--zero1"]
-    done = launch([*command, "--max-restarts", 1, tmp_path / "hurt.py", *flags], ROOT, env=env)
+    env = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*TORCHRUN, "--nproc-per-node", 2, "--max-restarts", 1, tmp_path / "hurt.py", *flags]
+    done = launch(command, ROOT, env=env)
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^loaded .*saved after step (\d)$", done.stdout, re.M) == ["2", "3"]
     assert re.search(r"^vs 1 device .* equal within 1e-09: \de-1\d over 5 steps$", done.stdout, re.M)

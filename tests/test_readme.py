@@ -25,9 +25,8 @@ PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # torchr
 
 # How each is run. `.ci/run` runs the two that take long; the others run here as they stand, or shorter.
 RUN_BY_CI = {"./run_all.sh", "./run_all.sh tests"}
-IN_TEST_STANDALONE = {"torchrun --nproc-per-node 2 ddp.py"}
+IN_TEST_STANDALONE = {"torchrun --nproc-per-node 2 ddp.py", "python ddp.py"}
 AS_IT_IS = {"python ddp.py --data README.md --steps 3"}
-SHORTER = {"python ddp.py"}
 ON_A_GPU = {"torchrun --nproc-per-node 2 ddp.py --device cuda"}
 C10D = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
 ON_TWO_MACHINES = {f"torchrun --nnodes 2 --nproc-per-node 1 {C10D} ddp.py"}
@@ -39,12 +38,12 @@ LIKE_ONE_THAT_IS_ADDED = {"./run_all.sh ddp"}
 
 
 def test_every_command_is_run_somewhere():
-    here = AS_IT_IS | SHORTER | ON_A_GPU | ON_TWO_MACHINES | OTHERS | LIKE_ONE_THAT_IS_ADDED
+    here = AS_IT_IS | ON_A_GPU | ON_TWO_MACHINES | OTHERS | LIKE_ONE_THAT_IS_ADDED
     assert set(COMMANDS) == here | set(EXPERIMENT) | RUN_BY_CI | IN_TEST_STANDALONE | IN_TEST_PARALLEL_3D | NOT_A_TEST
     assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == sorted(RUN_BY_CI)
 
 
-@pytest.mark.parametrize("command", sorted(AS_IT_IS | SHORTER | ON_A_GPU))
+@pytest.mark.parametrize("command", sorted(AS_IT_IS | ON_A_GPU))
 def test_command(command):
     if command in ON_A_GPU and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -146,12 +145,10 @@ def test_adding_a_technique(tmp_path):
     text = (ROOT / "ddp.py").read_text()
     imports = text[text.index("import argparse") : text.index("# ----")]
     set_up = text[text.index("# Demo, set-up") :]
-    script = make_project(tmp_path / "project", mine=f'"""Mine."""\n{imports}\n\n{textwrap.dedent(main)}\n\n{set_up}')
-    done = run_script(script, "mine")
+    (tmp_path / "mine.py").write_text(f'"""Mine."""\n{imports}\n\n{textwrap.dedent(main)}\n\n{set_up}')
+    done = fork("mine.py", "--steps", 2, ranks=2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"^mine\.py +mine +2 +bitwise +7\.5 / 7\.5 / 15\.0 +7\.5 +\d+ \(\d+\) +ok$", done.stdout, re.MULTILINE
-    )
+    assert "bitwise equal over 2 steps" in done.stdout
 
 
 def test_readme_is_short_and_its_pictures_are_there():
@@ -164,7 +161,7 @@ def test_readme_is_short_and_its_pictures_are_there():
 def test_another_class_by_an_option(command):
     """The table, of one claim here, and no traceback."""
     script, *arguments = command.split()
-    done = run_script(ROOT / script, *arguments, "-k", "mean_gradient or overlap")
+    done = run_script(ROOT / script, *arguments, "tests/test_oracle.py", "-k", "mean_gradient or overlap")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("    holds") == 2
     assert "Communication begins while backward still runs." in done.stdout
@@ -197,9 +194,9 @@ def run_script(script, *arguments, cwd="/"):
 
 
 def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
-    script = make_project(tmp_path / "a project", good=GOOD, bad="raise SystemExit(3)", bench="", worse="1 / 0")
+    script = make_project(tmp_path / "a project", good=GOOD, bad="raise SystemExit(3)", bench="")
     done = run_script(script)
-    assert done.returncode == 2
+    assert done.returncode == 1
     *_, table, last = done.stdout.split("\n\n")
     assert [re.split(r"  +", line) for line in table.splitlines()] == [
         [
@@ -214,7 +211,6 @@ def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
         ],
         ["bad.py", "-", "-", "-", "-", "-", "-", "FAILED (1)"],
         ["good.py", "good", "2", "within 1e-09", "1.0 / 2.0 / 3.0", "4.0", "5 (6)", "ok"],
-        ["worse.py", "-", "-", "-", "-", "-", "-", "FAILED (1)"],
     ]
     assert last.startswith("Next: ")
     assert not (tmp_path / "a project" / ".venv").exists()  # the active environment had all it takes
@@ -236,8 +232,7 @@ def test_run_all_by_name(tmp_path):
 
 
 def test_run_all_tests_hands_its_arguments_to_pytest(tmp_path):
-    script = make_project(tmp_path / "project", test_some="def test_one(): pass\ndef test_two(): assert False")
+    script = make_project(tmp_path / "project", test_some="def test_one(): assert False\ndef test_two(): pass")
     done = run_script(script, "tests", "-k", "one", "test_some.py", "-p", "no:cacheprovider")
-    assert done.returncode == 0
-    assert "1 passed, 1 deselected" in done.stdout
-    assert run_script(script, "tests", "test_some.py", "-p", "no:cacheprovider").returncode == 1
+    assert done.returncode == 1
+    assert "1 failed, 1 deselected" in done.stdout
