@@ -120,6 +120,12 @@ class Bucket:
     def views(self, flat):  # as the parameters lie in self.flat
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self.whole]
 
+    def exchange(self, sent, received):
+        """Send sent[r] to each other rank r, and fill received[r] from it. -> what to wait for"""
+        others = [r for r in range(self.N) if r != self.rank]
+        works = [dist.isend(sent[r], group=self.process_group, group_dst=r) for r in others]
+        return works + [dist.irecv(received[r], group=self.process_group, group_src=r) for r in others]
+
     def start_reduce(self):
         """Move the gradients out of .grad, and send part r of them to rank r."""
         flat = torch.zeros_like(self.flat)
@@ -139,15 +145,6 @@ class Bucket:
                 flat /= self.N  # before the sum, which in fp16 overflows at 65504
             self.parts = [torch.empty_like(self.shard)]
             self.sent = [reduce_scatter_single(*self.parts, flat, group=self.process_group, async_op=True)]
-
-    def exchange(self, sent, received):
-        """Send sent[r] to each other rank r, and fill received[r] from it. -> what to wait for"""
-        works = []
-        for r in range(self.N):
-            if r != self.rank:
-                works.append(dist.isend(sent[r], group=self.process_group, group_dst=r))
-                works.append(dist.irecv(received[r], group=self.process_group, group_src=r))
-        return works
 
     def finish_reduce(self):
         """Add to `grad` what has come, in rank order; 16 bits up in fp32, divided after, rounded once."""
@@ -301,7 +298,7 @@ class Zero1(torch.optim.Optimizer):
         self._reduce(None)
 
     def _reduce(self, bucket):
-        """Take in the gradients that were sent last, then send those of `bucket`: only one bucket's exist twice."""
+        """Take in the gradients that were sent last, then send those of `bucket`, if any: only one's exist twice."""
         if self._in_flight:
             self._in_flight.finish_reduce()
         if bucket:
@@ -452,10 +449,9 @@ class Zero3(Zero2):
             bucket.gather()
 
     def _after_forward(self, module, args, kwargs, output):
-        inputs = tree_leaves((args, kwargs))
+        inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(output):
-            # A tensor that was only handed through is the output of another unit: its gradient comes later.
-            if torch.is_tensor(tensor) and tensor.grad_fn and not any(tensor is other for other in inputs):
+            if torch.is_tensor(tensor) and tensor.grad_fn and id(tensor) not in inputs:  # which are others' outputs
                 tensor.register_hook(functools.partial(self._enter, module))
         if module is self.module and torch._C._current_graph_task_id() == -1:
             self._finish_pass()

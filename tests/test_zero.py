@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import OPTIMIZERS, assert_equal, make_batch, make_model
+from shared import MODELS, OPTIMIZERS, assert_equal, make_batch, make_model
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -42,28 +42,6 @@ def on(N):
 
 def call(name, arguments):
     return globals()[name].__wrapped__(**arguments)
-
-
-class Odd(nn.Module):
-    """Tied, frozen, unused, empty, scalar, strided and integer parameters, in nested modules, and a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.inputs, self.tied, self.unused = nn.Linear(6, 33), nn.Linear(33, 33, bias=False), nn.Linear(3, 3)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(2))
-        self.blocks[1].requires_grad_(False)
-        self.tied.weight = self.blocks[0][0].weight
-        self.convolution = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(0.1 * torch.randn(12, 33).t())
-        self.empty, self.scale = nn.Parameter(torch.empty(0)), nn.Parameter(torch.tensor(1.5))
-        self.integers = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
-        self.register_buffer("offset", torch.ones(33))
-
-    def forward(self, x):
-        x = self.scale * self.inputs(x) + self.offset + self.empty.sum() + self.integers[1]
-        x = self.tied(self.blocks[1](self.blocks[0](x))) @ self.transposed
-        return self.convolution(x.view(-1, 3, 2, 2))
 
 
 plain_model = functools.partial(make_model, "plain")
@@ -174,10 +152,11 @@ def test_the_naive_form():
 
 
 @each_stage
+@pytest.mark.parametrize("kind", MODELS)
 @on(3)
-def test_odd_models(stage):
+def test_kinds_of_models(stage, kind):
     """Also where state is kept and updated in another memory."""
-    optimizer, *_ = train(stage, Odd, 3, "adamw", bucket_cap_mb=1e-3, offload="cpu")
+    optimizer, *_ = train(stage, functools.partial(make_model, kind), 3, "adamw", bucket_cap_mb=1e-3, offload="cpu")
     views = [view for bucket in optimizer._buckets for view in bucket.whole]
     assert all(view.storage_offset() * view.itemsize % 64 == 0 for view in views)  # as torch aligns what it allocates
 
@@ -436,10 +415,10 @@ def test_gradients_leave_during_backward():
 
 @on(3)
 def test_whole_parameters_of_zero3():
-    optimizer, model, plain, theirs = train(zero.Zero3, Odd, 1)
+    optimizer, model, plain, theirs = train(zero.Zero3, functools.partial(make_model, "odd"), 1)
     assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
-    assert all(p.isnan().all() for p in model.parameters() if p.is_floating_point())
-    for part in (model, model.inputs):
+    assert all(p.isnan().all() for p in model.parameters())
+    for part in (model, model.first):
         with pytest.raises(RuntimeError, match="module_state_dict"):
             part.state_dict()
     same(optimizer.module_state_dict().values(), plain.state_dict().values())
@@ -447,10 +426,12 @@ def test_whole_parameters_of_zero3():
         average = copy.deepcopy(model)  # is not sharded
     x = make_batch(0, 0)
     with torch.no_grad():
-        same([model(x), model.inputs(x), average(x)], [plain(x), plain.inputs(x), plain(x)])  # a part, alone
+        same(
+            [model(x), model.first(x[:, 1:]), average(x)], [plain(x), plain.first(x[:, 1:]), plain(x)]
+        )  # a part, alone
     same(average.state_dict().values(), plain.state_dict().values())
     torch.manual_seed(9)
-    plain.inputs.reset_parameters()
+    plain.first.reset_parameters()
     for step in range(2):
         optimizer.zero_grad()
         theirs.zero_grad()
