@@ -250,8 +250,7 @@ class Zero1(torch.optim.Optimizer):
         defaults = optimizer_class([torch.zeros(1)], **kw).defaults
         super().__init__(module.parameters() if params is None else params, defaults)
         self.module, self.process_group, self._sync = module, process_group, True  # not inside no_sync()
-        self._in_flight = None  # the bucket whose gradients are on their way
-        self._unsent = None  # Zero2: in backward, the buckets yet to be sent
+        self._in_flight = self._unsent = None  # the bucket whose gradients travel; Zero2, in backward: those to follow
         self._group_of = group_of = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
         units = getattr(self, "_units", {})  # Zero3's: {parameter: the units that it is gathered for}
         kinds = {p: (p.dtype, p.requires_grad, group_of[p], units.get(p)) for p in module.parameters() if p in group_of}
@@ -413,9 +412,9 @@ class Zero3(Zero2):
         inside = {unit: set(unit.parameters()) for unit in find_units(module)}
         self._units = {p: tuple(unit for unit in inside if p in inside[unit]) for p in module.parameters()}
         super().__init__(module, *args, **kwargs)
-        self._held, self._last = 0, None  # how many full_parameters() are around; what was entered last, in backward?
-        self._next = {}  # what was entered after that, the last time
-        self._needed, me = {}, weakref.ref(self)  # module: the buckets that it needs
+        self._held = 0  # how many full_parameters() there are around
+        self._last, self._next = None, {}  # (what was entered last, in backward?); -> what was entered after it
+        self._needed, me = {None: tuple(self._buckets)}, weakref.ref(self)  # module: the buckets it needs; None: all
         for unit in (module, *inside):
             needed = tuple(bucket for bucket in self._buckets if unit in bucket.units or not bucket.units)
             self._needed |= dict.fromkeys(unit.modules(), needed)
@@ -424,12 +423,11 @@ class Zero3(Zero2):
             if me() and part in me()._needed and not me()._held:
                 raise RuntimeError("these parameters are sharded: call the optimizer's module_state_dict() instead")
 
-        for part in self._needed:
+        for part in module.modules():
             part.register_forward_pre_hook(lambda part, _: me() and me()._enter(part), prepend=True)
             part.register_forward_hook(lambda *of: me() and me()._after_forward(*of), with_kwargs=True)
             part.register_state_dict_pre_hook(refuse)
-        for bucket in self._buckets:
-            bucket.free()
+        self._finish_pass()
 
     def _enter(self, module, _=None):
         """`module` runs, forward or backward: free what it does not need, gather what it does, start what is next."""
@@ -466,9 +464,7 @@ class Zero3(Zero2):
     def full_parameters(self):
         """In here the module has whole parameters, and what is written to them, alike on all ranks, stays."""
         self._held += 1
-        for bucket in self._buckets:
-            bucket.gather()
-            bucket.finish_gather()
+        self._enter(None)
         try:
             yield
         finally:
