@@ -197,15 +197,12 @@ class Bucket:
 
 def assign_buckets(kinds, cap_bytes):
     """Lists of parameters of one kind, closed at `cap_bytes` or more, in the order in which backward fills them."""
-    closed, still_open = [], {}
+    closed, filling = [], {}
     for parameter, kind in reversed(kinds.items()):
-        bucket = still_open.pop(kind, [])
-        bucket.append(parameter)
-        if sum(p.nbytes for p in bucket) >= cap_bytes:
-            closed.append(bucket)
-        else:
-            still_open[kind] = bucket  # behind the others: it is the last to be filled
-    return closed + list(still_open.values())
+        filling[kind] = [*filling.pop(kind, []), parameter]  # behind the others: it is the last to be filled
+        if sum(p.nbytes for p in filling[kind]) >= cap_bytes:
+            closed.append(filling.pop(kind))
+    return closed + list(filling.values())
 
 
 def start_alike(module, process_group):
@@ -418,15 +415,10 @@ class Zero3(Zero2):
         for unit in (module, *inside):
             needed = tuple(bucket for bucket in self._buckets if unit in bucket.units or not bucket.units)
             self._needed |= dict.fromkeys(unit.modules(), needed)
-
-        def refuse(part, *_):
-            if me() and part in me()._needed and not me()._held:
-                raise RuntimeError("these parameters are sharded: call the optimizer's module_state_dict() instead")
-
         for part in module.modules():
             part.register_forward_pre_hook(lambda part, _: me() and me()._enter(part), prepend=True)
             part.register_forward_hook(lambda *of: me() and me()._after_forward(*of), with_kwargs=True)
-            part.register_state_dict_pre_hook(refuse)
+            part.register_state_dict_pre_hook(lambda part, *_: me() and me()._refuse(part))
         self._finish_pass()
 
     def _enter(self, module, _=None):
@@ -459,6 +451,10 @@ class Zero3(Zero2):
         for bucket in self._buckets if not self._held else ():
             bucket.free()
         self._last = None
+
+    def _refuse(self, module):
+        if module in self._needed and not self._held:  # not in a copy of it
+            raise RuntimeError("these parameters are sharded: call the optimizer's module_state_dict() instead")
 
     @contextmanager
     def full_parameters(self):

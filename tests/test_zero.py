@@ -389,6 +389,12 @@ def test_bytes_sent_at_1024_ranks(stage, N, request, monkeypatch):
     check_sent(stage, N, None, 2)
 
 
+def test_buckets_are_in_the_order_in_which_backward_fills_them():
+    parameters = [nn.Parameter(torch.tensor(float(number))) for number in range(6)]
+    buckets = zero.assign_buckets(dict(zip(parameters, "abaccc", strict=True)), cap_bytes=12)
+    assert [[int(parameter) for parameter in bucket] for bucket in buckets] == [[5, 4, 3], [1], [2, 0]]
+
+
 @on(2)
 def test_gradients_leave_during_backward():
     """Zero2 sends a bucket while backward goes on below it, and frees its gradients; a group of biases stops none."""
