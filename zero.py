@@ -3,9 +3,7 @@
 DDP keeps N copies of everything. But an elementwise optimizer can update any part of the flat parameters alone, so the
 all-reduce may be taken apart, at no extra cost, and each rank updates (and stores the state of) its own part only:
 
-    DDP     backward ── all-reduce gradients ──────────────────────────── N same updates of everything
-    ZeRO    backward ── reduce-scatter gradients ── update own 1/N part ── all-gather parameters
-
+            backward ── reduce-scatter gradients ── update own part ── all-gather parameters
     rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
     rank 1   g₁ ━━━━┷━━━━ ╱╲ ━━━━ sum of the right halves ── AdamW ━━━━ ╱╲ ━━━━┷━━━━ p
 
@@ -23,8 +21,8 @@ each times (N-1)/N:
     Zero3     2Ψ/N        2Ψ/N       12Ψ/N       3Ψ: one more gather         3mΨ
 
 and a bucket in flight twice (Zero3: two units), and a byte sent per parameter tensor. On CPUs the owner adds the ranks'
-parts in rank order: training equals, bit by bit and at every N, one device that adds up the ranks' gradients in that
-order and then divides by N. NCCL's own reduce-scatter, faster on GPUs, adds in another order.
+parts in rank order: training equals, bit by bit at every N, one device that adds up the ranks' gradients in that order,
+then divides by N. NCCL's own reduce-scatter, faster on GPUs, adds in another order.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py is a world of one)
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021, ZeRO-Offload, 2101.06840
@@ -86,55 +84,12 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def start_reduce_scatter(flat, group):
-    """Send part r of `flat` to rank r. -> what to wait for, and parts whose sum (in 16 bits: mean) is this rank's."""
-    parts, rank = flat.chunk(dist.get_world_size(group)), dist.get_rank(group)
-    if flat.is_cpu:  # gloo's own adds in another order
-        received = [part if r == rank else torch.empty_like(part) for r, part in enumerate(parts)]
-        return start_exchange(parts, received, group), received  # in rank order
-    if flat.itemsize < 4:
-        flat /= len(parts)  # before the sum, which in fp16 overflows at 65504
-    mine = torch.empty_like(parts[rank])
-    return [reduce_scatter_single(mine, flat, group=group, async_op=True)], [mine]
-
-
-def start_all_gather(flat, shard, group):
-    """Fill `flat` with all ranks' shards in rank order. -> what to wait for"""
-    if not flat.is_cpu:  # gloo's own takes twice as long
-        return [all_gather_single(flat, shard, group=group, async_op=True)]
-    parts = flat.chunk(dist.get_world_size(group))
-    parts[dist.get_rank(group)].copy_(shard)
-    return start_exchange([shard] * len(parts), parts, group)
-
-
-def start_exchange(sent, received, group):
-    """Send sent[r] to each other rank r, and fill received[r] from it."""
-    works = []
-    for r in range(len(sent)):
-        if r != dist.get_rank(group):
-            works.append(dist.isend(sent[r], group=group, group_dst=r))
-            works.append(dist.irecv(received[r], group=group, group_src=r))
-    return works
-
-
-def assign_buckets(tensors, kinds, cap_bytes):
-    """Lists of tensors of one kind that close at `cap_bytes` or more, in the order in which backward fills them."""
-    buckets = {}  # in order: those that are closed by their last tensor, the open ones by their kind
-    for tensor in reversed(tensors):
-        bucket = [tensor, *buckets.pop(kinds[tensor], [])]
-        is_closed = sum(t.nbytes for t in bucket) >= cap_bytes
-        buckets[tensor if is_closed else kinds[tensor]] = bucket  # put in again, it comes last
-    return list(buckets.values())
-
-
 class Bucket:
     """Some parameters of one dtype side by side in `flat`, cut regardless of borders into N equal shards.
 
-        parameters  │ weight               │ bias     │ weight           │    views of flat
-        shards      │ rank 0                     │ rank 1                 │    `master`: in fp32, or offloaded
-        segments    │ weight               │ bia│s    │ weight           │    of it: what the optimizer updates
-
-    Every parameter has a segment on every rank, mostly an empty one, so that all ranks have state of the same names.
+    parameters  │ weight               │ bias     │ weight           │    views of flat
+    shards      │ rank 0                     │ rank 1                 │    `master`: in fp32, or offloaded
+    segments    │ weight               │ bia│s    │ weight           │    of it: what the optimizer updates
     """
 
     def __init__(self, parameters, group, units, process_group, offload):
@@ -146,72 +101,122 @@ class Bucket:
         size = max(1, -(-end // self.N))  # no message may be empty
         self.borders = [max(start - self.rank * size, 0) for start in starts[1:]]  # between segments, in a shard
         self.flat = first.new_zeros(self.N * size)
+        self.own = self.flat.chunk(self.N)[self.rank]
         self.whole = []  # the parameters, as views of `flat`
         for parameter, start in zip(parameters, starts, strict=True):
             stride = torch.empty_like(parameter, device="meta").stride()  # kept, where without gaps
             self.whole.append(self.flat.as_strided(parameter.shape, stride, start))
             parameter.data = self.whole[-1].copy_(parameter.data)
-        self.own = self.flat.chunk(self.N)[self.rank]
         self.shard = self.own if units is None else self.own.clone()  # what is sent: Zero3's outlives `flat`
         self.low = first.is_floating_point() and first.itemsize < 4
         self.master = self.shard.to(offload or first.device, torch.float32 if self.low else first.dtype)
+        # A parameter has a segment on every rank, mostly an empty one, so that all have state of the same names.
         self.segments = self.master.tensor_split(self.borders)
         self.divisor = 1 if self.low else self.N  # what makes `grad` the mean
         self.grad, self.used = 0, set()  # this rank's part of the sum over ranks and backwards; whose gradients it has
-        self.works = []  # what `flat` waits for until it is whole; empty: it is; None: it has no memory
+        self.works, self.freed = [], False  # what `flat` waits for until it is whole; Zero3: it has no memory
 
     def views(self, flat):  # as the parameters lie in self.flat
         return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self.whole]
 
-    def reduce(self):
-        """Move the gradients out of .grad, begin to send them; then, when next() is called again, add what has come."""
+    def exchange(self, sent, received):
+        """Send sent[r] to each other rank r, and fill received[r] from it. -> what to wait for"""
+        others = [r for r in range(self.N) if r != self.rank]
+        works = [dist.isend(sent[r], group=self.process_group, group_dst=r) for r in others]
+        return works + [dist.irecv(received[r], group=self.process_group, group_src=r) for r in others]
+
+    def start_reduce(self):
+        """Move the gradients out of .grad, and send part r of them to rank r."""
         flat = torch.zeros_like(self.flat)
-        for parameter, place, view in zip(self.parameters, self.whole, self.views(flat), strict=True):
-            if self.works is not None and parameter.data_ptr() != place.data_ptr():
+        for parameter, view, place in zip(self.parameters, self.whole, self.views(flat), strict=True):
+            if not self.freed and parameter.data_ptr() != view.data_ptr():
                 raise RuntimeError("parameters are no longer where they were: make the optimizer after module.to()")
             if parameter.grad is not None:
-                view.copy_(parameter.grad)
+                place.copy_(parameter.grad)
                 parameter.grad = None
                 self.used.add(parameter)
-        works, parts = start_reduce_scatter(flat, self.process_group)
-        yield
-        for work in works:
-            work.wait()
-        if self.low:  # add up in fp32, divide after, round once
-            parts = [sum(part.float() for part in parts) / len(parts)]
-        self.grad = sum(parts, self.grad).to(self.flat.dtype)  # in rank order
+        if flat.is_cpu:  # gloo's own reduce-scatter adds in another order
+            parts = flat.chunk(self.N)
+            self.parts = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
+            self.sent = self.exchange(parts, self.parts)
+        else:
+            if self.low:
+                flat /= self.N  # before the sum, which in fp16 overflows at 65504
+            self.parts = [torch.empty_like(self.shard)]
+            self.sent = [reduce_scatter_single(*self.parts, flat, group=self.process_group, async_op=True)]
+
+    def finish_reduce(self):
+        """Add to `grad` what has come, in rank order; 16 bits up in fp32, divided after, rounded once."""
+        while self.sent:
+            self.sent.pop().wait()
+        if self.low:
+            self.parts = [sum(part.float() for part in self.parts) / len(self.parts)]
+        self.grad = sum(self.parts, self.grad).to(self.flat.dtype)
+        self.parts = None
 
     def adopt(self):
-        """Take over what has been written to the parameters since they were sent; the rest keeps its fp32 digits."""
-        if self.works is not None and self.master is not self.own:
+        """Take over what was written to 16-bit or offloaded parameters; the masters of the rest keep their digits."""
+        if not self.freed and self.master is not self.own:
             now = self.own.to(self.master.device)
             self.master.copy_(torch.where(now == self.master.to(now.dtype), self.master, now))
-            self.shard.copy_(self.master)
+            self.shard.copy_(self.own)
 
-    def finish(self):
+    def start_gather(self):
+        """Fill all ranks' `flat` with their shards in rank order."""
+        if self.flat.is_cpu:  # gloo's own all-gather takes twice as long
+            self.own.copy_(self.shard)
+            self.works = self.exchange([self.shard] * self.N, self.flat.chunk(self.N))
+        else:
+            self.works = [all_gather_single(self.flat, self.shard, group=self.process_group, async_op=True)]
+
+    def finish_gather(self):
         while self.works:
             self.works.pop().wait()
 
-    # Zero3: `flat` has memory only between gather() and free(). Views of it that autograd saved for backward keep its
-    # storage, so that is emptied, not replaced; filled again, it is what they saw.
-
     def gather(self):
-        if self.works is None:
+        if self.freed:
             if any((p.dtype, p.device) != (self.flat.dtype, self.flat.device) for p in self.parameters):
                 raise RuntimeError("parameters are no longer what they were: make the optimizer after module.to()")
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             for parameter, view in zip(self.parameters, self.whole, strict=True):
                 parameter.data = view
-            self.works = start_all_gather(self.flat, self.shard, self.process_group)
+            self.freed = False
+            self.start_gather()
 
     def free(self):
-        if self.works is not None:
-            self.finish()  # it may have been started in vain
+        """Zero3: empty the storage of `flat`, until gather(): views that autograd saved for backward look into it."""
+        if not self.freed:
+            self.finish_gather()  # it may have been started in vain
             nothing = torch.full((), torch.nan).to(self.flat)
             for parameter in self.parameters:
                 parameter.data = nothing.expand(parameter.shape)
             self.flat.untyped_storage().resize_(0)
-            self.works = None
+            self.freed = True
+
+
+def assign_buckets(kinds, cap_bytes):
+    """Lists of parameters of one kind, closed at `cap_bytes` or more, in the order in which backward fills them."""
+    closed, filling = [], {}
+    for parameter, kind in reversed(kinds.items()):
+        filling[kind] = [*filling.pop(kind, []), parameter]  # behind the others: it is the last to be filled
+        if sum(p.nbytes for p in filling[kind]) >= cap_bytes:
+            closed.append(filling.pop(kind))
+    return closed + list(filling.values())
+
+
+def start_alike(module, process_group):
+    """Take over rank 0's values. ValueError where ranks hold other models: messages would abort, or add garbage."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    mine = [f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in named]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != mine:
+            raise ValueError(f"ranks must hold the same model; rank {rank}'s differs in {sorted({*mine} ^ {*theirs})}")
+    for _, tensor in named:
+        values = tensor.detach().reshape(-1)
+        dist.broadcast(values.view(torch.uint8), group=process_group, group_src=0)  # bytes: gloo has no int16
+        tensor.detach().copy_(values.view_as(tensor))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,49 +228,38 @@ PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
 class Zero1(torch.optim.Optimizer):
-    """Averages gradients over the ranks of `process_group` and steps; each rank holds 1/N of the optimizer state.
+    """Averages gradients over `process_group` and steps; each rank holds 1/N of the optimizer state.
 
-    Until step() moves them, gradients are each rank's own, in .grad: torch.nn.utils.clip_grad_norm_ would clip by each
-    rank's own norm, so use clip_grad_norm_() of this class.
-
-    `module` is the model, not in DDP, and where it is to stay: its parameters and buffers become rank 0's. `params` are
-    parameter groups, `kwargs` options of `optimizer_class`. A bucket closes once it holds `bucket_cap_mb` MiB (Zero3's
-    are its units). offload="cpu" keeps optimizer state and master weights in host memory, and updates there. 16-bit
-    parameters have fp32 masters, "master" in state_dict().
+    Clip by clip_grad_norm_() of this class: torch.nn.utils.clip_grad_norm_ would clip by each rank's own norm. `module`
+    is the model, where it is to stay; it becomes rank 0's. `params` are its parameter groups, all of them; `kw` go
+    to `optimizer_class`. offload="cpu" keeps optimizer state and masters in host memory, and updates there. A bucket
+    closes at `bucket_cap_mb` MiB. 16-bit parameters have fp32 masters, "master" in state_dict().
     """
 
-    def __init__(
-        self, module, optimizer_class, process_group=None, offload=None, bucket_cap_mb=25, *, params=None, **kwargs
-    ):
+    def __init__(self, module, optimizer_class, process_group=None, offload=None, bucket_cap_mb=25, params=None, **kw):
         if dist.get_rank(process_group) < 0:
             raise ValueError(f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only")
         if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
             raise ValueError("module is in DistributedDataParallel, which averages as well; pass the model without it")
         if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
             raise ValueError(f"{optimizer_class.__name__} may need whole parameters: use one of {sorted(ELEMENTWISE)}")
-        self.module, self.process_group, self._buckets = module, process_group, []
-        self._sync, self._unsent = True, None  # not inside no_sync(); Zero2: in backward, the buckets yet to be sent
-        self._in_flight = iter(())  # Bucket.reduce() of the bucket whose gradients are on their way
-        defaults = optimizer_class([torch.zeros(1)], **kwargs).defaults
+        defaults = optimizer_class([torch.zeros(1)], **kw).defaults
         super().__init__(module.parameters() if params is None else params, defaults)
-        self._group_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        ordered = [parameter for parameter in module.parameters() if parameter in self._group_of]
-        if len(ordered) < len(self._group_of):
+        self.module, self.process_group, self._sync = module, process_group, True  # not inside no_sync()
+        self._in_flight = self._unsent = None  # the bucket whose gradients travel; Zero2, in backward: those to follow
+        self._group_of = group_of = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
+        units = getattr(self, "_units", {})  # Zero3's: {parameter: the units that it is gathered for}
+        kinds = {p: (p.dtype, p.requires_grad, group_of[p], units.get(p)) for p in module.parameters() if p in group_of}
+        if len(kinds) < len(group_of):
             raise ValueError("params has parameters that are not among module.parameters(); give those only")
         start_alike(module, process_group)
-        if ordered[0].is_cpu:  # larger messages are no faster there, and leave the cache
+        if next(iter(kinds)).is_cpu:  # larger messages are no faster there, and leave the cache
             bucket_cap_mb = min(bucket_cap_mb, 4)
-        units = getattr(self, "_units", {})  # Zero3's: {parameter: the units that it is gathered for}
-        kinds = {p: (p.dtype, p.requires_grad, self._group_of[p], units.get(p)) for p in ordered}
-        for parameters in assign_buckets(ordered, kinds, torch.inf if units else bucket_cap_mb * 2**20):
-            self._buckets.append(Bucket(parameters, *kinds[parameters[0]][2:], process_group, offload))
+        lists = assign_buckets(kinds, torch.inf if units else bucket_cap_mb * 2**20)
+        self._buckets = [Bucket(ps, *kinds[ps[0]][2:], process_group, offload) for ps in lists]
         groups = [{**self.param_groups[bucket.group], "params": bucket.segments} for bucket in self._buckets]
-        self._optimizer = optimizer_class(groups, **kwargs)
-
-    def add_param_group(self, param_group):
-        if self._buckets:
-            raise ValueError("all parameters are sharded at construction: give their groups as params= there")
-        super().add_param_group(param_group)
+        self._optimizer = optimizer_class(groups, **kw)
+        self.add_param_group = None  # all parameters are in buckets by now
 
     def step(self):
         """Reduce what waits in .grad, update this rank's part, gather the others'."""
@@ -281,10 +275,10 @@ class Zero1(torch.optim.Optimizer):
                 self._optimizer.step()
                 self._optimizer.zero_grad()
                 bucket.shard.copy_(bucket.master)
-                if bucket.works is not None:  # else the others ask for it: Zero3
-                    bucket.works = start_all_gather(bucket.flat, bucket.shard, self.process_group)
+                if not bucket.freed:
+                    bucket.start_gather()
         for bucket in self._buckets:
-            bucket.finish()
+            bucket.finish_gather()
 
     def _reduce_waiting(self):
         """Reduce what is in any rank's .grad. All ranks must send the same, so they agree on what that is first."""
@@ -296,18 +290,20 @@ class Zero1(torch.optim.Optimizer):
             if 2 in of_bucket:
                 self._reduce(bucket)
             bucket.used = set(itertools.compress(bucket.parameters, of_bucket))
-        next(self._in_flight, None)
+        self._reduce(None)
 
     def _reduce(self, bucket):
-        """Send its gradients, after taking in those of the one before: only one bucket's exist twice."""
-        next(self._in_flight, None)
-        self._in_flight = bucket.reduce()
-        next(self._in_flight)
+        """Take in the gradients that were sent last, then send those of `bucket`, if any: only one's exist twice."""
+        if self._in_flight:
+            self._in_flight.finish_reduce()
+        if bucket:
+            bucket.start_reduce()
+        self._in_flight = bucket
 
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, reduced or not, also those of a backward that raised."""
         super().zero_grad()
-        next(self._in_flight, None)
+        self._reduce(None)
         self._unsent = None
         for bucket in self._buckets:
             bucket.grad, bucket.used = 0, set()
@@ -357,9 +353,8 @@ class Zero1(torch.optim.Optimizer):
         state = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_of)}
         for bucket in self._buckets:
             flat = bucket.master.new_zeros(bucket.flat.numel())
-            parts = flat.chunk(bucket.N)[bucket.rank].tensor_split(bucket.borders)
-            of_each = zip(bucket.parameters, bucket.segments, bucket.views(flat), parts, strict=True)
-            for parameter, segment, view, part in of_each:
+            views, parts = bucket.views(flat), flat.chunk(bucket.N)[bucket.rank].tensor_split(bucket.borders)
+            for parameter, segment, view, part in zip(bucket.parameters, bucket.segments, views, parts, strict=True):
                 self._optimizer.state[segment] = entry = copy.deepcopy(state[parameter])
                 for name in entry.keys() - PER_TENSOR:
                     view.copy_(entry[name])
@@ -367,34 +362,17 @@ class Zero1(torch.optim.Optimizer):
                 segment.copy_(entry.pop("master", segment))
 
 
-def start_alike(module, process_group):
-    """Take over rank 0's values. ValueError where ranks hold other models: messages would abort, or add garbage."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    mine = [f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in named]
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != mine:
-            differences = sorted(set(mine) - set(theirs)), sorted(set(theirs) - set(mine))
-            raise ValueError(f"ranks must hold the same model; here and on rank {rank} are {differences}")
-    for _, tensor in named:
-        values = tensor.detach().reshape(-1)
-        dist.broadcast(values.view(torch.uint8), group=process_group, group_src=0)  # gloo lacks some dtypes
-        tensor.detach().copy_(values.view_as(tensor))
-
-
 class Zero2(Zero1):
     """Zero1 whose gradients are sharded too: backward reduces each bucket once it is full, and frees its .grad.
 
-    After backward .grad is None: torch.nn.utils.clip_grad_norm_ would clip nothing, silently, and module.zero_grad()
-    drop nothing; use clip_grad_norm_() and zero_grad() of this class. Several backwards before a step add up in the
-    shard; inside no_sync(), whole in .grad. Each backward must reach at least one parameter on every rank.
+    After it torch.nn.utils.clip_grad_norm_ would find no .grad and clip nothing, silently: use clip_grad_norm_() and
+    zero_grad() of this class. Each backward must reach at least one parameter on every rank.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        me = weakref.ref(self)  # hooks keep it neither alive nor in copies of the module
-        for parameter in (p for bucket in self._buckets for p in bucket.parameters if p.requires_grad):
+        me = weakref.ref(self)  # hooks do not keep it alive
+        for parameter in filter(lambda parameter: parameter.requires_grad, self._group_of):
             parameter.register_post_accumulate_grad_hook(lambda parameter: me() and me()._on_gradient(parameter))
 
     def _on_gradient(self, parameter):
@@ -411,52 +389,43 @@ class Zero2(Zero1):
     def _finish_pass(self):
         for bucket in self._unsent or ():  # those with parameters that this backward did not reach
             self._reduce(bucket)
-        next(self._in_flight, None)
+        self._reduce(None)
         self._unsent = None
 
 
 class Zero3(Zero2):
     """Zero2 whose parameters are sharded too, and whole only while a unit that needs them runs.
 
-    As with Zero2, use clip_grad_norm_() and zero_grad() of this class; and module_state_dict(): module.state_dict() is
-    refused. A unit is a module without a list of modules in it, the largest such. What is in none is whole as long as
-    any of them. Outside of forward and backward of its unit a parameter has its shape, but reads NaN and cannot be
-    written: see full_parameters(). All ranks must run the same modules in the same order.
+    A unit is a largest module without a list of modules in it; what is in none is whole as long as any of them. All
+    else reads NaN, so module.state_dict() is refused: use module_state_dict() and full_parameters(), and, as in Zero2,
+    clip_grad_norm_() and zero_grad() of this class. All ranks must run the same modules in the same order.
 
         forward   unit 0: gather 0, start 1     unit 1: free 0, start 2     unit 2: free 1        end: free 2
         backward  unit 2: gather 2, start 1     unit 1: free 2, start 0     unit 0: free 1        end: free 0
-
-    Prefetch: ZeRO-Infinity, arXiv 2104.07857, §6.2.
     """
 
     def __init__(self, module, *args, **kwargs):
-        self._held = 0  # how many full_parameters() there are around
-        self._last, self._next = None, {}  # (what was entered last, in backward?); -> what was entered after it
         inside = {unit: set(unit.parameters()) for unit in find_units(module)}
         self._units = {p: tuple(unit for unit in inside if p in inside[unit]) for p in module.parameters()}
         super().__init__(module, *args, **kwargs)
-        self._needed, me = {}, weakref.ref(self)  # module: the buckets that it needs
+        self._held = 0  # how many full_parameters() there are around
+        self._last, self._next = None, {}  # (what was entered last, in backward?); -> what was entered after it
+        self._needed, me = {None: tuple(self._buckets)}, weakref.ref(self)  # module: the buckets it needs; None: all
         for unit in (module, *inside):
             needed = tuple(bucket for bucket in self._buckets if unit in bucket.units or not bucket.units)
             self._needed |= dict.fromkeys(unit.modules(), needed)
-
-        def refuse(part, *_):
-            if me() and part in me()._needed and not me()._held:
-                raise RuntimeError("these parameters are sharded: call the optimizer's module_state_dict() instead")
-
-        for part in self._needed:
+        for part in module.modules():
             part.register_forward_pre_hook(lambda part, _: me() and me()._enter(part), prepend=True)
             part.register_forward_hook(lambda *of: me() and me()._after_forward(*of), with_kwargs=True)
-            part.register_state_dict_pre_hook(refuse)
-        for bucket in self._buckets:
-            bucket.free()
+            part.register_state_dict_pre_hook(lambda part, *_: me() and me()._refuse(part))
+        self._finish_pass()
 
     def _enter(self, module, _=None):
         """`module` runs, forward or backward: free what it does not need, gather what it does, start what is next."""
         needed, in_backward = self._needed.get(module, ()), torch._C._current_graph_task_id() != -1
         if in_backward:  # in which checkpointed forwards run as well
             self._on_gradient(None)
-        if all(bucket.works == [] for bucket in needed):  # it is in the unit that was entered last, or around it
+        if not any(bucket.freed or bucket.works for bucket in needed):  # it is in what was entered last, or around it
             return
         # Autograd runs nodes in the reverse order of their creation: no other unit is to run before this one is done.
         self._next[self._last] = needed
@@ -464,15 +433,14 @@ class Zero3(Zero2):
         for bucket in self._buckets:
             bucket.gather() if bucket in needed else bucket.free()
         for bucket in needed:
-            bucket.finish()
+            bucket.finish_gather()
         for bucket in self._next.get(self._last, ()):
             bucket.gather()
 
     def _after_forward(self, module, args, kwargs, output):
-        inputs = tree_leaves((args, kwargs))
+        inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(output):
-            # A tensor that was only handed through is the output of another unit: its gradient comes later.
-            if torch.is_tensor(tensor) and tensor.grad_fn and not any(tensor is other for other in inputs):
+            if torch.is_tensor(tensor) and tensor.grad_fn and id(tensor) not in inputs:  # which are others' outputs
                 tensor.register_hook(functools.partial(self._enter, module))
         if module is self.module and torch._C._current_graph_task_id() == -1:
             self._finish_pass()
@@ -483,13 +451,15 @@ class Zero3(Zero2):
             bucket.free()
         self._last = None
 
+    def _refuse(self, module):
+        if module in self._needed and not self._held:  # not in a copy of it
+            raise RuntimeError("these parameters are sharded: call the optimizer's module_state_dict() instead")
+
     @contextmanager
     def full_parameters(self):
         """In here the module has whole parameters, and what is written to them, alike on all ranks, stays."""
         self._held += 1
-        for bucket in self._buckets:
-            bucket.gather()
-            bucket.finish()
+        self._enter(None)
         try:
             yield
         finally:
@@ -536,13 +506,13 @@ def main():
 
 
 def whole(optimizer):  # -> gradients, parameters
-    gradients = {}
+    gradients, parameters = {}, list(optimizer.module.parameters())
     for bucket in optimizer._buckets:
         flat = torch.empty_like(bucket.flat)
         dist.all_gather(list(flat.chunk(bucket.N)), bucket.grad)
         gradients.update(zip(bucket.parameters, bucket.views(flat / bucket.divisor), strict=True))
-    with optimizer.full_parameters() if isinstance(optimizer, Zero3) else nullcontext():
-        return [gradients[p] for p in optimizer.module.parameters()], [p.clone() for p in optimizer.module.parameters()]
+    with getattr(optimizer, "full_parameters", nullcontext)():
+        return [gradients[p] for p in parameters], [p.clone() for p in parameters]
 
 
 def held_by(optimizer):  # -> bytes of parameters, gradients and optimizer state, master weights included, on this rank
