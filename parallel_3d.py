@@ -359,8 +359,8 @@ def load(trainer, directory):
         trainer.scaler.load_state_dict(extra["scaler"])
     for bucket in trainer.optimizer._buckets if trainer.args.zero1 else ():
         bucket.shard.copy_(bucket.master)
-        for work in zero.start_all_gather(bucket.flat, bucket.shard, trainer.grid.groups["dp"]):
-            work.wait()
+        bucket.start_gather()
+        bucket.finish_gather()
     if isinstance(trainer.optimizer, amp.MixedPrecisionOptimizer):
         trainer.optimizer._write_weights()
 
