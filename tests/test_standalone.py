@@ -21,7 +21,7 @@ LINES = [
 SCALED = {  # a line of each file's technique, and the same with a gradient that is a thousandth off
     "ddp": ("1 / divisor", "1.001 / divisor"),
     "data_parallel": (") / N  # as one device", ") * 1.001 / N  # as one device"),
-    "zero": ("= sum(parts, self.grad)", "= 1.001 * sum(parts, self.grad)"),
+    "zero": ("= sum(self.parts, self.grad)", "= 1.001 * sum(self.parts, self.grad)"),
     "fsdp": ("total = total.to(", "total = (1.001 * total).to("),
     "tensor_parallel": ("return grad_x(), grad_weight", "return grad_x(), 1.001 * grad_weight"),
     "pipeline": ("[torch.ones_like(y)]", "[1.001 * torch.ones_like(y)]"),
