@@ -20,9 +20,9 @@ each times (N-1)/N:
     Zero2     2Ψ          2Ψ/N       12Ψ/N       2Ψ: the same                (m+1)Ψ, or 2Ψ and whole gradients (no_sync)
     Zero3     2Ψ/N        2Ψ/N       12Ψ/N       3Ψ: one more gather         3mΨ
 
-and a bucket in flight twice (Zero3: two units), and a byte sent per parameter tensor. On CPUs the owner adds the ranks'
-parts in rank order: training equals, bit by bit at every N, one device that adds up the ranks' gradients in that order,
-then divides by N. NCCL's own reduce-scatter, faster on GPUs, adds in another order.
+Besides, a bucket in flight is held twice (Zero3: two units), and a byte sent per parameter tensor. On CPUs the owner
+adds the ranks' parts in rank order: training equals, bit by bit at every N, one device that adds up the ranks'
+gradients in that order, then divides by N. NCCL's own reduce-scatter, faster on GPUs, adds in another order.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py is a world of one)
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021, ZeRO-Offload, 2101.06840
@@ -70,9 +70,10 @@ def sharded_step(parameters, shard, optimizer, process_group=None):
     dist.all_to_all_single(received, gradients, group=process_group)  # part r of everyone's goes to rank r,
     shard.grad = sum(received.chunk(N)) / N  # which adds them in rank order: a reduce-scatter
     optimizer.step()
-    dist.all_gather(list(received.chunk(N)), shard, group=process_group)
+    rest = torch.empty_like(received)
+    dist.all_gather(list(rest.chunk(N)), shard, group=process_group)
     for parameter in parameters:
-        values, received = received.tensor_split([parameter.numel()])
+        values, rest = rest.tensor_split([parameter.numel()])
         parameter.copy_(values.view_as(parameter))
 
 
@@ -93,11 +94,12 @@ class Bucket:
     """
 
     def __init__(self, parameters, group, units, process_group, offload):
-        self.parameters, self.group, self.units = parameters, group, units  # param_groups[group]; Zero3's, else None
+        self.parameters, self.group, self.units = parameters, group, units  # of param_groups, by number; Zero3's
         first, self.process_group = parameters[0].data, process_group
         self.N, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         align = 64 // first.itemsize  # as if allocated alone: elsewhere some kernels are slower or round otherwise
-        *starts, end = itertools.accumulate((-(-p.numel() // align) * align for p in parameters), initial=0)
+        sizes = [-(-p.numel() // align) * align for p in parameters]
+        *starts, end = itertools.accumulate(sizes, initial=0)
         size = max(1, -(-end // self.N))  # no message may be empty
         self.borders = [max(start - self.rank * size, 0) for start in starts[1:]]  # between segments, in a shard
         self.flat = first.new_zeros(self.N * size)
@@ -156,6 +158,7 @@ class Bucket:
 
     def adopt(self):
         """Take over what was written to 16-bit or offloaded parameters; the masters of the rest keep their digits."""
+        self.finish_gather()  # who waits for our shard must not see it change
         if not self.freed and self.master is not self.own:
             now = self.own.to(self.master.device)
             self.master.copy_(torch.where(now == self.master.to(now.dtype), self.master, now))
@@ -230,10 +233,11 @@ PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and steps; each rank holds 1/N of the optimizer state.
 
-    Clip by clip_grad_norm_() of this class: torch.nn.utils.clip_grad_norm_ would clip by each rank's own norm. `module`
-    is the model, where it is to stay; it becomes rank 0's. `params` are its parameter groups, all of them; `kw` go
-    to `optimizer_class`. offload="cpu" keeps optimizer state and masters in host memory, and updates there. A bucket
-    closes at `bucket_cap_mb` MiB. 16-bit parameters have fp32 masters, "master" in state_dict().
+    Use clip_grad_norm_() and zero_grad() of this class: torch.nn.utils.clip_grad_norm_ would clip by each rank's own
+    norm, and module.zero_grad() miss what step() has reduced. `module` is the model, where it is to stay; it becomes
+    rank 0's. `params` are its parameter groups, all of them; `kw` go to `optimizer_class`. offload="cpu" keeps
+    optimizer state and masters in host memory, and updates there. A bucket closes at `bucket_cap_mb` MiB, on CPUs at
+    most 4. 16-bit parameters have fp32 masters, "master" in state_dict().
     """
 
     def __init__(self, module, optimizer_class, process_group=None, offload=None, bucket_cap_mb=25, params=None, **kw):
@@ -281,7 +285,7 @@ class Zero1(torch.optim.Optimizer):
             bucket.finish_gather()
 
     def _reduce_waiting(self):
-        """Reduce what is in any rank's .grad. All ranks must send the same, so they agree on what that is first."""
+        """Reduce what is in any rank's .grad. First all agree where gradients are; 1: in bucket.grad, 2: in .grad."""
         flags = [int(p in b.used) if p.grad is None else 2 for b in self._buckets for p in b.parameters]
         flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
@@ -396,9 +400,9 @@ class Zero2(Zero1):
 class Zero3(Zero2):
     """Zero2 whose parameters are sharded too, and whole only while a unit that needs them runs.
 
-    A unit is a largest module without a list of modules in it; what is in none is whole as long as any of them. All
-    else reads NaN, so module.state_dict() is refused: use module_state_dict() and full_parameters(), and, as in Zero2,
-    clip_grad_norm_() and zero_grad() of this class. All ranks must run the same modules in the same order.
+    A unit is a largest module without a list of modules in it; what is in none is whole all through a pass. All else
+    reads NaN, so module.state_dict() is refused: use module_state_dict() and full_parameters(), and, as in Zero2,
+    clip_grad_norm_() and zero_grad() of this class. All ranks must use the same modules and parameters, in one order.
 
         forward   unit 0: gather 0, start 1     unit 1: free 0, start 2     unit 2: free 1        end: free 2
         backward  unit 2: gather 2, start 1     unit 1: free 2, start 0     unit 0: free 1        end: free 0
@@ -409,7 +413,7 @@ class Zero3(Zero2):
         self._units = {p: tuple(unit for unit in inside if p in inside[unit]) for p in module.parameters()}
         super().__init__(module, *args, **kwargs)
         self._held = 0  # how many full_parameters() there are around
-        self._last, self._next = None, {}  # (what was entered last, in backward?); -> what was entered after it
+        self._last, self._next = None, {}  # (what was entered last, in backward?): what was entered then, the last time
         self._needed, me = {None: tuple(self._buckets)}, weakref.ref(self)  # module: the buckets it needs; None: all
         for unit in (module, *inside):
             needed = tuple(bucket for bucket in self._buckets if unit in bucket.units or not bucket.units)
@@ -424,12 +428,12 @@ class Zero3(Zero2):
         """`module` runs, forward or backward: free what it does not need, gather what it does, start what is next."""
         needed, in_backward = self._needed.get(module, ()), torch._C._current_graph_task_id() != -1
         if in_backward:  # in which checkpointed forwards run as well
-            self._on_gradient(None)
+            self._on_gradient(None)  # so that _finish_pass runs as it ends
         if not any(bucket.freed or bucket.works for bucket in needed):  # it is in what was entered last, or around it
             return
-        # Autograd runs nodes in the reverse order of their creation: no other unit is to run before this one is done.
         self._next[self._last] = needed
         self._last = needed, in_backward
+        # Autograd runs nodes in the reverse order of their creation: what is not needed now is not before this is done.
         for bucket in self._buckets:
             bucket.gather() if bucket in needed else bucket.free()
         for bucket in needed:
