@@ -26,13 +26,11 @@ Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et 
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): a gather lands in place. FSDP2
           cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
 Left out: ranks that run different units or in another order (as in PyTorch); outputs but tensors in lists, tuples and
-          dicts; .to() after sharding; second-order gradients; loading from rank 0 alone. A unit of which one parameter
-          trains is reduced whole
+          dicts; .to() after sharding; second-order gradients; loading from rank 0 alone
 """
 
 import argparse
 import copy
-import dataclasses
 import functools
 import itertools
 import math
@@ -53,7 +51,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 # torch 2.13 renames both, and warns about the old names
@@ -69,16 +67,15 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, piece, group):
-        ctx.group, ctx.N = group, dist.get_world_size(group)
-        whole = piece.new_empty(ctx.N * len(piece))
-        dist.all_gather(list(whole.chunk(ctx.N)), piece, group=group)
-        return whole
+        ctx.group, pieces = group, [torch.empty_like(piece) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(pieces, piece, group=group)
+        return torch.cat(pieces)
 
     @staticmethod
     def backward(ctx, gradient):
-        received = torch.empty_like(gradient)  # part r of everyone's gradient goes to rank r,
-        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)
-        return sum(received.chunk(ctx.N)) / ctx.N, None  # which adds them in rank order, as one device would
+        received, N = torch.empty_like(gradient), dist.get_world_size(ctx.group)
+        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)  # part r of everyone's goes to rank r,
+        return sum(received.chunk(N)) / N, None  # which adds them in rank order, as one device would
 
 
 def forward_sharded(module, pieces, *inputs, process_group=None):
@@ -96,52 +93,51 @@ def forward_sharded(module, pieces, *inputs, process_group=None):
 # 2. The real one: units, whose parameters are gathered, freed and reduced together. Nothing is computed twice.
 
 
-def exchange(sent, received, group, tag):
+def exchange(works, sent, received, group, tag):
     """Begin to send sent[r] to each other rank r, and to fill received[r] from it. The tag says of which unit."""
-    works = []
     for r in range(len(received)):
         if r != dist.get_rank(group) and received[r].numel():
             works.append(dist.isend(sent[r], group=group, tag=tag, group_dst=r))
             works.append(dist.irecv(received[r], group=group, tag=tag, group_src=r))
-    return works
 
 
 def wait(works):
     while works:
-        works.pop().wait()
+        works[-1].wait()  # if it raises, `works` still says that memory is in use
+        works.pop()
 
 
 class Place:
-    """Where a parameter of a unit lies. The optimizer knows of `shard`; `whole` is in the module while it computes."""
+    """A parameter of a unit. The optimizer knows of its `shard`; `whole` is in the module while it computes."""
 
     def __init__(self, unit, parameter, slots, offset):
-        self.unit, self.slots, self.offset = unit, slots, offset  # slots: (module, attribute), several where it is tied
+        self.unit, self.slots = unit, slots  # [(module, attribute), …], several where it is tied
         # Dimensions keep their order in memory: products of transposed matrices round as they did.
-        self.shape, self.stride = parameter.shape, torch.empty_like(parameter, device="meta").stride()
+        stride = torch.empty_like(parameter, device="meta").stride()
+        whole = unit.gathered.as_strided(parameter.shape, stride, offset)
+        self.whole = nn.Parameter(whole.data)  # .data: what is gathered later is no change of what autograd has saved
         start = offset - unit.rank * unit.chunk
-        self.here = slice(*(min(max(bound, 0), unit.chunk) for bound in (start, start + parameter.numel())))
-        self.shard, self.whole = nn.Parameter(unit.flat[self.here], parameter.requires_grad), None
+        self.here = slice(max(start, 0), max(start + parameter.numel(), 0))  # in this rank's piece
+        self.shard = nn.Parameter(unit.flat[self.here], parameter.requires_grad)
         parameter._place = self.shard._place = self
 
     def view(self, flat):
-        return flat.as_strided(self.shape, self.stride, self.offset)
+        """The whole parameter, in a buffer like unit.gathered."""
+        return flat.as_strided(self.whole.shape, self.whole.stride(), self.whole.storage_offset())
 
     def cut(self, whole):
-        """This rank's elements, 1-D, of a tensor like the whole parameter."""
-        if whole.shape != self.shape:
-            raise ValueError(f"{self.slots[0][1]} is {tuple(self.shape)}, not {tuple(whole.shape)}")
+        """This rank's elements, 1-D."""
+        if whole.shape != self.whole.shape:
+            raise ValueError(f"{self.slots[0][1]} is {tuple(self.whole.shape)}, not {tuple(whole.shape)}")
         flat = whole.new_empty(self.unit.N * self.unit.chunk)
         self.view(flat).copy_(whole)
         return flat.chunk(self.unit.N)[self.unit.rank][self.here].clone()
-
-    def join(self, pieces):
-        """The whole parameter, from all ranks' elements."""
-        return torch.cat(pieces).as_strided(self.shape, self.stride)
 
 
 class Unit:
     """What moves together: gather, unshard, reshard, and in backward reduce, add_gradients. `Order` says when."""
 
+    @torch.no_grad()
     def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
         found = find_parameters(module, groups)
         self.groups, self.reshard_after_forward = groups, reshard_after_forward
@@ -149,39 +145,33 @@ class Unit:
         self.ranks = math.prod(map(dist.get_world_size, groups))
         like, nccl = next(iter(found), torch.empty(0)), dist.get_backend(groups[-1]) == "nccl"
         self.device = torch.device("cuda" if nccl else "cpu" if like.is_meta else like.device)
-        self.dtype, self.param_dtype = like.dtype, mp_policy.param_dtype or like.dtype
-        self.reduce_dtype = mp_policy.reduce_dtype or self.param_dtype
+        self.inputs_dtype, self.reduce_dtype = mp_policy or (None, None)
+        self.dtype, self.param_dtype = like.dtype, self.inputs_dtype or like.dtype
+        self.reduce_dtype = self.reduce_dtype or self.param_dtype
+        # float16 is divided before the sum, which would be inf above 65504; others after it, and rounded as one device
+        self.early = 1 / self.ranks if self.reduce_dtype == torch.float16 else 1
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
         align = 64 // self.param_dtype.itemsize
         *offsets, end = itertools.accumulate((-(-p.numel() // align) * align for p in found), initial=0)
         self.chunk = -(-end // self.N)
         home = torch.device("cpu") if offload_policy else self.device
         self.flat = torch.empty(self.chunk, dtype=self.dtype, device=home, pin_memory=home != self.device)
+        self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
         self.places = [Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)]
-        self.works = None  # at rest; else what `gathered` waits for
-        self.sync, self.kept, self.sent = True, None, None  # no_sync, what it keeps; what is on its way
-        self.reached, self.following = -1, {}  # when the call began that backward is in; who came next, by direction
-        self.fill()
-
-    @torch.no_grad()
-    def fill(self):
-        """Replace the whole parameters, of which the first rank's count, by shards."""
+        self.works = []  # what `gathered` waits for; None: at rest
+        self.kept, self.sent = None, None  # gradients that no_sync keeps; those on their way
+        self.sync, self.reached = True, -1  # -1; when the call began that backward is in
         whole = torch.zeros(self.N * self.chunk, dtype=self.dtype, device=self.device)
         for place in self.places:
             owner, name = place.slots[0]
             if owner._parameters[name].is_meta:
                 owner.to_empty(device=self.device, recurse=False).reset_parameters()
             place.view(whole).copy_(owner._parameters[name])
-        for group in self.groups:
+        for group in groups:  # the first rank's count
             dist.broadcast(whole, group=group, group_src=0)
         self.flat.copy_(whole.chunk(self.N)[self.rank])
-        self.gathered = whole.to(self.param_dtype)
-        for place in self.places:  # .data: what lands in `gathered` later is no change of what autograd has saved
-            place.whole = nn.Parameter(place.view(self.gathered).data)
-        self.works = []
         self.reshard()
 
-    @torch.no_grad()
     def gather(self):
         """Send this rank's piece to the others, and let theirs come."""
         for place in self.places:
@@ -190,12 +180,12 @@ class Unit:
                 raise ValueError(f"{type(owner).__name__}.{name} was moved or replaced; call .to() before fully_shard")
             place.whole.requires_grad_(place.shard.requires_grad)
         self.gathered.untyped_storage().resize_(self.gathered.nbytes)  # the same storage: autograd has saved views
-        pieces, group = self.gathered.chunk(self.N), self.groups[-1]
+        pieces, group, self.works = self.gathered.chunk(self.N), self.groups[-1], []
         mine = pieces[self.rank].copy_(self.flat, non_blocking=True)
         if mine.is_cpu:
-            self.works = exchange([mine] * self.N, pieces, group, self.number)
+            exchange(self.works, [mine] * self.N, pieces, group, self.number)
         else:
-            self.works = [all_gather_single(self.gathered, mine, group=group, async_op=True)]
+            self.works.append(all_gather_single(self.gathered, mine, group=group, async_op=True))
 
     def unshard(self):
         """Have the whole parameters."""
@@ -219,7 +209,7 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self):
-        """Begin to add all ranks' gradients; within no_sync, keep them."""
+        """Begin to add all ranks' gradients; within no_sync, keep this rank's."""
         if not any(place.shard.requires_grad for place in self.places):
             return
         if self.kept is None:  # -0.0: "no gradient". x + -0.0 is x for every x, so only sums of no gradients are -0.0
@@ -227,21 +217,18 @@ class Unit:
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
             if place.whole.grad is not None:
-                place.view(self.kept).add_(place.whole.grad).add_(0.0)  # -0.0 + 0.0 is 0.0, a gradient
+                place.view(self.kept).add_(place.whole.grad, alpha=self.early).add_(0.0)  # a gradient: 0.0, not -0.0
                 place.whole.grad = None
         if self.sync:
-            if self.reduce_dtype == torch.float16:  # of more than 65504 the sum would be inf
-                self.kept /= self.ranks
-            parts, group = self.kept.chunk(self.N), self.groups[-1]
+            parts, works, group = self.kept.chunk(self.N), [], self.groups[-1]
             if self.kept.is_cpu:  # in rank order, as one device adds them
                 terms = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
-                works = exchange(parts, terms, group, self.number)
+                exchange(works, parts, terms, group, self.number)
             else:
                 terms = [torch.empty_like(parts[self.rank])]
-                works = [reduce_scatter_single(terms[0], self.kept, group=group, async_op=True)]
+                works.append(reduce_scatter_single(terms[0], self.kept, group=group, async_op=True))
             self.kept, self.sent = None, (works, terms, unused)
 
-    @torch.no_grad()
     def add_gradients(self):
         """What reduce began: this rank's piece of the mean -> .grad of its shards; None where no rank has one."""
         works, terms, unused = self.sent
@@ -250,8 +237,7 @@ class Unit:
         for group in self.groups[:-1]:
             dist.all_reduce(total, group=group)
         nobodys = [p for p in unused if ((total[p.here] == 0) & total[p.here].signbit()).all()]
-        if self.reduce_dtype != torch.float16:  # before the sum, 3 ranks' terms would be rounded
-            total /= self.ranks
+        total /= self.ranks * self.early
         total = total.to(self.flat.device, self.dtype)
         for place in self.places:
             if place not in nobodys:
@@ -278,78 +264,72 @@ running_backward = torch._C._current_graph_task_id  # -1: none. In one, a forwar
 
 
 class Order:
-    """When the units under one outermost unit are gathered and reduced."""
+    """When the units of a model are gathered and reduced."""
 
     def __init__(self, units):
-        self.units, self.outermost, self.latest, self.backward = units, None, None, None
+        self.units, self.outermost, self.backward = units, None, None  # whose call, which backward is under way
+        self.latest, self.following = None, {}  # (unit, how), and who came after it the last time
         for number, unit in enumerate(units):
             unit.order, unit.number = self, number
 
-    def advance(self, unit):
-        """Have `unit`, and begin to gather the one that came after it the last time."""
-        unit.unshard()
-        direction = running_backward() != -1
-        following = unit.following.get(direction)
-        if following and following.works is None:
-            following.gather()
-        if self.latest:
-            self.latest.following[direction] = unit
-        self.latest = unit
-
-    def begin(self, unit):
-        """A call of `unit` begins."""
+    def begin(self, unit, inputs):
+        """A call of `unit` begins. -> its inputs"""
+        if running_backward() == -1 and self.outermost in (None, unit):
+            self.settle()
+            self.outermost = unit
         unit.start = next(clock)
-        if running_backward() != -1:
-            unit.unshard()
-        else:
-            if self.outermost in (None, unit):
-                self.settle()
-                self.outermost = unit
-            self.advance(unit)
+        self.advance(unit, "called" if running_backward() == -1 else "called again")
+        cast = lambda x: x.to(unit.inputs_dtype) if x.is_floating_point() else x  # noqa: E731
+        return tree_map_only(torch.Tensor, cast, inputs) if unit.inputs_dtype else inputs
 
     def end(self, unit, output):
         """It ends."""
-        leaves = tree_leaves(output)
-        if any(map(dataclasses.is_dataclass, leaves)):  # in which nobody looks for tensors
-            raise ValueError(f"a unit returns a {type(output).__name__}; return tensors in lists, tuples or dicts")
-        nodes = {leaf.grad_fn for leaf in leaves if torch.is_tensor(leaf)} - {None}
-        reach = functools.partial(self.reach, unit, unit.start, next(clock))
-        for node in nodes:
-            node.register_prehook(reach)
+        for leaf in tree_leaves(output):
+            if hasattr(leaf, "__dataclass_fields__"):  # in which nobody looks for tensors
+                raise ValueError(f"a unit returns a {type(leaf).__name__}; return tensors in lists, tuples or dicts")
+            if torch.is_tensor(leaf) and leaf.grad_fn:
+                leaf.grad_fn.register_prehook(functools.partial(self.reach, unit, unit.start, next(clock)))
         if running_backward() == -1:
             unit.show("shard")  # to an optimizer, even if they are whole
-            if unit.reshard_after_forward or not nodes:
+            if unit.reshard_after_forward or not torch.is_grad_enabled():
                 unit.reshard()
         if unit is self.outermost:
             self.outermost = None
 
     def reach(self, unit, start, end, _):
         """Autograd is about to run through a call of `unit`."""
-        if self.backward and self.backward() is None:
-            self.settle()  # that one raised
+        if self.backward and self.backward() is None:  # autograd has dropped its callback: it raised
+            self.settle()
         if self.backward is None:
-            finish = self.finish  # autograd alone holds it
+            finish = self.finish
             self.backward, self.latest = weakref.ref(finish), None
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-        for other in self.units:
-            if other.reached > end:
-                self.reduce(other)
+        self.reduce(end)
         unit.reached = start
-        self.advance(unit)
+        self.advance(unit, "reached")
 
-    def reduce(self, unit):
-        """Free and begin to reduce `unit`. The one before has travelled while this one computed."""
-        for other in self.units:
-            if other.sent:
-                other.add_gradients()
-        unit.reached = -1
-        unit.reshard()
-        unit.reduce()
+    def advance(self, unit, how):
+        """Have `unit`, and begin to gather the one that came after it the last time."""
+        unit.unshard()
+        following = self.following.get((unit, how))
+        if following and following.works is None:
+            following.gather()
+        self.following[self.latest], self.latest = unit, (unit, how)
+
+    def reduce(self, end):
+        """Free and begin to reduce the units that are past, once backward is where a call ended at `end`."""
+        for unit in self.units:
+            if unit.reached > end:
+                for other in self.units:
+                    if other.sent:  # it has travelled while `unit` computed
+                        other.add_gradients()
+                unit.reshard()
+                unit.reduce()
+                unit.reached = -1 if unit.sync else 0  # 0: until a backward outside no_sync ends, at the latest
 
     def finish(self):
-        for unit in self.units:
-            if unit.reached >= 0 or (unit.kept is not None and unit.sync):  # kept by no_sync, and not reached now
-                self.reduce(unit)
+        """Backward ends."""
+        self.reduce(-1)
         self.backward = None
         self.settle()
 
@@ -368,7 +348,7 @@ class Order:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. What users call. Precision and offloading are policies of a unit.
+# 4. What users call, on all ranks: units and their policies; accumulation, clipping, whole state dicts.
 
 
 class MixedPrecisionPolicy(NamedTuple):
@@ -380,11 +360,8 @@ class CPUOffloadPolicy:
     """Shards, .grad and so the optimizer's state in host memory, pinned where there is a GPU."""
 
 
-AS_THEY_ARE = MixedPrecisionPolicy()
-
-
 def fully_shard(
-    module, *, mesh=None, process_group=None, reshard_after_forward=True, mp_policy=AS_THEY_ARE, offload_policy=None
+    module, *, mesh=None, process_group=None, reshard_after_forward=True, mp_policy=None, offload_policy=None
 ):
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
@@ -400,60 +377,43 @@ def fully_shard(
         raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
     groups = [process_group] if mesh is None else mesh.get_all_groups()
     groups = [None if group is dist.group.WORLD else group for group in groups]  # held, its threads outlive the world
-    if dist.get_world_size(groups[-1]) < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     inner = units_of(module)
     if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
         raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")
-    unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
-    module._fsdp_unit = unit
+    module._fsdp_unit = unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
     Order([unit, *inner])
-
-    def before_forward(module, args, kwargs):
-        unit.order.begin(unit)
-        cast = lambda x: x.to(mp_policy.param_dtype) if torch.is_tensor(x) and x.is_floating_point() else x  # noqa: E731
-        return tree_map(cast, (args, kwargs)) if mp_policy.param_dtype else (args, kwargs)
 
     def refuse_state_dict(module, prefix, keep_vars):
         if not keep_vars:  # with keep_vars: full_state_dict asks
             raise RuntimeError("each rank has shards of these parameters: call full_state_dict(model) instead")
 
-    module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(lambda module, args, output: unit.order.end(unit, output))
+    module.register_forward_pre_hook(lambda _, *inputs: unit.order.begin(unit, inputs), prepend=True, with_kwargs=True)
+    module.register_forward_hook(lambda _, inputs, output: unit.order.end(unit, output))
     module.register_state_dict_pre_hook(refuse_state_dict)
     return module
 
 
 def find_parameters(module, groups):
     """-> {parameter: [(module, attribute), …]} of a unit to be, several where it is tied. The same on all ranks."""
-    taken = {m for unit in module.modules() if hasattr(unit, "_fsdp_unit") for m in unit.modules()}
     found, mine = {}, []
-    for prefix, owner in module.named_modules():
-        if owner in taken:
-            continue
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(parameter, []).append((owner, name))
-            mine.append(f"{prefix}.{name}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
-    if tied := [slots[0][1] for parameter, slots in found.items() if hasattr(parameter, "_place")]:
-        raise ValueError(f"{tied} of {type(module).__name__} are tied to another unit's; one unit must have both")
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        place, (owner, _, name) = getattr(parameter, "_place", None), path.rpartition(".")
+        if place is None:
+            found.setdefault(parameter, []).append((module.get_submodule(owner), name))
+            mine.append(f"{path}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+        elif place.shard is not parameter:
+            raise ValueError(f"{path} of {type(module).__name__} is tied to another unit's; one unit must have both")
     if len(dtypes := {parameter.dtype for parameter in found}) > 1:
         raise ValueError(f"{type(module).__name__} has parameters of {dtypes}; make a unit for each dtype")
-    everyone = [mine]
+    models = {tuple(mine)}
     for group in groups:
-        everyone = list(itertools.chain(*gather_objects(everyone, group)))
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            differ = sorted(set(theirs) ^ set(everyone[0]))
-            raise ValueError(f"ranks must hold the same model, but rank 0's and rank {rank}'s differ in {differ}")
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, models, group=group)
+        models = set().union(*everyone)
+    if len(models) > 1:
+        differ = set.union(*map(set, models)) - set.intersection(*map(set, models))
+        raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
     return found
-
-
-def gather_objects(mine, group):
-    """All ranks', in host memory."""
-    mine = tree_map(lambda x: x.to("cpu", copy=True) if torch.is_tensor(x) else x, mine)  # without the rest of a view
-    theirs = [None] * dist.get_world_size(group)
-    dist.all_gather_object(theirs, mine, group=group)
-    return theirs
 
 
 def units_of(module):
@@ -462,10 +422,6 @@ def units_of(module):
     for unit in units:
         unit.order.settle()
     return units
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. Refinements: accumulation, clipping, whole state dicts. All ranks call them.
 
 
 @contextmanager
@@ -495,16 +451,24 @@ def clip_grad_norm_(module, max_norm):
     return total.sqrt().to(unit.dtype)
 
 
+def whole_of(shard, state):
+    """All ranks' {key: a piece like `shard`, or a number} -> the same of the whole parameter, in host memory."""
+    whole, states = shard._place.whole, [None] * shard._place.unit.N
+    state = tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), state)  # without the rest of a view
+    dist.all_gather_object(states, state, group=shard._place.unit.groups[-1])
+    states = [state for state in states if state]  # who has no elements may have none
+    for key, value in states[0].items() if states else ():
+        if torch.is_tensor(value) and value.dim():
+            states[0][key] = torch.cat([state[key] for state in states]).as_strided(whole.shape, whole.stride())
+    return states[0] if states else None
+
+
 @torch.no_grad()
 def full_state_dict(module):
     """What the plain module's state_dict() would be, in host memory, on every rank."""
     units_of(module)  # at rest
-    state_dict = module.state_dict(keep_vars=True)
-    return {name: whole_of(t, t) if hasattr(t, "_place") else t.to("cpu", copy=True) for name, t in state_dict.items()}
-
-
-def whole_of(piece, shard):
-    return shard._place.join(gather_objects(piece, shard._place.unit.groups[-1]))
+    state = module.state_dict(keep_vars=True)
+    return {k: whole_of(t, {0: t})[0] if hasattr(t, "_place") else t.to("cpu", copy=True) for k, t in state.items()}
 
 
 def load_full_state_dict(module, state_dict):
@@ -518,14 +482,9 @@ def full_optimizer_state_dict(module, optimizer):
     """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
     state_dict, whole = optimizer.state_dict(), {}
     for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
-        place, mine = shard._place, state_dict["state"].get(i)
-        if not shard.numel() and place.shape.numel():
-            mine = None  # who has no elements of a parameter may have made fewer steps
-        states = [state for state in gather_objects(mine, place.unit.groups[-1]) if state]
-        for key, value in states[0].items() if states else ():
-            is_piece = torch.is_tensor(value) and value.dim()
-            whole.setdefault(i, {})[key] = place.join([state[key] for state in states]) if is_piece else value
-    return state_dict | {"state": whole}
+        some = shard.numel() or not shard._place.whole.numel()  # who has no elements may have made fewer steps
+        whole[i] = whole_of(shard, state_dict["state"].get(i) if some else None)
+    return state_dict | {"state": {i: state for i, state in whole.items() if state}}
 
 
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
@@ -533,7 +492,7 @@ def load_full_optimizer_state_dict(module, optimizer, state_dict):
     state_dict = copy.deepcopy(state_dict)
     for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
         for key, value in state_dict["state"].get(i, {}).items():
-            if torch.is_tensor(value) and value.shape == shard._place.shape and key != "step":
+            if torch.is_tensor(value) and value.shape == shard._place.whole.shape and key != "step":
                 state_dict["state"][i][key] = shard._place.cut(value)
     optimizer.load_state_dict(state_dict)
 
@@ -557,7 +516,7 @@ def main():
         return loss
 
     def whole():
-        gradients = [whole_of(shard.grad, shard) for shard in model.parameters()]
+        gradients = [whole_of(shard, {0: shard.grad})[0] for shard in model.parameters()]
         return [[t.to(demo.device) for t in tensors] for tensors in (gradients, full_state_dict(model).values())]
 
     demo.train(step, whole)
