@@ -11,15 +11,14 @@ buffer, cut into N equal pieces wherever the cuts fall. One step of a unit on N 
 ḡᵣ is rank r's piece of the mean gradient, which is all that its optimizer needs. Communication hides behind the units
 next to it: the next unit is gathered while this one computes, and reduced while the one after it does.
 
-Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit (each starts at a multiple of 64 bytes):
+Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit. 2u: of the unit that computes and the
+one being gathered; 3u: of the gradient being made, the one sent, and what arrives.
 
                                   parameters   gradients   optimizer   sent per step
     DDP                               Ψ           2Ψ          2Ψ       2Ψ(N-1)/N
     FSDP, at rest                    Ψ/N         Ψ/N         2Ψ/N
           in forward, backward     + 2u         + 3u                   3Ψ(N-1)/N: two all-gathers, one reduce-scatter
           reshard_after_forward=False: + Ψ      + 3u                   2Ψ(N-1)/N: no all-gather in backward
-
-2u: the unit that computes and the one being gathered. 3u: the gradient being made, the one sent, and what arrives.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
 Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
@@ -113,24 +112,20 @@ class Place:
     def __init__(self, unit, parameter, slots, offset):
         self.unit, self.slots = unit, slots  # [(module, attribute), …], several where it is tied
         # Dimensions keep their order in memory: products of transposed matrices round as they did.
-        stride = torch.empty_like(parameter, device="meta").stride()
-        whole = unit.gathered.as_strided(parameter.shape, stride, offset)
+        self.layout = parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset
+        whole = unit.gathered.as_strided(*self.layout)
         self.whole = nn.Parameter(whole.data)  # .data: what is gathered later is no change of what autograd has saved
         start = offset - unit.rank * unit.chunk
         self.here = slice(max(start, 0), max(start + parameter.numel(), 0))  # in this rank's piece
         self.shard = nn.Parameter(unit.flat[self.here], parameter.requires_grad)
         parameter._place = self.shard._place = self
 
-    def view(self, flat):
-        """The whole parameter, in a buffer like unit.gathered."""
-        return flat.as_strided(self.whole.shape, self.whole.stride(), self.whole.storage_offset())
-
     def cut(self, whole):
         """This rank's elements, 1-D."""
         if whole.shape != self.whole.shape:
             raise ValueError(f"{self.slots[0][1]} is {tuple(self.whole.shape)}, not {tuple(whole.shape)}")
         flat = whole.new_empty(self.unit.N * self.unit.chunk)
-        self.view(flat).copy_(whole)
+        flat.as_strided(*self.layout).copy_(whole)
         return flat.chunk(self.unit.N)[self.unit.rank][self.here].clone()
 
 
@@ -166,7 +161,7 @@ class Unit:
             owner, name = place.slots[0]
             if owner._parameters[name].is_meta:
                 owner.to_empty(device=self.device, recurse=False).reset_parameters()
-            place.view(whole).copy_(owner._parameters[name])
+            whole.as_strided(*place.layout).copy_(owner._parameters[name])
         for group in groups:  # the first rank's count
             dist.broadcast(whole, group=group, group_src=0)
         self.flat.copy_(whole.chunk(self.N)[self.rank])
@@ -185,17 +180,15 @@ class Unit:
         if mine.is_cpu:
             exchange(self.works, [mine] * self.N, pieces, group, self.number)
         else:
-            self.works.append(all_gather_single(self.gathered, mine, group=group, async_op=True))
+            self.works += [all_gather_single(self.gathered, mine, group=group, async_op=True)]
 
     def unshard(self):
-        """Have the whole parameters."""
         if self.works is None:
             self.gather()
         wait(self.works)
         self.show("whole")
 
     def reshard(self):
-        """Free them."""
         if self.works is not None:
             self.show("shard")
             wait(self.works)
@@ -212,22 +205,24 @@ class Unit:
         """Begin to add all ranks' gradients; within no_sync, keep this rank's."""
         if not any(place.shard.requires_grad for place in self.places):
             return
-        if self.kept is None:  # -0.0: "no gradient". x + -0.0 is x for every x, so only sums of no gradients are -0.0
+        if self.kept is None:  # -0.0: "no gradient". x + -0.0 is x for every x, so it stays where no rank has one
             self.kept = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
             if place.whole.grad is not None:
-                place.view(self.kept).add_(place.whole.grad, alpha=self.early).add_(0.0)  # a gradient: 0.0, not -0.0
+                self.kept.as_strided(*place.layout).add_(place.whole.grad, alpha=self.early)
                 place.whole.grad = None
-        if self.sync:
-            parts, works, group = self.kept.chunk(self.N), [], self.groups[-1]
-            if self.kept.is_cpu:  # in rank order, as one device adds them
-                terms = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
-                exchange(works, parts, terms, group, self.number)
-            else:
-                terms = [torch.empty_like(parts[self.rank])]
-                works.append(reduce_scatter_single(terms[0], self.kept, group=group, async_op=True))
-            self.kept, self.sent = None, (works, terms, unused)
+        if not self.sync:
+            return
+        parts, works, terms, group = self.kept.chunk(self.N), [], [], self.groups[-1]
+        self.sent = works, terms, unused
+        if self.kept.is_cpu:  # in rank order, as one device adds them
+            terms += [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
+            exchange(works, parts, terms, group, self.number)
+        else:
+            terms += [torch.empty_like(parts[self.rank])]
+            works += [reduce_scatter_single(terms[0], self.kept, group=group, async_op=True)]
+        self.kept = None
 
     def add_gradients(self):
         """What reduce began: this rank's piece of the mean -> .grad of its shards; None where no rank has one."""
@@ -273,7 +268,7 @@ class Order:
             unit.order, unit.number = self, number
 
     def begin(self, unit, inputs):
-        """A call of `unit` begins. -> its inputs"""
+        """A call of `unit` begins; -> its inputs."""
         if running_backward() == -1 and self.outermost in (None, unit):
             self.settle()
             self.outermost = unit
@@ -283,7 +278,6 @@ class Order:
         return tree_map_only(torch.Tensor, cast, inputs) if unit.inputs_dtype else inputs
 
     def end(self, unit, output):
-        """It ends."""
         for leaf in tree_leaves(output):
             if hasattr(leaf, "__dataclass_fields__"):  # in which nobody looks for tensors
                 raise ValueError(f"a unit returns a {type(leaf).__name__}; return tensors in lists, tuples or dicts")
@@ -301,7 +295,7 @@ class Order:
         if self.backward and self.backward() is None:  # autograd has dropped its callback: it raised
             self.settle()
         if self.backward is None:
-            finish = self.finish
+            finish = functools.partial(self.settle, ended=True)
             self.backward, self.latest = weakref.ref(finish), None
             torch.autograd.Variable._execution_engine.queue_callback(finish)
         self.reduce(end)
@@ -327,14 +321,11 @@ class Order:
                 unit.reduce()
                 unit.reached = -1 if unit.sync else 0  # 0: until a backward outside no_sync ends, at the latest
 
-    def finish(self):
-        """Backward ends."""
-        self.reduce(-1)
-        self.backward = None
-        self.settle()
-
-    def settle(self):
-        """All units at rest, nothing on its way; and of a backward that has raised nothing left."""
+    def settle(self, ended=False):
+        """All units at rest. What is left of a backward that `ended` is reduced, of one that raised forgotten."""
+        if ended:
+            self.reduce(-1)
+            self.backward = None
         for unit in self.units:
             unit.reshard()
             if self.backward:
@@ -366,10 +357,9 @@ def fully_shard(
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
     Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
-    rank's shards: 1-D, under their old names, perhaps empty. After backward their .grad are pieces of the mean
-    gradient, None where no rank has one. Parameters start as the first rank has them, those on the meta device as its
-    reset_parameters() draws them, unit by unit. Buffers stay each rank's own.
-    torch.nn.utils.clip_grad_norm_ would take each rank's own norm: use clip_grad_norm_ of this file.
+    rank's shards: 1-D, under their old names, perhaps empty. After backward .grad are pieces of the mean gradient, None
+    where no rank has one; clip them by clip_grad_norm_ of this file, for torch's takes each rank's own norm.
+    Parameters start as the first rank has them, or as reset_parameters() draws those on the meta device, unit by unit.
     mesh, instead of process_group: the last dimension shards, one before it replicates (hybrid sharding).
     reshard_after_forward: False keeps what was gathered until backward has used it.
     """
@@ -383,13 +373,14 @@ def fully_shard(
     module._fsdp_unit = unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
     Order([unit, *inner])
 
-    def refuse_state_dict(module, prefix, keep_vars):
+    def before_state_dict(module, prefix, keep_vars):
         if not keep_vars:  # with keep_vars: full_state_dict asks
             raise RuntimeError("each rank has shards of these parameters: call full_state_dict(model) instead")
+        unit.order.settle()
 
     module.register_forward_pre_hook(lambda _, *inputs: unit.order.begin(unit, inputs), prepend=True, with_kwargs=True)
     module.register_forward_hook(lambda _, inputs, output: unit.order.end(unit, output))
-    module.register_state_dict_pre_hook(refuse_state_dict)
+    module.register_state_dict_pre_hook(before_state_dict)
     return module
 
 
@@ -453,27 +444,25 @@ def clip_grad_norm_(module, max_norm):
 
 def whole_of(shard, state):
     """All ranks' {key: a piece like `shard`, or a number} -> the same of the whole parameter, in host memory."""
-    whole, states = shard._place.whole, [None] * shard._place.unit.N
+    place, states = shard._place, [None] * shard._place.unit.N
     state = tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), state)  # without the rest of a view
-    dist.all_gather_object(states, state, group=shard._place.unit.groups[-1])
+    dist.all_gather_object(states, state, group=place.unit.groups[-1])
     states = [state for state in states if state]  # who has no elements may have none
     for key, value in states[0].items() if states else ():
         if torch.is_tensor(value) and value.dim():
-            states[0][key] = torch.cat([state[key] for state in states]).as_strided(whole.shape, whole.stride())
+            states[0][key] = torch.cat([state[key] for state in states]).as_strided(*place.layout[:2])
     return states[0] if states else None
 
 
 @torch.no_grad()
 def full_state_dict(module):
     """What the plain module's state_dict() would be, in host memory, on every rank."""
-    units_of(module)  # at rest
     state = module.state_dict(keep_vars=True)
     return {k: whole_of(t, {0: t})[0] if hasattr(t, "_place") else t.to("cpu", copy=True) for k, t in state.items()}
 
 
 def load_full_state_dict(module, state_dict):
     """Load what full_state_dict() or the plain module's state_dict() returned at any world size. All ranks have it."""
-    units_of(module)  # at rest
     places = {name: getattr(t, "_place", None) for name, t in module.state_dict(keep_vars=True).items()}
     module.load_state_dict({name: places[name].cut(t) if places.get(name) else t for name, t in state_dict.items()})
 

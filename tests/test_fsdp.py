@@ -374,8 +374,6 @@ class Choice(nn.Module):
         self.a, self.b, self.c = (nn.Parameter(torch.randn(rows, 6)) for rows in (5, 6, 1))
 
     def forward(self, x, names):
-        if names == "negative zero":
-            return -0.0 * (self.a.sum() + self.b.sum() + self.c.sum())
         return sum((x @ getattr(self, name).t()).sum(1) for name in names)
 
 
@@ -386,9 +384,6 @@ def test_parameters_that_no_rank_or_one_rank_uses():
     ours = fully_shard(copy.deepcopy(plain))
     run = lambda model, rank, n: loss_of(model(make_batch(rank, n), names[n][rank % 2]))  # noqa: E731
     train(ours, plain, run, steps=len(names))
-    ours.zero_grad()  # zero gradients of either sign are gradients: not None
-    ours(make_batch(0, 0), "a" if pool.rank() else "negative zero").sum().backward()
-    assert all(p.grad is not None for p in ours.parameters() if p.numel())
 
 
 @on(2)
