@@ -135,14 +135,14 @@ class Unit:
     @torch.no_grad()
     def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
         found = find_parameters(module, groups)
-        self.groups, self.reshard_after_forward = groups, reshard_after_forward
-        self.N, self.rank = dist.get_world_size(groups[-1]), dist.get_rank(groups[-1])
+        self.groups, self.group, self.reshard_after_forward = groups, groups[-1], reshard_after_forward
+        self.N, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.ranks = math.prod(map(dist.get_world_size, groups))
-        like, nccl = next(iter(found), torch.empty(0)), dist.get_backend(groups[-1]) == "nccl"
+        like, nccl = next(iter(found), torch.empty(0)), dist.get_backend(self.group) == "nccl"
         self.device = torch.device("cuda" if nccl else "cpu" if like.is_meta else like.device)
-        self.inputs_dtype, self.reduce_dtype = mp_policy or (None, None)
+        self.inputs_dtype, reduce_dtype = mp_policy or (None, None)
         self.dtype, self.param_dtype = like.dtype, self.inputs_dtype or like.dtype
-        self.reduce_dtype = self.reduce_dtype or self.param_dtype
+        self.reduce_dtype = reduce_dtype or self.param_dtype
         # float16 is divided before the sum, which would be inf above 65504; others after it, and rounded as one device
         self.early = 1 / self.ranks if self.reduce_dtype == torch.float16 else 1
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
@@ -155,7 +155,7 @@ class Unit:
         self.places = [Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)]
         self.works = []  # what `gathered` waits for; None: at rest
         self.kept, self.sent = None, None  # gradients that no_sync keeps; those on their way
-        self.sync, self.reached = True, -1  # -1; when the call began that backward is in
+        self.sync, self.reached = True, -1  # outside no_sync? when the call began that backward is in
         whole = torch.zeros(self.N * self.chunk, dtype=self.dtype, device=self.device)
         for place in self.places:
             owner, name = place.slots[0]
@@ -175,12 +175,12 @@ class Unit:
                 raise ValueError(f"{type(owner).__name__}.{name} was moved or replaced; call .to() before fully_shard")
             place.whole.requires_grad_(place.shard.requires_grad)
         self.gathered.untyped_storage().resize_(self.gathered.nbytes)  # the same storage: autograd has saved views
-        pieces, group, self.works = self.gathered.chunk(self.N), self.groups[-1], []
+        pieces, self.works = self.gathered.chunk(self.N), []
         mine = pieces[self.rank].copy_(self.flat, non_blocking=True)
         if mine.is_cpu:
-            exchange(self.works, [mine] * self.N, pieces, group, self.number)
+            exchange(self.works, [mine] * self.N, pieces, self.group, self.number)
         else:
-            self.works += [all_gather_single(self.gathered, mine, group=group, async_op=True)]
+            self.works += [all_gather_single(self.gathered, mine, group=self.group, async_op=True)]
 
     def unshard(self):
         if self.works is None:
@@ -214,14 +214,14 @@ class Unit:
                 place.whole.grad = None
         if not self.sync:
             return
-        parts, works, terms, group = self.kept.chunk(self.N), [], [], self.groups[-1]
+        parts, works, terms = self.kept.chunk(self.N), [], []
         self.sent = works, terms, unused
         if self.kept.is_cpu:  # in rank order, as one device adds them
             terms += [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
-            exchange(works, parts, terms, group, self.number)
+            exchange(works, parts, terms, self.group, self.number)
         else:
             terms += [torch.empty_like(parts[self.rank])]
-            works += [reduce_scatter_single(terms[0], self.kept, group=group, async_op=True)]
+            works += [reduce_scatter_single(terms[0], self.kept, group=self.group, async_op=True)]
         self.kept = None
 
     def add_gradients(self):
@@ -418,13 +418,12 @@ def units_of(module):
 @contextmanager
 def no_sync(module):
     """A backward in here keeps whole gradients on this rank, and sends nothing; the first one outside adds them."""
-    units = units_of(module)
-    for unit in units:
+    for unit in units_of(module):
         unit.sync = False
     try:
         yield
     finally:
-        for unit in units:
+        for unit in units_of(module):
             unit.sync = True
 
 
@@ -437,7 +436,7 @@ def clip_grad_norm_(module, max_norm):
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]  # 512², too large for float16
     total = sum(squares, torch.zeros((), dtype=torch.float64, device=unit.flat.device)).to(unit.device)
-    dist.all_reduce(total, group=unit.groups[-1])
+    dist.all_reduce(total, group=unit.group)
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total.sqrt())
     return total.sqrt().to(unit.dtype)
 
@@ -445,13 +444,14 @@ def clip_grad_norm_(module, max_norm):
 def whole_of(shard, state):
     """All ranks' {key: a piece like `shard`, or a number} -> the same of the whole parameter, in host memory."""
     place, states = shard._place, [None] * shard._place.unit.N
-    state = tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), state)  # without the rest of a view
-    dist.all_gather_object(states, state, group=place.unit.groups[-1])
-    states = [state for state in states if state]  # who has no elements may have none
-    for key, value in states[0].items() if states else ():
+    counts = shard.numel() or not place.whole.numel()  # who has no elements may have made fewer steps
+    mine = tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), state)  # without the rest of a view
+    dist.all_gather_object(states, mine if counts else None, group=place.unit.group)
+    states = [state for state in states if state] or [{}]
+    for key, value in states[0].items():
         if torch.is_tensor(value) and value.dim():
             states[0][key] = torch.cat([state[key] for state in states]).as_strided(*place.layout[:2])
-    return states[0] if states else None
+    return states[0]
 
 
 @torch.no_grad()
@@ -469,17 +469,15 @@ def load_full_state_dict(module, state_dict):
 
 def full_optimizer_state_dict(module, optimizer):
     """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
-    state_dict, whole = optimizer.state_dict(), {}
-    for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
-        some = shard.numel() or not shard._place.whole.numel()  # who has no elements may have made fewer steps
-        whole[i] = whole_of(shard, state_dict["state"].get(i) if some else None)
+    state_dict, shards = optimizer.state_dict(), itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    whole = {i: whole_of(shard, state_dict["state"].get(i)) for i, shard in enumerate(shards)}
     return state_dict | {"state": {i: state for i, state in whole.items() if state}}
 
 
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
     """Load what full_optimizer_state_dict() or the plain optimizer's state_dict() returned at any world size."""
     state_dict = copy.deepcopy(state_dict)
-    for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
+    for i, shard in enumerate(itertools.chain(*(group["params"] for group in optimizer.param_groups))):
         for key, value in state_dict["state"].get(i, {}).items():
             if torch.is_tensor(value) and value.shape == shard._place.whole.shape and key != "step":
                 state_dict["state"][i][key] = shard._place.cut(value)
