@@ -134,11 +134,11 @@ class Unit:
 
     @torch.no_grad()
     def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
-        found = find_parameters(module, groups)
-        self.groups, self.group, self.reshard_after_forward = groups, groups[-1], reshard_after_forward
+        self.groups, self.group, nccl = groups, groups[-1], dist.get_backend(groups[-1]) == "nccl"
         self.N, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.ranks = math.prod(map(dist.get_world_size, groups))
-        like, nccl = next(iter(found), torch.empty(0)), dist.get_backend(self.group) == "nccl"
+        self.ranks, self.reshard_after_forward = math.prod(map(dist.get_world_size, groups)), reshard_after_forward
+        found = find_parameters(module, groups)
+        like = next(iter(found), torch.empty(0))
         self.device = torch.device("cuda" if nccl else "cpu" if like.is_meta else like.device)
         self.inputs_dtype, reduce_dtype = mp_policy or (None, None)
         self.dtype, self.param_dtype = like.dtype, self.inputs_dtype or like.dtype
@@ -154,8 +154,8 @@ class Unit:
         self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
         self.places = [Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)]
         self.works = []  # what `gathered` waits for; None: at rest
-        self.kept, self.sent = None, None  # gradients that no_sync keeps; those on their way
-        self.sync, self.reached = True, -1  # outside no_sync? when the call began that backward is in
+        self.sync, self.kept = True, None  # False within no_sync, and the gradients that it has kept
+        self.sent, self.reached = None, -1  # gradients on their way; when the call began that backward is in
         whole = torch.zeros(self.N * self.chunk, dtype=self.dtype, device=self.device)
         for place in self.places:
             owner, name = place.slots[0]
@@ -263,7 +263,7 @@ class Order:
 
     def __init__(self, units):
         self.units, self.outermost, self.backward = units, None, None  # whose call, which backward is under way
-        self.latest, self.following = None, {}  # (unit, how), and who came after it the last time
+        self.latest, self.following = None, {}  # the latest (unit, how it came up), and who came after it the last time
         for number, unit in enumerate(units):
             unit.order, unit.number = self, number
 
@@ -386,23 +386,22 @@ def fully_shard(
 
 def find_parameters(module, groups):
     """-> {parameter: [(module, attribute), …]} of a unit to be, several where it is tied. The same on all ranks."""
-    found, mine = {}, []
-    for path, parameter in module.named_parameters(remove_duplicate=False):
+    found, mine = {}, set()
+    for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
         place, (owner, _, name) = getattr(parameter, "_place", None), path.rpartition(".")
         if place is None:
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
-            mine.append(f"{path}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+            mine.add(f"{i} {path}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
         elif place.shard is not parameter:
             raise ValueError(f"{path} of {type(module).__name__} is tied to another unit's; one unit must have both")
     if len(dtypes := {parameter.dtype for parameter in found}) > 1:
         raise ValueError(f"{type(module).__name__} has parameters of {dtypes}; make a unit for each dtype")
-    models = {tuple(mine)}
+    everyone = [mine]
     for group in groups:
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, models, group=group)
-        models = set().union(*everyone)
-    if len(models) > 1:
-        differ = set.union(*map(set, models)) - set.intersection(*map(set, models))
+        theirs = [None] * dist.get_world_size(group)
+        dist.all_gather_object(theirs, everyone, group=group)
+        everyone = list(itertools.chain(*theirs))
+    if differ := set.union(*everyone) - set.intersection(*everyone):
         raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
     return found
 
@@ -442,11 +441,12 @@ def clip_grad_norm_(module, max_norm):
 
 
 def whole_of(shard, state):
-    """All ranks' {key: a piece like `shard`, or a number} -> the same of the whole parameter, in host memory."""
+    """From all ranks' {key: a piece like `shard`, or a number}: the same of the whole parameter, in host memory."""
     place, states = shard._place, [None] * shard._place.unit.N
-    counts = shard.numel() or not place.whole.numel()  # who has no elements may have made fewer steps
-    mine = tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), state)  # without the rest of a view
-    dist.all_gather_object(states, mine if counts else None, group=place.unit.group)
+    if not shard.numel() and place.whole.numel():
+        state = None  # who has no elements may have made fewer steps
+    state = tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), state)  # without the rest of a view
+    dist.all_gather_object(states, state, group=place.unit.group)
     states = [state for state in states if state] or [{}]
     for key, value in states[0].items():
         if torch.is_tensor(value) and value.dim():

@@ -134,13 +134,9 @@ def units(model):
     return [module._fsdp_unit for module in model.modules() if hasattr(module, "_fsdp_unit")]
 
 
-def gathered_bytes(model):
-    return held_bytes([unit.gathered for unit in units(model)])
-
-
 def assert_at_rest(model):
     """Parameters are shards, and nothing of a forward or backward is left."""
-    assert gathered_bytes(model) == 0
+    assert held_bytes([unit.gathered for unit in units(model)]) == 0
     for unit in units(model):
         assert unit.works is unit.kept is unit.sent is None
         assert unit.reached == -1
@@ -476,6 +472,8 @@ def test_memory_at_rest_and_at_its_peak(reshard):
     for layer in (*model, model):
         fully_shard(layer, reshard_after_forward=reshard)
 
+    gathered = lambda: held_bytes([unit.gathered for unit in units(model)])  # noqa: E731
+
     def gradients():  # made, sent, arriving
         made = [place.whole.grad for u in units(model) for place in u.places if place.whole.grad is not None]
         return held_bytes(made + [term for u in units(model) if u.sent for term in u.sent[1]])
@@ -484,14 +482,14 @@ def test_memory_at_rest_and_at_its_peak(reshard):
     for most in (1, 2):  # the first backward does not know what is next
         model.zero_grad()
         losses.append(model(x).sum())
-        with Peak(lambda: gathered_bytes(model)) as forward:
+        with Peak(gathered) as forward:
             losses.append(model(x).square().mean())
-        with Peak(lambda: gathered_bytes(model)) as backward, Peak(gradients) as peak_of_gradients:
+        with Peak(gathered) as backward, Peak(gradients) as peak_of_gradients:
             losses[-1].backward()
         assert forward.peak == (2 if reshard else count) * unit
         assert backward.peak == (most if reshard else count) * unit
         assert 2 * unit <= peak_of_gradients.peak <= 3 * unit
-        assert gathered_bytes(model) == gradients() == 0
+        assert gathered() == gradients() == 0
     assert held_bytes(model.parameters()) == held_bytes([p.grad for p in model.parameters()]) == count * unit // 2
 
 
@@ -564,6 +562,8 @@ def test_errors_on_every_rank():
     model[0].forward = make_dataclass("Box", ["y"])
     with pytest.raises(ValueError, match="returns a Box; return tensors in lists"):
         fully_shard(model[0])(torch.ones(6, 6))
+    with pytest.raises(ValueError, match="Invalid process group") if late else nullcontext():
+        fsdp.fully_shard(nn.Linear(2, 2), process_group=pool._groups[1])  # of rank 0 alone
     with pytest.raises(ValueError, match="over other ranks"):
         fsdp.fully_shard(model)  # over all four ranks of the default group
     (model, plain), batch = pair(), make_batch(0, 0)
