@@ -210,7 +210,7 @@ class Unit:
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
             if place.whole.grad is not None:
-                self.kept.as_strided(*place.layout).add_(place.whole.grad, alpha=self.early)
+                self.kept.as_strided(*place.layout).add_(place.whole.grad, alpha=self.early).add_(0.0)  # not -0.0
                 place.whole.grad = None
         if not self.sync:
             return

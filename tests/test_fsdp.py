@@ -312,8 +312,8 @@ class Choice(nn.Module):
         super().__init__()
         self.a, self.b, self.c = (nn.Parameter(torch.randn(rows, 6)) for rows in (5, 6, 1))
 
-    def forward(self, x, names):
-        return sum((x @ getattr(self, name).t()).sum(1) for name in names)
+    def forward(self, x, names, by=1.0):
+        return by * sum((x @ getattr(self, name).t()).sum(1) for name in names)
 
 
 @on(3)
@@ -323,6 +323,9 @@ def test_parameters_that_no_rank_or_one_rank_uses():
     ours = fully_shard(copy.deepcopy(plain))
     run = lambda model, rank, n: loss_of(model(make_batch(rank, n), names[n][rank % 2]))  # noqa: E731
     train(ours, plain, run, steps=len(names))
+    ours.zero_grad()  # gradients of -0.0 are gradients: not None
+    (ours(torch.ones(1, 6), "a") if pool.rank() else ours(torch.ones(1, 6), "abc", -0.0)).sum().backward()
+    assert all(p.grad is not None for p in ours.parameters() if p.numel())
 
 
 @on(2)
