@@ -153,7 +153,8 @@ class Unit:
         self.flat = torch.empty(self.chunk, dtype=self.dtype, device=home, pin_memory=home != self.device)
         self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
         self.places = [Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)]
-        self.works = []  # what `gathered` waits for; None: at rest
+        self.gathered.untyped_storage().resize_(0)
+        self.works = None  # at rest; else what `gathered` waits for
         self.sync, self.kept = True, None  # False within no_sync, and the gradients that it has kept
         self.sent, self.reached = None, -1  # gradients on their way; when the call began that backward is in
         whole = torch.zeros(self.N * self.chunk, dtype=self.dtype, device=self.device)
@@ -165,7 +166,7 @@ class Unit:
         for group in groups:  # the first rank's count
             dist.broadcast(whole, group=group, group_src=0)
         self.flat.copy_(whole.chunk(self.N)[self.rank])
-        self.reshard()
+        self.show("shard")
 
     def gather(self):
         """Send this rank's piece to the others, and let theirs come."""
@@ -357,9 +358,9 @@ def fully_shard(
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
     Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
-    rank's shards: 1-D, under their old names, perhaps empty. After backward .grad are pieces of the mean gradient, None
-    where no rank has one; clip them by clip_grad_norm_ of this file, for torch's takes each rank's own norm.
-    Parameters start as the first rank has them, or as reset_parameters() draws those on the meta device, unit by unit.
+    rank's shards: 1-D, under their old names, perhaps empty; after backward .grad are pieces of the mean gradient, None
+    where no rank has one (clip_grad_norm_ of this file clips them; torch's would by each rank's own norm). They start
+    as the first rank has them, or as reset_parameters() draws those on the meta device. Buffers stay each rank's own.
     mesh, instead of process_group: the last dimension shards, one before it replicates (hybrid sharding).
     reshard_after_forward: False keeps what was gathered until backward has used it.
     """
