@@ -11,7 +11,8 @@ buffer, cut into N equal pieces wherever the cuts fall. One step of a unit on N 
 ḡᵣ is rank r's piece of the mean gradient, which is all that its optimizer needs. Communication hides behind the units
 next to it: the next unit is gathered while this one computes, and reduced while the one after it does.
 
-Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit (each starts at a multiple of 64 bytes):
+Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit. 2u: of the unit that computes and the
+one being gathered; 3u: of the gradient being made, the one sent, and what arrives.
 
                                   parameters   gradients   optimizer   sent per step
     DDP                               Ψ           2Ψ          2Ψ       2Ψ(N-1)/N
@@ -19,20 +20,16 @@ Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit
           in forward, backward     + 2u         + 3u                   3Ψ(N-1)/N: two all-gathers, one reduce-scatter
           reshard_after_forward=False: + Ψ      + 3u                   2Ψ(N-1)/N: no all-gather in backward
 
-2u: the unit that computes and the one being gathered. 3u: the gradient being made, the one sent, and what arrives.
-
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
 Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): a gather lands in place. FSDP2
           cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
 Left out: ranks that run different units or in another order (as in PyTorch); outputs but tensors in lists, tuples and
-          dicts; .to() after sharding; second-order gradients; loading from rank 0 alone. A unit of which one parameter
-          trains is reduced whole
+          dicts; .to() after sharding; second-order gradients; loading from rank 0 alone
 """
 
 import argparse
 import copy
-import dataclasses
 import functools
 import itertools
 import math
@@ -52,7 +49,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 # torch 2.13 renames both, and warns about the old names
@@ -68,16 +65,15 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, piece, group):
-        ctx.group, ctx.N = group, dist.get_world_size(group)
-        whole = piece.new_empty(ctx.N * len(piece))
-        dist.all_gather(list(whole.chunk(ctx.N)), piece, group=group)
-        return whole
+        ctx.group, pieces = group, [torch.empty_like(piece) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(pieces, piece, group=group)
+        return torch.cat(pieces)
 
     @staticmethod
     def backward(ctx, gradient):
-        received = torch.empty_like(gradient)  # part r of everyone's gradient goes to rank r,
-        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)
-        return sum(received.chunk(ctx.N)) / ctx.N, None  # which adds them in rank order, as one device would
+        received, N = torch.empty_like(gradient), dist.get_world_size(ctx.group)
+        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)  # part r of everyone's goes to rank r,
+        return sum(received.chunk(N)) / N, None  # which adds them in rank order, as one device would
 
 
 def forward_sharded(module, pieces, *inputs, process_group=None):
@@ -95,92 +91,82 @@ def forward_sharded(module, pieces, *inputs, process_group=None):
 # 2. The real one: units, whose parameters are gathered, freed and reduced together. Nothing is computed twice.
 
 
-def exchange(sent, received, group, tag):
+def exchange(works, sent, received, group, tag):
     """Begin to send sent[r] to each other rank r, and to fill received[r] from it. The tag says of which unit."""
-    works = []
     for r in range(len(received)):
         if r != dist.get_rank(group) and received[r].numel():
             works.append(dist.isend(sent[r], group=group, tag=tag, group_dst=r))
             works.append(dist.irecv(received[r], group=group, tag=tag, group_src=r))
-    return works
 
 
 def wait(works):
     while works:
-        works.pop().wait()
+        works[-1].wait()  # if it raises, `works` still says that memory is in use
+        works.pop()
 
 
 class Place:
-    """Where a parameter of a unit lies. The optimizer knows of `shard`; `whole` is in the module while it computes."""
+    """A parameter of a unit. The optimizer knows of its `shard`; `whole` is in the module while it computes."""
 
     def __init__(self, unit, parameter, slots, offset):
-        self.unit, self.slots, self.offset = unit, slots, offset  # slots: (module, attribute), several where it is tied
+        self.unit, self.slots = unit, slots  # [(module, attribute), …], several where it is tied
         # Dimensions keep their order in memory: products of transposed matrices round as they did.
-        self.shape, self.stride = parameter.shape, torch.empty_like(parameter, device="meta").stride()
+        self.layout = parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset
+        whole = unit.gathered.as_strided(*self.layout)
+        self.whole = nn.Parameter(whole.data)  # .data: what is gathered later is no change of what autograd has saved
         start = offset - unit.rank * unit.chunk
-        self.here = slice(*(min(max(bound, 0), unit.chunk) for bound in (start, start + parameter.numel())))
-        self.shard, self.whole = nn.Parameter(unit.flat[self.here], parameter.requires_grad), None
+        self.here = slice(max(start, 0), max(start + parameter.numel(), 0))  # in this rank's piece
+        self.shard = nn.Parameter(unit.flat[self.here], parameter.requires_grad)
         parameter._place = self.shard._place = self
 
-    def view(self, flat):
-        return flat.as_strided(self.shape, self.stride, self.offset)
-
     def cut(self, whole):
-        """This rank's elements, 1-D, of a tensor like the whole parameter."""
-        if whole.shape != self.shape:
-            raise ValueError(f"{self.slots[0][1]} is {tuple(self.shape)}, not {tuple(whole.shape)}")
+        """This rank's elements, 1-D."""
+        if whole.shape != self.whole.shape:
+            raise ValueError(f"{self.slots[0][1]} is {tuple(self.whole.shape)}, not {tuple(whole.shape)}")
         flat = whole.new_empty(self.unit.N * self.unit.chunk)
-        self.view(flat).copy_(whole)
+        flat.as_strided(*self.layout).copy_(whole)
         return flat.chunk(self.unit.N)[self.unit.rank][self.here].clone()
-
-    def join(self, pieces):
-        """The whole parameter, from all ranks' elements."""
-        return torch.cat(pieces).as_strided(self.shape, self.stride)
 
 
 class Unit:
     """What moves together: gather, unshard, reshard, and in backward reduce, add_gradients. `Order` says when."""
 
+    @torch.no_grad()
     def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
+        self.groups, self.group, nccl = groups, groups[-1], dist.get_backend(groups[-1]) == "nccl"
+        self.N, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.ranks, self.reshard_after_forward = math.prod(map(dist.get_world_size, groups)), reshard_after_forward
         found = find_parameters(module, groups)
-        self.groups, self.reshard_after_forward = groups, reshard_after_forward
-        self.N, self.rank = dist.get_world_size(groups[-1]), dist.get_rank(groups[-1])
-        self.ranks = math.prod(map(dist.get_world_size, groups))
-        like, nccl = next(iter(found), torch.empty(0)), dist.get_backend(groups[-1]) == "nccl"
+        like = next(iter(found), torch.empty(0))
         self.device = torch.device("cuda" if nccl else "cpu" if like.is_meta else like.device)
-        self.dtype, self.param_dtype = like.dtype, mp_policy.param_dtype or like.dtype
-        self.reduce_dtype = mp_policy.reduce_dtype or self.param_dtype
+        self.inputs_dtype, reduce_dtype = mp_policy or (None, None)
+        self.dtype, self.param_dtype = like.dtype, self.inputs_dtype or like.dtype
+        self.reduce_dtype = reduce_dtype or self.param_dtype
+        # float16 is divided before the sum, which would be inf above 65504; others after it, and rounded as one device
+        self.early = 1 / self.ranks if self.reduce_dtype == torch.float16 else 1
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
         align = 64 // self.param_dtype.itemsize
         *offsets, end = itertools.accumulate((-(-p.numel() // align) * align for p in found), initial=0)
         self.chunk = -(-end // self.N)
         home = torch.device("cpu") if offload_policy else self.device
         self.flat = torch.empty(self.chunk, dtype=self.dtype, device=home, pin_memory=home != self.device)
+        self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
         self.places = [Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)]
+        self.gathered.untyped_storage().resize_(0)
         self.works = None  # at rest; else what `gathered` waits for
-        self.sync, self.kept, self.sent = True, None, None  # no_sync, what it keeps; what is on its way
-        self.reached, self.following = -1, {}  # when the call began that backward is in; who came next, by direction
-        self.fill()
-
-    @torch.no_grad()
-    def fill(self):
-        """Replace the whole parameters, of which the first rank's count, by shards."""
+        self.sync, self.kept = True, None  # False within no_sync, and the gradients that it has kept
+        self.sent, self.reached = None, -1  # gradients on their way; when the call began that backward is in
         whole = torch.zeros(self.N * self.chunk, dtype=self.dtype, device=self.device)
         for place in self.places:
             owner, name = place.slots[0]
             if owner._parameters[name].is_meta:
                 owner.to_empty(device=self.device, recurse=False).reset_parameters()
-            place.view(whole).copy_(owner._parameters[name])
-        for group in self.groups:
+            whole.as_strided(*place.layout).copy_(owner._parameters[name])
+        for group in groups:  # the first rank's count
             dist.broadcast(whole, group=group, group_src=0)
         self.flat.copy_(whole.chunk(self.N)[self.rank])
-        self.gathered = whole.to(self.param_dtype)
-        for place in self.places:  # .data: what lands in `gathered` later is no change of what autograd has saved
-            place.whole = nn.Parameter(place.view(self.gathered).data)
-        self.works = []
-        self.reshard()
+        self.show("shard")
 
-    @torch.no_grad()
     def gather(self):
         """Send this rank's piece to the others, and let theirs come."""
         for place in self.places:
@@ -189,22 +175,20 @@ class Unit:
                 raise ValueError(f"{type(owner).__name__}.{name} was moved or replaced; call .to() before fully_shard")
             place.whole.requires_grad_(place.shard.requires_grad)
         self.gathered.untyped_storage().resize_(self.gathered.nbytes)  # the same storage: autograd has saved views
-        pieces, group = self.gathered.chunk(self.N), self.groups[-1]
+        pieces, self.works = self.gathered.chunk(self.N), []
         mine = pieces[self.rank].copy_(self.flat, non_blocking=True)
         if mine.is_cpu:
-            self.works = exchange([mine] * self.N, pieces, group, self.number)
+            exchange(self.works, [mine] * self.N, pieces, self.group, self.number)
         else:
-            self.works = [all_gather_single(self.gathered, mine, group=group, async_op=True)]
+            self.works += [all_gather_single(self.gathered, mine, group=self.group, async_op=True)]
 
     def unshard(self):
-        """Have the whole parameters."""
         if self.works is None:
             self.gather()
         wait(self.works)
         self.show("whole")
 
     def reshard(self):
-        """Free them."""
         if self.works is not None:
             self.show("shard")
             wait(self.works)
@@ -218,29 +202,28 @@ class Unit:
 
     @torch.no_grad()
     def reduce(self):
-        """Begin to add all ranks' gradients; within no_sync, keep them."""
+        """Begin to add all ranks' gradients; within no_sync, keep this rank's."""
         if not any(place.shard.requires_grad for place in self.places):
             return
-        if self.kept is None:  # -0.0: "no gradient". x + -0.0 is x for every x, so only sums of no gradients are -0.0
+        if self.kept is None:  # -0.0: "no gradient". x + -0.0 is x for every x, so it stays where no rank has one
             self.kept = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
             if place.whole.grad is not None:
-                place.view(self.kept).add_(place.whole.grad).add_(0.0)  # -0.0 + 0.0 is 0.0, a gradient
+                self.kept.as_strided(*place.layout).add_(place.whole.grad, alpha=self.early).add_(0.0)  # not -0.0
                 place.whole.grad = None
-        if self.sync:
-            if self.reduce_dtype == torch.float16:  # of more than 65504 the sum would be inf
-                self.kept /= self.ranks
-            parts, group = self.kept.chunk(self.N), self.groups[-1]
-            if self.kept.is_cpu:  # in rank order, as one device adds them
-                terms = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
-                works = exchange(parts, terms, group, self.number)
-            else:
-                terms = [torch.empty_like(parts[self.rank])]
-                works = [reduce_scatter_single(terms[0], self.kept, group=group, async_op=True)]
-            self.kept, self.sent = None, (works, terms, unused)
+        if not self.sync:
+            return
+        parts, works, terms = self.kept.chunk(self.N), [], []
+        self.sent = works, terms, unused
+        if self.kept.is_cpu:  # in rank order, as one device adds them
+            terms += [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
+            exchange(works, parts, terms, self.group, self.number)
+        else:
+            terms += [torch.empty_like(parts[self.rank])]
+            works += [reduce_scatter_single(terms[0], self.kept, group=self.group, async_op=True)]
+        self.kept = None
 
-    @torch.no_grad()
     def add_gradients(self):
         """What reduce began: this rank's piece of the mean -> .grad of its shards; None where no rank has one."""
         works, terms, unused = self.sent
@@ -249,8 +232,7 @@ class Unit:
         for group in self.groups[:-1]:
             dist.all_reduce(total, group=group)
         nobodys = [p for p in unused if ((total[p.here] == 0) & total[p.here].signbit()).all()]
-        if self.reduce_dtype != torch.float16:  # before the sum, 3 ranks' terms would be rounded
-            total /= self.ranks
+        total /= self.ranks * self.early
         total = total.to(self.flat.device, self.dtype)
         for place in self.places:
             if place not in nobodys:
@@ -277,83 +259,73 @@ running_backward = torch._C._current_graph_task_id  # -1: none. In one, a forwar
 
 
 class Order:
-    """When the units under one outermost unit are gathered and reduced."""
+    """When the units of a model are gathered and reduced."""
 
     def __init__(self, units):
-        self.units, self.outermost, self.latest, self.backward = units, None, None, None
+        self.units, self.outermost, self.backward = units, None, None  # whose call, which backward is under way
+        self.latest, self.following = None, {}  # the latest (unit, how it came up), and who came after it the last time
         for number, unit in enumerate(units):
             unit.order, unit.number = self, number
 
-    def advance(self, unit):
-        """Have `unit`, and begin to gather the one that came after it the last time."""
-        unit.unshard()
-        direction = running_backward() != -1
-        following = unit.following.get(direction)
-        if following and following.works is None:
-            following.gather()
-        if self.latest:
-            self.latest.following[direction] = unit
-        self.latest = unit
-
-    def begin(self, unit):
-        """A call of `unit` begins."""
+    def begin(self, unit, inputs):
+        """A call of `unit` begins; -> its inputs."""
+        if running_backward() == -1 and self.outermost in (None, unit):
+            self.settle()
+            self.outermost = unit
         unit.start = next(clock)
-        if running_backward() != -1:
-            unit.unshard()
-        else:
-            if self.outermost in (None, unit):
-                self.settle()
-                self.outermost = unit
-            self.advance(unit)
+        self.advance(unit, "called" if running_backward() == -1 else "called again")
+        cast = lambda x: x.to(unit.inputs_dtype) if x.is_floating_point() else x  # noqa: E731
+        return tree_map_only(torch.Tensor, cast, inputs) if unit.inputs_dtype else inputs
 
     def end(self, unit, output):
-        """It ends."""
-        leaves = tree_leaves(output)
-        if any(map(dataclasses.is_dataclass, leaves)):  # in which nobody looks for tensors
-            raise ValueError(f"a unit returns a {type(output).__name__}; return tensors in lists, tuples or dicts")
-        nodes = {leaf.grad_fn for leaf in leaves if torch.is_tensor(leaf)} - {None}
-        reach = functools.partial(self.reach, unit, unit.start, next(clock))
-        for node in nodes:
-            node.register_prehook(reach)
+        for leaf in tree_leaves(output):
+            if hasattr(leaf, "__dataclass_fields__"):  # in which nobody looks for tensors
+                raise ValueError(f"a unit returns a {type(leaf).__name__}; return tensors in lists, tuples or dicts")
+            if torch.is_tensor(leaf) and leaf.grad_fn:
+                leaf.grad_fn.register_prehook(functools.partial(self.reach, unit, unit.start, next(clock)))
         if running_backward() == -1:
             unit.show("shard")  # to an optimizer, even if they are whole
-            if unit.reshard_after_forward or not nodes:
+            if unit.reshard_after_forward or not torch.is_grad_enabled():
                 unit.reshard()
         if unit is self.outermost:
             self.outermost = None
 
     def reach(self, unit, start, end, _):
         """Autograd is about to run through a call of `unit`."""
-        if self.backward and self.backward() is None:
-            self.settle()  # that one raised
+        if self.backward and self.backward() is None:  # autograd has dropped its callback: it raised
+            self.settle()
         if self.backward is None:
-            finish = self.finish  # autograd alone holds it
+            finish = functools.partial(self.settle, ended=True)
             self.backward, self.latest = weakref.ref(finish), None
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-        for other in self.units:
-            if other.reached > end:
-                self.reduce(other)
+        self.reduce(end)
         unit.reached = start
-        self.advance(unit)
+        self.advance(unit, "reached")
 
-    def reduce(self, unit):
-        """Free and begin to reduce `unit`. The one before has travelled while this one computed."""
-        for other in self.units:
-            if other.sent:
-                other.add_gradients()
-        unit.reached = -1
-        unit.reshard()
-        unit.reduce()
+    def advance(self, unit, how):
+        """Have `unit`, and begin to gather the one that came after it the last time."""
+        unit.unshard()
+        following = self.following.get((unit, how))
+        if following and following.works is None:
+            following.gather()
+        self.following[self.latest], self.latest = unit, (unit, how)
 
-    def finish(self):
+    def reduce(self, end):
+        """Free and begin to reduce the units that are past, once backward is where a call ended at `end`."""
         for unit in self.units:
-            if unit.reached >= 0 or (unit.kept is not None and unit.sync):  # kept by no_sync, and not reached now
-                self.reduce(unit)
-        self.backward = None
-        self.settle()
+            if unit.reached > end:
+                for other in self.units:
+                    if other.sent:  # it has travelled while `unit` computed
+                        other.add_gradients()
+                unit.reshard()
+                unit.reduce()
+                unit.reached = -1 if unit.sync else 0  # 0: until a backward outside no_sync ends, at the latest
 
-    def settle(self):
-        """All units at rest, nothing on its way; and of a backward that has raised nothing left."""
+    def settle(self, ended=False):
+        """All units at rest. What is left of a backward that `ended` is reduced, of one that raised forgotten."""
+        if ended:
+            self.reduce(-1)
+            self.backward = None
         for unit in self.units:
             unit.reshard()
             if self.backward:
@@ -367,7 +339,7 @@ class Order:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. What users call. Precision and offloading are policies of a unit.
+# 4. What users call, on all ranks: units and their policies; accumulation, clipping, whole state dicts.
 
 
 class MixedPrecisionPolicy(NamedTuple):
@@ -379,19 +351,15 @@ class CPUOffloadPolicy:
     """Shards, .grad and so the optimizer's state in host memory, pinned where there is a GPU."""
 
 
-AS_THEY_ARE = MixedPrecisionPolicy()
-
-
 def fully_shard(
-    module, *, mesh=None, process_group=None, reshard_after_forward=True, mp_policy=AS_THEY_ARE, offload_policy=None
+    module, *, mesh=None, process_group=None, reshard_after_forward=True, mp_policy=None, offload_policy=None
 ):
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
     Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
-    rank's shards: 1-D, under their old names, perhaps empty. After backward their .grad are pieces of the mean
-    gradient, None where no rank has one. Parameters start as the first rank has them, those on the meta device as its
-    reset_parameters() draws them, unit by unit. Buffers stay each rank's own.
-    torch.nn.utils.clip_grad_norm_ would take each rank's own norm: use clip_grad_norm_ of this file.
+    rank's shards: 1-D, under their old names, perhaps empty; after backward .grad are pieces of the mean gradient, None
+    where no rank has one (clip_grad_norm_ of this file clips them; torch's would by each rank's own norm). They start
+    as the first rank has them, or as reset_parameters() draws those on the meta device. Buffers stay each rank's own.
     mesh, instead of process_group: the last dimension shards, one before it replicates (hybrid sharding).
     reshard_after_forward: False keeps what was gathered until backward has used it.
     """
@@ -399,60 +367,43 @@ def fully_shard(
         raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
     groups = [process_group] if mesh is None else mesh.get_all_groups()
     groups = [None if group is dist.group.WORLD else group for group in groups]  # held, its threads outlive the world
-    if dist.get_world_size(groups[-1]) < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     inner = units_of(module)
     if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
         raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")
-    unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
-    module._fsdp_unit = unit
+    module._fsdp_unit = unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
     Order([unit, *inner])
 
-    def before_forward(module, args, kwargs):
-        unit.order.begin(unit)
-        cast = lambda x: x.to(mp_policy.param_dtype) if torch.is_tensor(x) and x.is_floating_point() else x  # noqa: E731
-        return tree_map(cast, (args, kwargs)) if mp_policy.param_dtype else (args, kwargs)
-
-    def refuse_state_dict(module, prefix, keep_vars):
+    def before_state_dict(module, prefix, keep_vars):
         if not keep_vars:  # with keep_vars: full_state_dict asks
             raise RuntimeError("each rank has shards of these parameters: call full_state_dict(model) instead")
+        unit.order.settle()
 
-    module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(lambda module, args, output: unit.order.end(unit, output))
-    module.register_state_dict_pre_hook(refuse_state_dict)
+    module.register_forward_pre_hook(lambda _, *inputs: unit.order.begin(unit, inputs), prepend=True, with_kwargs=True)
+    module.register_forward_hook(lambda _, inputs, output: unit.order.end(unit, output))
+    module.register_state_dict_pre_hook(before_state_dict)
     return module
 
 
 def find_parameters(module, groups):
     """-> {parameter: [(module, attribute), …]} of a unit to be, several where it is tied. The same on all ranks."""
-    taken = {m for unit in module.modules() if hasattr(unit, "_fsdp_unit") for m in unit.modules()}
-    found, mine = {}, []
-    for prefix, owner in module.named_modules():
-        if owner in taken:
-            continue
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(parameter, []).append((owner, name))
-            mine.append(f"{prefix}.{name}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
-    if tied := [slots[0][1] for parameter, slots in found.items() if hasattr(parameter, "_place")]:
-        raise ValueError(f"{tied} of {type(module).__name__} are tied to another unit's; one unit must have both")
+    found, mine = {}, set()
+    for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
+        place, (owner, _, name) = getattr(parameter, "_place", None), path.rpartition(".")
+        if place is None:
+            found.setdefault(parameter, []).append((module.get_submodule(owner), name))
+            mine.add(f"{i} {path}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+        elif place.shard is not parameter:
+            raise ValueError(f"{path} of {type(module).__name__} is tied to another unit's; one unit must have both")
     if len(dtypes := {parameter.dtype for parameter in found}) > 1:
         raise ValueError(f"{type(module).__name__} has parameters of {dtypes}; make a unit for each dtype")
     everyone = [mine]
     for group in groups:
-        everyone = list(itertools.chain(*gather_objects(everyone, group)))
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            differ = sorted(set(theirs) ^ set(everyone[0]))
-            raise ValueError(f"ranks must hold the same model, but rank 0's and rank {rank}'s differ in {differ}")
+        theirs = [None] * dist.get_world_size(group)
+        dist.all_gather_object(theirs, everyone, group=group)
+        everyone = list(itertools.chain(*theirs))
+    if differ := set.union(*everyone) - set.intersection(*everyone):
+        raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
     return found
-
-
-def gather_objects(mine, group):
-    """All ranks', in host memory."""
-    mine = tree_map(lambda x: x.to("cpu", copy=True) if torch.is_tensor(x) else x, mine)  # without the rest of a view
-    theirs = [None] * dist.get_world_size(group)
-    dist.all_gather_object(theirs, mine, group=group)
-    return theirs
 
 
 def units_of(module):
@@ -463,20 +414,15 @@ def units_of(module):
     return units
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. Refinements: accumulation, clipping, whole state dicts. All ranks call them.
-
-
 @contextmanager
 def no_sync(module):
     """A backward in here keeps whole gradients on this rank, and sends nothing; the first one outside adds them."""
-    units = units_of(module)
-    for unit in units:
+    for unit in units_of(module):
         unit.sync = False
     try:
         yield
     finally:
-        for unit in units:
+        for unit in units_of(module):
             unit.sync = True
 
 
@@ -489,50 +435,51 @@ def clip_grad_norm_(module, max_norm):
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]  # 512², too large for float16
     total = sum(squares, torch.zeros((), dtype=torch.float64, device=unit.flat.device)).to(unit.device)
-    dist.all_reduce(total, group=unit.groups[-1])
+    dist.all_reduce(total, group=unit.group)
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total.sqrt())
     return total.sqrt().to(unit.dtype)
+
+
+def whole_of(shard, state):
+    """From all ranks' {key: a piece like `shard`, or a number}: the same of the whole parameter, in host memory."""
+    place, states = shard._place, [None] * shard._place.unit.N
+    if not shard.numel() and place.whole.numel():
+        state = None  # who has no elements may have made fewer steps
+    state = tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), state)  # without the rest of a view
+    dist.all_gather_object(states, state, group=place.unit.group)
+    states = [state for state in states if state] or [{}]
+    for key, value in states[0].items():
+        if torch.is_tensor(value) and value.dim():
+            states[0][key] = torch.cat([state[key] for state in states]).as_strided(*place.layout[:2])
+    return states[0]
 
 
 @torch.no_grad()
 def full_state_dict(module):
     """What the plain module's state_dict() would be, in host memory, on every rank."""
-    units_of(module)  # at rest
-    state_dict = module.state_dict(keep_vars=True)
-    return {name: whole_of(t, t) if hasattr(t, "_place") else t.to("cpu", copy=True) for name, t in state_dict.items()}
-
-
-def whole_of(piece, shard):
-    return shard._place.join(gather_objects(piece, shard._place.unit.groups[-1]))
+    state = module.state_dict(keep_vars=True)
+    return {k: whole_of(t, {0: t})[0] if hasattr(t, "_place") else t.to("cpu", copy=True) for k, t in state.items()}
 
 
 def load_full_state_dict(module, state_dict):
     """Load what full_state_dict() or the plain module's state_dict() returned at any world size. All ranks have it."""
-    units_of(module)  # at rest
     places = {name: getattr(t, "_place", None) for name, t in module.state_dict(keep_vars=True).items()}
     module.load_state_dict({name: places[name].cut(t) if places.get(name) else t for name, t in state_dict.items()})
 
 
 def full_optimizer_state_dict(module, optimizer):
     """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
-    state_dict, whole = optimizer.state_dict(), {}
-    for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
-        place, mine = shard._place, state_dict["state"].get(i)
-        if not shard.numel() and place.shape.numel():
-            mine = None  # who has no elements of a parameter may have made fewer steps
-        states = [state for state in gather_objects(mine, place.unit.groups[-1]) if state]
-        for key, value in states[0].items() if states else ():
-            is_piece = torch.is_tensor(value) and value.dim()
-            whole.setdefault(i, {})[key] = place.join([state[key] for state in states]) if is_piece else value
-    return state_dict | {"state": whole}
+    state_dict, shards = optimizer.state_dict(), itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    whole = {i: whole_of(shard, state_dict["state"].get(i)) for i, shard in enumerate(shards)}
+    return state_dict | {"state": {i: state for i, state in whole.items() if state}}
 
 
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
     """Load what full_optimizer_state_dict() or the plain optimizer's state_dict() returned at any world size."""
     state_dict = copy.deepcopy(state_dict)
-    for i, shard in enumerate(shard for group in optimizer.param_groups for shard in group["params"]):
+    for i, shard in enumerate(itertools.chain(*(group["params"] for group in optimizer.param_groups))):
         for key, value in state_dict["state"].get(i, {}).items():
-            if torch.is_tensor(value) and value.shape == shard._place.shape and key != "step":
+            if torch.is_tensor(value) and value.shape == shard._place.whole.shape and key != "step":
                 state_dict["state"][i][key] = shard._place.cut(value)
     optimizer.load_state_dict(state_dict)
 
@@ -556,7 +503,7 @@ def main():
         return loss
 
     def whole():
-        gradients = [whole_of(shard.grad, shard) for shard in model.parameters()]
+        gradients = [whole_of(shard, {0: shard.grad})[0] for shard in model.parameters()]
         return [[t.to(demo.device) for t in tensors] for tensors in (gradients, full_state_dict(model).values())]
 
     demo.train(step, whole)
