@@ -24,14 +24,9 @@ GPT3, MT_NLG, ONE_T = MODELS["gpt3-175b"], GPT(105, 20480, 128, 51200, 2048), GP
 TABLE_1 = {  # ZeRO's: ranks: GB of model states with stage 1, 2, 3, for 7.5B, 128B and 1T parameters
     1: [(120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)],
     4: [(52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)],
-    16: [(35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)],
     64: [(31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)],
-    256: [(30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)],
     1024: [(30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)],
 }
-
-
-# ---- the papers
 
 
 @pytest.mark.parametrize("ranks", TABLE_1)
@@ -106,23 +101,6 @@ def test_lora_and_qlora():
     assert sum(estimate.lora_states(GPT3, 8)) == sum(estimate.lora_states(GPT3)) / 8
 
 
-def test_against_deepspeeds_estimators():
-    """0.19 counts gradients in fp32 beside the 16-bit ones, 4Ψ/N more in stage 2, 2Ψ/N in 3; with offload it agrees."""
-    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
-
-    psi, N = 7 * 10**9, 8
-    ours = {technique: sum(model_states(psi, N, technique)) for technique in TECHNIQUES}
-    assert zero2(psi, N, 1, cpu_offload=True)[1] == ours["zero2+offload"]
-    assert zero2(psi, N, 1, cpu_offload=False)[1] == ours["zero2"] + 4 * psi / N
-    assert zero3(psi, 0, N, 1, cpu_offload=True, cpu_offload_params=False)[1] == ours["zero3+offload"]
-    assert zero3(psi, 0, N, 1, cpu_offload=False)[1] == ours["zero3"] + 2 * psi / N
-
-
-# ---- what this project measures
-
-
 def body_demo(name):
     """-> bytes of parameters, gradients, optimizer state and of what a step sends, as the demos measure them."""
     torch.manual_seed(0)
@@ -151,24 +129,18 @@ def test_what_is_stated_as_measured_is(name):
 
 def kept_by(blocks, x):
     """Bytes that `blocks` keep for their backward, parameters aside."""
-    storages, own = {}, {p.untyped_storage().data_ptr() for p in blocks.parameters()}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    saved, own = [], {p.untyped_storage().data_ptr() for p in blocks.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         blocks(x.requires_grad_())
-    return sum(storage.nbytes() for pointer, storage in storages.items() if pointer not in own)
+    return ddp.held_bytes(tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in own)
 
 
 def test_activations_of_the_demos():
     """Within 1%: means and variances of norms, log-sum-exps of attention are not in the formula."""
     model = ddp.language_model()
     assert sum(p.numel() for p in model.parameters()) == DEMO.parameters()
-    blocks = model[1:-2]
     expected = activations(DEMO, 8, flash=True, element=4, masks=False)
-    assert kept_by(blocks, torch.randn(8, 64, 192)) == pytest.approx(expected, rel=0.01)
+    assert kept_by(model[1:-2], torch.randn(8, 64, 192)) == pytest.approx(expected, rel=0.01)
 
 
 CONFIG = parallel_3d.GPT2(4, 64, 4, V=256, P=64)
@@ -190,8 +162,10 @@ def body_trainer(tp, pp, flags=""):
     return held, kept, sent.by_axis, trainer.microbatches, loss
 
 
-@pytest.mark.parametrize("flags", ["", "--sequence-parallel"])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "flags"),
+    [(1, 1, ""), (2, 1, ""), (4, 1, "--sequence-parallel"), (1, 2, ""), (1, 4, ""), (2, 2, "--sequence-parallel")],
+)
 def test_parallel_3d_holds_keeps_and_sends_what_is_estimated(tp, pp, flags):
     """Bytes within 3%, the most on any rank; and as many sequences per step as on one device, whatever the grid."""
     dp, (one,) = 4 // tp // pp, pool.run(1, body_alone)
@@ -216,19 +190,12 @@ def body_alone():
 
 def test_operations_as_torch_counts_them():
     """6Ψ + 12lhs per token within 1%, for a GPT-2 of 124M without the positions, which are not multiplied."""
-    config = parallel_3d.MODELS["gpt2-124m"]
-    with torch.device("meta"):
-        model, tokens = parallel_3d.plain_model(config), torch.zeros(1, 1024, dtype=torch.long)
-        with (
-            FlopCounterMode(display=False) as forward,
-            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-        ):
+    with torch.device("meta"), FlopCounterMode(display=False) as forward:
+        model, tokens = parallel_3d.plain_model(parallel_3d.MODELS["gpt2-124m"]), torch.zeros(1, 1024, dtype=torch.long)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             model(tokens)
     ours = estimate.flops_per_token(GPT(12, 768, 12, 50257, 1024))
     assert 3 * forward.get_total_flops() / 1024 == pytest.approx(ours, rel=0.01)
-
-
-# ---- plans
 
 
 def test_plans_fit_and_are_sorted_and_use_all():
@@ -264,16 +231,13 @@ def test_what_micro_batches_recomputation_units_and_offload_cost():
     psi, each = MODEL.parameters(), Plan(dp=2, accumulation=3)
     sent = [traffic(MODEL, replace(each, technique=t))["dp"] / psi for t in ("ddp", "zero1", "zero2", "zero3")]
     assert sent == [2, 2, 4, 9]
-    more = [traffic(MODEL, Plan(tp=2, recompute=recompute))["tp"] for recompute in ("full", "none")]
-    assert more[0] - more[1] == 4 * MODEL.layers * 64 * 64 * 2 / 2
-    kept = [footprint(GPT3, Plan(pp=8, accumulation=m))["activations"] for m in (1, 4, 64)]
-    assert (kept[1] / kept[0], kept[2] / kept[0]) == (4, 8)
-    units = footprint(GPT3, Plan(dp=2, technique="zero3"))["working"]
-    assert units == 5 * 2 * GPT3.block()
-    peak = footprint(MODEL, Plan())["logits"]
-    assert peak == 14 * 64 * 256
-    ratio = estimate.flops_per_token(GPT3, "full") / estimate.flops_per_token(GPT3)
-    assert ratio == pytest.approx(4 / 3)
+    full, none = (traffic(MODEL, Plan(tp=2, recompute=recompute))["tp"] for recompute in ("full", "none"))
+    assert full - none == 4 * MODEL.layers * 64 * 64 * 2 / 2
+    one, four, many = (footprint(GPT3, Plan(pp=8, accumulation=m))["activations"] for m in (1, 4, 64))
+    assert (four / one, many / one) == (4, 8)
+    assert footprint(GPT3, Plan(dp=2, technique="zero3"))["working"] == 5 * 2 * GPT3.block()
+    assert footprint(MODEL, Plan())["logits"] == 14 * 64 * 256
+    assert estimate.flops_per_token(GPT3, "full") / estimate.flops_per_token(GPT3) == pytest.approx(4 / 3)
     times = estimate.step_times(GPT3, Plan(dp=2, technique="zero2+offload"), 8, 1e12, 1e9, 1e9, 1e9)
     assert times["host"] == pytest.approx(32 * GPT3.parameters() / 2 / 1e9)
     assert estimate.step_times(GPT3, Plan(dp=2), 8, 1e12, 1e12, 1e9, 1e9)["data"] == 0  # hides behind computation
@@ -294,43 +258,37 @@ def test_there_is_room_for_that_and_no_more(technique):
     model, memory = MODELS["gpt2-345m"], 40e9
     room = estimate.room(model, technique, 8, memory)["room"]
     for more, fits in ((0, True), (1, False)):
-        plan = Plan(8, technique=technique, micro_batch=room["micro_batch"] + more)
         longer = replace(model, sequence=room["sequence"] + more)
         larger = estimate.gpt_of(room["parameters"] + 1e6 * more, model.sequence, model.vocab)
-        for shape, each in (
-            (model, plan),
-            (longer, replace(plan, micro_batch=1)),
-            (larger, replace(plan, micro_batch=1)),
-        ):
-            assert (sum(footprint(shape, each).values()) <= 0.94 * memory) == fits
+        for shape, micro_batch in ((model, room["micro_batch"] + more), (longer, 1), (larger, 1)):
+            plan = Plan(8, technique=technique, micro_batch=micro_batch)
+            assert (sum(footprint(shape, plan).values()) <= 0.94 * memory) == fits
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: model_states(7e9, 8, "zero4"), "zero4.*one of ddp, zero1"),
-        (lambda: model_states(7e9, 0, "ddp"), "ranks=0 must be positive"),
-        (lambda: activations(GPT3, 1, tp=5), "tp=5 must divide 96 heads"),
-        (lambda: activations(GPT3, 1, recompute="some"), "recompute='some'"),
-        (lambda: GPT(2, 100, 3, 10, 10), "multiple of the heads"),
-        (lambda: advise(GPT3, 8, 80), "80 GB are 80e9"),
-    ],
-)
-def test_wrong_use_is_a_value_error_with_the_numbers(call, words):
+WRONG = {
+    "zero4.*one of ddp, zero1": lambda: model_states(7e9, 8, "zero4"),
+    "ranks=0 must be positive": lambda: model_states(7e9, 0, "ddp"),
+    "tp=5 must divide 96 heads": lambda: activations(GPT3, 1, tp=5),
+    "recompute='some'": lambda: activations(GPT3, 1, recompute="some"),
+    "multiple of the heads": lambda: GPT(2, 100, 3, 10, 10),
+    "80 GB are 80e9": lambda: advise(GPT3, 8, 80),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_use_is_a_value_error_with_the_numbers(words):
     with pytest.raises(ValueError, match=words):
-        call()
+        WRONG[words]()
 
 
-# ---- the command line
-
-
-def run(*arguments, launcher=(sys.executable,)):
-    return launch([*launcher, ROOT / "estimate.py", *arguments], "/", timeout=60)
+def page(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["estimate.py", *arguments])
+    return estimate.main(), capsys.readouterr().out
 
 
 def test_the_page_of_the_demos():
     """Once under torchrun, in the form that run_all.sh reads, with what was measured."""
-    done = run(launcher=(*TORCHRUN, "--nproc-per-node", "2"))
+    done = launch([*TORCHRUN, "--nproc-per-node", "2", ROOT / "estimate.py"], "/", timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("estimate · 2 ranks · 1.9M parameters · ")
@@ -341,20 +299,20 @@ def test_the_page_of_the_demos():
 
 def test_the_page_says_when_it_differs(monkeypatch, capsys):
     monkeypatch.setitem(estimate.MEASURED, "fsdp", (3756288, 3756288, 7512784, 15025152))
-    monkeypatch.setattr(sys, "argv", ["estimate.py"])
-    assert estimate.main() == 1
-    assert "NOT within 1%: 25.0" in capsys.readouterr().out
+    status, text = page(monkeypatch, capsys)
+    assert (status, "NOT within 1%: 25.0" in text) == (1, True)
 
 
-def test_pages_and_json():
-    page = run("--parameters", "7e9", "--gpus", "8", "--memory", "80").stdout
+def test_pages_and_json(monkeypatch, capsys):
+    show = partial(page, monkeypatch, capsys)
+    _, text = show("--parameters", "7e9", "--gpus", "8", "--memory", "80")
     for words in ("zero1 ", "14.0 GB", "10.5 GB", "QLoRA", "8 × 1 × 1", "compute 100%"):
-        assert words in page
-    answer = json.loads(run("--model", "gpt3-175b", "--gpus", "1024", "--tokens", "300e9", "--json").stdout)
+        assert words in text
+    answer = json.loads(show("--model", "gpt3-175b", "--gpus", "1024", "--tokens", "300e9", "--json")[1])
     assert round(answer["days"][1]) == 34
     assert answer["plans"][0]["dp"] * answer["plans"][0]["tp"] * answer["plans"][0]["pp"] == 1024
     assert answer["techniques"]["zero3"]["parts"]["parameters"] == answer["parameters"] * 2 / 1024
-    assert "no plan fits" in run("--parameters", "7e9", "--gpus", "1", "--memory", "10").stdout
+    assert "no plan fits" in show("--parameters", "7e9", "--gpus", "1", "--memory", "10")[1]
 
 
 @pytest.mark.parametrize(
@@ -362,19 +320,12 @@ def test_pages_and_json():
     [
         ("--gpus 0", "--gpus 0"),
         ("--memory nan", "--memory nan"),
-        ("--gpus 2.5", "invalid int value: '2.5'"),
-        ("--memory 1e-9", "--memory 1e-09"),
         ("--gpus-per-node -8", "--gpus-per-node -8"),
-        ("--model gpt5", "'gpt5'"),
         ("--model gpt2-345m --parameters 7e9", "not allowed with"),
     ],
 )
 def test_bad_values_are_one_line(arguments, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["estimate.py", *arguments.split()])
     with pytest.raises(SystemExit) as stopped:
-        estimate.main()
+        page(monkeypatch, capsys, *arguments.split())
     error = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert error.count("\n") == 1
-    assert error.startswith("error: ")
-    assert words in error
+    assert (stopped.value.code, error.count("\n"), error[:7], words in error) == (2, 1, "error: ", True)
