@@ -153,12 +153,22 @@ def body_arguments():
 
 
 class Branches(nn.Sequential):
-    def forward(self, x, *which):  # uses the layers of these numbers only
-        return sum(((i + 1) * self[i](x) for i in which), torch.zeros(1, requires_grad=True) * 1)
+    """Uses the layers of the numbers that it is given only; nobody finds a tensor in an `opaque` output."""
+
+    opaque = False
+
+    def forward(self, x, *which):
+        y = sum(((i + 1) * self[i](x) for i in which), torch.zeros(1, requires_grad=True) * 1)
+        return (lambda: y) if self.opaque else {"y": [y], "more": (None, "x")}
 
 
 def branches(**arguments):
     return wrap(Branches(*(nn.Linear(6, 2, bias=False) for _ in range(4))), bucket_cap_mb=1e-6, **arguments)
+
+
+def sum_of(model, step, *which):
+    output = model(make_batch(pool.rank(), step), *which)
+    return output().sum() if model.module.opaque else output["y"][0].sum()
 
 
 def assert_branch(model, i, *steps):
@@ -167,12 +177,15 @@ def assert_branch(model, i, *steps):
     torch.testing.assert_close(model.module[i].weight.grad, (i + 1) * total.expand(2, 6) / pool.world_size())
 
 
-def body_order():
+def body_order(opaque):
     """Each rank uses the layers in an order of its own, and has their gradients in another."""
     model = branches()
-    model(make_batch(pool.rank(), 0), *range(4)[:: 1 - 2 * pool.rank()]).sum().backward()
-    for i in range(4):
-        assert_branch(model, i, (0, [0, 1]))
+    model.module.opaque = opaque
+    for step in range(2):
+        model.zero_grad()
+        sum_of(model, step, *range(4)[:: 1 - 2 * pool.rank()]).backward()
+        for i in range(4):
+            assert_branch(model, i, (step, [0, 1]))
 
 
 def body_no_sync():
@@ -196,51 +209,34 @@ def body_no_sync():
 def body_unused(as_view):
     rank, even = pool.rank(), range(0, pool.world_size(), 2)
     model = branches(find_unused_parameters=True, gradient_as_bucket_view=as_view)
-    model(make_batch(rank, 0), rank % 2, 3).sum().backward()  # rank r uses r % 2 and 3; nobody uses 2
+    sum_of(model, 0, rank % 2, 3).backward()  # rank r uses r % 2 and 3; nobody uses 2
     assert model.module[2].weight.grad is None
-    model(make_batch(rank, 1), 2).sum().backward()  # without zero_grad: a gradient that nobody adds to stays
+    sum_of(model, 1, 2).backward()  # without zero_grad: a gradient that nobody adds to stays
     assert_branch(model, 0, (0, even))
-    model(make_batch(rank, 2), *([0] if rank == 0 else [])).sum().backward()  # added to on one rank, none on others
+    sum_of(model, 2, *([0] if rank == 0 else [])).backward()  # added to on one rank, none on others
     assert_branch(model, 0, (0, even), (2, [0]))
     model.zero_grad()
-    model(make_batch(rank, 3)).sum().backward()  # nobody uses anything
+    sum_of(model, 3).backward()  # nobody uses anything
     assert [parameter.grad for parameter in model.parameters()] == [None] * 4
     with model.no_sync():
-        model(make_batch(rank, 4), rank % 2).sum().backward()  # used only here: it still arrives
-    model(make_batch(rank, 5), 3).sum().backward()
+        sum_of(model, 4, rank % 2).backward()  # used only here: it still arrives
+    sum_of(model, 5, 3).backward()
     assert_branch(model, 0, (4, even))
 
 
 def body_unused_error():
-    model, x = branches(), make_batch(pool.rank(), 0)
+    model = branches()
     with model.no_sync():
-        model(x, 1).sum().backward()  # is no help
-    loss = model(x, 0, 2).sum()
+        sum_of(model, 0, 1).backward()  # is no help
+    loss = sum_of(model, 0, 0, 2)
     loss.backward(retain_graph=True)  # branches 1 and 3 are not reached on any rank
     with torch.no_grad():
-        model(x, 0)  # evaluation goes on working
+        sum_of(model, 0, 0)  # evaluation goes on working
     words = f"prior iteration.* did not reach 1.weight, 3.weight on rank {pool.rank()}; try find_unused_parameters=True"
     with pytest.raises(RuntimeError, match=words):
-        model(x, 0, 1, 2, 3)
+        sum_of(model, 0, 0, 1, 2, 3)
     with pytest.raises(RuntimeError, match="ready only once"):
         loss.backward()
-
-
-class Outputs(nn.Linear):
-    def forward(self, x, opaque):
-        y = super().forward(x)
-        return (lambda: y) if opaque else {"y": [y], "more": (None, "x")}  # nobody finds tensors in the first
-
-
-def body_outputs(opaque):
-    model = wrap(Outputs(6, 2))
-    for step in range(2):
-        model.zero_grad()
-        output = model(make_batch(pool.rank(), step), opaque)
-        y = output() if opaque else output["y"][0]
-        y /= 10  # in place: outputs are the module's own tensors
-        y.square().sum().backward()
-        assert same_gradients_on_all_ranks(model)
 
 
 def body_discarded():
@@ -359,13 +355,12 @@ CLAIMS = {  # a body, on how many ranks, and what each of its arguments may be
     "all ranks start from rank 0, in what does not train as well": (body_start, [2]),
     "another dtype or state on one rank is an error on all": (body_different, [3], CHANGES),
     "arguments are PyTorch's, or refused by name": (body_arguments, [2]),
-    "buckets are sent in one order, whatever the order of gradients": (body_order, [2]),
+    "buckets are sent in one order, whatever that of gradients, and the outputs": (body_order, [2], YES_NO),
     "a backward is synchronised as its forward was": (body_no_sync, [2]),
     "unused parameters may differ by rank and by micro-batch": (body_unused, [3], YES_NO),
     "parameters that backward did not reach are named in the next": (body_unused_error, [2]),
     "a discarded wrapper is gone, its buckets too, and sends nothing": (body_discarded, [2]),
     "buffers are rank 0's in each training forward, and only then": (body_buffers, [2]),
-    "outputs may be anything": (body_outputs, [2], YES_NO),
     "PyTorch's hooks find what they find in PyTorch's": (body_hook, [2], HOOKS, YES_NO),
     "hooks run one bucket after another": (body_hook_order, [2]),
     "gradients hold what the cost table says": (body_held, [2], YES_NO),
