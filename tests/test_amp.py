@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F  # noqa: F401 (in ALIKE and UNLIKE)
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters, loss_of, make_batch, make_model
+from shared import OPTIMIZERS, Collectives, assert_same_parameters, loss_of, make_batch, make_model
 
 import amp
 
@@ -189,39 +189,6 @@ def test_masters_by_hand(name, dtype, clip):
         bitwise(list(model.parameters()), list(plain.parameters()))  # dtypes, too
         bitwise(ours.param_groups[0]["params"], masters)
     assert (skipped > 0) == (dtype == torch.float16)
-
-
-def body_data_parallel(dtype, scaled):
-    """A gradient overflows in the third step, on the last rank."""
-    N, sides = pool.world_size(), []
-    for ranks in ([pool.rank()], range(N)):
-        model = make_model("plain", torch.promote_types(dtype, torch.float32))
-        scaler = amp.GradScaler("cpu", 2.0**10, enabled=scaled, process_group=pool.group())
-        sides.append((model, wrapped(model, dtype, scaler), ranks))
-    (ours, *_), (plain, *_) = sides
-    for step in range(4):
-        for model, optimizer, ranks in sides:
-            optimizer.zero_grad()
-            for rank in ranks:
-                bad = INF if step == 2 and rank == N - 1 else 1.0
-                optimizer.scale(model(make_batch(rank, step).to(dtype)).double().square().mean() * bad).backward()
-            for p in model.parameters():
-                p.grad /= N
-                if model is ours:
-                    dist.all_reduce(p.grad, group=pool.group())
-            optimizer.step()
-        for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
-            assert step == 2 or a.grad.isfinite().all()
-            assert a.isfinite().all()  # nobody has made that step
-            assert_equal(a.detach(), b.detach(), exact=N == 2)
-
-
-@pytest.mark.parametrize(
-    ("N", "dtype", "scaled"), [(2, torch.bfloat16, False), (2, torch.float16, True), (3, torch.float64, True)]
-)
-def test_data_parallel_equals_one_device(N, dtype, scaled):
-    """Ranks that reduce gradients before the step, and one device that accumulates their micro-batches."""
-    pool.run(N, body_data_parallel, dtype, scaled)
 
 
 @pytest.mark.parametrize("order", ["model first", "model last", "optimizer alone"])
