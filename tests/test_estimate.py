@@ -76,14 +76,10 @@ def test_korthikantis_table_2(tp):
     assert kept(flash=True) == kept(recompute="selective")
 
 
-def test_korthikantis_figures():
-    """5as/h is 80 for GPT-3 and 64 for MT-NLG, so that selective recomputation saves 70% and 65%; figure 1."""
-    for model, saved in ((GPT3, 0.70), (MT_NLG, 0.65)):
-        assert 1 - activations(model, 1, recompute="selective") / activations(model, 1) == pytest.approx(
-            saved, abs=0.005
-        )
+def test_korthikantis_figure_1():
+    """On A100 of 80 GB tensor parallel only does not fit; selective recomputation and a split sequence do."""
     configs = [(GPT(48, 6144, 64, 51200, 2048), 4, 1), (GPT3, 1, 8), (MT_NLG, 1, 35), (ONE_T, 1, 64)]
-    for model, micro_batch, pp in configs:  # on A100 of 80 GB: tensor parallel only does not fit, theirs does
+    for model, micro_batch, pp in configs:
         plan = Plan(tp=8, pp=pp, micro_batch=micro_batch, accumulation=pp)
         parts = [footprint(model, replace(plan, flash=False)), footprint(model, replace(plan, sequence_parallel=True))]
         assert sum(parts[0].values()) > 80e9 > sum(parts[1].values())
@@ -220,12 +216,6 @@ def test_a_slower_wire_never_helps_and_the_best_plan_avoids_it(slow):
         assert slower[0].tp * slower[0].dp <= 8
 
 
-def test_a_pipeline_of_p_stages_idles_for_p_minus_1_over_m():
-    plans = [p for p in advise(MODELS["gpt2-345m"], 8, 80e9) if (p.pp, p.tp) == (8, 1)]
-    assert plans
-    assert all(p.times["bubble"] == pytest.approx(p.times["compute"] * 7 / p.accumulation) for p in plans)
-
-
 def test_what_micro_batches_recomputation_units_and_offload_cost():
     """(m+1)Ψ and 3mΨ; 12bsh per layer instead of 8; first stage min(p, m) times; five units; 32 bytes a parameter."""
     psi, each = MODEL.parameters(), Plan(dp=2, accumulation=3)
@@ -241,6 +231,8 @@ def test_what_micro_batches_recomputation_units_and_offload_cost():
     times = estimate.step_times(GPT3, Plan(dp=2, technique="zero2+offload"), 8, 1e12, 1e9, 1e9, 1e9)
     assert times["host"] == pytest.approx(32 * GPT3.parameters() / 2 / 1e9)
     assert estimate.step_times(GPT3, Plan(dp=2), 8, 1e12, 1e12, 1e9, 1e9)["data"] == 0  # hides behind computation
+    times = estimate.step_times(GPT3, Plan(pp=8, accumulation=3), 8, 1e12, 1e9, 1e9, 1e9)
+    assert times["bubble"] == pytest.approx(times["compute"] * 7 / 3)
 
 
 def test_savings_add_up():

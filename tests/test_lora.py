@@ -250,11 +250,10 @@ def test_nf4_rounds_to_the_nearest_value_of_each_block(n, block_size, double_qua
     expected = dequantize_by_definition(quantized, n)
     assert_equal(lora.dequantize_nf4(quantized), expected.to(dtype), exact=True)  # rounded once
     assert_equal(lora.dequantize_nf4(quantized, torch.float16), expected.half(), exact=True)
-    rounded, weight = lora.dequantize_nf4(plain, torch.float32), weight.float()
-    for i in range(0, n, block_size):
-        block, got = weight[i : i + block_size], rounded[i : i + block_size]
-        nearest = (block[:, None] / block.abs().max() - VALUES).abs().min(1).values
-        assert torch.allclose((block - got).abs() / block.abs().max(), nearest, atol=1e-6)
+    absmax = plain.absmax.repeat_interleave(block_size)[:n]
+    relative, got = weight.float() / absmax, lora.dequantize_nf4(plain, torch.float32) / absmax
+    nearest = (relative[:, None] - VALUES).abs().min(1).values
+    assert torch.allclose((relative - got).abs(), nearest, atol=1e-6)
     for name, buffer in lora.quantize_nf4(weight, block_size, double_quant).named_buffers():
         assert buffer.untyped_storage().nbytes() == buffer.nbytes  # no padding is held
         assert torch.equal(getattr(quantized, name), buffer)  # quantised in fp32

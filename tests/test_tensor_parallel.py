@@ -71,6 +71,7 @@ LAYOUTS = [  # a collective changes, or sends, only a part of what has gaps; clo
 
 
 def operators_are_each_the_others_transpose():
+    """<y, gradient> = <x, grad>, over all ranks, where what all ranks have alike counts once."""
     group, t, rank = pool.group(), pool.world_size(), pool.rank()
     same, own = randn(4 * t, 3, 2 * t), [randn(t, 3, 2 * t, seed=1 + r) for r in range(t)]
     cases = [  # operator, input, expected output, whether all ranks have the same gradient
@@ -85,20 +86,16 @@ def operators_are_each_the_others_transpose():
     for copied, (operator, x, expected, same_gradient) in itertools.product(LAYOUTS, cases):
         leaf = copied(x).requires_grad_()
         y = operator(leaf, group)
-        in_rank_order = operator is tp.reduce_scatter_to_sequence  # not in the order of gloo's ring
-        assert_equal(y.detach(), expected, exact=in_rank_order, what=str(operator))
+        close(y.detach(), expected, what=str(operator))
         gradient = copied(randn(*y.shape, seed=0 if same_gradient else 7 + rank))
         kept = gradient.clone()
         (grad,) = torch.autograd.grad(y, leaf, gradient)
-        bitwise(leaf.detach(), x)
-        bitwise(gradient, kept)  # autograd may still need it
-        # <y, gradient> = <x, grad>, over all ranks, with what all ranks have alike counted once
+        assert torch.equal(leaf, x)
+        assert torch.equal(gradient, kept)  # autograd may still need it
         left, right = (y * gradient).sum() / (t if same_gradient else 1), (x * grad).sum() / (t if x is same else 1)
         sides = torch.stack([left, right]).detach()
         dist.all_reduce(sides, group=group)
         close(*sides, what=str(operator))
-        assert x is not same or all(torch.equal(grad, other) for other in everyone(grad))
-        assert (y is leaf) == (t == 1)
         if operator is not tp.copy_to_region and t > 1:
             y.mul_(2)  # as dropout in place
     A, B = randn(2 * t, 3 * t), randn(3 * t, 2 * t, seed=1)
@@ -118,19 +115,18 @@ def backward_is_the_same(ours, plain, x, sp):
     check_same(ours, plain)
 
 
-def layers_are_drawn_as_plain_ones_and_share_nothing_with_them():
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4))
-    generator = torch.get_rng_state()
-    torch.manual_seed(1)
-    keywords = {"process_group": pool.group()}
-    drawn = tp.ColumnParallelLinear(4, 12, **keywords), tp.RowParallelLinear(12, 4, **keywords)
-    taken = [type(layer).from_full(whole, **keywords) for layer, whole in zip(drawn, plain, strict=True)]
-    assert torch.equal(generator, torch.get_rng_state())  # from_full draws nothing
-    for ours in (drawn, taken):
-        for name, whole in tp.full_state_dict(nn.Sequential(*ours)).items():
-            bitwise(whole, plain.get_parameter(name).detach())
-    assert taken[1].bias.data_ptr() != plain[1].bias.data_ptr()  # training ours leaves the plain one alone
+def layers_are_drawn_as_plain_ones():
+    group, drawn = {"process_group": pool.group()}, []
+    for column, row in ((nn.Linear, nn.Linear), (tp.ColumnParallelLinear, tp.RowParallelLinear)):
+        torch.manual_seed(1)
+        keywords = group if drawn else {}
+        drawn.append(nn.Sequential(column(4, 12, **keywords), row(12, 4, **keywords)))
+    drawn.append(tp.parallelize(copy.deepcopy(drawn[0]), {"0": "column", "1": "row"}, **group))
+    for name, whole in drawn[0].state_dict().items():
+        for ours in drawn[1:]:
+            bitwise(tp.full_state_dict(ours)[name], whole)
+    taken = tp.RowParallelLinear.from_full(drawn[0][1], **group)
+    assert taken.bias.data_ptr() != drawn[0][1].bias.data_ptr()  # training ours leaves the plain one alone
 
 
 def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
@@ -140,11 +136,9 @@ def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
     if tied:
         plain[1].weight = plain[0].weight
     ours = tp.parallelize(copy.deepcopy(plain), {"0": "vocab", "1": "vocab"}, group)
-    assert (ours[0].weight is ours[1].weight) == tied
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
-    for step, scale in enumerate((10, 100, 3000)):  # the last overflows exp()
-        tokens = torch.randint(V, (5, 3), generator=torch.Generator().manual_seed(step))
-        target = torch.randint(V, (5, 3), generator=torch.Generator().manual_seed(9 + step))
+    for step, scale in enumerate((10, 3000)):  # which overflows exp()
+        tokens, target = torch.randint(V, (2, 5, 3), generator=torch.Generator().manual_seed(step))
         target[0, 0] = ignore
         logits, expected = (m[1](scale * torch.tanh(m[0](tokens))) for m in (ours, plain))
         padded = torch.cat(everyone(logits), -1)
@@ -155,8 +149,6 @@ def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
         flat = expected.flatten(0, 1)
         reference = F.cross_entropy(flat, target.flatten(), None, None, ignore, None, "none", smoothing).view(5, 3)
         close(loss.detach(), reference.detach())
-        bitwise(loss.detach(), everyone(loss)[0])
-        assert loss[0, 0] == 0
         weight = randn(5, 3, seed=step)  # each token's loss has a gradient of its own
         (loss * weight).sum().backward()
         (reference * weight).sum().backward()
@@ -173,14 +165,6 @@ def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
 @given(st.integers(1, 4), st.integers(4, 13), FLAG, FLAG, st.sampled_from([0.0, 0.1]), st.sampled_from([-100, 2]))
 def test_vocabulary_and_loss_equal_one_device(N, V, bias, tied, smoothing, ignore):
     run(N, vocabulary_and_loss_equal_one_device, V, bias, tied, smoothing, ignore)
-
-
-def one_vector_and_a_frozen_weight():
-    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    plain[0].weight.requires_grad_(False)
-    ours = tp.parallelize(copy.deepcopy(plain).eval(), {"0": "column", "1": "row"}, pool.group())
-    assert not ours[0].training
-    backward_is_the_same(ours, plain, randn(4), False)
 
 
 class PlainLayer(nn.Module):
@@ -239,6 +223,7 @@ def parallel(model, sp):
 def three_steps_of_a_gpt_equal_one_device(sp, tied):
     torch.manual_seed(6)
     plain = gpt(tied)
+    plain[1].linear1.weight.requires_grad_(False)
     ours = parallel(copy.deepcopy(plain), sp)
     assert (ours[-1].weight is ours[0].weight) == tied
     optimizers = [OPTIMIZERS["momentum"](m.parameters()) for m in (ours, plain)]
@@ -414,12 +399,11 @@ def activations_kept_are_what_the_formula_says(sp):
 
 
 # ranks, kv_heads, swiglu, bias, sequence_parallel; ranks, sequence_parallel, tied
-LAYERS = [(2, 2, 1, 1, 1), (3, 3, 1, 0, 1), (4, 4, 1, 1, 0), (2, 12, 0, 1, 1)]
+LAYERS = [(2, 4, 1, 1, 1), (3, 3, 1, 0, 1), (4, 4, 1, 1, 0), (2, 12, 0, 1, 1)]
 TRAININGS = [(1, 1, 1), (2, 0, 1), (3, 1, 0)]
 CLAIMS = [
     *((N, operators_are_each_the_others_transpose) for N in (1, 3)),
-    (2, layers_are_drawn_as_plain_ones_and_share_nothing_with_them),
-    (2, one_vector_and_a_frozen_weight),
+    (2, layers_are_drawn_as_plain_ones),
     *((N, a_clipped_layer_equals_one_device, kv_heads, *map(bool, flags)) for N, kv_heads, *flags in LAYERS),
     *((N, three_steps_of_a_gpt_equal_one_device, *map(bool, flags)) for N, *flags in TRAININGS),
     (2, what_is_wrong_is_an_error_before_any_collective),
