@@ -173,6 +173,9 @@ def equals_one_device(make, schedule, m, v=1, shape=(6,)):
     assert [action for action, *_ in ours.timeline] == actions
     times = [0, *itertools.chain(*((start, end) for _, start, end in ours.timeline))]
     assert times == sorted(times)
+    if make is Branches:  # of a tuple, each tensor is put together along dimension 0
+        outputs = ours.eval_step(inputs)
+        assert outputs is None or [len(output) for output in outputs] == [2 * m] * 3 + [5 * m]
 
 
 def the_idea_is_right():
