@@ -196,6 +196,13 @@ def test_plans_fit_and_are_sorted_and_use_all():
     assert estimate.steps(1000, 3, 64) == 47
 
 
+def test_every_grid_and_technique_is_tried():
+    plans = advise(MODEL, 4, 80e9)
+    assert {(p.tp, p.pp) for p in plans} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    for dp, techniques in ((1, {"ddp", "zero2+offload"}), (2, set(TECHNIQUES))):
+        assert {p.technique for p in plans if p.dp == dp} == techniques
+
+
 @pytest.mark.parametrize("slow", ["intra", "inter", "host"])
 def test_a_slower_wire_never_helps_and_the_best_plan_avoids_it(slow):
     model = estimate.gpt_of(7e9)
@@ -216,7 +223,9 @@ def test_what_micro_batches_recomputation_units_and_offload_cost():
     assert full - none == 4 * MODEL.layers * 64 * 64 * 2 / 2
     one, four, many = (footprint(GPT3, Plan(pp=8, accumulation=m))["activations"] for m in (1, 4, 64))
     assert (four / one, many / one) == (4, 8)
-    assert footprint(GPT3, Plan(dp=2, technique="zero3"))["working"] == 5 * 2 * GPT3.block()
+    for technique, units in (("zero3", 5), ("lora", 2), ("ddp", 0)):
+        assert footprint(GPT3, Plan(dp=2, technique=technique))["working"] == units * 2 * GPT3.block()
+    assert set(traffic(GPT3, Plan()).values()) == {0.0}  # alone
     assert footprint(MODEL, Plan())["logits"] == 14 * 64 * 256
     assert estimate.flops_per_token(GPT3, "full") / estimate.flops_per_token(GPT3) == pytest.approx(4 / 3)
     times = estimate.step_times(GPT3, Plan(dp=2, technique="zero2+offload"), 8, 1e12, 1e9, 1e9, 1e9)
@@ -234,6 +243,8 @@ def test_savings_add_up():
         held = then if keep else held
     saves = {name: saves for name, saves, _, _ in rows}
     assert (saves["zero1"], saves["zero2"]) == (73.5e9, 12.25e9)
+    gigabytes = [3825.2, 2162.7, 788.3, 122.6, 117.3, 49.1, 36.8, 24.6, 26.6, 18.3, 4.9, 3.6, 14.9, 18.9]  # as it was
+    assert [round(then / 1e9, 1) for _, _, then, _ in rows] == gigabytes
 
 
 @pytest.mark.parametrize("technique", [*TECHNIQUES, "lora", "qlora"])
