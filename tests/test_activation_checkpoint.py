@@ -72,6 +72,17 @@ def test_training_is_bitwise_that_without(how):
     assert_same_parameters(ours, plain, exact=True)
 
 
+def test_the_idea_is_right_of_one_tensor_without_dropout():
+    results = []
+    for how in (ac.NaiveCheckpoint.apply, plainly):
+        layers, x = make_layers(2).eval(), make_batch(0, 0).requires_grad_()
+        y = each(how)(layers, x)
+        loss_of(y).backward()
+        results.append([y, x.grad, *(parameter.grad for parameter in layers.parameters())])
+    for ours, plain in zip(*results, strict=True):
+        assert_equal(ours, plain, exact=True)
+
+
 class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()

@@ -73,6 +73,16 @@ def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, tmp_p
     assert written(tmp_path / "x") == as_megatron_writes(documents, code)
 
 
+def test_no_index_stands_beside_the_tokens_of_another(tmp_path, monkeypatch):
+    """Whenever it is stopped: the old one goes first, the new one comes last."""
+    there, replace = [], os.replace
+    index = tmp_path / "x.idx"
+    monkeypatch.setattr(os, "replace", lambda *names: there.append(index.exists()) or replace(*names))
+    for documents in ([[1]], [[2, 3]]):
+        write_indexed(tmp_path / "x", documents, 257)
+    assert there == [False] * 4
+
+
 INDEX = as_megatron_writes([[1, 2, 3], [4, 5]])[1]
 REFUSED = [
     ("idx", INDEX[:20], "20 bytes that begin with"),
