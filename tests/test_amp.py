@@ -1,4 +1,4 @@
-"""amp.py against torch.amp.GradScaler, torch.autocast, masters kept by hand, one device, and training in fp32."""
+"""amp.py against torch.amp.GradScaler, torch.autocast, masters kept by hand, and training in fp32."""
 
 import copy
 import re

@@ -8,12 +8,11 @@ from itertools import product
 
 import pool
 import pytest
-import shared
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from claims import one_device
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from shared import OPTIMIZERS, assert_same_parameters, loss_of, make_batch, make_model
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -64,41 +63,31 @@ def test_buckets_hold_every_parameter_once_in_reverse_and_close_at_the_cap(sizes
             assert sum(tensor.nbytes for tensor in bucket) >= cap
 
 
-def body_train(kind, dtype, micro_batches, set_to_none, arguments):
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+TRAININGS = [
+    (1, "batchnorm", F32, 2, {}),
+    (2, "mixed", F32, 1, {"bucket_cap_mb": 1e-4}),
+    (2, "odd", BF16, 3, {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}),
+    (2, "batchnorm", F32, 1, {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}),
+    (2, "frozen", F32, 2, {"bucket_cap_mb": 1e-3, "gradient_as_bucket_view": True, "find_unused_parameters": True}),
+    (3, "tied", F64, 3, {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}),
+    (4, "plain", F64, 2, {"bucket_cap_mb": 1e-3, "find_unused_parameters": True}),
+]
+
+
+def body_train(kind, dtype, micro_batches, arguments):
     plain = make_model(kind, dtype)
     model = wrap(copy.deepcopy(plain), **arguments)
     optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (model, plain)]
-    for step in range(3):
+    for step in range(4):
         steps = range(10 * step, 10 * step + micro_batches)
-        model.zero_grad(set_to_none)
+        model.zero_grad(set_to_none=step % 2 == 0)
         for i in steps:
             with model.no_sync() if i < steps[-1] else nullcontext():
                 loss_at(i, model).backward()
         assert_mean(model, plain, *steps)
         for optimizer in optimizers:
             optimizer.step()
-
-
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-
-
-@settings(max_examples=12)
-@given(
-    st.sampled_from([(1, F32), (2, F32), (2, BF16), (3, F64), (4, F64)]),
-    st.sampled_from(shared.MODELS),
-    st.integers(1, 3),
-    st.booleans(),
-    st.fixed_dictionaries(
-        {
-            "bucket_cap_mb": st.sampled_from([1e-3, 1e-4, 1e-6, 25]),
-            "gradient_as_bucket_view": st.booleans(),
-            "find_unused_parameters": st.booleans(),
-        }
-    ),
-)
-def test_buckets_of_any_size_and_dtype_train_as_one_device(world, kind, micro_batches, set_to_none, arguments):
-    N, dtype = (2, F32) if kind == "mixed" else world
-    pool.run(N, body_train, kind, dtype, micro_batches, set_to_none, arguments)
 
 
 def body_naive():
@@ -365,7 +354,8 @@ CLAIMS = {  # a body, on how many ranks, and what each of its arguments may be
     "hooks run one bucket after another": (body_hook_order, [2]),
     "gradients hold what the cost table says": (body_held, [2], YES_NO),
 }
-CASES = [(claim, (body, *case)) for claim, (body, *choices) in CLAIMS.items() for case in product(*choices)]
+TRAINED = [("buckets of any size and dtype train as one device", (body_train, *row)) for row in TRAININGS]
+CASES = TRAINED + [(claim, (body, *case)) for claim, (body, *choices) in CLAIMS.items() for case in product(*choices)]
 
 
 @pytest.mark.parametrize(("claim", "case"), CASES, ids=lambda value: value if isinstance(value, str) else "")
