@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel as tp
 
+F32, BF16 = torch.float32, torch.bfloat16
 close = partial(assert_equal, exact=False)
 bitwise = partial(assert_equal, exact=True)
 
@@ -129,7 +130,7 @@ def layers_are_drawn_as_plain_ones():
 def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
     group = pool.group()
     torch.manual_seed(2)
-    plain = nn.Sequential(nn.Embedding(V, 6), nn.Linear(6, V, bool(bias)))
+    plain = nn.Sequential(nn.Embedding(V, 6), nn.Linear(6, V, bias))
     if tied:
         plain[1].weight = plain[0].weight
     ours = tp.parallelize(copy.deepcopy(plain), {"0": "vocab", "1": "vocab"}, group)
@@ -303,10 +304,10 @@ def what_is_wrong_is_an_error_before_any_collective():
 
 def sixteen_bits_are_right_to_their_precision(autocast):
     torch.manual_seed(9)
-    dtype, x = torch.float32 if autocast else torch.bfloat16, randn(8, 16)
+    dtype, x = F32 if autocast else BF16, randn(8, 16)
     plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     ours = tp.parallelize(copy.deepcopy(plain).to(dtype), {"0": "column", "2": "row"}, pool.group())
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", BF16, enabled=autocast):
         y = ours(x.to(dtype).requires_grad_())
     y.float().sum().backward()
     plain(x).sum().backward()
@@ -317,12 +318,7 @@ def sixteen_bits_are_right_to_their_precision(autocast):
     loss = tp.vocab_parallel_cross_entropy(shard, torch.arange(8), pool.group())
     expected = F.cross_entropy(reference, torch.arange(8), reduction="none")
     loss.sum().backward(), expected.sum().backward()
-    assert (y.dtype, gradient.dtype, loss.dtype, shard.grad.dtype) == (
-        torch.bfloat16,
-        dtype,
-        torch.float32,
-        torch.bfloat16,
-    )
+    assert (y.dtype, gradient.dtype, loss.dtype, shard.grad.dtype) == (BF16, dtype, F32, BF16)
     assert torch.allclose(loss, expected, rtol=1e-5)
     assert (shard.grad - mine(reference.grad, -1)).abs().max() <= 2**-8
 
@@ -397,8 +393,8 @@ CLAIMS = [
     *((N, operators_are_each_the_others_transpose) for N in (1, 3)),
     (2, layers_are_drawn_as_plain_ones),
     *((N, vocabulary_and_loss_equal_one_device, *options) for N, *options in VOCABULARIES),
-    *((N, a_clipped_layer_equals_one_device, kv_heads, *map(bool, flags)) for N, kv_heads, *flags in LAYERS),
-    *((N, three_steps_of_a_gpt_equal_one_device, *map(bool, flags)) for N, *flags in TRAININGS),
+    *((N, a_clipped_layer_equals_one_device, *options) for N, *options in LAYERS),
+    *((N, three_steps_of_a_gpt_equal_one_device, *options) for N, *options in TRAININGS),
     (2, what_is_wrong_is_an_error_before_any_collective),
     *((2, dropout_differs_inside_and_is_repeated_by_checkpoints, sp) for sp in (False, True)),
     *((2, sixteen_bits_are_right_to_their_precision, autocast) for autocast in (False, True)),
