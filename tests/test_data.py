@@ -214,6 +214,7 @@ def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(why, 
             end = time.monotonic() + 5  # for them to have started
             while not all(map(ignores_interrupts, workers)) and time.monotonic() < end:
                 time.sleep(0.02)
+            assert all(map(ignores_interrupts, workers))  # the first process sees to their end
             os.killpg(process.pid, signal.SIGINT if why == "Ctrl-C" else signal.SIGTERM)
         elif why != "the disk is full":
             os.kill(workers[0] if why == "a worker dies" else process.pid, signal.SIGKILL)
