@@ -1,6 +1,7 @@
 """tensor_parallel.py against one device; each linear layer alone, ours and PyTorch's, is in claims.py."""
 
 import copy
+import itertools
 import math
 from functools import partial
 
@@ -10,8 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from shared import OPTIMIZERS, Collectives, assert_equal
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel as tp
 
-FLAG = st.booleans()
+F32, BF16 = torch.float32, torch.bfloat16
 close = partial(assert_equal, exact=False)
 bitwise = partial(assert_equal, exact=True)
 
@@ -70,6 +69,7 @@ LAYOUTS = [  # a collective changes, or sends, only a part of what has gaps; clo
 
 
 def operators_are_each_the_others_transpose():
+    """<y, gradient> = <x, grad>, over all ranks, where what all ranks have alike counts once."""
     group, t, rank = pool.group(), pool.world_size(), pool.rank()
     same, own = randn(4 * t, 3, 2 * t), [randn(t, 3, 2 * t, seed=1 + r) for r in range(t)]
     cases = [  # operator, input, expected output, whether all ranks have the same gradient
@@ -81,27 +81,21 @@ def operators_are_each_the_others_transpose():
         (tp.gather_from_sequence, own[rank], torch.cat(own), False),
         (tp.reduce_scatter_to_sequence, own[rank], mine(sum(own)), False),
     ]
-    for copied in LAYOUTS:
-        for operator, x, expected, same_gradient in cases:
-            leaf = copied(x).requires_grad_()
-            y = operator(leaf, group)
-            bitwise(leaf.detach(), x)
-            in_rank_order = operator is tp.reduce_scatter_to_sequence  # not in the order of gloo's ring
-            (bitwise if in_rank_order else close)(y.detach(), expected.detach(), what=str(operator))
-            gradient = copied(randn(*y.shape, seed=0 if same_gradient else 7 + rank))
-            kept = gradient.clone()
-            (grad,) = torch.autograd.grad(y, leaf, gradient)
-            bitwise(gradient, kept)  # autograd may still need it
-            # <y, gradient> = <x, grad>, over all ranks, with what all ranks have alike counted once
-            left, right = (y * gradient).sum() / (t if same_gradient else 1), (x * grad).sum() / (t if x is same else 1)
-            sides = torch.stack([left, right]).detach()
-            dist.all_reduce(sides, group=group)
-            close(*sides, what=str(operator))
-            if x is same:
-                assert all(torch.equal(grad, other) for other in everyone(grad))
-            assert (y is leaf) == (t == 1)
-            if operator is not tp.copy_to_region and t > 1:
-                y.mul_(2)  # as dropout in place
+    for copied, (operator, x, expected, same_gradient) in itertools.product(LAYOUTS, cases):
+        leaf = copied(x).requires_grad_()
+        y = operator(leaf, group)
+        close(y.detach(), expected, what=str(operator))
+        gradient = copied(randn(*y.shape, seed=0 if same_gradient else 7 + rank))
+        kept = gradient.clone()
+        (grad,) = torch.autograd.grad(y, leaf, gradient)
+        assert torch.equal(leaf, x)
+        assert torch.equal(gradient, kept)  # autograd may still need it
+        left, right = (y * gradient).sum() / (t if same_gradient else 1), (x * grad).sum() / (t if x is same else 1)
+        sides = torch.stack([left, right]).detach()
+        dist.all_reduce(sides, group=group)
+        close(*sides, what=str(operator))
+        if operator is not tp.copy_to_region and t > 1:
+            y.mul_(2)  # as dropout in place
     A, B = randn(2 * t, 3 * t), randn(3 * t, 2 * t, seed=1)
     close(tp.parallel_mlp(same, mine(A, 1), mine(B), group), F.gelu(same @ A) @ B)
 
@@ -119,21 +113,18 @@ def backward_is_the_same(ours, plain, x, sp):
     check_same(ours, plain)
 
 
-def layers_are_drawn_as_plain_ones_and_share_nothing_with_them():
-    keywords, plain = {"process_group": pool.group()}, nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4))
-    torch.manual_seed(1)
-    for layer in plain:
-        layer.reset_parameters()
-    generator = torch.get_rng_state()
-    torch.manual_seed(1)
-    drawn = tp.ColumnParallelLinear(4, 12, **keywords), tp.RowParallelLinear(12, 4, **keywords)
-    assert torch.equal(generator, torch.get_rng_state())
-    taken = [type(layer).from_full(whole, **keywords) for layer, whole in zip(drawn, plain, strict=True)]
-    assert torch.equal(generator, torch.get_rng_state())  # from_full draws nothing
-    for ours in (drawn, taken):
-        for name, whole in tp.full_state_dict(nn.Sequential(*ours)).items():
-            bitwise(whole, plain.get_parameter(name).detach())
-    assert taken[1].bias.data_ptr() != plain[1].bias.data_ptr()  # training ours leaves the plain one alone
+def layers_are_drawn_as_plain_ones():
+    group, drawn = {"process_group": pool.group()}, []
+    for column, row in ((nn.Linear, nn.Linear), (tp.ColumnParallelLinear, tp.RowParallelLinear)):
+        torch.manual_seed(1)
+        keywords = group if drawn else {}
+        drawn.append(nn.Sequential(column(4, 12, **keywords), row(12, 4, **keywords)))
+    drawn.append(tp.parallelize(copy.deepcopy(drawn[0]), {"0": "column", "1": "row"}, **group))
+    for name, whole in drawn[0].state_dict().items():
+        for ours in drawn[1:]:
+            bitwise(tp.full_state_dict(ours)[name], whole)
+    taken = tp.RowParallelLinear.from_full(drawn[0][1], **group)
+    assert taken.bias.data_ptr() != drawn[0][1].bias.data_ptr()  # training ours leaves the plain one alone
 
 
 def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
@@ -143,11 +134,9 @@ def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
     if tied:
         plain[1].weight = plain[0].weight
     ours = tp.parallelize(copy.deepcopy(plain), {"0": "vocab", "1": "vocab"}, group)
-    assert (ours[0].weight is ours[1].weight) == tied
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, plain)]
-    for step, scale in enumerate((10, 100, 3000)):  # the last overflows exp()
-        tokens = torch.randint(V, (5, 3), generator=torch.Generator().manual_seed(step))
-        target = torch.randint(V, (5, 3), generator=torch.Generator().manual_seed(9 + step))
+    for step, scale in enumerate((10, 3000)):  # which overflows exp()
+        tokens, target = torch.randint(V, (2, 5, 3), generator=torch.Generator().manual_seed(step))
         target[0, 0] = ignore
         logits, expected = (m[1](scale * torch.tanh(m[0](tokens))) for m in (ours, plain))
         padded = torch.cat(everyone(logits), -1)
@@ -158,8 +147,6 @@ def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
         flat = expected.flatten(0, 1)
         reference = F.cross_entropy(flat, target.flatten(), None, None, ignore, None, "none", smoothing).view(5, 3)
         close(loss.detach(), reference.detach())
-        bitwise(loss.detach(), everyone(loss)[0])
-        assert loss[0, 0] == 0
         weight = randn(5, 3, seed=step)  # each token's loss has a gradient of its own
         (loss * weight).sum().backward()
         (reference * weight).sum().backward()
@@ -170,28 +157,6 @@ def vocabulary_and_loss_equal_one_device(V, bias, tied, smoothing, ignore):
         assert torch.cat(everyone(ours[0].weight))[V:].eq(0).all()
     gathered = tp.ColumnParallelLinear.from_full(plain[1], pad=True, gather_output=True, process_group=group)
     close(gathered(randn(2, 6)).detach(), plain[1](randn(2, 6)).detach())
-
-
-@settings(max_examples=15)
-@given(st.integers(1, 4), st.integers(4, 13), FLAG, FLAG, st.sampled_from([0.0, 0.1]), st.sampled_from([-100, 2]))
-def test_vocabulary_and_loss_equal_one_device(N, V, bias, tied, smoothing, ignore):
-    run(N, vocabulary_and_loss_equal_one_device, V, bias, tied, smoothing, ignore)
-
-
-def one_vector_a_frozen_weight_and_huge_logits():
-    group, t = pool.group(), pool.world_size()
-    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    plain[0].weight.requires_grad_(False)
-    ours = tp.parallelize(copy.deepcopy(plain).eval(), {"0": "column", "1": "row"}, group)
-    assert not ours[0].training
-    backward_is_the_same(ours, plain, randn(4), False)  # of one vector; what is frozen stays so
-    whole = (1e30 * randn(3, 4 * t)).float().requires_grad_()  # finite, but not its square
-    shard, target = mine(whole.detach(), -1).requires_grad_(), torch.tensor([0, 4 * t - 1, -100])
-    loss = tp.vocab_parallel_cross_entropy(shard, target, group)
-    expected = F.cross_entropy(whole, target, reduction="none")
-    (loss.sum() / 1e30).backward(), (expected.sum() / 1e30).backward()
-    assert torch.allclose(loss, expected)
-    assert torch.allclose(shard.grad, mine(whole.grad, -1))
 
 
 class PlainLayer(nn.Module):
@@ -205,12 +170,10 @@ class PlainLayer(nn.Module):
         self.mlp.linear1, self.mlp.linear2 = nn.Linear(h, (1 + swiglu) * f, bias), nn.Linear(f, h, bias)
 
     def forward(self, x):
-        heads = self.self_attn.qkv(self.norm1(x)).unflatten(-1, (-1, self.d))
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 2)
-        k, v = (y.repeat_interleave(self.heads // self.kv_heads, 2) for y in (k, v))
-        scores = torch.einsum("sbhd,tbhd->bhst", q, k) / self.d**0.5
-        scores = scores + torch.full((len(x), len(x)), -math.inf).triu(1)
-        x = x + self.self_attn.proj(torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), v).flatten(2))
+        heads = self.self_attn.qkv(self.norm1(x)).unflatten(-1, (-1, self.d)).movedim(0, 2)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.self_attn.proj(y.movedim(2, 0).flatten(2))
         gate, *up = self.mlp.linear1(self.norm2(x)).chunk(1 + self.swiglu, -1)
         return x + self.mlp.linear2(F.silu(gate) * up[0] if up else F.gelu(gate))
 
@@ -242,41 +205,37 @@ def gpt(tied=True):
     return model
 
 
-def parallel(model, group, sp):
-    model = tp.parallelize(model, PLAN, group, sequence_parallel=sp)
+def parallel(model, sp):
+    model = tp.parallelize(model, PLAN, pool.group(), sequence_parallel=sp)
     if sp:
-        model[0].register_forward_hook(lambda module, inputs, output: tp.scatter_to_sequence(output, group))
+        model[0].register_forward_hook(lambda module, inputs, output: tp.scatter_to_sequence(output, pool.group()))
     return model
 
 
 def three_steps_of_a_gpt_equal_one_device(sp, tied):
-    t, group = pool.world_size(), pool.group()
     torch.manual_seed(6)
-    plain, final = gpt(tied), []
-    for _ in range(2):  # the second: bitwise as the first
-        reference = copy.deepcopy(plain)
-        ours = parallel(copy.deepcopy(plain), group, sp)
-        assert (ours[-1].weight is ours[0].weight) == tied
-        optimizers = [OPTIMIZERS["momentum"](m.parameters()) for m in (ours, reference)]
-        for step in range(3):
-            window = torch.randint(29, (2 * t, 9), generator=torch.Generator().manual_seed(step))
-            tokens, target = window[:, :-1], window[:, 1:]
-            loss = tp.vocab_parallel_cross_entropy(ours(tokens), target, group).mean()
-            expected = F.cross_entropy(reference(tokens).flatten(0, 1), target.flatten())
-            for o, l in zip(optimizers, (loss, expected), strict=True):
-                o.zero_grad()
-                l.backward()
-            close(loss.detach(), expected.detach())
-            close(tp.clip_grad_norm_(ours, 0.5, group), nn.utils.clip_grad_norm_(reference.parameters(), 0.5))
-            for o in optimizers:
-                o.step()
-        check_same(ours, reference)
-        final.append(torch.cat([p.detach().flatten() for p in ours.parameters()]))
-    bitwise(*final)
-    loaded = parallel(gpt(tied), group, sp)
-    tp.load_full_state_dict(loaded, reference.state_dict())
+    plain = gpt(tied)
+    plain[1].linear1.weight.requires_grad_(False)
+    ours = parallel(copy.deepcopy(plain), sp)
+    assert (ours[-1].weight is ours[0].weight) == tied
+    optimizers = [OPTIMIZERS["momentum"](m.parameters()) for m in (ours, plain)]
+    for step in range(3):
+        window = torch.randint(29, (2 * pool.world_size(), 9), generator=torch.Generator().manual_seed(step))
+        tokens, target = window[:, :-1], window[:, 1:]
+        loss = tp.vocab_parallel_cross_entropy(ours(tokens), target, pool.group()).mean()
+        expected = F.cross_entropy(plain(tokens).flatten(0, 1), target.flatten())
+        close(loss.detach(), expected.detach())
+        for optimizer, each in zip(optimizers, (loss, expected), strict=True):
+            optimizer.zero_grad()
+            each.backward()
+        close(tp.clip_grad_norm_(ours, 0.5, pool.group()), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        for optimizer in optimizers:
+            optimizer.step()
+    check_same(ours, plain)
+    loaded = parallel(gpt(tied), sp)
+    tp.load_full_state_dict(loaded, plain.state_dict())
     for name, value in tp.full_state_dict(loaded).items():
-        bitwise(value, reference.state_dict()[name])
+        bitwise(value, plain.state_dict()[name])
 
 
 def dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
@@ -285,24 +244,22 @@ def dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
     with torch.no_grad():  # every head the same: what differs between ranks is dropout
         layer.self_attn.qkv.weight.copy_(randn(2, 8).repeat(12 // t, 1))
         layer.self_attn.qkv.bias.zero_()
-    seen = {}
+    seen, results = {}, []
     layer.self_attn.proj.register_forward_pre_hook(lambda m, inputs: seen.update(inside=inputs[0].detach()))
     layer.dropout.register_forward_hook(lambda m, inputs, output: seen.update(outside=output.detach() == 0))
-    results = []
-    for how in ("plain", "plain", "reentrant", "not reentrant"):
+    for how in ("plain", "checkpointed"):
         tp.model_parallel_seed(3, group)
         layer.zero_grad()
         x = randn(4 if sp else 4 * t, 2, 8).requires_grad_()
-        y = layer(x) if how == "plain" else checkpoint(layer, x, use_reentrant=how == "reentrant")
+        y = layer(x) if how == "plain" else checkpoint(layer, x, use_reentrant=False)
         after = torch.rand(3)
         (y * randn(*y.shape)).sum().backward()
         results.append([y.detach(), x.grad, after, *(p.grad.clone() for p in layer.parameters())])
         inside, outside = (len({tuple(o.flatten().tolist()) for o in everyone(seen[k])}) for k in ("inside", "outside"))
         assert (inside, outside) == (t, t if sp else 1)
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            bitwise(a, b)
-    assert all(torch.equal(results[0][2], other) for other in everyone(results[0][2]))
+    for a, b in zip(*results, strict=True):
+        bitwise(a, b)
+    bitwise(*everyone(after))  # what is drawn later is alike again
     between = tp.parallelize(nn.Sequential(nn.Dropout(0.5)), {"0": "dropout"}, group)
     assert not torch.equal(*everyone(between(torch.ones(50))))
     for evaluated in (layer.eval(), between.eval()):
@@ -311,13 +268,11 @@ def dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
 
 REFUSED = {
     "tp.check_divides('heads', 12, 5)": r"12 heads do not divide by 5 .*; use a world size of 1, 2, 3, 4, 6 or 12$",
-    "tp.check_divides('heads', 1, 4)": r"use a world size of 1$",
     "tp.ColumnParallelLinear(4, 7, **g)": "7 output features do not divide by 2 .* of 1 or 7",
     "tp.RowParallelLinear(7, 4, **g)": "7 input features",
     "tp.ParallelSelfAttention(9, 3, **g)": "3 attention heads",
     "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
     "tp.ParallelMLP(4, 7, activation='swiglu', **g)": "7 output features",
-    "tp.ParallelMLP(4, 8, activation='glu', **g)": "glu",
     "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": "use a world size of 1 or 3",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": "out of range",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([7]))": "out of range",  # on all ranks, the one with padding too
@@ -325,54 +280,45 @@ REFUSED = {
     "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"targets \(1,\), logits \(3, 4\)",
     "tp.parallelize(gpt, {'nothing': 'column'}, **g)": "'nothing'",
     "tp.parallelize(gpt, {'3': 'row'}, **g)": "'3' .*LayerNorm.* 'row'",
-    "tp.parallelize(seven, {'0': 'dropout', '1': 'column'}, **g)": "'1' is Linear.* 7 output features",
-    "tp.parallelize(gpt, {'0': 'vocab', '4': 'row'}, **g)": "4.weight is tied",
     "tp.parallelize(gpt, {'0': 'vocab'}, **g)": "4.weight is tied",
 }
 
 
 def what_is_wrong_is_an_error_before_any_collective():
-    names = {"tp": tp, "nn": nn, "ones": torch.ones, "tensor": torch.tensor, "g": {"process_group": pool.group()}}
-    names |= {"seven": nn.Sequential(nn.Dropout(), nn.Linear(6, 7), nn.Linear(7, 6)), "gpt": gpt()}
+    g, alone = {"process_group": pool.group()}, dist.new_group([0])
+    names = {"tp": tp, "nn": nn, "ones": torch.ones, "tensor": torch.tensor, "gpt": gpt(), "g": g}
     for call, words in REFUSED.items():
         with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
             eval(call, names)
         assert not seen.calls, call
     for token in (-1, 8):
         with pytest.raises(IndexError, match="out of bounds"):
-            tp.vocab_parallel_cross_entropy(torch.ones(1, 4), torch.tensor([token]), pool.group())
+            tp.vocab_parallel_cross_entropy(torch.ones(1, 4), torch.tensor([token]), **g)
     other = nn.Sequential(nn.Linear(4, 4 + 2 * pool.rank()))
     with pytest.raises(ValueError, match=r"differ: 0.bias \(4,\) .*, 0.bias \(6,\)"):
-        tp.parallelize(other, {"0": "column"}, pool.group())
-
-
-def a_rank_outside_of_the_group_is_told():
-    group = dist.new_group([0, 1])
-    if dist.get_rank() > 1:
-        for call in (partial(tp.ColumnParallelLinear, 4, 4), partial(tp.copy_to_region, randn(2))):
-            with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not a member"):
-                call(process_group=group)
+        tp.parallelize(other, {"0": "column"}, **g)
+    if pool.rank() == 1:
+        with pytest.raises(ValueError, match="rank 1 is not a member"):
+            tp.copy_to_region(randn(2), alone)
 
 
 def sixteen_bits_are_right_to_their_precision(autocast):
     torch.manual_seed(9)
-    dtype, x = torch.float32 if autocast else torch.bfloat16, randn(8, 16)
+    dtype, x = F32 if autocast else BF16, randn(8, 16)
     plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     ours = tp.parallelize(copy.deepcopy(plain).to(dtype), {"0": "column", "2": "row"}, pool.group())
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", BF16, enabled=autocast):
         y = ours(x.to(dtype).requires_grad_())
-    assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     plain(x).sum().backward()
     for name, gradient in tp.full_state_dict(ours, gradients=True).items():
         theirs = plain.get_parameter(name).grad
-        assert gradient.dtype == dtype
         assert (gradient - theirs).abs().max() <= 8 * 2**-8 * theirs.abs().max(), name
     shard, reference = mine(y, -1).detach().requires_grad_(), y.detach().float().requires_grad_()
     loss = tp.vocab_parallel_cross_entropy(shard, torch.arange(8), pool.group())
     expected = F.cross_entropy(reference, torch.arange(8), reduction="none")
     loss.sum().backward(), expected.sum().backward()
-    assert (loss.dtype, shard.grad.dtype) == (torch.float32, torch.bfloat16)
+    assert (y.dtype, gradient.dtype, loss.dtype, shard.grad.dtype) == (BF16, dtype, F32, BF16)
     assert torch.allclose(loss, expected, rtol=1e-5)
     assert (shard.grad - mine(reference.grad, -1)).abs().max() <= 2**-8
 
@@ -397,7 +343,7 @@ def communication_overlaps_the_weights_gradient(sp):
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize(("t", "rank"), [(1, 0), (2, 1), (8, 3), (1024, 0)])
+@pytest.mark.parametrize(("t", "rank"), [(8, 3), (1024, 0)])
 def test_it_sends_and_holds_what_the_formula_says(t, rank, sp):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=t)
     try:
@@ -439,21 +385,21 @@ def activations_kept_are_what_the_formula_says(sp):
     assert loss_keeps / logits.numel() == pytest.approx(1, abs=0.01)  # one float per logit; indices and masks
 
 
-# ranks, kv_heads, swiglu, bias, sequence_parallel; ranks, sequence_parallel, tied
-LAYERS = [(2, 2, 1, 1, 1), (3, 3, 1, 0, 1), (4, 4, 1, 1, 0), (4, 12, 0, 1, 1)]
-TRAININGS = [(1, 1, 1), (2, 0, 1), (3, 1, 1), (4, 0, 0)]
+# ranks, tokens, bias, tied, smoothing, the ignored; kv_heads, swiglu, bias, sequence_parallel; sequence_parallel, tied
+VOCABULARIES = [(1, 4, 1, 1, 0.1, 2), (2, 13, 1, 0, 0.0, -100), (3, 4, 0, 1, 0.1, 2), (4, 5, 1, 1, 0.1, -100)]
+LAYERS = [(2, 4, 1, 1, 1), (3, 3, 1, 0, 1), (4, 4, 1, 1, 0), (2, 12, 0, 1, 1)]
+TRAININGS = [(1, 1, 1), (2, 0, 1), (3, 1, 0)]
 CLAIMS = [
-    *((N, operators_are_each_the_others_transpose) for N in (1, 2, 3)),
-    (2, layers_are_drawn_as_plain_ones_and_share_nothing_with_them),
-    *((N, one_vector_a_frozen_weight_and_huge_logits) for N in (1, 2)),
-    *((N, a_clipped_layer_equals_one_device, kv_heads, *map(bool, flags)) for N, kv_heads, *flags in LAYERS),
-    *((N, three_steps_of_a_gpt_equal_one_device, *map(bool, flags)) for N, *flags in TRAININGS),
-    *((2, dropout_differs_inside_and_is_repeated_by_checkpoints, sp) for sp in (False, True)),
+    *((N, operators_are_each_the_others_transpose) for N in (1, 3)),
+    (2, layers_are_drawn_as_plain_ones),
+    *((N, vocabulary_and_loss_equal_one_device, *options) for N, *options in VOCABULARIES),
+    *((N, a_clipped_layer_equals_one_device, *options) for N, *options in LAYERS),
+    *((N, three_steps_of_a_gpt_equal_one_device, *options) for N, *options in TRAININGS),
     (2, what_is_wrong_is_an_error_before_any_collective),
-    (3, a_rank_outside_of_the_group_is_told),
+    *((2, dropout_differs_inside_and_is_repeated_by_checkpoints, sp) for sp in (False, True)),
     *((2, sixteen_bits_are_right_to_their_precision, autocast) for autocast in (False, True)),
     *((2, communication_overlaps_the_weights_gradient, sp) for sp in (False, True)),
-    *((N, activations_kept_are_what_the_formula_says, sp) for N in (1, 4) for sp in (False, True)),
+    *((4, activations_kept_are_what_the_formula_says, sp) for sp in (False, True)),
 ]
 
 
