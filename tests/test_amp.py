@@ -7,7 +7,6 @@ from functools import partial
 import pool
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F  # noqa: F401 (in ALIKE and UNLIKE)
 from hypothesis import given
