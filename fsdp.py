@@ -11,14 +11,15 @@ buffer, cut into N equal pieces wherever the cuts fall. One step of a unit on N 
 ḡᵣ is rank r's piece of the mean gradient, which is all that its optimizer needs. Communication hides behind the units
 next to it: the next unit is gathered while this one computes, and reduced while the one after it does.
 
-Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit. 2u: of the unit that computes and the
-one being gathered; 3u: of the gradient being made, the one sent, and what arrives.
+Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit:
 
                                   parameters   gradients   optimizer   sent per step
     DDP                               Ψ           2Ψ          2Ψ       2Ψ(N-1)/N
     FSDP, at rest                    Ψ/N         Ψ/N         2Ψ/N
           in forward, backward     + 2u         + 3u                   3Ψ(N-1)/N: two all-gathers, one reduce-scatter
           reshard_after_forward=False: + Ψ      + 3u                   2Ψ(N-1)/N: no all-gather in backward
+
+2u: the unit that computes and the one being gathered. 3u: the gradient being made, the one sent, and what arrives.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
 Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
@@ -91,12 +92,12 @@ def forward_sharded(module, pieces, *inputs, process_group=None):
 # 2. The real one: units, whose parameters are gathered, freed and reduced together. Nothing is computed twice.
 
 
-def exchange(works, sent, received, group, tag):
-    """Begin to send sent[r] to each other rank r, and to fill received[r] from it. The tag says of which unit."""
+def exchange(works, sent, received, group):
+    """Begin to send sent[r] to each other rank r, and to fill received[r] from it."""
     for r in range(len(received)):
         if r != dist.get_rank(group) and received[r].numel():
-            works.append(dist.isend(sent[r], group=group, tag=tag, group_dst=r))
-            works.append(dist.irecv(received[r], group=group, tag=tag, group_src=r))
+            works.append(dist.isend(sent[r], group=group, group_dst=r))
+            works.append(dist.irecv(received[r], group=group, group_src=r))
 
 
 def wait(works):
@@ -113,7 +114,7 @@ class Place:
         # Dimensions keep their order in memory: products of transposed matrices round as they did.
         self.layout = parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset
         whole = unit.gathered.as_strided(*self.layout)
-        self.whole = nn.Parameter(whole.data)  # .data: what is gathered later is no change of what autograd has saved
+        self.whole = nn.Parameter(whole.data)  # .data: gathering anew is no change of what autograd has saved
         start = offset - unit.rank * unit.chunk
         self.here = slice(max(start, 0), max(start + parameter.numel(), 0))  # in this rank's piece
         self.shard = nn.Parameter(unit.flat[self.here], parameter.requires_grad)
@@ -137,10 +138,10 @@ class Unit:
         self.N, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.ranks, self.reshard_after_forward = math.prod(map(dist.get_world_size, groups)), reshard_after_forward
         found = find_parameters(module, groups)
-        like = next(iter(found), torch.empty(0))
-        self.device = torch.device("cuda" if nccl else "cpu" if like.is_meta else like.device)
+        first = next(iter(found), torch.empty(0))
+        self.device = torch.device("cuda" if nccl else "cpu" if first.is_meta else first.device)
         self.inputs_dtype, reduce_dtype = mp_policy or (None, None)
-        self.dtype, self.param_dtype = like.dtype, self.inputs_dtype or like.dtype
+        self.dtype, self.param_dtype = first.dtype, self.inputs_dtype or first.dtype
         self.reduce_dtype = reduce_dtype or self.param_dtype
         # float16 is divided before the sum, which would be inf above 65504; others after it, and rounded as one device
         self.early = 1 / self.ranks if self.reduce_dtype == torch.float16 else 1
@@ -178,7 +179,7 @@ class Unit:
         pieces, self.works = self.gathered.chunk(self.N), []
         mine = pieces[self.rank].copy_(self.flat, non_blocking=True)
         if mine.is_cpu:
-            exchange(self.works, [mine] * self.N, pieces, self.group, self.number)
+            exchange(self.works, [mine] * self.N, pieces, self.group)
         else:
             self.works += [all_gather_single(self.gathered, mine, group=self.group, async_op=True)]
 
@@ -218,7 +219,7 @@ class Unit:
         self.sent = works, terms, unused
         if self.kept.is_cpu:  # in rank order, as one device adds them
             terms += [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
-            exchange(works, parts, terms, self.group, self.number)
+            exchange(works, parts, terms, self.group)
         else:
             terms += [torch.empty_like(parts[self.rank])]
             works += [reduce_scatter_single(terms[0], self.kept, group=self.group, async_op=True)]
@@ -251,8 +252,8 @@ class Unit:
 #     ends         wait for reduce 1, free 0, reduce 0      wait for reduce 0
 #
 # Blocks nest, and are called in any order: when is 2 past? Autograd runs nodes in reverse order of creation. So once it
-# reaches a call that had ended before this one of unit 2 began, it is past this one. A unit that was called earlier,
-# too, is reached again, and has gradients only then: autograd makes a gradient when it has all its terms.
+# reaches a call that had ended before this one of unit 2 began, it is past this one. If unit 2 had been called before,
+# too, it is reached once more, and has gradients only then: autograd makes a gradient when it has all its terms.
 
 clock = itertools.count()
 running_backward = torch._C._current_graph_task_id  # -1: none. In one, a forward is a checkpoint's that computes again
@@ -263,7 +264,7 @@ class Order:
 
     def __init__(self, units):
         self.units, self.outermost, self.backward = units, None, None  # whose call, which backward is under way
-        self.latest, self.following = None, {}  # the latest (unit, how it came up), and who came after it the last time
+        self.latest, self.following = None, {}  # (unit, how it came up); {(unit, how): who came after it the last time}
         for number, unit in enumerate(units):
             unit.order, unit.number = self, number
 
@@ -298,7 +299,7 @@ class Order:
             finish = functools.partial(self.settle, ended=True)
             self.backward, self.latest = weakref.ref(finish), None
             torch.autograd.Variable._execution_engine.queue_callback(finish)
-        self.reduce(end)
+        self.reduce_past(end)
         unit.reached = start
         self.advance(unit, "reached")
 
@@ -310,7 +311,7 @@ class Order:
             following.gather()
         self.following[self.latest], self.latest = unit, (unit, how)
 
-    def reduce(self, end):
+    def reduce_past(self, end):
         """Free and begin to reduce the units that are past, once backward is where a call ended at `end`."""
         for unit in self.units:
             if unit.reached > end:
@@ -324,7 +325,7 @@ class Order:
     def settle(self, ended=False):
         """All units at rest. What is left of a backward that `ended` is reduced, of one that raised forgotten."""
         if ended:
-            self.reduce(-1)
+            self.reduce_past(-1)
             self.backward = None
         for unit in self.units:
             unit.reshard()
@@ -358,8 +359,9 @@ def fully_shard(
 
     Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
     rank's shards: 1-D, under their old names, perhaps empty; after backward .grad are pieces of the mean gradient, None
-    where no rank has one (clip_grad_norm_ of this file clips them; torch's would by each rank's own norm). They start
-    as the first rank has them, or as reset_parameters() draws those on the meta device. Buffers stay each rank's own.
+    where no rank has one. Use clip_grad_norm_ of this file and, for fp16, amp.py's GradScaler: PyTorch's would see each
+    rank's own norm, or its own inf. Parameters start as the first rank has them, or as reset_parameters() draws those
+    on the meta device; buffers stay each rank's own.
     mesh, instead of process_group: the last dimension shards, one before it replicates (hybrid sharding).
     reshard_after_forward: False keeps what was gathered until backward has used it.
     """
@@ -378,7 +380,7 @@ def fully_shard(
             raise RuntimeError("each rank has shards of these parameters: call full_state_dict(model) instead")
         unit.order.settle()
 
-    module.register_forward_pre_hook(lambda _, *inputs: unit.order.begin(unit, inputs), prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(lambda _, *both: unit.order.begin(unit, both), prepend=True, with_kwargs=True)
     module.register_forward_hook(lambda _, inputs, output: unit.order.end(unit, output))
     module.register_state_dict_pre_hook(before_state_dict)
     return module
@@ -433,7 +435,7 @@ def clip_grad_norm_(module, max_norm):
         raise ValueError(f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too")
     unit = next(unit for unit in units_of(module) if unit.places)
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]  # 512², too large for float16
+    squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]
     total = sum(squares, torch.zeros((), dtype=torch.float64, device=unit.flat.device)).to(unit.device)
     dist.all_reduce(total, group=unit.group)
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total.sqrt())

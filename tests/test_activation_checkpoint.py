@@ -83,22 +83,6 @@ def test_the_idea_is_right_of_one_tensor_without_dropout():
         assert_equal(ours, plain, exact=True)
 
 
-def test_the_naive_form():
-    """Bitwise by backward, of the input and of parameters, where nothing is drawn."""
-    x, layer, results = torch.randn(4, 6, requires_grad=True), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.GELU()), []
-    for how in (ac.NaiveCheckpoint.apply, plainly):
-        with ac.Alive() as alive:
-            y = how(layer, x)
-            kept = alive.bytes()
-        results.append([y, *torch.autograd.grad(y.square().sum(), x, retain_graph=True)])
-        layer.zero_grad()
-        y.sum().backward()
-        results[-1] += [layer[0].weight.grad, layer[0].bias.grad]
-        assert (kept == y.nbytes) == (how is not plainly)
-    for ours, plain in zip(*results, strict=True):
-        assert_equal(ours, plain, exact=True)
-
-
 class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()
