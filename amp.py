@@ -23,7 +23,7 @@ Bytes per parameter, with Adam (Ψ parameters, N ranks); step() takes 4 more, fo
 Run:      torchrun --nproc-per-node 2 amp.py          (python amp.py is a world of one)
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's mixed-precision optimizer
-Left out: fp8, bf16 without masters (arXiv 2010.06192), closures, autocast of recurrent layers, groups added later
+Left out: fp8, bf16 without masters (arXiv 2010.06192), closures, autocast of recurrent layers, weights written by .data
 """
 
 import argparse
@@ -182,6 +182,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 group["params"][i] = self._masters[weight] = weight.detach().to(wide, copy=True)
                 weight.data = weight.data.to(dtype)
         optimizer.load_state_dict(state)  # moments of the weights are those of the masters now, and in their dtype
+        self._write_weights()
 
     def __getattr__(self, name):  # param_groups, state, defaults, hooks: those of the optimizer
         return getattr(self.__dict__["optimizer"], name)
@@ -189,11 +190,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _write_weights(self):
         torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        self._versions = [weight._version for weight in self._masters]
 
     @torch.no_grad()
     def _read_weights(self):  # those that others wrote since; where one agrees with its master, that has more bits
-        for weight, master in self._masters.items():
-            master.copy_(torch.where(master.to(self.dtype) == weight, master, weight))
+        for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
+            if weight._version != version:
+                master.copy_(torch.where(master.to(self.dtype) == weight, master, weight))
 
     def unscale_(self):
         """Cast the gradients up, into the masters' .grad, and divide by the scale; step() does it where you do not."""
