@@ -82,7 +82,7 @@ def body_equal(tp, pp, flags, masked):
 
 
 EQUAL = [(grid, f"--zero1 --sequence-parallel {SGD}", 0.4) for grid in GRIDS]
-EQUAL += [((4, 1), "", 0.0), ((1, 4), "", 0.0), ((2, 2), "", ALL), ((1, 1), SGD, HALF), ((1, 2), SGD, HALF)]
+EQUAL += [((1, 4), "", 0.0), ((2, 2), "", ALL), ((1, 1), SGD, HALF), ((1, 2), SGD, HALF)]
 EQUAL += [((2, 1), "--sequence-parallel --micro-batch-size 1", 0.4), ((2, 1), "--zero1 --clip-grad 0", HALF)]
 EQUAL += [((2, 2), f"--schedule {name} --sequence-parallel", 0.4) for name in ("gpipe", "zero_bubble")]
 EQUAL += [((2, 2), f"--schedule interleaved_1f1b --stages-per-rank 2 {flag}", 0.0) for flag in ("", "--zero1")]
@@ -230,7 +230,7 @@ GOES_ON = [
     ((1, 1), "--zero1 --dropout 0.3", (1, 4), "--dropout 0.3"),  # the same masks on any stage and pipeline
     ((2, 1), "--zero1", (2, 2), "--sequence-parallel"),
     ((1, 4), "", (2, 1), "--zero1"),
-    ((4, 1), "", (1, 2), f"--zero1 {INTERLEAVED}"),
+    ((2, 1), "", (1, 2), f"--zero1 {INTERLEAVED}"),
     ((2, 2), "", (1, 1), ""),
 ]
 
@@ -328,7 +328,9 @@ def body_costs(tp, pp, flags):
 ZERO = "--sequence-parallel --schedule gpipe --micro-batch-size 1 --zero1"
 
 
-@pytest.mark.parametrize(("grid", "flags"), [((4, 1), ""), ((2, 2), ""), *((grid, ZERO) for grid in GRIDS)], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "flags"), [((4, 1), ""), ((2, 2), ""), *((grid, ZERO) for grid in GRIDS[3:])], ids=str
+)
 def test_sent_and_held_bytes(grid, flags):
     """By axis what the formulas say; every parameter is in the norm once."""
     pool.run(4, body_costs, *grid, flags)

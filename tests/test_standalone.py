@@ -80,9 +80,8 @@ def test_a_gradient_scaled_by_1_001_is_seen(name, tmp_path):
     assert re.search(r"vs 1 device .* NOT equal within \S+: \de-\d\d over 2 steps", done.stdout)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks(ranks):
+def test_more_ranks():
     """More than two ranks sum in another order: the demo goes over to float64, and says what it found."""
-    done = fork(ROOT / "ddp.py", "--steps", 2, ranks=ranks)
+    done = fork(ROOT / "ddp.py", "--steps", 2, ranks=3)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"vs 1 device .* equal within 1e-09: \de-1\d over 2 steps", done.stdout)
