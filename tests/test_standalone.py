@@ -4,7 +4,7 @@ import re
 import shutil
 
 import pytest
-from launch import ALONE, ROOT, TORCHRUN, fork, launch
+from launch import ALONE, ROOT, fork
 
 NUMBER = r"(\d+\.\d)"
 LINES = [
@@ -54,14 +54,6 @@ def test_demo(path, ranks, tmp_path):
         if "sent" in pattern:
             assert match.group(1) == match.group(2)
     assert [left.name for left in folder.iterdir()] == [path.name]
-
-
-def test_torchrun(tmp_path):
-    """The command of every docstring, and the port that torchrun chooses."""
-    shutil.copy(ROOT / "ddp.py", tmp_path)
-    done = launch([*TORCHRUN, "--nproc-per-node", 2, "ddp.py", "--steps", 3], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "bitwise equal over 3 steps" in done.stdout
 
 
 def test_no_thread_outlives_the_group_of_all_together():
