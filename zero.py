@@ -28,8 +28,8 @@ Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py is a worl
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021, ZeRO-Offload, 2101.06840
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's stages 1, 2, 3
 Left out: optimizers that need whole matrices (Adafactor, Muon), closures, sparse gradients, loss scaling (amp.py),
-          offload to disk (DeepSpeed), meta-device construction and shards under any optimizer (fsdp.py); in Zero3 modules
-          that return their input changed in place, or a view of a parameter
+          offload to disk (DeepSpeed), meta-device construction and shards under any optimizer (fsdp.py); in Zero3
+          modules that return their input changed in place, or a view of a parameter
 """
 
 import argparse
