@@ -524,7 +524,7 @@ class Session(ddp.Demo):
         self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
         self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
         if args.save_interval < 1 or (args.save and args.compare):
-            raise ValueError(f"--save-interval {args.save_interval}: it must be at least 1; --save is of one grid")
+            raise ValueError(f"--save-interval {args.save_interval}: must be at least 1; --save not with --compare")
         directory = args.save if args.save and os.path.exists(os.path.join(args.save, "latest")) else args.load
         if directory:
             load(trainer, directory)

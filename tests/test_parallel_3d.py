@@ -379,10 +379,23 @@ def test_the_default_on_8_ranks(tmp_path):
     assert re.search(rf"^loss +{lines[0]['loss']:.3f} → {lines[-1]['loss']:.3f}$", output, re.M)
 
 
-def test_a_wrong_command_line():
-    done = fork(FILE, "--tp", 3)
-    assert done.returncode == 2
-    assert done.stderr == "error: --tp 3 × --pp 1 = 3 ranks must divide the world of 1\n"
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tp", 3], "--tp 3 × --pp 1 = 3 ranks must divide the world of 1"),
+        (["--compare", "--save", "nowhere"], "--save-interval 100: must be at least 1; --save not with --compare"),
+    ],
+)
+def test_a_wrong_command_line(flags, message):
+    done = fork(FILE, *flags)
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_grids_to_compare():
+    """All that fit the world, the heads and, with two stages on each rank, the blocks."""
+    args = argparse.Namespace(tp=None, pp=None, compare=True, stages_per_rank=2)
+    session = argparse.Namespace(ranks=8, config=SMALL, args=args)
+    assert parallel_3d.Session.grids(session) == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
 
 
 HURT = """
@@ -414,7 +427,7 @@ def test_stopped_and_killed(tmp_path):
     documents = [[i % 7 * 30 + j for j in range(40)] for i in range(30)]
     parallel_3d.data.write_indexed(tmp_path / "corpus", documents, 257)
     (tmp_path / "hurt.py").write_text(HURT)
-    flags = ["--data", tmp_path / "corpus", "--save", tmp_path / "saved", "--save-interval", 1, "--steps", 5]
+    flags = [f"--data={tmp_path}/corpus", "--save", tmp_path / "saved", "--save-interval", 1, "--steps", 5]
     flags += ["--sequence-length", 16, "--global-batch-size", 4, "--metrics", tmp_path / "m"]
     done = fork(tmp_path / "hurt.py", *flags, ranks=2)
     assert done.returncode == 0, done.stderr

@@ -510,6 +510,25 @@ def test_prefetch(how):
 
 
 @on(2)
+def test_a_step_waits_for_the_gather_that_a_unit_called_alone_has_begun():
+    """It sends the shard that the step is about to change."""
+    model, x, early = Blocks(), torch.randn(2, 64), []
+    optimizer = zero.Zero3(model, torch.optim.SGD, pool.group(), lr=0.1)
+    on_their_way = lambda: [bucket.segments for bucket in optimizer._buckets if bucket.works]  # noqa: E731
+    look = lambda inner, *_: early.append(any(inner.param_groups[0]["params"] is s for s in on_their_way()))  # noqa: E731
+    optimizer._optimizer.register_step_pre_hook(look)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+    with torch.no_grad():
+        model.parts[0](x, x)
+    assert on_their_way()
+    optimizer.step()
+    assert len(early) == 8
+    assert not any(early)
+
+
+@on(2)
 def test_frozen_parameters_are_freed():
     """Frozen parameters are freed after backward as well, and neither they nor gradients of theirs are sent."""
     model = deep()
