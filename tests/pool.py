@@ -2,9 +2,12 @@
 
 A body is a function of a test module. It finds itself in a gloo world: `group()` is the process group of the ranks
 that take part, and torch.distributed's default group when all four do. Its return values come back in rank order.
+`@on(2, 3)` makes a test of a body: it runs in a world of two ranks, then in one of three.
 """
 
 import faulthandler
+import functools
+import importlib
 import os
 import signal
 import tempfile
@@ -139,6 +142,30 @@ class Pool:
 
 _pool = Pool()
 run = _pool.run
+
+_bodies = {}  # (module, name): what `on` has decorated
+
+
+def on(*world_sizes):
+    """Its arguments may be parametrized; they are sent to the workers."""
+
+    def decorate(body):
+        place = body.__module__, body.__qualname__
+        _bodies[place] = body
+
+        @functools.wraps(body)  # and so pytest and hypothesis see its arguments
+        def test(**arguments):
+            for size in world_sizes:
+                run(size, _call, place, arguments)
+
+        return test
+
+    return decorate
+
+
+def _call(place, arguments):
+    importlib.import_module(place[0])
+    _bodies[place](**arguments)
 
 
 def shut_down(kill=False):

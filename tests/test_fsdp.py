@@ -26,23 +26,6 @@ from fsdp import held_bytes
 RESHARD = pytest.mark.parametrize("reshard", [True, False])
 
 
-def on(N):
-    """A test whose body each of N ranks runs."""
-
-    def decorate(body):
-        @functools.wraps(body)  # and so has its arguments
-        def test(**arguments):
-            pool.run(N, call, body.__name__, arguments)
-
-        return test
-
-    return decorate
-
-
-def call(name, arguments):
-    return globals()[name].__wrapped__(**arguments)
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -155,7 +138,7 @@ def body_train(kind, dtype, sync):
     train(shard(ours, reshard_after_forward=kind != "odd"), make_model(kind, dtype), micro_batches=2, sync=sync)
 
 
-@on(3)
+@pool.on(3)
 def test_naive_form():
     N, rank = pool.world_size(), pool.rank()
     plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
@@ -184,7 +167,7 @@ COMBINATIONS = [("plainly", calls) for calls in CALLS] + [(how, "as registered")
 
 @RESHARD
 @pytest.mark.parametrize(("how", "calls"), [*COMBINATIONS, ("checkpointed", "twice, with others between")])
-@on(2)
+@pool.on(2)
 def test_units_are_called_as_one_likes(how, calls, reshard):
     plan, (ours, plain) = CALLS[calls], pair(reshard)
 
@@ -200,7 +183,7 @@ def test_units_are_called_as_one_likes(how, calls, reshard):
 
 
 @RESHARD
-@on(2)
+@pool.on(2)
 def test_two_graphs_alive(reshard):
     """One backward for both, then one for each."""
     (ours, plain), alive = pair(reshard), []
@@ -215,7 +198,7 @@ def test_two_graphs_alive(reshard):
 
 
 @RESHARD
-@on(2)
+@pool.on(2)
 def test_eval_at_any_time_sees_the_present_weights(reshard):
     """After a step, between forward and backward, and after that; of the model and of a part; with a graph, too."""
     (ours, plain), x = pair(reshard), make_batch(0, 9)
@@ -237,7 +220,7 @@ def test_eval_at_any_time_sees_the_present_weights(reshard):
 
 @pytest.mark.parametrize("then", ["another forward", "another graph", "saved"])
 @pytest.mark.parametrize(("where", "reshard"), [("forward", True), ("forward", False), ("backward", True)])
-@on(2)
+@pool.on(2)
 def test_nothing_is_left_of_what_raised(where, reshard, then):
     ours, plain = pair(reshard)
     zero_grad = torch.optim.SGD(ours.parameters()).zero_grad
@@ -284,7 +267,7 @@ class Outer(nn.Module):
         return self.nested(second["a"][0][:, :6] + second["x"])
 
 
-@on(2)
+@pool.on(2)
 def test_outputs_of_every_kind_and_nested_units():
     plain = Outer()
     ours = copy.deepcopy(plain)
@@ -293,7 +276,7 @@ def test_outputs_of_every_kind_and_nested_units():
     train(ours, plain)
 
 
-@on(2)
+@pool.on(2)
 def test_frozen_and_trained_parameters_in_one_unit():
     """They may change places; the unit that is frozen as a whole is gathered once."""
     ours, plain = pair()
@@ -316,7 +299,7 @@ class Choice(nn.Module):
         return by * sum((x @ getattr(self, name).t()).sum(1) for name in names)
 
 
-@on(3)
+@pool.on(3)
 def test_parameters_that_no_rank_or_one_rank_uses():
     """None where no rank has a gradient, the mean with zeros where one has; what trains follows."""
     names, plain = [["a", "ab"], ["b", "b"], ["c", "a"], ["abc", "abc"], ["b", "a"]], Choice()
@@ -328,7 +311,7 @@ def test_parameters_that_no_rank_or_one_rank_uses():
     assert all(p.grad is not None for p in ours.parameters() if p.numel())
 
 
-@on(2)
+@pool.on(2)
 def test_no_sync_sends_nothing_and_loses_nothing():
     """Not even where the last backward leaves out units that have gradients."""
     (ours, plain), which = pair(), [None, [0, 2]]
@@ -341,7 +324,7 @@ def test_no_sync_sends_nothing_and_loses_nothing():
     assert all(p.grad is None for p in ours.parameters())
 
 
-@on(2)
+@pool.on(2)
 def test_clipping_where_a_rank_has_nothing_and_a_square_or_a_sum_would_overflow():
     layer = fully_shard(nn.Linear(1, 1, bias=False).half())
     layer(torch.full((1, 1), 40000.0).half()).sum().backward()
@@ -361,7 +344,7 @@ ON_A_CPU = hasattr(torch.cpu.Stream, "record_event")
     [(torch.bfloat16, torch.float32, False), (torch.bfloat16, None, True), (None, torch.bfloat16, False)],
     ids=str,
 )
-@on(2)
+@pool.on(2)
 def test_mixed_precision_as_pytorchs(param, reduce, offload):
     """Gradients of two micro-batches, the first within no_sync, where they are added in the reduce dtype."""
     ours, mesh = pair()[1], DeviceMesh.from_group(pool.group(), "cpu")
@@ -387,7 +370,7 @@ def test_mixed_precision_as_pytorchs(param, reduce, offload):
             o.zero_grad()
 
 
-@on(4)
+@pool.on(4)
 def test_hybrid_sharding():
     """2 × 2: as one device; the replicas exchange shards of gradients only."""
     rank, mesh = pool.rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -433,7 +416,7 @@ def test_save_at_four_ranks_and_load_at_three_and_into_the_plain_model():
     torch.testing.assert_close(run(3, saved, [2]), after, rtol=1e-5, atol=1e-6)
 
 
-@on(2)
+@pool.on(2)
 def test_a_model_on_the_meta_device_becomes_real_unit_by_unit():
     """Under other seeds on other ranks; no rank holds more than the largest unit, and one module more."""
     with torch.device("meta"):
@@ -468,7 +451,7 @@ class Peak(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @RESHARD
-@on(2)
+@pool.on(2)
 def test_memory_at_rest_and_at_its_peak(reshard):
     count, unit = 12, 4 * 40 * 40
     model, x = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(count)]), torch.randn(1, 40)
@@ -516,7 +499,7 @@ def test_cost_at_scale(N, reshard):
         dist.destroy_process_group()
 
 
-@on(2)
+@pool.on(2)
 def test_communication_is_issued_early_and_waited_for_late():
     """The next gather is issued before this unit computes; a reduction is waited for after the next has computed."""
     (model, _), moves = pair(), []
@@ -546,7 +529,7 @@ def test_communication_is_issued_early_and_waited_for_late():
             assert sorted(order, key=moves.index) == order
 
 
-@on(2)
+@pool.on(2)
 def test_errors_on_every_rank():
     late, model = pool.rank() == 1, Blocks()
     tied = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 8, bias=False))

@@ -27,23 +27,6 @@ STAGES = (zero.Zero1, zero.Zero2, zero.Zero3)
 each_stage = pytest.mark.parametrize("stage", STAGES)
 
 
-def on(N):
-    """A test that runs on N ranks."""
-
-    def decorate(body):
-        @functools.wraps(body)  # and so has its arguments
-        def test(**arguments):
-            pool.run(N, call, body.__name__, arguments)
-
-        return test
-
-    return decorate
-
-
-def call(name, arguments):
-    return globals()[name].__wrapped__(**arguments)
-
-
 plain_model = functools.partial(make_model, "plain")
 
 
@@ -136,7 +119,7 @@ def train(
 # ---- Training equals one device
 
 
-@on(3)
+@pool.on(3)
 def test_the_naive_form():
     ours, plain = plain_model(), plain_model()
     shard = zero.flatten(ours.parameters(), 3).chunk(3)[pool.rank()].clone()
@@ -153,7 +136,7 @@ def test_the_naive_form():
 
 @each_stage
 @pytest.mark.parametrize("kind", MODELS)
-@on(3)
+@pool.on(3)
 def test_kinds_of_models(stage, kind):
     """Also where state is kept and updated in another memory."""
     optimizer, *_ = train(stage, functools.partial(make_model, kind), 3, "adamw", bucket_cap_mb=1e-3, offload="cpu")
@@ -162,7 +145,7 @@ def test_kinds_of_models(stage, kind):
 
 
 @pytest.mark.parametrize("name", sorted(zero.ELEMENTWISE))
-@on(2)
+@pool.on(2)
 def test_elementwise_optimizers(name):
     train(zero.Zero2, plain_model, 3, name)
 
@@ -213,7 +196,7 @@ def change_groups(step, optimizer, model):
 
 
 @each_stage
-@on(3)
+@pool.on(3)
 def test_groups(stage):
     """With options of their own, changed on the way; parameters frozen and unfrozen; a bias in no group."""
     train(stage, plain_model, 5, bucket_cap_mb=1e-3, groups=two_groups, before=change_groups, micro_batches=2)
@@ -261,7 +244,7 @@ def test_state_moves_between_world_sizes_and_stages(name, dtype):
 
 @each_stage
 @pytest.mark.parametrize(("dtype", "offload"), [(torch.bfloat16, None), (torch.float16, "cpu")])
-@on(3)
+@pool.on(3)
 def test_16_bit_parameters_have_fp32_masters(stage, dtype, offload):
     """fp32 masters; gradients added up in fp32, divided after, rounded once. As one device would, bit by bit."""
     ours, plain, N = plain_model(dtype), plain_model(dtype), pool.world_size()
@@ -327,7 +310,7 @@ class Watch(TorchDispatchMode):
 
 @each_stage
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@on(2)
+@pool.on(2)
 def test_memory_is_that_of_the_docstring(stage, dtype):
     gc.collect()
     gc.freeze()
@@ -373,7 +356,7 @@ def check_sent(stage, N, group, micro_batches):
 
 
 @each_stage
-@on(3)
+@pool.on(3)
 def test_bytes_sent_are_those_of_the_docstring(stage):
     for micro_batches in (1, 3):
         check_sent(stage, 3, pool.group(), micro_batches)
@@ -395,7 +378,7 @@ def test_buckets_are_in_the_order_in_which_backward_fills_them():
     assert [[int(parameter) for parameter in bucket] for bucket in buckets] == [[5, 4, 3], [1], [2, 0]]
 
 
-@on(2)
+@pool.on(2)
 def test_gradients_leave_during_backward():
     """Zero2 sends a bucket while backward goes on below it, and frees its gradients; a group of biases stops none."""
     model, events = deep(), []
@@ -419,7 +402,7 @@ def test_gradients_leave_during_backward():
 # ---- Zero3
 
 
-@on(3)
+@pool.on(3)
 def test_whole_parameters_of_zero3():
     optimizer, model, plain, theirs = train(zero.Zero3, functools.partial(make_model, "odd"), 1)
     assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
@@ -482,14 +465,14 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant"])
-@on(2)
+@pool.on(2)
 def test_modules_that_run_in_unusual_ways(how):
     optimizer, *_ = train(zero.Zero3, functools.partial(Blocks, how, 6), 3, "momentum")
     assert whole_bytes(optimizer) == 0
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed"])
-@on(2)
+@pool.on(2)
 def test_prefetch(how):
     """While a unit computes, that which came next the last time is on its way, and nothing is gathered in vain."""
     model = Blocks(how)
@@ -509,7 +492,7 @@ def test_prefetch(how):
             assert watch.seen == [[5], [4], [3], [2], [1], [0]]
 
 
-@on(2)
+@pool.on(2)
 def test_a_step_waits_for_the_gather_that_a_unit_called_alone_has_begun():
     """It sends the shard that the step is about to change."""
     model, x, early = Blocks(), torch.randn(2, 64), []
@@ -528,7 +511,7 @@ def test_a_step_waits_for_the_gather_that_a_unit_called_alone_has_begun():
     assert not any(early)
 
 
-@on(2)
+@pool.on(2)
 def test_frozen_parameters_are_freed():
     """Frozen parameters are freed after backward as well, and neither they nor gradients of theirs are sent."""
     model = deep()
@@ -550,7 +533,7 @@ def test_frozen_parameters_are_freed():
 
 
 @each_stage
-@on(2)
+@pool.on(2)
 def test_wrong_use(stage):
     rank, group, SGD = pool.rank(), pool.group(), torch.optim.SGD
     for unlike in (
@@ -585,7 +568,7 @@ def test_wrong_use(stage):
 
 
 @each_stage
-@on(2)
+@pool.on(2)
 def test_nothing_is_left_behind(stage):
     """By a backward that raises; and by an optimizer that is gone, though the model is not."""
     ours, plain = plain_model(), plain_model()
