@@ -348,6 +348,7 @@ class Pipeline(nn.Module):
             SplitLinear.todo = given = []
             x, y = self._values.pop((stage, "graph", i))
             torch.autograd.backward(y, gradients)
+            SplitLinear.todo = []  # else it would keep this micro-batch's inputs until the next I
             leaves = [t for t in x if t.requires_grad]  # zeros for what the stage has not used
             self._values[stage - 1, "B", i] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
         if kind == "I":
