@@ -141,9 +141,6 @@ class IndexedDataset:
         start = self._offsets[i] // self._tokens.itemsize
         return self._tokens[start : start + self.sequence_lengths[i]]
 
-    def close(self):  # the last array in use lets go of the files
-        self.sequence_lengths = self._offsets = self.document_indices = self._tokens = np.empty(0, int)
-
     def __reduce__(self):  # the workers of a DataLoader map the files themselves
         return IndexedDataset, (self.prefix,)
 
@@ -236,7 +233,9 @@ def in_order(function, jobs, workers):
                 raise answer
             if before:
                 yield before, answer
-    except (EOFError, ConnectionError):
+    except (EOFError, OSError) as error:
+        if getattr(error, "errno", None) and not isinstance(error, ConnectionError):
+            raise  # the input cannot be read; an answer that ends in the middle has no number
         raise OSError("a worker was killed; did it run out of memory?") from None
     finally:
         for process, _ in pool:
@@ -353,10 +352,10 @@ def demonstrate():
         source, prefix = Path(folder, "library.jsonl"), Path(folder, "library")
         source.write_text("".join(json.dumps({"text": text.decode()}) + "\n" for text in texts.values()))
         preprocess(source, prefix, append_eod=True, workers=2)
-        with closing(IndexedDataset(f"{prefix}_text_document")) as indexed:
-            same = [tokens[:-1].astype(np.uint8).tobytes() for tokens in indexed] == list(texts.values())
-            print(f"read back: each document {'as it was' if same else 'NOT as it was'}, and token 256 at its end")
-            show_batch(GPTDataset(indexed, 1024, 8), list(texts))
+        indexed = IndexedDataset(f"{prefix}_text_document")
+        same = [tokens[:-1].astype(np.uint8).tobytes() for tokens in indexed] == list(texts.values())
+        print(f"read back: each document {'as it was' if same else 'NOT as it was'}, and token 256 at its end")
+        show_batch(GPTDataset(indexed, 1024, 8), list(texts))
     return int(not same)
 
 
