@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -17,9 +18,16 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
+# Inherited by every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch's DDP warns where it finds no unused parameter
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the technique files
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+torch.set_num_threads(1)
 
 # What costs a process most is to import torch: once, in the process that the others are forked from.
 forkserver = mp.get_context("forkserver")

@@ -32,9 +32,6 @@ def styled(linear, style, process_group):
 
 
 class Column:
-    def __init__(self, in_features, out_features, bias=True, *, gather_output, sequence_parallel, process_group):
-        """Only its names are read."""
-
     @staticmethod
     def from_full(linear, *, gather_output=False, sequence_parallel=False, process_group):
         there, back = (Shard(0) if sequence_parallel else Replicate()), (Replicate() if gather_output else Shard(-1))
@@ -42,9 +39,6 @@ class Column:
 
 
 class Row:
-    def __init__(self, in_features, out_features, bias=True, *, input_is_parallel, sequence_parallel, process_group):
-        """Only its names are read."""
-
     @staticmethod
     def from_full(linear, *, input_is_parallel=True, sequence_parallel=False, process_group):
         there, back = (
