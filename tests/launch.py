@@ -26,16 +26,8 @@ def launch(command, cwd, timeout=120, env=None):
     """-> CompletedProcess with stdout and stderr as text; AssertionError on timeout, or when a process is left."""
     mark = f"LAUNCHED_BY_TEST={uuid.uuid4().hex}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **dict([mark.split("=")])}
-    process = subprocess.Popen(
-        list(map(str, command)),
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(list(map(str, command)), cwd=cwd, env=environment, start_new_session=True, **streams)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -1,11 +1,15 @@
 """What several test files use: models, data, and what equal means (DESIGN: bitwise, or 1e-12 in float64)."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 
 class Odd(nn.Module):
@@ -85,6 +89,10 @@ def loss_of(output):
     return output.float().square().mean() if output.dtype == torch.bfloat16 else output.square().mean()
 
 
+def batch_loss(model, rank, step):
+    return loss_of(model(make_batch(rank, step, next(model.parameters()).dtype)))
+
+
 def assert_equal(ours, theirs, exact, what=""):
     """bitwise when `exact`, else to 1e-12 of the largest element; None equals only None."""
     assert (ours is None) == (theirs is None), f"{what}: {ours} against {theirs}"
@@ -118,3 +126,92 @@ class Collectives(TorchDispatchMode):
 
     def bytes_of(self, name):
         return sum(size for called, size in self.calls if called == name)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return x + self.two(torch.tanh(self.one(x)))
+
+
+HOW = {
+    "plainly": lambda f, x: f(x),
+    "checkpointed": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+}
+
+
+class Blocks(nn.Sequential):
+    """Blocks and a head. Calls the blocks in `which`, by `how`."""
+
+    def __init__(self, count=4):
+        super().__init__(*[Block() for _ in range(count)], nn.Linear(6, 3))
+
+    def forward(self, x, which=None, how=HOW["plainly"]):
+        for i in range(len(self) - 1) if which is None else which:
+            x = how(self[i], x)
+        return self[-1](x)
+
+
+class Outputs(Block):
+    """Outputs in containers, one of them a view, one not used, one the input itself; an input by keyword."""
+
+    def forward(self, *, x):
+        return {"a": [self.one(x)], "b": (self.two(self.one(x)).view(2, -1, 3), None), "x": x}
+
+
+class Outer(nn.Sequential):
+    """Its last two parts are in one checkpoint."""
+
+    def __init__(self):
+        super().__init__(Outputs(), nn.Sequential(Block(), Block()), Outputs())
+
+    def forward(self, x):
+        first = self[0](x=x[:4])
+        first["a"][0].mul_(2.0)  # changed in place
+        inner = first["b"][0].reshape(4, 6) + first["a"][0].sum()
+        last = checkpoint(lambda inner: self[2](x=self[1](inner)), inner, use_reentrant=False)
+        return last["a"][0][:, :6] + last["x"]
+
+
+class Reader(nn.Module):
+    """Some ranks use some of its parameters, on some steps; the gradients of step 1 are -0.0."""
+
+    def __init__(self, numels):
+        super().__init__()
+        shapes = [(n,) if n % 2 else (n // 2, 2) for n in numels]
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self, rank, step):
+        generator = torch.Generator().manual_seed(rank + 7 * step)
+        total = self.weights[0].sum() * 0
+        for number, weight in enumerate(self.weights):
+            if hash((len(self.weights), step, rank, number)) % 3 == 0:
+                total = total + (weight * torch.rand(weight.shape, generator=generator)).exp().sum()
+        return total * (-0.0 if step == 1 else 1.0)
+
+
+class Watch(TorchDispatchMode):
+    """`seen`: (operator, what `see` returned after it) of each call."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see, self.seen = see, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen.append((func._schema.name, self.see()))
+        return result
+
+
+@contextmanager
+def fake_world(N, rank):
+    """The default group is of N ranks, between which no data moves."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=N)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

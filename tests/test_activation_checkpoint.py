@@ -7,10 +7,8 @@ import pool
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
-from shared import OPTIMIZERS, assert_equal, assert_same_parameters, loss_of, make_batch
+from claims import plainly
+from shared import loss_of, make_batch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import activation_checkpoint as ac
@@ -18,151 +16,121 @@ import ddp
 import fsdp
 import tensor_parallel as tp
 
-aten = torch.ops.aten
-
-
 selective = functools.partial(ac.checkpoint, policy=ac.keep_products)
+
+
+class NativeDropout(nn.Module):
+    def forward(self, x):
+        return torch.native_dropout(x, 0.3, train=self.training)[0]
 
 
 def make_layers(number):
     torch.manual_seed(1)
-    parts = [[nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 6), nn.GELU()] for _ in range(number)]
+    parts = [[nn.Linear(6, 6), nn.Tanh(), NativeDropout(), nn.Linear(6, 6), nn.Dropout(0.3)] for _ in range(number)]
     return nn.ModuleList(nn.Sequential(*part) for part in parts)
-
-
-def train(layers, run):
-    """-> losses of three steps of run(layers, x); the same random numbers in each call of train."""
-    losses, optimizer = [], OPTIMIZERS["adamw"](layers.parameters())
-    for step in range(3):
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        losses.append(loss_of(run(layers, make_batch(0, step))))
-        losses[-1].backward()
-        optimizer.step()
-    return losses
 
 
 def each(how):
     return lambda layers, x: functools.reduce(lambda x, layer: how(layer, x), layers, x)
 
 
-def plainly(layer, x):
-    return layer(x)
+def keeping(chosen):
+    return each(functools.partial(ac.checkpoint, policy=lambda operator, *args, **kwargs: chosen(operator)))
 
 
-POLICIES = [
-    ac.keep_products,
-    lambda operator, *args, **kwargs: operator != aten.empty_like.default,  # which random numbers are written to
-    lambda operator, *args, **kwargs: operator == aten.native_dropout.default,
-]
-HOW = {
-    "full": each(ac.checkpoint),
-    **{f"policy {i}": each(functools.partial(ac.checkpoint, policy=policy)) for i, policy in enumerate(POLICIES)},
-    "2 segments": lambda layers, x: ac.checkpoint_sequential(layers, 2, x),
-    "offload": each(ac.offload_to_cpu()(plainly)),
-    "offload around": ac.offload_to_cpu()(each(ac.checkpoint)),
+HOW = {  # run(layers, x), and how many tensors like y live after it, of 3 layers
+    "full": (each(ac.checkpoint), 3),
+    "one in another": (lambda layers, x: ac.checkpoint(each(ac.checkpoint), layers, x), 1),
+    "products": (each(selective), 6 + 3),
+    "selective in selective": (lambda layers, x: selective(each(selective), layers, x), None),
+    "native dropout": (keeping(lambda operator: operator == torch.ops.aten.native_dropout.default), None),
+    "all but empty tensors": (keeping(lambda operator: operator != torch.ops.aten.empty_like.default), None),
+    "2 segments": (lambda layers, x: ac.checkpoint_sequential(layers, 2, x), None),
+    "offload": (each(ac.offload_to_cpu()(plainly)), None),
+    "offload around": (ac.offload_to_cpu()(each(ac.checkpoint)), None),
 }
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_training_is_bitwise_that_without(how):
-    """Dropout on, three steps: losses, gradients, parameters."""
-    ours, plain = make_layers(4), make_layers(4)
-    assert train(ours, HOW[how]) == train(plain, each(plainly))
-    assert_same_parameters(ours, plain, exact=True)
-
-
-def test_the_idea_is_right_of_one_tensor_without_dropout():
+def test_outputs_gradients_and_next_random_numbers_are_bitwise_those_without(how):
+    """Twice by one graph; between, no more is kept than before; and afterwards nothing, in no cycle either."""
+    with ac.Alive():  # the first in a process imports what it needs, and holds frames
+        make_layers(1)
     results = []
-    for how in (ac.NaiveCheckpoint.apply, plainly):
-        layers, x = make_layers(2).eval(), make_batch(0, 0).requires_grad_()
-        y = each(how)(layers, x)
-        loss_of(y).backward()
-        results.append([y, x.grad, *(parameter.grad for parameter in layers.parameters())])
-    for ours, plain in zip(*results, strict=True):
-        assert_equal(ours, plain, exact=True)
+    gc.disable()
+    for run, number in (HOW[how], (each(plainly), None)):
+        layers, x = make_layers(3), make_batch(0, 0).requires_grad_()
+        weight, leaves = StorageWeakRef(layers[0][0].weight.untyped_storage()), [x, *layers.parameters()]
+        with ac.Alive() as alive:
+            y = run(layers, x)
+            kept = alive.bytes()
+            assert number in (None, kept / y.nbytes)
+            first = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
+            assert alive.bytes() == kept + sum(gradient.nbytes for gradient in first)
+        second = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
+        results.append([y.detach(), torch.rand(3), *first, *second])
+        del layers, leaves, y
+        assert weight.expired()
+    gc.enable()
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append(func)
-        return func(*args, **(kwargs or {}))
+def gradient_inside(x):
+    return torch.autograd.grad(x.sin().cos().sum(), x, create_graph=True)[0] * x.cos()
 
 
-@pytest.mark.parametrize(("policy", "products"), [(None, 2 + 2 + 3), (ac.keep_products, 2 + 3)])
-def test_what_policy_keeps_or_nothing_needs_is_not_computed_again(policy, products):
+@pytest.mark.parametrize(("how", "inside"), [(ac.NaiveCheckpoint.apply, torch.sin), (ac.checkpoint, gradient_inside)])
+def test_the_idea_is_right_without_dropout_and_a_function_may_call_backward(how, inside):
+    results = []
+    for run in (how, plainly):
+        layer, x = make_layers(1)[0].eval(), make_batch(0, 0).requires_grad_()
+        loss_of(run(lambda x, layer=layer: inside(layer(x)), x)).backward()
+        results.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("policy", "again"), [(None, 2), (ac.keep_products, 0)])
+def test_what_policy_keeps_or_nothing_needs_is_not_computed_again(policy, again):
     weight, x, linear = torch.randn(2, 6, 6, requires_grad=True), torch.randn(4, 6), nn.Linear(6, 6)
 
     def function(x):
         x = torch.tanh(torch.tanh(x @ weight[0]) @ weight[1]).exp()  # whose output is what it saves
         return linear(torch.sin(x)) + 1
 
-    with Recorder() as recorder:
+    with ac.FlopCounterMode(display=False) as flops:
         ac.checkpoint(function, x, policy=policy).sum().backward()
-    calls = [recorder.calls.count(kind) for kind in (aten.mm.default, aten.exp.default, aten.addmm.default)]
-    assert calls == [products + 2, 2, 1]  # and two for the linear layer's gradients
+    assert flops.get_total_flops() == (3 + again + 5) * 2 * 4 * 6 * 6  # x has no gradient
 
 
-@pytest.mark.parametrize("kept", [aten.native_dropout.default, aten.bernoulli_.float, aten.mm.default, aten.add.Tensor])
-def test_dropout_after_what_is_kept_draws_what_it_drew(kept):
-    """A kept operator that draws random numbers leaves the generator where it left it before."""
-
-    def native(x):
-        return torch.native_dropout(x, 0.5, True)[0]
-
-    x, results = torch.randn(64, requires_grad=True), []
-    for how in (functools.partial(ac.checkpoint, policy=lambda operator, *args, **kwargs: operator == kept), plainly):
-        torch.manual_seed(0)
-        y = how(lambda x: F.dropout(native(native(x.sin()).sin() + 1).sin(), 0.5).sin(), x)
-        results.append([y, torch.rand(3), *torch.autograd.grad(y.sum(), x)])
-    for ours, plain in zip(*results, strict=True):
-        assert_equal(ours, plain, exact=True)
-
-
-@pytest.mark.parametrize("where", ["inside", "outside", "by a view"])
-def test_a_kept_output_that_changes_in_place_is_an_error(where):
-    """It would silently be another in the recomputation."""
+@pytest.mark.parametrize("change", [None, torch.detach, lambda y: y.detach()[0]])
+def test_a_kept_output_that_changes_in_place_is_an_error_not_another_number(change):
     weight = torch.randn(6, 6, requires_grad=True)
 
     def function(x):
         y = x @ weight
         z = (y + 1).sin()
-        if where == "inside":
-            y.mul_(2)
-        return y, z.cos()
+        return y if change else y.mul_(2), z.cos()
 
     y, z = selective(function, torch.randn(4, 6))
-    if where != "inside":
-        with torch.no_grad():
-            (y[0] if where == "by a view" else y).mul_(2)
+    if change:
+        change(y).mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
         z.sum().backward()
 
 
-def test_policy_with_retain_graph_and_nested():
-    x, layers, results = torch.randn(4, 6, requires_grad=True), make_layers(2), []
-    for how in (selective, plainly):
-        torch.manual_seed(0)
-        y = how(lambda x, how=how: how(layers[1], how(layers[0], x)), x).sum()
-        first = torch.autograd.grad(y, x, retain_graph=True)
-        results.append([*first, *torch.autograd.grad(y, [x, *layers.parameters()])])
-    for ours, plain in zip(*results, strict=True):
-        assert_equal(ours, plain, exact=True)
-
-
-def test_layers_of_one_tensor_keep_fewest_at_root_l_segments():
-    """k - 1 + l/k tensors (Chen et al. §4.1)."""
-    layers, x, counts = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(16)], torch.randn(64, 32), {}
-    for k in (1, 2, 4, 8, 16):
+@pytest.mark.parametrize("l", [1, 2, 7, 16])
+def test_k_segments_keep_k_1_and_l_over_k_tensors_and_compute_all_but_the_last_again(l):
+    for k in range(1, l + 1):
+        seen, x, last = [], torch.zeros(1, requires_grad=True), -(-l // k)
+        layers = [lambda x, i=i, seen=seen: seen.append(i) or x.sin() for i in range(l)]
         with ac.Alive() as alive:
             y = ac.checkpoint_sequential(layers, k, x)
-            counts[k] = alive.bytes() / y.nbytes
-        assert counts[k] == k - 1 + 16 / k
-    assert min(counts, key=counts.get) == 4
+        assert alive.bytes() == (k - 1 + last) * y.nbytes
+        y.backward()
+        assert (seen[:l], sorted(seen[l:])) == ([*range(l)], [*range(l - last)])
+    for k in (0, l + 1):
+        with pytest.raises(ValueError, match=f"{l} layers do not make {k} segments; take 1 to {l}"):
+            ac.checkpoint_sequential(layers, k, x)
 
 
 def test_a_transformer_layer_keeps_the_bytes_of_the_formulas():
@@ -178,89 +146,24 @@ def test_a_transformer_layer_keeps_the_bytes_of_the_formulas():
         assert same, name
 
 
-@pytest.mark.parametrize("policy", [None, ac.keep_products])
-def test_after_a_backward_that_retains_the_graph_no_more_is_kept_than_before(policy):
-    """And of a checkpoint in a checkpoint, not even what is between its layers."""
-    layers, x = make_layers(3), torch.randn(4, 6, requires_grad=True)
-    with ac.Alive() as alive:
-        y = each(selective)(layers, x) if policy else ac.checkpoint(each(ac.checkpoint), layers, x)
-        kept = alive.bytes()
-        assert policy or kept == y.nbytes
-        for _ in range(2):
-            y.backward(torch.ones_like(y), retain_graph=True)
-            x.grad = None
-            layers.zero_grad()
-        assert alive.bytes() == kept
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_nothing_outlives_the_graph(how):
-    """No cycle through autograd, which Python's collector does not see."""
-    gc.collect()
-    gc.disable()
-    layers, x = make_layers(3), torch.randn(4, 6, requires_grad=True)
-    y, weight = HOW[how](layers, x * 1), StorageWeakRef(layers[0][0].weight.untyped_storage())
-    y.sum().backward(retain_graph=True)
-    del layers, y
-    gc.enable()
-    assert weight.expired()
-
-
-@given(st.integers(1, 9), st.integers(1, 9))
-def test_segments_are_about_equal_and_all_layers_run_once(l, segments):
-    seen, x = [], torch.zeros(1, requires_grad=True)
-    layers = [lambda x, i=i: seen.append(i) or x.sin() for i in range(l)]
-    if segments > l:
-        with pytest.raises(ValueError, match=f"{l} layers do not make {segments} segments; take 1 to {l}"):
-            ac.checkpoint_sequential(layers, segments, x)
-        return
-    y = ac.checkpoint_sequential(layers, segments, x)
-    assert seen == list(range(l))
-    y.backward()
-    assert sorted(seen[l:]) == list(range(l - -(-l // segments)))  # all but the last segment's
-
-
-def test_backward_inside_function():
-    """Gradients of gradients within, computed again."""
-
-    def function(x):
-        return torch.autograd.grad(x.sin().cos().sum(), x, create_graph=True)[0] * x.cos()
-
-    x = torch.randn(5, requires_grad=True)
-    ours, plain = (torch.autograd.grad(how(function, x).sum(), x)[0] for how in (ac.checkpoint, plainly))
-    assert_equal(ours, plain, exact=True)
-
-
-def body_parallel(technique):
-    """Checkpointed layers against the same without: bitwise, collectives and all."""
-    models = []
-    for how in (ac.checkpoint, selective, plainly):
-        layers = make_layers(3)
-        if technique == "tensor parallel":
-            for layer in layers:
-                layer[0] = tp.ColumnParallelLinear.from_full(layer[0], process_group=pool.group())
-                layer[3] = tp.RowParallelLinear.from_full(layer[3], process_group=pool.group())
-        model = nn.Sequential()
-        model.layers, model.forward = layers, functools.partial(each(how), layers)
-        if technique == "fsdp":
-            for layer in layers:
-                fsdp.fully_shard(layer, process_group=pool.group())
-            fsdp.fully_shard(model, process_group=pool.group())
-        trained = ddp.DDP(model, process_group=pool.group(), bucket_cap_mb=1e-4) if technique == "ddp" else model
-        optimizer = OPTIMIZERS["momentum"](trained.parameters())
-        for step in range(3):
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            rank = 0 if technique == "tensor parallel" else pool.rank()
-            loss_of(trained(make_batch(rank, step))).backward()
-            optimizer.step()
-        models.append(list(trained.parameters()))
-    for model in models[:-1]:
-        for ours, plain in zip(model, models[-1], strict=True):
-            assert_equal(ours.grad, plain.grad, exact=True, what="gradient")
-            assert_equal(ours.detach(), plain.detach(), exact=True)
-
-
 @pytest.mark.parametrize("technique", ["ddp", "fsdp", "tensor parallel"])
-def test_with_the_other_techniques(technique):
-    pool.run(2, body_parallel, technique)
+@pool.on(2)
+def test_checkpointed_layers_are_bitwise_those_without_under_other_techniques(technique):
+    results, group = [], pool.group()
+    for how in (ac.checkpoint, selective, plainly):
+        model = nn.Sequential()
+        model.layers = layers = make_layers(3)
+        model.forward = functools.partial(each(how), layers)
+        if technique == "tensor parallel":
+            tp.parallelize(layers, {"*.0": "column", "*.3": "row"}, process_group=group)
+        elif technique == "fsdp":
+            for module in (*layers, model):
+                fsdp.fully_shard(module, process_group=group)
+        else:
+            model = ddp.DDP(model, process_group=group, bucket_cap_mb=1e-4)
+        for step in range(2):
+            torch.manual_seed(step)
+            loss_of(model(make_batch(0 if technique == "tensor parallel" else pool.rank(), step))).backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    for ours in results[:2]:
+        torch.testing.assert_close(ours, results[2], rtol=0, atol=0)

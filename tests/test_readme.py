@@ -22,34 +22,36 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # torchrun and python of this environment
 
-# How each is run. `.ci/run` runs the two that take long; the others run here as they stand, or shorter.
-RUN_BY_CI = {"./run_all.sh", "./run_all.sh tests"}
-LIKE_RUN_ALL = {"torchrun --nproc-per-node 2 ddp.py"}
-IN_TEST_STANDALONE = {"python ddp.py"}
-AS_IT_IS = {"python ddp.py --data README.md --steps 3"}
-ON_A_GPU = {"torchrun --nproc-per-node 2 ddp.py --device cuda"}
 C10D = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
-IN_TEST_PARALLEL_3D = {f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2"}
-IN_TEST_PARALLEL_3D |= {f"torchrun --nnodes 2 --nproc-per-node 1 {C10D} ddp.py"}  # so launched, another file
-OTHERS = {"./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel"}
-NOT_A_TEST = {"python bench.py ddp"}  # a benchmark prints a ratio, and never runs in the suite
 EXPERIMENT = [command for command in COMMANDS if "my-gpt2" in command]
-LIKE_ONE_THAT_IS_ADDED = {"./run_all.sh ddp"}
+HOW = {  # each is run: here as it stands, or by what is named
+    "./run_all.sh": ".ci/run",
+    "./run_all.sh tests": ".ci/run",
+    "./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel": "test_another_class_by_an_option",
+    "./run_all.sh ddp": "test_run_all_by_name",
+    "torchrun --nproc-per-node 2 ddp.py": "run_all.sh",
+    "torchrun --nproc-per-node 2 ddp.py --device cuda": "here",
+    f"torchrun --nnodes 2 --nproc-per-node 1 {C10D} ddp.py": "test_parallel_3d, with another file",
+    f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2": "test_parallel_3d",
+    "python ddp.py": "test_standalone",
+    "python ddp.py --data README.md --steps 3": "here",
+    "python bench.py ddp": "nobody: a benchmark prints a ratio, and never runs in the suite",
+    **dict.fromkeys(EXPERIMENT, "test_the_experiment"),
+}
 
 
 def test_every_command_is_run_somewhere():
-    here = AS_IT_IS | ON_A_GPU | OTHERS | LIKE_ONE_THAT_IS_ADDED | set(EXPERIMENT)
-    elsewhere = RUN_BY_CI | LIKE_RUN_ALL | IN_TEST_STANDALONE | IN_TEST_PARALLEL_3D | NOT_A_TEST
-    assert set(COMMANDS) == here | elsewhere
-    assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == sorted(RUN_BY_CI)
+    assert set(COMMANDS) == HOW.keys()
+    assert "ddp" in bench.ROWS
+    assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == [c for c, how in HOW.items() if how == ".ci/run"]
 
 
-@pytest.mark.parametrize("command", sorted(AS_IT_IS | ON_A_GPU))
+@pytest.mark.parametrize("command", [command for command, how in HOW.items() if how == "here"])
 def test_command(command):
-    if command in ON_A_GPU and not torch.cuda.is_available():
+    if "cuda" in command and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     file, *arguments = command[command.index("ddp.py") :].split()
-    done = fork(file, *arguments, ranks=2 if command in ON_A_GPU else 1)
+    done = fork(file, *arguments, ranks=2 if "torchrun" in command else 1)
     assert done.returncode == 0, done.stderr
     assert "vs 1 device" in done.stdout
 
@@ -68,27 +70,13 @@ def test_the_experiment(tmp_path):
         assert ("loaded      checkpoints after step 2" in done.stdout) == ("--load" in flags)
 
 
-def test_the_benchmarks_command_names_a_row(monkeypatch, capsys):
-    (command,) = NOT_A_TEST
-    assert command.split()[-1] in bench.ROWS
-    monkeypatch.setattr(sys, "argv", ["bench.py", "nothing"])
-    with pytest.raises(SystemExit):
-        bench.main()
-    assert capsys.readouterr().err.endswith(f"no row nothing; there are {', '.join(bench.ROWS)}\n")
-
-
 # ---- the snippets
 
 (DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
 SNIPPETS = [block.splitlines() for block in DIFF.split("\n\n")]
 ON_A_CPU = hasattr(torch.cpu.Stream, "record_event")  # from torch 2.7 on
 (USUAL,) = re.findall(r"```python\n(optimizer.*?)```", README, re.DOTALL)
-ON_THE_SAME_DATA = (
-    "DataParallel(model, devices)",
-    "parallelize",
-    "pipelin",
-    "inject_lora",
-)  # not data-parallel, or alone
+ON_THE_SAME_DATA = ("DataParallel(model, devices)", "parallelize", "pipelin", "inject_lora")  # not data-parallel
 
 
 def body_snippet(lines, signs):
@@ -142,11 +130,10 @@ def test_readme_is_short_and_its_pictures_are_there():
         assert "<svg" in (ROOT / picture).read_text()
 
 
-@pytest.mark.parametrize("command", sorted(OTHERS))
-def test_another_class_by_an_option(command):
-    """The table, of one claim here, and no traceback."""
-    script, *arguments = command.split()
-    done = run_script(ROOT / script, *arguments, "tests/test_oracle.py", "-k", "mean_gradient or overlap")
+def test_another_class_by_an_option():
+    """The table, of two claims here, and no traceback."""
+    arguments = ["tests", "--ddp", "torch.nn.parallel:DistributedDataParallel", "tests/test_oracle.py"]
+    done = run_script(ROOT / "run_all.sh", *arguments, "-k", "mean_gradient or overlap")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("    holds") == 2
     assert "Communication begins while backward still runs." in done.stdout
@@ -183,19 +170,10 @@ def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
     done = run_script(script)
     assert done.returncode == 1
     *_, table, last = done.stdout.split("\n\n")
-    assert [re.split(r"  +", line) for line in table.splitlines()] == [
-        [
-            "file",
-            "run",
-            "ranks",
-            "equal to one device",
-            "held/rank MB",
-            "sent/rank MB",
-            "time ms (1 device)",
-            "verdict",
-        ],
-        ["bad.py", "-", "-", "-", "-", "-", "-", "FAILED (1)"],
-        ["good.py", "good", "2", "within 1e-09", "1.0 / 2.0 / 3.0", "4.0", "5 (6)", "ok"],
+    assert [re.sub(r"  +", " | ", line) for line in table.splitlines()] == [
+        "file | run | ranks | equal to one device | held/rank MB | sent/rank MB | time ms (1 device) | verdict",
+        "bad.py | - | - | - | - | - | - | FAILED (1)",
+        "good.py | good | 2 | within 1e-09 | 1.0 / 2.0 / 3.0 | 4.0 | 5 (6) | ok",
     ]
     assert last.startswith("Next: ")
     assert not (tmp_path / "a project" / ".venv").exists()  # the active environment had all it takes
@@ -214,10 +192,3 @@ def test_run_all_by_name(tmp_path):
         wrong = run_script(script, *arguments)
         assert (wrong.returncode, wrong.stdout, wrong.stderr) == (1, "", words)
     assert run_script(script, "--help").stdout.startswith("./run_all.sh [-n RANKS] [NAME ...]")
-
-
-def test_run_all_tests_hands_its_arguments_to_pytest(tmp_path):
-    script = make_project(tmp_path / "project", test_some="def test_one(): assert False\ndef test_two(): pass")
-    done = run_script(script, "tests", "-k", "one", "test_some.py", "-p", "no:cacheprovider")
-    assert done.returncode == 1
-    assert "1 failed, 1 deselected" in done.stdout

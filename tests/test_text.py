@@ -19,13 +19,9 @@ def set_up_of(path):
 
 
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
-def test_the_demos_set_up_is_one_text(path):
+def test_the_demos_set_up_is_one_short_text(path):
     assert set_up_of(path) == set_up_of(ROOT / "ddp.py")
-
-
-def test_the_demos_set_up_is_short():
-    lines = set_up_of(ROOT / "ddp.py").partition(END)[0].rstrip().splitlines()
-    assert len(lines) <= 145
+    assert len(set_up_of(path).partition(END)[0].rstrip().splitlines()) <= 145
 
 
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
