@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -161,19 +160,18 @@ STOPPED = {  # status, what stderr says, what is done to the first process and a
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc, to see other processes")
 @pytest.mark.parametrize(("status", "words", "stop"), STOPPED.values(), ids=STOPPED)
 def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(status, words, stop, tmp_path):
-    os.mkfifo(tmp_path / "in")
-    command, mark = f"{ROOT}/data.py --input in --output-prefix out --workers 2", {"LAUNCHED_BY_TEST": str(tmp_path)}
-    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    options["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # else ignored if pytest ignores it
-    process = subprocess.Popen([sys.executable, *command.split()], cwd=tmp_path, env=os.environ | mark, **options)
-    with open(tmp_path / "in", "wb", buffering=0) as pipe:  # once it is written, each worker has had a MiB
-        pipe.write(3000 * GOOD)
-        workers = {*descendants(f"LAUNCHED_BY_TEST={tmp_path}")} - {process.pid}
-        assert (len(workers), len(os.listdir(tmp_path))) == (2, 3)
-        stop(process.pid, min(workers))
-    stderr = process.communicate(timeout=30)[1]  # when the last process is gone that could write to it
+    command = ["env", "--default-signal=INT", sys.executable, ROOT / "data.py"]  # also where pytest is to ignore it
+    command += ["--input", "/dev/stdin", "--output-prefix", "out", "--workers", "2"]
+    options = {"env": {**os.environ, "LAUNCHED_BY_TEST": str(tmp_path)}, "start_new_session": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "bufsize": 0}
+    process = subprocess.Popen(command, cwd=tmp_path, **options, **pipes)
+    process.stdin.write(3000 * GOOD)  # once it is written, each worker has had a MiB
+    workers = {*descendants(f"LAUNCHED_BY_TEST={tmp_path}")} - {process.pid}
+    assert (len(workers), len(os.listdir(tmp_path))) == (2, 2)
+    stop(process.pid, min(workers))
+    stderr = process.communicate(timeout=30)[1].decode()  # when the last process is gone that could write to it
     assert (process.returncode, words in stderr, stderr.count("\n")) == (status, True, bool(stderr)), stderr
-    assert [name for name in os.listdir(tmp_path) if status != -9 or name[-4:] != ".tmp"] == ["in"]
+    assert [name for name in os.listdir(tmp_path) if status != -9 or name[-4:] != ".tmp"] == []
 
 
 @given(st.lists(st.integers(0, 9)).filter(lambda x: sum(x) > 1), st.integers(1, 12), st.integers(0, 2**32 - 1))
