@@ -1,7 +1,10 @@
-"""Each file works alone: copied into an empty directory, under torchrun and without it."""
+"""Each file works alone: copied into an empty directory, under torchrun and without it. Their text; lint and format."""
 
+import importlib.util
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 from launch import ALONE, ROOT, fork
@@ -69,3 +72,20 @@ def test_a_gradient_scaled_by_1_001_is_seen(name, tmp_path):
     done = fork(f"{name}.py", "--steps", 2, cwd=tmp_path)
     assert done.returncode == 1
     assert re.search(r"vs 1 device .* NOT equal within \S+: \de-\d\d over 2 steps", done.stdout)
+
+
+@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
+def test_the_demos_set_up_is_one_short_text(path):
+    title, end = "# Demo, set-up: a small language model on real text", 'if __name__ == "__main__":'
+    ours, ddps = (file.read_text().split(title)[1:] for file in (path, ROOT / "ddp.py"))
+    assert ours == ddps
+    assert len(ddps) == 1
+    assert len((title + ddps[0]).partition(end)[0].rstrip().splitlines()) <= 145
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
+@pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed (requirements.txt has it)")
+def test_ruff(arguments):
+    command = [sys.executable, "-m", "ruff", *arguments, "--no-cache", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
