@@ -305,10 +305,6 @@ class Twice(Blocks):
         return super().forward(x, [0, 0], self.how)
 
 
-def replicas_agree(trainer):
-    same_on_all(torch.cat([p.detach().flatten() for p in trainer.whole().values()]), "parameters")
-
-
 def evaluate(trainer):
     x = make_batch(0, 99, torch.float64)
     with torch.no_grad():
@@ -327,9 +323,8 @@ trains = partial(say, check=trains_as_one_device)
 trains("mean_gradient", "A step of SGD moves by the mean of the ranks' gradients, each from its own data.", [2, 3], ALL)
 trains("momentum", "SGD with momentum trains as on one device.", [3], ALL, optimizer="momentum")
 trains("adamw", "AdamW trains as on one device.", [3], ALL, optimizer="adamw")
-trains("bitwise", "At two ranks, in float32, bitwise so.", [2], ALL, optimizer="adamw", exact=True)
-trains("bitwise_at_four", "At four ranks, too: gradients are added in rank order.", [4], SHARDED, exact=True)
-trains("replicas", "After each step all ranks hold the same bits.", [4], ALL, optimizer="adamw", after=replicas_agree)
+trains("bitwise", "At two ranks, in float32, it trains bitwise as on one.", [2], ALL, optimizer="adamw", exact=True)
+trains("bitwise_at_four", "At four ranks, too, bitwise: it adds in rank order.", [4], SHARDED, exact=True)
 trains("start_of_rank_0", "Ranks seeded differently start from rank 0's weights.", [3], f"ddp {ZERO}", start=1)
 trains("tied", "A parameter that two layers share stays one.", [2], ALL, model="tied")
 trains("frozen", "Frozen parameters stay, and the others train.", [2], ALL, model="frozen")
@@ -337,7 +332,9 @@ trains("odd_shapes", "Scalar, empty, strided and one-element parameters train.",
 trains("called_twice", "A layer that forward calls twice trains.", [2], ALL, model=Twice("plainly"))
 trains("checkpointed", "A layer that is recomputed in backward trains.", [2], ALL, model=Twice("checkpointed"))
 trains("accumulation", "All micro-batches count, when all but the last run under no_sync.", [2, 3], ALL, micro=3)
-trains("accumulation_synchronised", "And when each is synchronised.", [2], ALL, micro=3, sync="each")
+trains(
+    "accumulation_synchronised", "All micro-batches count, when each is synchronised.", [2], ALL, micro=3, sync="each"
+)
 UNUSED = {"optimizer": "adamw", "find_unused_parameters": True}
 trains("unused", "What nobody uses stays, under weight decay, too.", [2], ALL, model=Uses(False), **UNUSED)
 sentence = "What some ranks use is averaged with the others' zeros, and nobody hangs."
@@ -345,6 +342,15 @@ trains("unused_on_one_rank", sentence, [3], "ddp zero1 zero2", model=Uses(True),
 sentence = "A forward without gradients, between backward and step and after it, sees the weights of that moment."
 trains("evaluation", sentence, [2], ALL, before=evaluate, after=evaluate)
 trains("clipping", "The norm to clip by is that of the whole gradient, on every rank.", [3], SHARDED, before=clip)
+
+
+@claim(ALL, 4)
+def replicas(make):
+    """After each step all ranks hold the same bits, in float32, too."""
+    trainer = make(make_model("plain"), "adamw")
+    for step in range(3):
+        trainer.step([make_batch(pool.rank(), step)])
+        same_on_all(torch.cat([p.detach().flatten() for p in trainer.whole().values()]), "parameters")
 
 
 @claim(ALL, 4)
@@ -524,12 +530,12 @@ def linear_equals_one_device(make, dim, input_cut=None, output_cut=None, bias=Tr
 column = partial(say, kinds="column-linear", check=linear_equals_one_device, dim=0)
 row = partial(say, kinds="row-linear", check=linear_equals_one_device, dim=1)
 column("column", "Each rank has its part of the output; the input's gradient is all parts' sum.", [2, 4], output_cut=-1)
-column("column_without_bias", "So it is without a bias.", [3], bias=False, output_cut=-1)
+column("column_without_bias", "Without a bias it is the same.", [3], bias=False, output_cut=-1)
 column("column_gathered", "With gather_output all have all of it, and gradients not N times.", [3], gather_output=True)
 how = {"input_cut": 0, "output_cut": -1, "sequence_parallel": True}
 column("column_sequence", "With sequence_parallel the input's rows are gathered, its gradient's scattered.", [2], **how)
 row("row", "The ranks' products, of parts of the input, are summed; the bias is added once.", [2, 4], input_cut=-1)
-row("row_without_bias", "So they are without a bias.", [3], bias=False, input_cut=-1)
+row("row_without_bias", "Without a bias it is the same.", [3], bias=False, input_cut=-1)
 row("row_of_a_whole_input", "With input_is_parallel=False each takes its part of it.", [3], input_is_parallel=False)
 sentence = "With sequence_parallel the output's rows are scattered; the bias has all its gradient."
 row("row_sequence", sentence, [2], input_cut=-1, output_cut=0, sequence_parallel=True)
@@ -814,11 +820,16 @@ attention = partial(say, worlds=[1], kinds="attention", check=attends_as_dense)
 sentence = "Output and gradients are those of dense attention, of any numbers of queries and keys."
 attention("as_dense", sentence, sizes=[(1, 1), (7, 7), (300, 300), (5, 201), (201, 5)])
 attention("causal", "Causal, a query sees the keys up to its own.", sizes=[(1, 1), (7, 7), (300, 300)], causal=True)
-attention("causal_at_the_end", "With more keys the last sees all.", sizes=[(1, 7), (70, 201)], causal=True)
-attention("sees_nothing", "With fewer the first see none: zero, gradients too.", sizes=[(7, 1), (201, 70)], causal=True)
+attention(
+    "causal_at_the_end", "Causal, with more keys the last query sees all.", sizes=[(1, 7), (70, 201)], causal=True
+)
+sentence = (
+    "Causal, with fewer keys than queries, the first queries see none: they are zero, and so are their gradients."
+)
+attention("sees_nothing", sentence, sizes=[(7, 1), (201, 70)], causal=True)
 sentence = "Query heads 0 to G-1 share the first head of keys and values, and so on; their gradients add up there."
 attention("shared_heads", sentence, sizes=[(70, 70)], heads=6, shared=2, causal=True)
-attention("one_shared_head", "So they do where all share one.", sizes=[(70, 70)], heads=6, shared=1, causal=True)
+attention("one_shared_head", "All query heads may share one.", sizes=[(70, 70)], heads=6, shared=1, causal=True)
 attention("scale", "The scale is the one that is given, instead of 1/√D.", sizes=[(70, 70)], scale=0.7)
 sentence = "Scores of thousands, whose exponentials no float has, are no matter, wherever the largest is."
 attention("large_scores", sentence, sizes=[(3, 300)], slopes=(1000, -1000))
