@@ -332,9 +332,7 @@ trains("odd_shapes", "Scalar, empty, strided and one-element parameters train.",
 trains("called_twice", "A layer that forward calls twice trains.", [2], ALL, model=Twice("plainly"))
 trains("checkpointed", "A layer that is recomputed in backward trains.", [2], ALL, model=Twice("checkpointed"))
 trains("accumulation", "All micro-batches count, when all but the last run under no_sync.", [2, 3], ALL, micro=3)
-trains(
-    "accumulation_synchronised", "All micro-batches count, when each is synchronised.", [2], ALL, micro=3, sync="each"
-)
+trains("accumulation_synchronised", "All count, too, when each is synchronised.", [2], ALL, micro=3, sync="each")
 UNUSED = {"optimizer": "adamw", "find_unused_parameters": True}
 trains("unused", "What nobody uses stays, under weight decay, too.", [2], ALL, model=Uses(False), **UNUSED)
 sentence = "What some ranks use is averaged with the others' zeros, and nobody hangs."
@@ -820,12 +818,9 @@ attention = partial(say, worlds=[1], kinds="attention", check=attends_as_dense)
 sentence = "Output and gradients are those of dense attention, of any numbers of queries and keys."
 attention("as_dense", sentence, sizes=[(1, 1), (7, 7), (300, 300), (5, 201), (201, 5)])
 attention("causal", "Causal, a query sees the keys up to its own.", sizes=[(1, 1), (7, 7), (300, 300)], causal=True)
-attention(
-    "causal_at_the_end", "Causal, with more keys the last query sees all.", sizes=[(1, 7), (70, 201)], causal=True
-)
-sentence = (
-    "Causal, with fewer keys than queries, the first queries see none: they are zero, and so are their gradients."
-)
+sentence = "Causal, with more keys than queries, as with a cache of keys, the last query sees all of them."
+attention("causal_at_the_end", sentence, sizes=[(1, 7), (70, 201)], causal=True)
+sentence = "Causal, with fewer keys than queries, the first queries see none: zero, and so are their gradients."
 attention("sees_nothing", sentence, sizes=[(7, 1), (201, 70)], causal=True)
 sentence = "Query heads 0 to G-1 share the first head of keys and values, and so on; their gradients add up there."
 attention("shared_heads", sentence, sizes=[(70, 70)], heads=6, shared=2, causal=True)
