@@ -95,10 +95,18 @@ class Segment:
     def __init__(self, function, inputs, preserve_rng_state):
         self.function, self.kept, self.kinds, self.tensors = function, {}, [], {}
         anchor = torch.empty(0, requires_grad=True)
-        self.inputs = tree_map_only(torch.Tensor, functools.partial(KeepInput.apply, anchor), inputs)
+        self.inputs = tree_map_only(
+            torch.Tensor, functools.partial(KeepInput.apply, anchor), inputs
+        )
         self.random = random_states() if preserve_rng_state else []
-        kinds, cache = ("cpu", "cuda")[: 1 + torch.cuda.is_available()], torch.is_autocast_cache_enabled()
-        casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache) for kind in kinds]
+        kinds, cache = (
+            ("cpu", "cuda")[: 1 + torch.cuda.is_available()],
+            torch.is_autocast_cache_enabled(),
+        )
+        casts = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache)
+            for kind in kinds
+        ]
         self.modes = [torch.enable_grad(), *itertools.starmap(torch.autocast, casts)]
 
     def pack(self, tensor):
@@ -115,16 +123,23 @@ class Segment:
         self.tensors = {}
 
         def fill(tensor):
-            number, tensor = len(self.tensors), tensor.detach()  # with its graph, it would keep itself for ever
+            number, tensor = (
+                len(self.tensors),
+                tensor.detach(),
+            )  # with its graph, it would keep itself for ever
             was, now = self.kinds[number], kind_of(tensor)
             if was != now:
-                raise RuntimeError(f"checkpoint: {self.function} saves {now} as tensor {number}, was {was}")
+                raise RuntimeError(
+                    f"checkpoint: {self.function} saves {now} as tensor {number}, was {was}"
+                )
             self.tensors[number] = tensor
             if len(self.tensors) == len(self.kinds):
                 raise Complete
             return tensor  # and no number: function may itself call backward
 
-        args, kwargs = tree_map_only(torch.Tensor, lambda kept: kept.grad_fn.saved_tensors[0], self.inputs)
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda kept: kept.grad_fn.saved_tensors[0], self.inputs
+        )
         with ExitStack() as as_before:
             for mode in self.modes + [Keep(None, self.kept)] * bool(self.kept):
                 as_before.enter_context(mode)
@@ -136,7 +151,9 @@ class Segment:
             except Complete:
                 return
         number, before = len(self.tensors), len(self.kinds)
-        raise RuntimeError(f"checkpoint: {self.function} saves {number} tensors, saved {before} before")
+        raise RuntimeError(
+            f"checkpoint: {self.function} saves {number} tensors, saved {before} before"
+        )
 
 
 def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
@@ -148,12 +165,19 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     segment = Segment(function, (args, kwargs), preserve_rng_state)
-    with saved_tensors_hooks(segment.pack, segment.unpack), Keep(policy, segment.kept) if policy else nullcontext():
+    with (
+        saved_tensors_hooks(segment.pack, segment.unpack),
+        Keep(policy, segment.kept) if policy else nullcontext(),
+    ):
         return function(*args, **kwargs)
 
 
 def random_states():  # of the CPU's generator, and the current GPU's
-    gpu = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
+    gpu = (
+        [torch.cuda.default_generators[torch.cuda.current_device()]]
+        if torch.cuda.is_initialized()
+        else []
+    )
     return [(generator, generator.get_state()) for generator in (torch.default_generator, *gpu)]
 
 
@@ -181,7 +205,9 @@ class Keep(TorchDispatchMode):
         if self.policy is None and call in self.kept:
             outputs, versions, random = self.kept[call]
             if versions != versions_of(outputs):
-                raise RuntimeError(f"checkpoint: an output of {func} that policy keeps was changed in place")
+                raise RuntimeError(
+                    f"checkpoint: an output of {func} that policy keeps was changed in place"
+                )
             set_random_states(random)  # who draws next draws what it drew
             return detached(outputs)
         outputs = func(*args, **(kwargs or {}))
@@ -191,7 +217,9 @@ class Keep(TorchDispatchMode):
         return outputs
 
 
-def detached(outputs):  # from the graph, which would hold itself; changes in place still count for all
+def detached(
+    outputs,
+):  # from the graph, which would hold itself; changes in place still count for all
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
@@ -217,7 +245,9 @@ def checkpoint_sequential(layers, segments, x):
     insides are many times what is between them, keep least at k = l.
     """
     if not 1 <= segments <= len(layers):
-        raise ValueError(f"{len(layers)} layers do not make {segments} segments; take 1 to {len(layers)}")
+        raise ValueError(
+            f"{len(layers)} layers do not make {segments} segments; take 1 to {len(layers)}"
+        )
     ends = [len(layers) * i // segments for i in range(segments + 1)]
     for start, end in itertools.pairwise(ends):
         part = functools.partial(functools.reduce, lambda x, layer: layer(x), layers[start:end])
@@ -229,7 +259,9 @@ def checkpoint_sequential(layers, segments, x):
 def offload_to_cpu():
     """What is saved for backward in here, weights too, waits in host memory: on a GPU pinned, copied asynchronously."""
 
-    def pack(tensor):  # a copy even of what is there already: as it was, when it is changed in place later
+    def pack(
+        tensor,
+    ):  # a copy even of what is there already: as it was, when it is changed in place later
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         return host.copy_(tensor, non_blocking=True), tensor.device
 
@@ -248,7 +280,9 @@ def main():
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        loss = language_loss(checkpoint_sequential(model, len(model), demo.part(inputs)), demo.part(targets))
+        loss = language_loss(
+            checkpoint_sequential(model, len(model), demo.part(inputs)), demo.part(targets)
+        )
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
@@ -256,12 +290,18 @@ def main():
         optimizer.step()
         return loss
 
-    demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
+    demo.train(
+        step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters())
+    )
     sent = 2 * held_bytes(model.parameters()) * (demo.ranks - 1) / demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
     l, h, a, s, b = 8, 128, 8, 128, 1
-    demo.show(f"{l} layers in bf16, 5as/h = {5 * a * s // h}. Kept for backward: measured = by formula. Operations per")
-    demo.show("token: 6Ψ in products with weights, 1Ψ in attention, and what is computed again. Time: with counting")
+    demo.show(
+        f"{l} layers in bf16, 5as/h = {5 * a * s // h}. Kept for backward: measured = by formula. Operations per"
+    )
+    demo.show(
+        "token: 6Ψ in products with weights, 1Ψ in attention, and what is computed again. Time: with counting"
+    )
     for name, kept, formula, operations, ms, same in measure(l, h, a, s, b, demo.device):
         line = f"{name:13} kept {kept:6.1f} sbh = {formula:4.0f}   operations {operations:.2f}Ψ   {ms:4.0f} ms"
         demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
@@ -269,7 +309,9 @@ def main():
     return status
 
 
-dropout = functools.partial(torch.native_dropout, p=0.1, train=True)  # F.dropout's mask is of x's dtype on a CPU
+dropout = functools.partial(
+    torch.native_dropout, p=0.1, train=True
+)  # F.dropout's mask is of x's dtype on a CPU
 
 
 def attention(q, k, v):  # (batch, heads, time, head_dim)
@@ -279,7 +321,10 @@ def attention(q, k, v):  # (batch, heads, time, head_dim)
 
 def layer(block, x, run=lambda core, *qkv: core(*qkv)):
     """A Block with dropout, and with attention's weights in memory: the layer of Korthikanti et al. §4.1."""
-    q, k, v = (y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for y in block.qkv(block.norm1(x)).chunk(3, -1))
+    q, k, v = (
+        y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2)
+        for y in block.qkv(block.norm1(x)).chunk(3, -1)
+    )
     x = x + dropout(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))[0]
     return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))[0]
 
@@ -294,7 +339,11 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
         if not shares_memory(func):
-            self.storages.update(tensor.untyped_storage() for tensor in tree_leaves(outputs) if torch.is_tensor(tensor))
+            self.storages.update(
+                tensor.untyped_storage()
+                for tensor in tree_leaves(outputs)
+                if torch.is_tensor(tensor)
+            )
         return outputs
 
     def bytes(self):
@@ -304,12 +353,23 @@ class Alive(TorchDispatchMode):
 def measure(l, h, a, s, b, device):
     """A step through l layers each way: sbh bytes kept, and by formula; Ψ operations per token; ms; bitwise equal?"""
     blocks = language_model(h, a, l).to(device, torch.bfloat16)[1:-2]
-    x, layers = torch.randn(b, s, h, dtype=torch.bfloat16, device=device), [functools.partial(layer, B) for B in blocks]
+    x, layers = (
+        torch.randn(b, s, h, dtype=torch.bfloat16, device=device),
+        [functools.partial(layer, B) for B in blocks],
+    )
     inside, weights, expected = 34 + 5 * a * s / h, 24 * h / (s * b), None
     ways = [
-        *((f"{k} segments", k, lambda layer: layer, 2 * (k - 1) + inside * l / k) for k in (1, 2, 4)),
+        *(
+            (f"{k} segments", k, lambda layer: layer, 2 * (k - 1) + inside * l / k)
+            for k in (1, 2, 4)
+        ),
         ("every layer", 1, lambda layer: functools.partial(checkpoint, layer), 2 * l),
-        ("not products", 1, lambda layer: functools.partial(checkpoint, layer, policy=keep_products), 20 * l),
+        (
+            "not products",
+            1,
+            lambda layer: functools.partial(checkpoint, layer, policy=keep_products),
+            20 * l,
+        ),
         ("core", 1, lambda layer: functools.partial(layer, run=checkpoint), 34 * l),
         ("offload", 1, offload_to_cpu(), (inside + weights) * l),
     ]
@@ -321,7 +381,10 @@ def measure(l, h, a, s, b, device):
             y = checkpoint_sequential(list(map(how, layers)), segments, x)
             kept = alive.bytes() / (s * b * h)
             y.sum().backward()
-        ms, gradients = 1e3 * (time.perf_counter() - start), [parameter.grad for parameter in blocks.parameters()]
+        ms, gradients = (
+            1e3 * (time.perf_counter() - start),
+            [parameter.grad for parameter in blocks.parameters()],
+        )
         expected = expected or gradients
         operations = flops.get_total_flops() / (s * b * 12 * h * h * l)
         yield name, kept, formula, operations, ms, all(map(torch.equal, gradients, expected))
@@ -339,12 +402,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -357,26 +427,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -385,7 +477,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -393,77 +487,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

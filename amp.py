@@ -51,7 +51,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 def mixed_precision_step(model, masters, optimizer, loss_of, scale):
     """One step of an fp16 `model` whose fp32 `masters` the `optimizer` updates; -> the next scale, which only falls."""
-    (loss_of(model) * scale).backward()  # of a loss in fp32. Backward is linear, so this scales every gradient
+    (
+        loss_of(model) * scale
+    ).backward()  # of a loss in fp32. Backward is linear, so this scales every gradient
     for weight, master in zip(model.parameters(), masters, strict=True):
         master.grad = weight.grad.float() / scale
         weight.grad = None
@@ -90,14 +92,19 @@ class GradScaler:
         )  # where a rank without gradients has found nothing
         self._enabled, self._process_group = enabled, process_group
         self._state = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-        self._state |= {"growth_interval": growth_interval, "_growth_tracker": 0}  # good steps in a row
+        self._state |= {
+            "growth_interval": growth_interval,
+            "_growth_tracker": 0,
+        }  # good steps in a row
         self.update(init_scale)
 
     def scale(self, outputs):
         """`outputs` times the scale: a tensor, or tensors in nested lists and tuples."""
         if not self._enabled:
             return outputs
-        scale = torch.tensor(self._state["scale"], dtype=torch.float32)  # as a tensor it makes an fp16 loss fp32
+        scale = torch.tensor(
+            self._state["scale"], dtype=torch.float32
+        )  # as a tensor it makes an fp16 loss fp32
         return tree_map(lambda output: output * scale, outputs)
 
     def unscale_(self, optimizer):
@@ -105,13 +112,26 @@ class GradScaler:
         if not self._enabled:
             return
         if optimizer in self._found:
-            raise RuntimeError("unscale_() or step() has already been called on this optimizer since the last update()")
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            raise RuntimeError(
+                "unscale_() or step() has already been called on this optimizer since the last update()"
+            )
+        gradients = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
-            raise ValueError("Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32")
-        found = torch.zeros((), dtype=torch.float32, device=gradients[0].device if gradients else self._device)
+            raise ValueError(
+                "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
+            )
+        found = torch.zeros(
+            (), dtype=torch.float32, device=gradients[0].device if gradients else self._device
+        )
         inverse = torch.full_like(found, 1.0 / self._state["scale"])
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)  # found = 1 where one is not finite
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            gradients, found, inverse
+        )  # found = 1 where one is not finite
         if dist.is_initialized():
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._process_group)
         self._found[optimizer] = found
@@ -121,7 +141,9 @@ class GradScaler:
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or optimizer in self._stepped:
-            raise RuntimeError("step() takes no closure, and update() has to follow before it is called again")
+            raise RuntimeError(
+                "step() takes no closure, and update() has to follow before it is called again"
+            )
         if optimizer not in self._found:
             self.unscale_(optimizer)
         self._stepped.add(optimizer)
@@ -173,15 +195,23 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer, dtype, scaler=None):
         if hasattr(optimizer, "no_sync"):  # zero.py's
-            raise ValueError(f"{type(optimizer).__name__} has fp32 masters of its own: give it a model in {dtype}")
-        self.optimizer, self.dtype, self.scaler = optimizer, dtype, scaler or GradScaler(enabled=False)
+            raise ValueError(
+                f"{type(optimizer).__name__} has fp32 masters of its own: give it a model in {dtype}"
+            )
+        self.optimizer, self.dtype, self.scaler = (
+            optimizer,
+            dtype,
+            scaler or GradScaler(enabled=False),
+        )
         self.scale, self._masters, state = self.scaler.scale, {}, optimizer.state_dict()
         for group in optimizer.param_groups:
             for i, weight in enumerate(group["params"]):
                 wide = torch.promote_types(weight.dtype, torch.float32)
                 group["params"][i] = self._masters[weight] = weight.detach().to(wide, copy=True)
                 weight.data = weight.data.to(dtype)
-        optimizer.load_state_dict(state)  # moments of the weights are those of the masters now, and in their dtype
+        optimizer.load_state_dict(
+            state
+        )  # moments of the weights are those of the masters now, and in their dtype
         self._write_weights()
 
     def __getattr__(self, name):  # param_groups, state, defaults, hooks: those of the optimizer
@@ -193,7 +223,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._versions = [weight._version for weight in self._masters]
 
     @torch.no_grad()
-    def _read_weights(self):  # those that others wrote since; where one agrees with its master, that has more bits
+    def _read_weights(
+        self,
+    ):  # those that others wrote since; where one agrees with its master, that has more bits
         for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
             if weight._version != version:
                 master.copy_(torch.where(master.to(self.dtype) == weight, master, weight))
@@ -231,7 +263,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """The optimizer's own, and besides "master_weights" and "scaler": loading it resumes bit for bit."""
         self._read_weights()
         masters = list(self._masters.values())
-        return self.optimizer.state_dict() | {"master_weights": masters, "scaler": self.scaler.state_dict()}
+        return self.optimizer.state_dict() | {
+            "master_weights": masters,
+            "scaler": self.scaler.state_dict(),
+        }
 
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict)
@@ -296,41 +331,67 @@ def main():
     model = demo.start("amp", bitwise=demo.ranks <= 2)
     # Rounding is all that 16 bits change: in the masters' own dtype, scaled by a power of two, no bit may differ.
     dtype, scaler = next(model.parameters()).dtype, GradScaler(demo.device.type, growth_factor=1.0)
-    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), dtype, scaler)
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), dtype, scaler
+    )
     step = functools.partial(train_step, demo, model, optimizer)
-    demo.train(step, lambda: ([p.grad / scaler.get_scale() for p in model.parameters()], model.parameters()))
+    demo.train(
+        step,
+        lambda: ([p.grad / scaler.get_scale() for p in model.parameters()], model.parameters()),
+    )
     weights, gradients, adam = held(model.parameters(), optimizer)
-    states, formula = adam + held_bytes(optimizer.param_groups[0]["params"]), 2 * weights * (1 - 1 / demo.ranks)
+    states, formula = (
+        adam + held_bytes(optimizer.param_groups[0]["params"]),
+        2 * weights * (1 - 1 / demo.ranks),
+    )
     status = demo.report((weights, gradients, states), f"2·{dtype.itemsize}Ψ(N-1)/N", formula)
-    demo.show(f"(Compared in {dtype}, masters and all. In 16 bits params, grads and what is sent are 2 bytes each.)\n")
+    demo.show(
+        f"(Compared in {dtype}, masters and all. In 16 bits params, grads and what is sent are 2 bytes each.)\n"
+    )
     ways = {
-        "fp32": (torch.float32, "what the others are to reach. 16 bytes per parameter: 4 + 4, and 8 of Adam"),
-        "fp16, no scaling": (torch.float16, "is to fail: of this loss, / 1024, most gradients are below 2⁻²⁵, zero"),
+        "fp32": (
+            torch.float32,
+            "what the others are to reach. 16 bytes per parameter: 4 + 4, and 8 of Adam",
+        ),
+        "fp16, no scaling": (
+            torch.float16,
+            "is to fail: of this loss, / 1024, most gradients are below 2⁻²⁵, zero",
+        ),
         "fp16": (torch.float16, "the same loss, scaled"),
         "bf16": (torch.bfloat16, "no scale needed. 16 bytes: 2 + 2, 4 of the master, 8 of Adam"),
         "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in both"),
     }
-    demo.show("16 bits halve activations, traffic and, on hardware for it, time, but not the 16 bytes per parameter.")
+    demo.show(
+        "16 bits halve activations, traffic and, on hardware for it, time, but not the 16 bytes per parameter."
+    )
     demo.show("C = 64, 2 layers    loss vs fp32     time")
     losses = {}
     for name, (dtype, why) in ways.items():
         torch.manual_seed(demo.args.seed)
         model, start = language_model(C=64, heads=2, layers=2).to(demo.device), time.perf_counter()
         scaler = GradScaler(demo.device.type, enabled=name == "fp16")
-        optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), dtype, scaler)
+        optimizer = MixedPrecisionOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=3e-3), dtype, scaler
+        )
         if "autocast" in name:
             model.forward = autocast(torch.bfloat16)(model.forward)
         for number in range(demo.args.steps):
-            losses[name] = train_step(demo, model, optimizer, *demo.batch(number), divisor=1024).item()
+            losses[name] = train_step(
+                demo, model, optimizer, *demo.batch(number), divisor=1024
+            ).item()
         ms = 1e3 * (time.perf_counter() - start) / demo.args.steps
-        demo.show(f"{name:18}{losses[name]:6.3f}  {losses[name] / losses['fp32'] - 1:+6.1%} {ms:5.0f} ms   {why}")
+        demo.show(
+            f"{name:18}{losses[name]:6.3f}  {losses[name] / losses['fp32'] - 1:+6.1%} {ms:5.0f} ms   {why}"
+        )
     return status
 
 
 def train_step(demo, model, optimizer, inputs, targets, divisor=1):
     optimizer.zero_grad()
     logits = model(demo.part(inputs))
-    loss = language_loss(logits.to(torch.promote_types(logits.dtype, torch.float32)), demo.part(targets))
+    loss = language_loss(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), demo.part(targets)
+    )
     optimizer.scale(loss / divisor).backward()
     for parameter in model.parameters():
         parameter.grad /= demo.ranks  # before the sum, which could overflow
@@ -351,12 +412,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -369,26 +437,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -397,7 +487,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -405,77 +497,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

@@ -32,7 +32,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import activation_checkpoint
@@ -58,7 +63,9 @@ def adamw(model):
 
 def training_step(model, optimizer, sequences, seed, micro_batches=1, after_backward=None):
     """A function that runs one step of `model`, `sequences` of 64 tokens per micro-batch."""
-    tokens = torch.randint(256, (sequences * micro_batches, 65), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        256, (sequences * micro_batches, 65), generator=torch.Generator().manual_seed(seed)
+    )
 
     def step():
         optimizer.zero_grad()
@@ -83,7 +90,9 @@ def bench_ddp(rank, ranks, sequences):
     return {
         "ddp": row(ddp.DistributedDataParallel),
         "torch DistributedDataParallel": row(TorchDDP),
-        "ddp, gradient_as_bucket_view": row(lambda m: ddp.DistributedDataParallel(m, gradient_as_bucket_view=True)),
+        "ddp, gradient_as_bucket_view": row(
+            lambda m: ddp.DistributedDataParallel(m, gradient_as_bucket_view=True)
+        ),
         "torch, gradient_as_bucket_view": row(lambda m: TorchDDP(m, gradient_as_bucket_view=True)),
         "all_reduce_gradients": row(lambda m: m, after_backward=ddp.all_reduce_gradients),
         "no communication": row(lambda m: m),
@@ -146,8 +155,13 @@ class SeparateBlock(ddp.Block):
 
     def forward(self, x):
         y = self.norm1(x)
-        q, k, v = (m(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for m in (self.q, self.k, self.v))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            m(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for m in (self.q, self.k, self.v)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
@@ -170,7 +184,9 @@ def our_tensor_parallel(sequences, sequence_parallel=False):
     model = language_model()
     tensor_parallel.parallelize(model, plan, sequence_parallel=sequence_parallel)
     if sequence_parallel:
-        model[0].register_forward_hook(lambda module, args, output: tensor_parallel.scatter_to_sequence(output))
+        model[0].register_forward_hook(
+            lambda module, args, output: tensor_parallel.scatter_to_sequence(output)
+        )
 
     def loss_of(model, inputs, targets):
         tensor_parallel.vocab_parallel_cross_entropy(model(inputs), targets).mean().backward()
@@ -203,7 +219,9 @@ def bench_tensor_parallel(rank, ranks, sequences):
     return {
         "tensor_parallel": our_tensor_parallel(sequences),
         "torch parallelize_module": torch_tensor_parallel(sequences, ranks),
-        "tensor_parallel, sequence_parallel": our_tensor_parallel(sequences, sequence_parallel=True),
+        "tensor_parallel, sequence_parallel": our_tensor_parallel(
+            sequences, sequence_parallel=True
+        ),
     }
 
 
@@ -230,13 +248,19 @@ def bench_pipeline(name, schedule_class, rank, ranks, sequences):
         stage = PipelineStage(stage, rank, ranks, torch.device("cpu"))
         schedule = schedule_class(stage, m, loss_fn=ddp.language_loss)
         if rank == ranks - 1:
-            return lambda inputs, targets: schedule.step(*(() if rank else (inputs,)), target=targets)
+            return lambda inputs, targets: schedule.step(
+                *(() if rank else (inputs,)), target=targets
+            )
         return lambda inputs, targets: schedule.step(*(() if rank else (inputs,)))
 
     return {
-        f"pipeline {name}": row(lambda stage: pipeline.Pipeline(stage, name, m, ddp.language_loss).step),
+        f"pipeline {name}": row(
+            lambda stage: pipeline.Pipeline(stage, name, m, ddp.language_loss).step
+        ),
         f"torch {schedule_class.__name__}": row(theirs),
-        "pipeline zero_bubble": row(lambda stage: pipeline.Pipeline(stage, "zero_bubble", m, ddp.language_loss).step),
+        "pipeline zero_bubble": row(
+            lambda stage: pipeline.Pipeline(stage, "zero_bubble", m, ddp.language_loss).step
+        ),
     }
 
 
@@ -246,7 +270,9 @@ def bench_amp(rank, ranks, sequences):
     def row(region=None, wrap=lambda optimizer: optimizer):
         model = language_model()
         optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-        tokens = torch.randint(256, (8 * sequences, 65), generator=torch.Generator().manual_seed(rank))
+        tokens = torch.randint(
+            256, (8 * sequences, 65), generator=torch.Generator().manual_seed(rank)
+        )
 
         def step():
             optimizer.zero_grad()
@@ -258,7 +284,9 @@ def bench_amp(rank, ranks, sequences):
         return step
 
     return {
-        "amp MixedPrecisionOptimizer": row(wrap=lambda o: amp.MixedPrecisionOptimizer(o, torch.bfloat16)),
+        "amp MixedPrecisionOptimizer": row(
+            wrap=lambda o: amp.MixedPrecisionOptimizer(o, torch.bfloat16)
+        ),
         "torch autocast, AdamW in fp32": row(torch.autocast("cpu", torch.bfloat16)),
         "amp autocast": row(amp.autocast(torch.bfloat16)),
         "fp32": row(),
@@ -273,7 +301,9 @@ def bench_lora(rank, ranks, sequences):
 
     def row(wrap):
         model = wrap(language_model())
-        return training_step(model, adamw(model), sequences, rank, after_backward=lora.average_adapters)
+        return training_step(
+            model, adamw(model), sequences, rank, after_backward=lora.average_adapters
+        )
 
     def ours(quantize=None):
         return row(lambda model: lora.inject_lora(model, target_modules=targets, quantize=quantize))
@@ -352,7 +382,9 @@ def worker(rank, ranks, names, rounds, sequences, folder):
             continue
         times = {variant: [] for variant in variants}
         for number in range(-2, rounds):
-            order = random.Random(number).sample(list(variants), len(variants))  # none always runs after the same one
+            order = random.Random(number).sample(
+                list(variants), len(variants)
+            )  # none always runs after the same one
             for variant in order:
                 dist.barrier()
                 start = time.perf_counter()
@@ -370,7 +402,9 @@ def worker(rank, ranks, names, rounds, sequences, folder):
         print(*(row for row, _ in results), *(line for _, line in results), sep="\n")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # at once: library classes hold the group, and its threads may abort the process as Python ends
+    os._exit(
+        0
+    )  # at once: library classes hold the group, and its threads may abort the process as Python ends
 
 
 def show(name, times):
@@ -394,13 +428,19 @@ def show(name, times):
 
 
 def machine():
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if (info := Path("/proc/cpuinfo")).exists() else []
+    names = (
+        re.findall(r"model name\s*: (.*)", info.read_text())
+        if (info := Path("/proc/cpuinfo")).exists()
+        else []
+    )
     return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}, torch {torch.__version__}"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="name", help=f"rows to run: {', '.join(ROWS)} (default: all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="name", help=f"rows to run: {', '.join(ROWS)} (default: all)"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sequences", type=int, default=1, help="of 64 tokens, per rank and step")

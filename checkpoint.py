@@ -63,7 +63,9 @@ class Piece(namedtuple("Piece", "tensor shape offset")):
         return tuple((i, i + n) for i, n in zip(self.offset, self.tensor.shape, strict=True))
 
     def at(self, box):  # -> a view of the part of it that is in the box
-        return self.tensor[tuple(slice(i - o, j - o) for (i, j), o in zip(box, self.offset, strict=True))]
+        return self.tensor[
+            tuple(slice(i - o, j - o) for (i, j), o in zip(box, self.offset, strict=True))
+        ]
 
 
 def overlap(a, b):
@@ -115,7 +117,9 @@ def save(directory, pieces, extra=None, process_group=None):
     for r, held in enumerate(on_all_ranks(begin, process_group)):
         for name, whole, box in held:
             if tensors.setdefault(name, {"whole": whole, "boxes": []})["whole"] != whole:
-                raise ValueError(f"{name} is {whole} on rank {r}, but {tensors[name]['whole']} on one before")
+                raise ValueError(
+                    f"{name} is {whole} on rank {r}, but {tensors[name]['whole']} on one before"
+                )
             taken |= {(name, box)} if r < rank else set()  # that rank writes it
     todo = [(name, piece) for name, _, piece in mine if (name, piece.box) not in taken]
     for entries in on_all_ranks(lambda: write(root / "tmp" / f"{rank}.bin", todo), process_group):
@@ -143,7 +147,9 @@ def describe(pieces):
         one = Piece(value, value.shape, [0] * value.dim()) if torch.is_tensor(value) else value
         for piece in [one] if isinstance(one, Piece) else one:
             if any(i < 0 or j > n for (i, j), n in zip(piece.box, piece.shape, strict=True)):
-                raise ValueError(f"{name}: {piece.box} is not within a whole of {list(piece.shape)}")
+                raise ValueError(
+                    f"{name}: {piece.box} is not within a whole of {list(piece.shape)}"
+                )
             yield name, [str(piece.tensor.dtype).removeprefix("torch."), list(piece.shape)], piece
 
 
@@ -201,7 +207,9 @@ def open_latest(root):
     path = root / (root / "latest").read_text()
     checksum, _, text = (path / "index").read_bytes().partition(b"\n")
     if checksum != str(zlib.crc32(text)).encode():
-        raise OSError(f"{path / 'index'} is damaged: it has another checksum than when it was written")
+        raise OSError(
+            f"{path / 'index'} is damaged: it has another checksum than when it was written"
+        )
     return path, *json.loads(text).values()
 
 
@@ -212,26 +220,37 @@ def read(root, pieces):
     for name, whole, piece in describe(pieces):
         there = tensors.get(name, {"whole": "nothing", "boxes": []})
         if there["whole"] != whole:
-            raise ValueError(f"{path} has {there['whole']} of {name}, but {whole} is wanted: another model?")
+            raise ValueError(
+                f"{path} has {there['whole']} of {name}, but {whole} is wanted: another model?"
+            )
         missing = Piece(torch.ones(piece.tensor.shape, dtype=torch.bool), *whole[1:], piece.offset)
         for file, position, checksum, box in there["boxes"]:
             for both in overlap(piece.box, box):
                 sizes = [j - i for i, j in box]
-                data = numpy.fromfile(path / file, "uint8", math.prod(sizes) * piece.tensor.itemsize, offset=position)
+                data = numpy.fromfile(
+                    path / file, "uint8", math.prod(sizes) * piece.tensor.itemsize, offset=position
+                )
                 if zlib.crc32(data) != checksum:
-                    raise OSError(f"{path / file} is damaged: {name} has another checksum than when it was written")
+                    raise OSError(
+                        f"{path / file} is damaged: {name} has another checksum than when it was written"
+                    )
                 tensor = torch.from_numpy(data).view(piece.tensor.dtype).view(sizes)
                 piece.at(both).copy_(Piece(tensor, piece.shape, [i for i, _ in box]).at(both))
                 missing.at(both).fill_(False)
         if missing.tensor.any():
-            raise ValueError(f"{path}: no rank had all of {piece.box} of {name}, {whole}, when it was saved")
+            raise ValueError(
+                f"{path}: no rank had all of {piece.box} of {name}, {whole}, when it was saved"
+            )
     return path, extra
 
 
 def load_whole(directory):
     """-> a state_dict of the latest checkpoint, in one process. The other way: save(directory, torch.load(file))."""
     wholes = {name: entry["whole"] for name, entry in open_latest(Path(directory))[1].items()}
-    state_dict = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in wholes.items()}
+    state_dict = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, (dtype, shape) in wholes.items()
+    }
     load(directory, state_dict)
     return state_dict
 
@@ -244,13 +263,20 @@ class Sharded:
     """zero.py's cut: parameters side by side in `flat`, 1/N of it trained by each rank of `group`."""
 
     def __init__(self, model, group=None):
-        self.model, self.group, self.rank, self.N = model, group, dist.get_rank(group), dist.get_world_size(group)
+        self.model, self.group, self.rank, self.N = (
+            model,
+            group,
+            dist.get_rank(group),
+            dist.get_world_size(group),
+        )
         flat = nn.utils.parameters_to_vector(model.parameters()).detach()
         self.flat = F.pad(flat, (0, -len(flat) % self.N))
         self.gradients, start = torch.zeros_like(self.flat), 0
         for parameter in model.parameters():
             own, start = slice(start, start + parameter.numel()), start + parameter.numel()
-            parameter.data, parameter.grad = (x[own].view_as(parameter) for x in (self.flat, self.gradients))
+            parameter.data, parameter.grad = (
+                x[own].view_as(parameter) for x in (self.flat, self.gradients)
+            )
         self.shard = self.flat.chunk(self.N)[self.rank]
         self.optimizer = torch.optim.AdamW([self.shard], lr=1e-3)
         moments = {name: torch.zeros_like(self.shard) for name in ("exp_avg", "exp_avg_sq")}
@@ -258,29 +284,47 @@ class Sharded:
 
     def step(self, inputs, targets):
         self.gradients.zero_()
-        losses, parts = [], dist.get_world_size()  # each takes its share of them: one order of addition, whatever N
+        losses, parts = (
+            [],
+            dist.get_world_size(),
+        )  # each takes its share of them: one order of addition, whatever N
         for part in range(self.rank * parts // self.N, (self.rank + 1) * parts // self.N):
-            losses.append(language_loss(self.model(inputs.chunk(parts)[part]), targets.chunk(parts)[part]))
+            losses.append(
+                language_loss(self.model(inputs.chunk(parts)[part]), targets.chunk(parts)[part])
+            )
             losses[-1].backward()
         received = torch.empty_like(self.gradients)
         dist.all_to_all_single(received, self.gradients, group=self.group)
         self.shard.grad = sum(received.chunk(self.N)) / parts  # in rank order: a reduce-scatter
         self.optimizer.step()
-        dist.all_to_all_single(self.flat, self.shard.repeat(self.N), group=self.group)  # an all-gather
-        return torch.stack(losses).mean() if dist.get_rank() < self.N else None  # of the same ones, one
+        dist.all_to_all_single(
+            self.flat, self.shard.repeat(self.N), group=self.group
+        )  # an all-gather
+        return (
+            torch.stack(losses).mean() if dist.get_rank() < self.N else None
+        )  # of the same ones, one
 
     def pieces(self):  # what this rank has of each parameter and its moments, to be saved or loaded
         flats = {"weight": self.shard, **self.optimizer.state[self.shard]}
-        pieces, start = {"step": flats.pop("step")}, self.rank * len(self.shard)  # of the shard, in a parameter
+        pieces, start = (
+            {"step": flats.pop("step")},
+            self.rank * len(self.shard),
+        )  # of the shard, in a parameter
         for name, parameter in self.model.named_parameters():
-            pieces |= {f"{kind}/{name}": flat_pieces(flat, parameter.shape, start) for kind, flat in flats.items()}
+            pieces |= {
+                f"{kind}/{name}": flat_pieces(flat, parameter.shape, start)
+                for kind, flat in flats.items()
+            }
             start -= parameter.numel()
         return pieces
 
 
 def main():
     demo = Demo()
-    run, stops = Sharded(demo.start("checkpoint", bitwise=True)), [-(-n * demo.args.steps // 3) for n in (1, 2)]
+    run, stops = (
+        Sharded(demo.start("checkpoint", bitwise=True)),
+        [-(-n * demo.args.steps // 3) for n in (1, 2)],
+    )
     directory = [tempfile.mkdtemp() if demo.rank == 0 else None]
     dist.broadcast_object_list(directory, 0)
 
@@ -293,11 +337,15 @@ def main():
             if demo.rank < run.N:
                 save(directory[0], run.pieces(), {"steps": done}, run.group)
             dist.barrier()
-            alone = [dist.new_group([rank]) for rank in range(demo.ranks)][demo.rank]  # each rank a world of its own
+            alone = [dist.new_group([rank]) for rank in range(demo.ranks)][
+                demo.rank
+            ]  # each rank a world of its own
             run = Sharded(language_model().to(run.flat), alone if done == stops[0] else None)
             extra = load(directory[0], run.pieces(), run.group)
             dist.all_to_all_single(run.flat, run.shard.repeat(run.N), group=run.group)
-            demo.show(f"saved       after {extra['steps']} steps; loaded on {run.N} rank{'s' * (run.N > 1)}")
+            demo.show(
+                f"saved       after {extra['steps']} steps; loaded on {run.N} rank{'s' * (run.N > 1)}"
+            )
         return gradients, run.model.parameters()
 
     demo.train(lambda *batch: run.step(*batch), whole)  # noqa: PLW0108  the run changes
@@ -319,12 +367,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -337,26 +392,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -365,7 +442,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -373,77 +452,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

@@ -48,7 +48,11 @@ from torch.utils._pytree import tree_leaves
 def start(group, send=None, receive=None):
     """Begin to send a message, to receive one, or both. -> works: until its wait(), what is sent must not change."""
     messages = ((dist.isend, send), (dist.irecv, receive))
-    batch = [dist.P2POp(way, message[0], group=group, group_peer=message[1]) for way, message in messages if message]
+    batch = [
+        dist.P2POp(way, message[0], group=group, group_peer=message[1])
+        for way, message in messages
+        if message
+    ]
     return dist.batch_isend_irecv(batch)  # both at once: of two that first send, both may wait
 
 
@@ -62,8 +66,12 @@ def exchange(group, send=None, receive=None):
 def flattened(tensor, group):
     """-> the elements side by side, as messages need them (a strided tensor has them back after), this rank, and N."""
     if dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members may call this")
-    gloo = f"{tensor.device.type}:gloo" in dist.get_backend_config(group)  # its messages lie in the host's memory
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in process_group; only its members may call this"
+        )
+    gloo = f"{tensor.device.type}:gloo" in dist.get_backend_config(
+        group
+    )  # its messages lie in the host's memory
     x = tensor.detach().to("cpu" if gloo else tensor.device).contiguous().view(-1)
     yield x, dist.get_rank(group), dist.get_world_size(group)
     tensor.detach().copy_(x.view_as(tensor))  # does nothing where x is a view of it
@@ -104,7 +112,9 @@ def tree_all_reduce(tensor, process_group=None):
 def tree_broadcast(tensor, src, process_group=None):
     """Replace `tensor`, of any shape, by that of `src`, a rank of the world. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
     with flattened(tensor, process_group) as (x, rank, N):
-        number = (rank - dist.get_group_rank(process_group or dist.group.WORLD, src)) % N  # as if src were rank 0
+        number = (
+            rank - dist.get_group_rank(process_group or dist.group.WORLD, src)
+        ) % N  # as if src were rank 0
         for distance in (2**k for k in reversed(range((N - 1).bit_length()))):
             if number % (2 * distance) == distance:
                 exchange(process_group, receive=(x, (rank - distance) % N))
@@ -156,14 +166,18 @@ def ring(parts, steps, group, chunks=1):
             if step < N - 1:
                 arriving.add_(incoming)
 
-    for _ in itertools.zip_longest(*map(around, zip(*[part.tensor_split(chunks) for part in parts], strict=True))):
+    for _ in itertools.zip_longest(
+        *map(around, zip(*[part.tensor_split(chunks) for part in parts], strict=True))
+    ):
         pass  # each in turn waits, adds, and sends on
 
 
 def ring_all_reduce(tensor, process_group=None, *, chunks=1):
     """Replace `tensor`, of any shape, by its sum over the ranks."""
     with flattened(tensor, process_group) as (x, _, N):
-        ring(x.tensor_split(N), range(2 * (N - 1)), process_group, chunks)  # sizes differ by 1 where N does not divide
+        ring(
+            x.tensor_split(N), range(2 * (N - 1)), process_group, chunks
+        )  # sizes differ by 1 where N does not divide
 
 
 def ring_reduce_scatter(tensor, process_group=None):
@@ -177,7 +191,9 @@ def ring_reduce_scatter(tensor, process_group=None):
 
 def ring_all_gather(tensor, process_group=None):
     """-> all ranks' tensors, which have one shape, joined along dimension 0: the ring's other half."""
-    whole = torch.cat([torch.atleast_1d(tensor.detach())] * max(1, dist.get_world_size(process_group)))
+    whole = torch.cat(
+        [torch.atleast_1d(tensor.detach())] * max(1, dist.get_world_size(process_group))
+    )
     with flattened(whole, process_group) as (x, _, N):
         ring(x.tensor_split(N), range(N - 1, 2 * (N - 1)), process_group)
     return whole
@@ -186,9 +202,14 @@ def ring_all_gather(tensor, process_group=None):
 def all_to_all(tensor, process_group=None):
     """-> part `rank` of each rank's tensor, cut in N along dimension 0. N = 4: r → r + 1 | r → r + 2 | r → r + 3."""
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-    with flattened(whole.clone(), process_group) as (x, rank, N), flattened(whole, process_group) as (y, _, _):
+    with (
+        flattened(whole.clone(), process_group) as (x, rank, N),
+        flattened(whole, process_group) as (y, _, _),
+    ):
         if tensor.dim() == 0 or len(tensor) % N:
-            raise ValueError(f"{tuple(tensor.shape)} must divide by {N} ranks along dimension 0; pad it to a multiple")
+            raise ValueError(
+                f"{tuple(tensor.shape)} must divide by {N} ranks along dimension 0; pad it to a multiple"
+            )
         leaving, arriving = x.tensor_split(N), y.tensor_split(N)
         for to, source in (((rank + step) % N, (rank - step) % N) for step in range(1, N)):
             exchange(process_group, send=(leaving[to], to), receive=(arriving[source], source))
@@ -199,11 +220,27 @@ def predict(algorithm, ranks, nbytes, latency, bandwidth):
     """-> seconds by the α–β model: nothing is added, and no two messages share a wire or a core. algorithm: a function
     of this file, or its name; latency: seconds; bandwidth: bytes per second; nbytes: of the whole tensor.
     """
-    name, N, L = getattr(algorithm, "__name__", algorithm).removesuffix("_all_reduce"), ranks, (ranks - 1).bit_length()
-    of_all = {"naive": 2 * (N - 1), "tree": 2 * L, "tree_broadcast": L, "recursive_doubling": L + (N < 2**L)}
-    of_a_part = {"ring": 2 * (N - 1), "ring_reduce_scatter": N - 1, "ring_all_gather": N - 1, "all_to_all": N - 1}
+    name, N, L = (
+        getattr(algorithm, "__name__", algorithm).removesuffix("_all_reduce"),
+        ranks,
+        (ranks - 1).bit_length(),
+    )
+    of_all = {
+        "naive": 2 * (N - 1),
+        "tree": 2 * L,
+        "tree_broadcast": L,
+        "recursive_doubling": L + (N < 2**L),
+    }
+    of_a_part = {
+        "ring": 2 * (N - 1),
+        "ring_reduce_scatter": N - 1,
+        "ring_all_gather": N - 1,
+        "all_to_all": N - 1,
+    }
     if N < 1 or name not in of_all | of_a_part:
-        raise ValueError(f"{name} on {ranks} ranks: needs 1 or more, and one of {', '.join(of_all | of_a_part)}")
+        raise ValueError(
+            f"{name} on {ranks} ranks: needs 1 or more, and one of {', '.join(of_all | of_a_part)}"
+        )
     messages, size = (of_all[name], nbytes) if name in of_all else (of_a_part[name], nbytes / N)
     return messages * (latency + size / bandwidth)
 
@@ -216,15 +253,23 @@ def main():
     demo = Demo(flags={"--steps": {"type": int, "default": 8}})
     N, L = demo.ranks, (demo.ranks - 1).bit_length()
     functions = {naive_all_reduce: ("Ψ(N-1)", N - 1), tree_all_reduce: ("Ψ⌈log₂N⌉", L)}
-    functions |= {ring_all_reduce: ("2Ψ(N-1)/N", 2 * (N - 1) / N), recursive_doubling_all_reduce: ("Ψ⌈log₂N⌉", L)}
+    functions |= {
+        ring_all_reduce: ("2Ψ(N-1)/N", 2 * (N - 1) / N),
+        recursive_doubling_all_reduce: ("Ψ⌈log₂N⌉", L),
+    }
     status = max([train(demo, function, *sent) for function, sent in functions.items()])
     if N > 1:
-        measure(demo, {function.__name__.removesuffix("_all_reduce"): function for function in functions})
+        measure(
+            demo,
+            {function.__name__.removesuffix("_all_reduce"): function for function in functions},
+        )
     return status
 
 
 def train(demo, all_reduce, formula, times):
-    exact = demo.ranks <= 2 or all_reduce is naive_all_reduce  # which adds in rank order, as one device
+    exact = (
+        demo.ranks <= 2 or all_reduce is naive_all_reduce
+    )  # which adds in rank order, as one device
     model = demo.start(f"collectives {all_reduce.__name__.removesuffix('_all_reduce')}", exact)
     optimizer, parameters = torch.optim.AdamW(model.parameters(), lr=1e-3), list(model.parameters())
 
@@ -242,25 +287,47 @@ def train(demo, all_reduce, formula, times):
 
 
 def measure(demo, functions):
-    N, rank, x, pair = demo.ranks, demo.rank, torch.full((2**24,), 0.0, device=demo.device), dist.new_group([0, 1])
-    ping_pong = functools.partial(lambda x: [tree_broadcast(x, src, pair) for src in (0, 1) if rank < 2])
+    N, rank, x, pair = (
+        demo.ranks,
+        demo.rank,
+        torch.full((2**24,), 0.0, device=demo.device),
+        dist.new_group([0, 1]),
+    )
+    ping_pong = functools.partial(
+        lambda x: [tree_broadcast(x, src, pair) for src in (0, 1) if rank < 2]
+    )
     alpha, large = (seconds(ping_pong, x[:n]) / 2 for n in (1, 2**22))
     bandwidth = 2**24 / (large - alpha)
-    demo.show(f"\nping-pong   α = {1e6 * alpha:.0f} µs, by 4 bytes; 1/β = {bandwidth / 1e9:.2f} GB/s, by 16 MB")
-    demo.show(f"ms (α–β)    {''.join(f'{name:20}' for name in functions)}fastest (by α–β, as if ranks shared no cores)")
+    demo.show(
+        f"\nping-pong   α = {1e6 * alpha:.0f} µs, by 4 bytes; 1/β = {bandwidth / 1e9:.2f} GB/s, by 16 MB"
+    )
+    demo.show(
+        f"ms (α–β)    {''.join(f'{name:20}' for name in functions)}fastest (by α–β, as if ranks shared no cores)"
+    )
     for size in (2**10, 2**14, 2**18, 2**22, 2**26):
         ms = {name: 1e3 * seconds(function, x[: size // 4]) for name, function in functions.items()}
         model = {name: 1e3 * predict(name, N, size, alpha, bandwidth) for name in functions}
         cells = "".join(f"{f'{ms[name]:.2f} ({model[name]:.2f})':20}" for name in functions)
-        demo.show(f"  {size // 1024:5d} KB  {cells}{min(ms, key=ms.get)} ({min(model, key=model.get)})")
-    ms = [1e3 * seconds(functools.partial(ring_all_reduce, chunks=chunks), x) for chunks in (1, 2, 4, 8)]
+        demo.show(
+            f"  {size // 1024:5d} KB  {cells}{min(ms, key=ms.get)} ({min(model, key=model.get)})"
+        )
+    ms = [
+        1e3 * seconds(functools.partial(ring_all_reduce, chunks=chunks), x)
+        for chunks in (1, 2, 4, 8)
+    ]
     pay = "they pay" if min(ms) < 0.9 * ms[0] else "no gain here"
-    demo.show(f"chunks      1, 2, 4, 8 of 64 MB on the ring: {', '.join(f'{t:.0f}' for t in ms)} ms: {pay}")
+    demo.show(
+        f"chunks      1, 2, 4, 8 of 64 MB on the ring: {', '.join(f'{t:.0f}' for t in ms)} ms: {pay}"
+    )
 
 
-def seconds(function, tensor):  # of a call, of which rank 0 never ends early; the best, as what else runs only adds
+def seconds(
+    function, tensor
+):  # of a call, of which rank 0 never ends early; the best, as what else runs only adds
     calls = max(1, min(5, 2**22 // tensor.nbytes))
-    rounds = timeit.repeat(lambda: (function(tensor), tensor[0].item()), dist.barrier, number=calls, repeat=3 * calls)
+    rounds = timeit.repeat(
+        lambda: (function(tensor), tensor[0].item()), dist.barrier, number=calls, repeat=3 * calls
+    )
     return min(rounds) / calls
 
 
@@ -276,12 +343,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -294,26 +368,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -322,7 +418,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -330,77 +428,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

@@ -52,10 +52,14 @@ def all_reduce_gradients(module, process_group=None):
     """Replace each gradient of `module` by its mean over the ranks of `process_group`."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # unused on this rank only? All ranks must issue the same collectives
+            if (
+                parameter.grad is None
+            ):  # unused on this rank only? All ranks must issue the same collectives
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad /= dist.get_world_size(process_group)
-            mean = parameter.grad.contiguous()  # the all-reduce of a strided tensor changes only part of it
+            mean = (
+                parameter.grad.contiguous()
+            )  # the all-reduce of a strided tensor changes only part of it
             dist.all_reduce(mean, group=process_group)
             parameter.grad.copy_(mean)
 
@@ -68,7 +72,10 @@ def assign_buckets(tensors, cap_bytes):
     """`tensors`, last first, in lists of one dtype and device; a new list begins once one holds `cap_bytes` or more."""
     buckets, size = [], cap_bytes
     for tensor in reversed(tensors):
-        if size >= cap_bytes or (tensor.dtype, tensor.device) != (buckets[-1][0].dtype, buckets[-1][0].device):
+        if size >= cap_bytes or (tensor.dtype, tensor.device) != (
+            buckets[-1][0].dtype,
+            buckets[-1][0].device,
+        ):
             buckets.append([])
             size = 0
         buckets[-1].append(tensor)
@@ -80,15 +87,24 @@ class Bucket:
     """The gradients of some parameters, side by side in one flat buffer; to a communication hook, a dist.GradBucket."""
 
     def __init__(self, index, is_last, parameters):
-        self.index, self.is_last, self.parameters = lambda: index, lambda: is_last, lambda: list(parameters)
-        self.flat = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters), requires_grad=False)
+        self.index, self.is_last, self.parameters = (
+            lambda: index,
+            lambda: is_last,
+            lambda: list(parameters),
+        )
+        self.flat = parameters[0].new_zeros(
+            sum(parameter.numel() for parameter in parameters), requires_grad=False
+        )
         self.set_buffer(self.flat)
         self.views = dict(zip(parameters, self.gradients(), strict=True))
         self.missing = len(parameters)  # gradients that are not in the buffer yet
 
     def set_buffer(self, buffer):  # a communication hook may send another, in 16 bits for example
         pieces = buffer.split([parameter.numel() for parameter in self.parameters()])
-        views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters(), strict=True)]
+        views = [
+            piece.view(parameter.shape)
+            for piece, parameter in zip(pieces, self.parameters(), strict=True)
+        ]
         self.buffer, self.gradients = lambda: buffer, lambda: views
 
 
@@ -96,21 +112,32 @@ def broadcast(tensors, process_group):
     """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
     for bucket in assign_buckets(tensors, 25 * 2**20):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)  # bytes: gloo has no int16, no float8
-        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.data.copy_(values.view_as(tensor))  # not a new version: a running graph may have saved the buffer
+        dist.broadcast(
+            flat.view(torch.uint8), group=process_group, group_src=0
+        )  # bytes: gloo has no int16, no float8
+        for tensor, values in zip(
+            bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True
+        ):
+            tensor.data.copy_(
+                values.view_as(tensor)
+            )  # not a new version: a running graph may have saved the buffer
 
 
 def verify_same_model(module, process_group):
     """Raise ValueError on all ranks where one holds other states than rank 0: their sum would abort, or be garbage."""
     states = [*module.named_parameters(), *module.named_buffers()]
-    mine = [f"{name!r}: {tuple(s.shape)}, {s.dtype}, requires_grad={s.requires_grad}" for name, s in states]
+    mine = [
+        f"{name!r}: {tuple(s.shape)}, {s.dtype}, requires_grad={s.requires_grad}"
+        for name, s in states
+    ]
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, [*mine, "nothing more"], group=process_group)
     for rank, theirs in enumerate(everyone):
         for first, other in zip(everyone[0], theirs, strict=False):
             if first != other:
-                raise ValueError(f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}")
+                raise ValueError(
+                    f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}"
+                )
 
 
 class DistributedDataParallel(nn.Module):
@@ -137,32 +164,62 @@ class DistributedDataParallel(nn.Module):
             default = name in theirs and value == theirs[name].default
             if not default and (name, [value]) != ("output_device", device_ids):
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
-        if dist.get_rank(process_group) < 0:  # its world size is -1 here, and dividing by that reverses gradients
-            raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members can be replicas")
+        if (
+            dist.get_rank(process_group) < 0
+        ):  # its world size is -1 here, and dividing by that reverses gradients
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
+            )
         verify_same_model(module, process_group)
         broadcast([*module.parameters(), *module.buffers()], process_group)
         self.module, self.process_group = module, process_group
-        self._device = next(module.parameters()).device if device_ids else None  # inputs are moved there
-        self.broadcast_buffers, self.find_unused_parameters = broadcast_buffers, find_unused_parameters
+        self._device = (
+            next(module.parameters()).device if device_ids else None
+        )  # inputs are moved there
+        self.broadcast_buffers, self.find_unused_parameters = (
+            broadcast_buffers,
+            find_unused_parameters,
+        )
         self.gradient_as_bucket_view, self._hook = gradient_as_bucket_view, None
         self.require_backward_grad_sync = True  # False inside no_sync()
-        self.require_forward_param_sync = True  # the latest forward's; buffers do not travel between micro-batches
+        self.require_forward_param_sync = (
+            True  # the latest forward's; buffers do not travel between micro-batches
+        )
         self._backward = "local"  # or "expected", a synchronised one; or "running", and _finish_backward is queued
-        buckets = assign_buckets([p for p in module.parameters() if p.requires_grad], (bucket_cap_mb or 25) * 2**20)
-        self._buckets = [Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)]
-        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.views}
-        self._waiting, self._filled = list(self._buckets), set()  # buckets to send, in this order; parameters in theirs
-        hook = weakref.WeakMethod(self._on_gradient)  # a strong one would keep a discarded wrapper, and its buckets
+        buckets = assign_buckets(
+            [p for p in module.parameters() if p.requires_grad], (bucket_cap_mb or 25) * 2**20
+        )
+        self._buckets = [
+            Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)
+        ]
+        self._bucket_of = {
+            parameter: bucket for bucket in self._buckets for parameter in bucket.views
+        }
+        self._waiting, self._filled = (
+            list(self._buckets),
+            set(),
+        )  # buckets to send, in this order; parameters in theirs
+        hook = weakref.WeakMethod(
+            self._on_gradient
+        )  # a strong one would keep a discarded wrapper, and its buckets
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(lambda parameter: hook() and hook()(parameter))
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: hook() and hook()(parameter)
+            )
 
     def forward(self, *inputs, **kwargs):
         if self._device:
-            inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), (inputs, kwargs))
+            inputs, kwargs = tree_map_only(
+                torch.Tensor, lambda tensor: tensor.to(self._device), (inputs, kwargs)
+            )
         if not torch.is_grad_enabled():  # nothing is sent: one rank may evaluate alone
             return self.module(*inputs, **kwargs)
         if self._filled:
-            missing = [name for name, p in self.module.named_parameters() if p in self._bucket_of.keys() - self._filled]
+            missing = [
+                name
+                for name, p in self.module.named_parameters()
+                if p in self._bucket_of.keys() - self._filled
+            ]
             raise RuntimeError(
                 "Expected to have finished reduction in the prior iteration: backward raised, or did not reach "
                 f"{', '.join(missing)} on rank {dist.get_rank(self.process_group)}; try find_unused_parameters=True"
@@ -172,7 +229,9 @@ class DistributedDataParallel(nn.Module):
         self.require_forward_param_sync = synchronised = self.require_backward_grad_sync
         self._backward = "expected" if synchronised else "local"
         output = self.module(*inputs, **kwargs)
-        for tensor in tree_leaves(output) if synchronised else ():  # backward begins here, and may reach no parameter
+        for tensor in (
+            tree_leaves(output) if synchronised else ()
+        ):  # backward begins here, and may reach no parameter
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self._start_backward)
         return output
@@ -188,15 +247,21 @@ class DistributedDataParallel(nn.Module):
             return  # no_sync: it stays in .grad, where the next synchronised backward adds to it
         self._start_backward()
         if parameter in self._filled:
-            raise RuntimeError(f"Expected to mark a variable, {parameter.shape}, ready only once: add losses up first")
+            raise RuntimeError(
+                f"Expected to mark a variable, {parameter.shape}, ready only once: add losses up first"
+            )
         bucket = self._bucket_of[parameter]
-        if parameter.grad is None:  # called by _finish_backward: unused here, but the other ranks wait for it
+        if (
+            parameter.grad is None
+        ):  # called by _finish_backward: unused here, but the other ranks wait for it
             parameter.grad = torch.zeros_like(parameter)
         # Divide before the sum: N fp16 gradients overflow at 65504. A communication hook divides for itself.
         divisor = 1 if self._hook else dist.get_world_size(self.process_group)
         torch.mul(parameter.grad, 1 / divisor, out=bucket.views[parameter])
         if self.gradient_as_bucket_view:
-            parameter.grad = bucket.views[parameter]  # now: it frees autograd's own tensor, for those still to come
+            parameter.grad = bucket.views[
+                parameter
+            ]  # now: it frees autograd's own tensor, for those still to come
         self._filled.add(parameter)
         bucket.missing -= 1
         # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
@@ -207,10 +272,14 @@ class DistributedDataParallel(nn.Module):
         if self._hook is None:
             bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
         else:
-            if bucket.index() > 0:  # the hook before may still issue collectives, at times that differ between ranks
+            if (
+                bucket.index() > 0
+            ):  # the hook before may still issue collectives, at times that differ between ranks
                 self._buckets[bucket.index() - 1].work.wait()
             bucket.set_buffer(bucket.flat)
-            bucket.work = self._hook(bucket).then(lambda mean: bucket.flat.copy_(mean.value().view_as(bucket.flat)))
+            bucket.work = self._hook(bucket).then(
+                lambda mean: bucket.flat.copy_(mean.value().view_as(bucket.flat))
+            )
 
     def _finish_backward(self):
         """Wait for all buckets and hand out the means."""
@@ -225,7 +294,10 @@ class DistributedDataParallel(nn.Module):
             bucket.work.wait()
             for parameter, view in bucket.views.items():
                 parameter.grad.copy_(view)  # does nothing where .grad is that view
-            bucket.missing, bucket.work = len(bucket.views), None  # who keeps it keeps gloo's threads
+            bucket.missing, bucket.work = (
+                len(bucket.views),
+                None,
+            )  # who keeps it keeps gloo's threads
         self._waiting, self._filled = list(self._buckets), set()
         if self.find_unused_parameters:
             dist.all_reduce(used, group=self.process_group)
@@ -256,7 +328,9 @@ DDP = DistributedDataParallel
 
 def main():
     demo = Demo()
-    model = DDP(demo.start("ddp", bitwise=demo.ranks <= 2), bucket_cap_mb=2, gradient_as_bucket_view=True)
+    model = DDP(
+        demo.start("ddp", bitwise=demo.ranks <= 2), bucket_cap_mb=2, gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
@@ -266,7 +340,9 @@ def main():
         optimizer.step()
         return loss
 
-    demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
+    demo.train(
+        step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters())
+    )
     psi, N = held_bytes(demo.model.parameters()), demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", 2 * psi * (N - 1) / N)
     show_overlap(demo, model)
@@ -287,7 +363,9 @@ def show_overlap(demo, model, width=80):
     begin = start = time.perf_counter()
     loss.backward()
     took = time.perf_counter() - start
-    demo.show(f"overlap     a backward of {1e3 * took:.0f} ms: = a bucket fills and leaves, ~ its mean comes back")
+    demo.show(
+        f"overlap     a backward of {1e3 * took:.0f} ms: = a bucket fills and leaves, ~ its mean comes back"
+    )
     for bucket, left, arrived in sent:
         a, b, c = (round(width * (at - start) / took) for at in (begin, left, arrived.wait()))
         demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {' ' * a}{'=' * (b - a)}{'~' * (c - b)}")
@@ -306,12 +384,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -324,26 +409,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -352,7 +459,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -360,77 +469,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

@@ -47,7 +47,12 @@ def naive_attention(q, k, v, causal=False, scale=None):
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     # Aligned at the end: the last query sees all keys, and the first S - Skv none, whose softmax is NaN and to be zero.
-    hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(k.shape[2] - q.shape[2] + 1) & causal
+    hidden = (
+        torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(
+            k.shape[2] - q.shape[2] + 1
+        )
+        & causal
+    )
     return scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
 
 
@@ -58,7 +63,10 @@ def online_attention(q, k, v, block_size=128):
     for k_j, v_j in zip(k.split(block_size, -2), v.split(block_size, -2), strict=True):
         scores = q @ k_j.mT * q.shape[-1] ** -0.5
         m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
-        P, correction = (scores - m_new).exp(), (m - m_new).exp()  # what is there already is relative to the old m
+        P, correction = (
+            (scores - m_new).exp(),
+            (m - m_new).exp(),
+        )  # what is there already is relative to the old m
         l, O, m = l * correction + P.sum(-1, keepdim=True), O * correction + P @ v_j, m_new
     return O / l
 
@@ -73,7 +81,10 @@ def tiles(S, Skv, causal, block_size):
     for start in range(max(0, -offset) if causal or Skv == 0 else 0, S, block_size):
         stop = min(start + block_size, S)
         seen = stop + offset if causal else Skv
-        yield slice(start, stop), [slice(j, min(j + block_size, seen)) for j in range(0, seen, block_size)]
+        yield (
+            slice(start, stop),
+            [slice(j, min(j + block_size, seen)) for j in range(0, seen, block_size)],
+        )
 
 
 def masked_scores(q_i, k_j, rows, cols, causal, offset):
@@ -81,7 +92,9 @@ def masked_scores(q_i, k_j, rows, cols, causal, offset):
     scores, i = q_i @ k_j.mT, rows.start + offset  # the first query's last key
     if causal and cols.stop - 1 > i:  # the diagonal passes through
         n = rows.stop - rows.start
-        hidden = torch.ones(n, cols.stop - cols.start, dtype=torch.bool, device=q_i.device).triu(i - cols.start + 1)
+        hidden = torch.ones(n, cols.stop - cols.start, dtype=torch.bool, device=q_i.device).triu(
+            i - cols.start + 1
+        )
         scores.unflatten(1, (-1, n)).masked_fill_(hidden, -torch.inf)
     return scores
 
@@ -95,7 +108,9 @@ def flash_forward(q, k, v, causal=False, scale=None, dropout_p=0, seed=None, blo
     verify(q, k, v, dropout_p, block_size)
     (B, H, S, D), (_, heads, Skv, _), dtype = q.shape, k.shape, q.dtype
     scale, sums = D**-0.5 if scale is None else scale, torch.promote_types(dtype, torch.float32)
-    q, k, v = (x.to(sums).unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, k, v))  # (B·Hkv, G, S, D), G 1 of k, v
+    q, k, v = (
+        x.to(sums).unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, k, v)
+    )  # (B·Hkv, G, S, D), G 1 of k, v
     output, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full((*q.shape[:3], 1), -torch.inf)
     with torch.autocast(q.device.type, enabled=False):
         for rows, blocks in tiles(S, Skv, causal, block_size):
@@ -105,7 +120,9 @@ def flash_forward(q, k, v, causal=False, scale=None, dropout_p=0, seed=None, blo
                 scores = masked_scores(q_i, k[:, 0, cols], rows, cols, causal, Skv - S)
                 m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
                 P, correction, m = scores.sub_(m_new).exp_(), (m - m_new).exp_(), m_new
-                l = l * correction + P.sum(-1, keepdim=True)  # of all weights, also where some are dropped
+                l = l * correction + P.sum(
+                    -1, keepdim=True
+                )  # of all weights, also where some are dropped
                 O = O * correction + dropped(P, dropout_p, seed, rows, cols, S, Skv) @ v[:, 0, cols]
             output[:, :, rows] = (O / (l * (1 - dropout_p))).view_as(output[:, :, rows])
             lse[:, :, rows] = (m + l.log()).view_as(lse[:, :, rows])
@@ -113,15 +130,32 @@ def flash_forward(q, k, v, causal=False, scale=None, dropout_p=0, seed=None, blo
 
 
 @torch.no_grad()
-def flash_backward(grad_output, q, k, v, output, lse, causal=False, scale=None, dropout_p=0, seed=None, block_size=128):
+def flash_backward(
+    grad_output,
+    q,
+    k,
+    v,
+    output,
+    lse,
+    causal=False,
+    scale=None,
+    dropout_p=0,
+    seed=None,
+    block_size=128,
+):
     """-> the gradients of q, k and v; output and lse as flash_forward returned them, the rest as it had them.
 
     Where k and v are a part of the keys, and output and lse of all: the part's gradients, and its summand of q's.
     """
     (S, D), (heads, Skv), like = q.shape[2:], k.shape[1:3], (q, k, v)
-    scale, tensors = D**-0.5 if scale is None else scale, (q, k, v, output, grad_output, lse.unsqueeze(-1))
+    scale, tensors = (
+        D**-0.5 if scale is None else scale,
+        (q, k, v, output, grad_output, lse.unsqueeze(-1)),
+    )
     q, k, v, O, dO, L = (x.to(lse.dtype).unflatten(1, (heads, -1)).flatten(0, 1) for x in tensors)
-    dots = (dO * O).sum(-1, keepdim=True)  # D in the papers: Σ_j P_ij dP_ij of softmax's derivative, without the keys
+    dots = (dO * O).sum(
+        -1, keepdim=True
+    )  # D in the papers: Σ_j P_ij dP_ij of softmax's derivative, without the keys
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     with torch.autocast(q.device.type, enabled=False):
         for rows, blocks in tiles(S, Skv, causal, block_size):
@@ -132,11 +166,15 @@ def flash_backward(grad_output, q, k, v, output, lse, causal=False, scale=None, 
                 weights = dropped(P, dropout_p, seed, rows, cols, S, Skv)
                 dv[:, 0, cols] += weights.mT @ dO_i
                 dP = dO_i @ v[:, 0, cols].mT
-                dS = dP.mul_(weights).addcmul_(P, dots_i, value=-1)  # P ∘ (dP - D), where nothing is dropped
+                dS = dP.mul_(weights).addcmul_(
+                    P, dots_i, value=-1
+                )  # P ∘ (dP - D), where nothing is dropped
                 dq_i += dS @ k[:, 0, cols]
                 dk[:, 0, cols] += dS.mT @ q_i  # which has the scale already
             dq[:, :, rows] = (dq_i * scale).view_as(dq[:, :, rows])
-    return tuple(gradient.view_as(x).to(x.dtype) for gradient, x in zip((dq, dk, dv), like, strict=True))
+    return tuple(
+        gradient.view_as(x).to(x.dtype) for gradient, x in zip((dq, dk, dv), like, strict=True)
+    )
 
 
 class FlashAttention(torch.autograd.Function):
@@ -150,7 +188,9 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
-        return *flash_backward(grad_output, *ctx.saved_tensors, *ctx.arguments), *[None] * len(ctx.arguments)
+        return *flash_backward(grad_output, *ctx.saved_tensors, *ctx.arguments), *[None] * len(
+            ctx.arguments
+        )
 
 
 def flash_attention(q, k, v, causal=False, scale=None, dropout_p=0.0, block_size=128):
@@ -166,11 +206,22 @@ def flash_attention(q, k, v, causal=False, scale=None, dropout_p=0.0, block_size
 
 def verify(q, k, v, dropout_p, block_size):
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[::3] == k.shape[::3] and k.shape[:3] == v.shape[:3]):
+    if not (
+        q.ndim == k.ndim == v.ndim == 4
+        and q.shape[::3] == k.shape[::3]
+        and k.shape[:3] == v.shape[:3]
+    ):
         raise ValueError(f"{shapes}: must be (B, H, S, D), (B, Hkv, Skv, D) and (B, Hkv, Skv, D)")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} heads of queries are no multiple of {k.shape[1]} heads of keys and values")
-    if not (q.dtype == k.dtype == v.dtype and q.is_floating_point() and 0 <= dropout_p < 1 and block_size >= 1):
+        raise ValueError(
+            f"{q.shape[1]} heads of queries are no multiple of {k.shape[1]} heads of keys and values"
+        )
+    if not (
+        q.dtype == k.dtype == v.dtype
+        and q.is_floating_point()
+        and 0 <= dropout_p < 1
+        and block_size >= 1
+    ):
         wrong = f"q {q.dtype}, k {k.dtype}, v {v.dtype}, {dropout_p=}, {block_size=}"
         raise ValueError(f"{wrong}: must be one floating-point dtype, in [0, 1), and at least 1")
 
@@ -189,7 +240,9 @@ def dropped(P, p, seed, rows, cols, S, Skv):
     span = functools.partial(torch.arange, device=P.device)
     heads = P.shape[0] * P.shape[1] // (rows.stop - rows.start)
     row = (span(heads)[:, None] * S + span(rows.start, rows.stop)).view(*P.shape[:2], 1)
-    z = (row * Skv + span(cols.start, cols.stop)) * (0x9E3779B97F4A7C15 - 2**64) + seed  # modulo 2^64: int64 wraps
+    z = (row * Skv + span(cols.start, cols.stop)) * (
+        0x9E3779B97F4A7C15 - 2**64
+    ) + seed  # modulo 2^64: int64 wraps
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z ^= (z >> shift) & (2 ** (64 - shift) - 1)  # int64 shifts copies of the sign in
         z *= factor - 2**64
@@ -199,8 +252,13 @@ def dropped(P, p, seed, rows, cols, S, Skv):
 def merge(output_a, lse_a, output_b, lse_b):
     """-> output and lse over two disjoint sets of keys, from flash_forward's over each (as context parallelism has)."""
     lse = torch.logaddexp(lse_a, lse_b)
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)  # of a query that sees nothing in either: e^(-inf), not of NaN
-    a, b = (x * (part - finite).exp().unsqueeze(-1) for x, part in ((output_a, lse_a), (output_b, lse_b)))
+    finite = lse.masked_fill(
+        lse == -torch.inf, 0.0
+    )  # of a query that sees nothing in either: e^(-inf), not of NaN
+    a, b = (
+        x * (part - finite).exp().unsqueeze(-1)
+        for x, part in ((output_a, lse_a), (output_b, lse_b))
+    )
     return (a + b).to(output_a.dtype), lse
 
 
@@ -210,29 +268,40 @@ def merge(output_a, lse_a, output_b, lse_b):
 
 def use(attention, model):
     """`model`, which calls F.scaled_dot_product_attention, with another in its place."""
-    name, in_its_place = "scaled_dot_product_attention", lambda *qkv, is_causal: attention(*qkv, causal=is_causal)
+    name, in_its_place = (
+        "scaled_dot_product_attention",
+        lambda *qkv, is_causal: attention(*qkv, causal=is_causal),
+    )
     model.forward = mock.patch.object(F, name, in_its_place)(model.forward)
     return model
 
 
 def main():
     demo = Demo()
-    model = use(functools.partial(flash_attention, block_size=24), demo.start("flash_attention"))  # s = 64
+    model = use(
+        functools.partial(flash_attention, block_size=24), demo.start("flash_attention")
+    )  # s = 64
     use(naive_attention, demo.model)
-    demo.show("Here flash_attention, in blocks of 24 of 64 queries and keys; on 1 device naive_attention")
+    demo.show(
+        "Here flash_attention, in blocks of 24 of 64 queries and keys; on 1 device naive_attention"
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
         optimizer.zero_grad()
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         loss.backward()
-        for parameter in model.parameters():  # of data parallelism, in ddp.py: attention itself sends nothing
+        for (
+            parameter
+        ) in model.parameters():  # of data parallelism, in ddp.py: attention itself sends nothing
             parameter.grad /= demo.ranks
             dist.all_reduce(parameter.grad)
         optimizer.step()
         return loss
 
-    demo.train(step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters()))
+    demo.train(
+        step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters())
+    )
     here = held(model.parameters(), optimizer)
     status = demo.report(here, "2Ψ(N-1)/N", 2 * here[1] * (demo.ranks - 1) / demo.ranks)
     if demo.rank == 0:
@@ -251,17 +320,29 @@ def measure(attention, causal, inputs):
 
 def show_lengths(demo, faster_from=None):
     """On one device: what grows as s, what as s², and from where on the longer way is the faster one."""
-    demo.show("kept for backward, and time of forward and backward, for a causal head of size 64; a ▇ is a factor of 2")
+    demo.show(
+        "kept for backward, and time of forward and backward, for a causal head of size 64; a ▇ is a factor of 2"
+    )
     demo.show(f"{'s':>6}  {'naive':35} {'ours':29} PyTorch's")
-    ways = (naive_attention, "causal"), (flash_attention, "causal"), (F.scaled_dot_product_attention, "is_causal")
+    ways = (
+        (naive_attention, "causal"),
+        (flash_attention, "causal"),
+        (F.scaled_dot_product_attention, "is_causal"),
+    )
     for s in (256, 512, 1024, 2048, 4096):
-        inputs = [torch.randn(1, 1, s, 64, device=demo.device, requires_grad=True) for _ in range(3)]
+        inputs = [
+            torch.randn(1, 1, s, 64, device=demo.device, requires_grad=True) for _ in range(3)
+        ]
         found = [min(measure(*way, inputs) for _ in range(3 if s < 2048 else 1)) for way in ways]
-        cells = [f"{n / 1e6:5.1f} MB {1e3 * t:6.0f} ms {'▇' * (n.bit_length() - 17)}" for n, t in found]
+        cells = [
+            f"{n / 1e6:5.1f} MB {1e3 * t:6.0f} ms {'▇' * (n.bit_length() - 17)}" for n, t in found
+        ]
         demo.show(f"{s:6}  {cells[0]:35} {cells[1]:29} {cells[2]}")
         naive, ours, theirs = (seconds for _, seconds in found)
         faster_from = (faster_from or s) if ours < naive else None
-    demo.show(f"ours is faster than naive from s = {faster_from} on; at {s}, {ours / theirs:.1f} of PyTorch's time")
+    demo.show(
+        f"ours is faster than naive from s = {faster_from} on; at {s}, {ours / theirs:.1f} of PyTorch's time"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,12 +357,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -294,26 +382,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -322,7 +432,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -330,77 +442,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

@@ -66,15 +66,22 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, piece, group):
-        ctx.group, pieces = group, [torch.empty_like(piece) for _ in range(dist.get_world_size(group))]
+        ctx.group, pieces = (
+            group,
+            [torch.empty_like(piece) for _ in range(dist.get_world_size(group))],
+        )
         dist.all_gather(pieces, piece, group=group)
         return torch.cat(pieces)
 
     @staticmethod
     def backward(ctx, gradient):
         received, N = torch.empty_like(gradient), dist.get_world_size(ctx.group)
-        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)  # part r of everyone's goes to rank r,
-        return sum(received.chunk(N)) / N, None  # which adds them in rank order, as one device would
+        dist.all_to_all_single(
+            received, gradient.contiguous(), group=ctx.group
+        )  # part r of everyone's goes to rank r,
+        return sum(
+            received.chunk(N)
+        ) / N, None  # which adds them in rank order, as one device would
 
 
 def forward_sharded(module, pieces, *inputs, process_group=None):
@@ -82,10 +89,14 @@ def forward_sharded(module, pieces, *inputs, process_group=None):
 
     def forward(*inputs):
         whole = {name: AllGather.apply(piece, process_group) for name, piece in pieces.items()}
-        whole = {name: whole[name][: p.numel()].view(p.shape) for name, p in module.named_parameters()}
+        whole = {
+            name: whole[name][: p.numel()].view(p.shape) for name, p in module.named_parameters()
+        }
         return functional_call(module, whole, inputs)
 
-    return checkpoint(forward, *inputs, use_reentrant=False)  # forgets what was gathered, and gathers again in backward
+    return checkpoint(
+        forward, *inputs, use_reentrant=False
+    )  # forgets what was gathered, and gathers again in backward
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +125,9 @@ class Place:
         # Dimensions keep their order in memory: products of transposed matrices round as they did.
         self.layout = parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset
         whole = unit.gathered.as_strided(*self.layout)
-        self.whole = nn.Parameter(whole.data)  # .data: gathering anew is no change of what autograd has saved
+        self.whole = nn.Parameter(
+            whole.data
+        )  # .data: gathering anew is no change of what autograd has saved
         start = offset - unit.rank * unit.chunk
         self.here = slice(max(start, 0), max(start + parameter.numel(), 0))  # in this rank's piece
         self.shard = nn.Parameter(unit.flat[self.here], parameter.requires_grad)
@@ -123,7 +136,9 @@ class Place:
     def cut(self, whole):
         """This rank's elements, 1-D."""
         if whole.shape != self.whole.shape:
-            raise ValueError(f"{self.slots[0][1]} is {tuple(self.whole.shape)}, not {tuple(whole.shape)}")
+            raise ValueError(
+                f"{self.slots[0][1]} is {tuple(self.whole.shape)}, not {tuple(whole.shape)}"
+            )
         flat = whole.new_empty(self.unit.N * self.unit.chunk)
         flat.as_strided(*self.layout).copy_(whole)
         return flat.chunk(self.unit.N)[self.unit.rank][self.here].clone()
@@ -136,7 +151,10 @@ class Unit:
     def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
         self.groups, self.group, nccl = groups, groups[-1], dist.get_backend(groups[-1]) == "nccl"
         self.N, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.ranks, self.reshard_after_forward = math.prod(map(dist.get_world_size, groups)), reshard_after_forward
+        self.ranks, self.reshard_after_forward = (
+            math.prod(map(dist.get_world_size, groups)),
+            reshard_after_forward,
+        )
         found = find_parameters(module, groups)
         first = next(iter(found), torch.empty(0))
         self.device = torch.device("cuda" if nccl else "cpu" if first.is_meta else first.device)
@@ -147,16 +165,28 @@ class Unit:
         self.early = 1 / self.ranks if self.reduce_dtype == torch.float16 else 1
         # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
         align = 64 // self.param_dtype.itemsize
-        *offsets, end = itertools.accumulate((-(-p.numel() // align) * align for p in found), initial=0)
+        *offsets, end = itertools.accumulate(
+            (-(-p.numel() // align) * align for p in found), initial=0
+        )
         self.chunk = -(-end // self.N)
         home = torch.device("cpu") if offload_policy else self.device
-        self.flat = torch.empty(self.chunk, dtype=self.dtype, device=home, pin_memory=home != self.device)
+        self.flat = torch.empty(
+            self.chunk, dtype=self.dtype, device=home, pin_memory=home != self.device
+        )
         self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
-        self.places = [Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)]
+        self.places = [
+            Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)
+        ]
         self.gathered.untyped_storage().resize_(0)
         self.works = None  # at rest; else what `gathered` waits for
-        self.sync, self.kept = True, None  # False within no_sync, and the gradients that it has kept
-        self.sent, self.reached = None, -1  # gradients on their way; when the call began that backward is in
+        self.sync, self.kept = (
+            True,
+            None,
+        )  # False within no_sync, and the gradients that it has kept
+        self.sent, self.reached = (
+            None,
+            -1,
+        )  # gradients on their way; when the call began that backward is in
         whole = torch.zeros(self.N * self.chunk, dtype=self.dtype, device=self.device)
         for place in self.places:
             owner, name = place.slots[0]
@@ -172,10 +202,17 @@ class Unit:
         """Send this rank's piece to the others, and let theirs come."""
         for place in self.places:
             owner, name = place.slots[0]
-            if owner._parameters[name].untyped_storage().data_ptr() != self.flat.untyped_storage().data_ptr():
-                raise ValueError(f"{type(owner).__name__}.{name} was moved or replaced; call .to() before fully_shard")
+            if (
+                owner._parameters[name].untyped_storage().data_ptr()
+                != self.flat.untyped_storage().data_ptr()
+            ):
+                raise ValueError(
+                    f"{type(owner).__name__}.{name} was moved or replaced; call .to() before fully_shard"
+                )
             place.whole.requires_grad_(place.shard.requires_grad)
-        self.gathered.untyped_storage().resize_(self.gathered.nbytes)  # the same storage: autograd has saved views
+        self.gathered.untyped_storage().resize_(
+            self.gathered.nbytes
+        )  # the same storage: autograd has saved views
         pieces, self.works = self.gathered.chunk(self.N), []
         mine = pieces[self.rank].copy_(self.flat, non_blocking=True)
         if mine.is_cpu:
@@ -206,19 +243,27 @@ class Unit:
         """Begin to add all ranks' gradients; within no_sync, keep this rank's."""
         if not any(place.shard.requires_grad for place in self.places):
             return
-        if self.kept is None:  # -0.0: "no gradient". x + -0.0 is x for every x, so it stays where no rank has one
-            self.kept = torch.full((self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device)
+        if (
+            self.kept is None
+        ):  # -0.0: "no gradient". x + -0.0 is x for every x, so it stays where no rank has one
+            self.kept = torch.full(
+                (self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device
+            )
         unused = [place for place in self.places if place.whole.grad is None]
         for place in self.places:
             if place.whole.grad is not None:
-                self.kept.as_strided(*place.layout).add_(place.whole.grad, alpha=self.early).add_(0.0)  # not -0.0
+                self.kept.as_strided(*place.layout).add_(place.whole.grad, alpha=self.early).add_(
+                    0.0
+                )  # not -0.0
                 place.whole.grad = None
         if not self.sync:
             return
         parts, works, terms = self.kept.chunk(self.N), [], []
         self.sent = works, terms, unused
         if self.kept.is_cpu:  # in rank order, as one device adds them
-            terms += [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
+            terms += [
+                part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)
+            ]
             exchange(works, parts, terms, self.group)
         else:
             terms += [torch.empty_like(parts[self.rank])]
@@ -256,15 +301,24 @@ class Unit:
 # too, it is reached once more, and has gradients only then: autograd makes a gradient when it has all its terms.
 
 clock = itertools.count()
-running_backward = torch._C._current_graph_task_id  # -1: none. In one, a forward is a checkpoint's that computes again
+running_backward = (
+    torch._C._current_graph_task_id
+)  # -1: none. In one, a forward is a checkpoint's that computes again
 
 
 class Order:
     """When the units of a model are gathered and reduced."""
 
     def __init__(self, units):
-        self.units, self.outermost, self.backward = units, None, None  # whose call, which backward is under way
-        self.latest, self.following = None, {}  # (unit, how it came up); {(unit, how): who came after it the last time}
+        self.units, self.outermost, self.backward = (
+            units,
+            None,
+            None,
+        )  # whose call, which backward is under way
+        self.latest, self.following = (
+            None,
+            {},
+        )  # (unit, how it came up); {(unit, how): who came after it the last time}
         for number, unit in enumerate(units):
             unit.order, unit.number = self, number
 
@@ -281,9 +335,13 @@ class Order:
     def end(self, unit, output):
         for leaf in tree_leaves(output):
             if hasattr(leaf, "__dataclass_fields__"):  # in which nobody looks for tensors
-                raise ValueError(f"a unit returns a {type(leaf).__name__}; return tensors in lists, tuples or dicts")
+                raise ValueError(
+                    f"a unit returns a {type(leaf).__name__}; return tensors in lists, tuples or dicts"
+                )
             if torch.is_tensor(leaf) and leaf.grad_fn:
-                leaf.grad_fn.register_prehook(functools.partial(self.reach, unit, unit.start, next(clock)))
+                leaf.grad_fn.register_prehook(
+                    functools.partial(self.reach, unit, unit.start, next(clock))
+                )
         if running_backward() == -1:
             unit.show("shard")  # to an optimizer, even if they are whole
             if unit.reshard_after_forward or not torch.is_grad_enabled():
@@ -293,7 +351,9 @@ class Order:
 
     def reach(self, unit, start, end, _):
         """Autograd is about to run through a call of `unit`."""
-        if self.backward and self.backward() is None:  # autograd has dropped its callback: it raised
+        if (
+            self.backward and self.backward() is None
+        ):  # autograd has dropped its callback: it raised
             self.settle()
         if self.backward is None:
             finish = functools.partial(self.settle, ended=True)
@@ -320,7 +380,9 @@ class Order:
                         other.add_gradients()
                 unit.reshard()
                 unit.reduce()
-                unit.reached = -1 if unit.sync else 0  # 0: until a backward outside no_sync ends, at the latest
+                unit.reached = (
+                    -1 if unit.sync else 0
+                )  # 0: until a backward outside no_sync ends, at the latest
 
     def settle(self, ended=False):
         """All units at rest. What is left of a backward that `ended` is reduced, of one that raised forgotten."""
@@ -344,7 +406,9 @@ class Order:
 
 
 class MixedPrecisionPolicy(NamedTuple):
-    param_dtype: torch.dtype | None = None  # to gather and compute, and of inputs; None: the parameters'
+    param_dtype: torch.dtype | None = (
+        None  # to gather and compute, and of inputs; None: the parameters'
+    )
     reduce_dtype: torch.dtype | None = None  # to add gradients; None: param_dtype
 
 
@@ -353,7 +417,13 @@ class CPUOffloadPolicy:
 
 
 def fully_shard(
-    module, *, mesh=None, process_group=None, reshard_after_forward=True, mp_policy=None, offload_policy=None
+    module,
+    *,
+    mesh=None,
+    process_group=None,
+    reshard_after_forward=True,
+    mp_policy=None,
+    offload_policy=None,
 ):
     """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
 
@@ -366,21 +436,31 @@ def fully_shard(
     reshard_after_forward: False keeps what was gathered until backward has used it.
     """
     if type(module).forward is nn.Module.forward:
-        raise ValueError(f"{type(module).__name__} has no forward that could gather its parameters; shard its children")
+        raise ValueError(
+            f"{type(module).__name__} has no forward that could gather its parameters; shard its children"
+        )
     groups = [process_group] if mesh is None else mesh.get_all_groups()
-    groups = [None if group is dist.group.WORLD else group for group in groups]  # held, its threads outlive the world
+    groups = [
+        None if group is dist.group.WORLD else group for group in groups
+    ]  # held, its threads outlive the world
     inner = units_of(module)
     if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
         raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")
-    module._fsdp_unit = unit = Unit(module, groups, reshard_after_forward, mp_policy, offload_policy)
+    module._fsdp_unit = unit = Unit(
+        module, groups, reshard_after_forward, mp_policy, offload_policy
+    )
     Order([unit, *inner])
 
     def before_state_dict(module, prefix, keep_vars):
         if not keep_vars:  # with keep_vars: full_state_dict asks
-            raise RuntimeError("each rank has shards of these parameters: call full_state_dict(model) instead")
+            raise RuntimeError(
+                "each rank has shards of these parameters: call full_state_dict(model) instead"
+            )
         unit.order.settle()
 
-    module.register_forward_pre_hook(lambda _, *both: unit.order.begin(unit, both), prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(
+        lambda _, *both: unit.order.begin(unit, both), prepend=True, with_kwargs=True
+    )
     module.register_forward_hook(lambda _, inputs, output: unit.order.end(unit, output))
     module.register_state_dict_pre_hook(before_state_dict)
     return module
@@ -393,11 +473,17 @@ def find_parameters(module, groups):
         place, (owner, _, name) = getattr(parameter, "_place", None), path.rpartition(".")
         if place is None:
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
-            mine.add(f"{i} {path}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}")
+            mine.add(
+                f"{i} {path}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}"
+            )
         elif place.shard is not parameter:
-            raise ValueError(f"{path} of {type(module).__name__} is tied to another unit's; one unit must have both")
+            raise ValueError(
+                f"{path} of {type(module).__name__} is tied to another unit's; one unit must have both"
+            )
     if len(dtypes := {parameter.dtype for parameter in found}) > 1:
-        raise ValueError(f"{type(module).__name__} has parameters of {dtypes}; make a unit for each dtype")
+        raise ValueError(
+            f"{type(module).__name__} has parameters of {dtypes}; make a unit for each dtype"
+        )
     everyone = [mine]
     for group in groups:
         theirs = [None] * dist.get_world_size(group)
@@ -431,12 +517,18 @@ def no_sync(module):
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm):
     """Scale all gradients so that their total 2-norm, over all ranks' shards, is at most `max_norm`. -> that norm."""
-    if alone := [n for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "_place")]:
-        raise ValueError(f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too")
+    if alone := [
+        n for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "_place")
+    ]:
+        raise ValueError(
+            f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too"
+        )
     unit = next(unit for unit in units_of(module) if unit.places)
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]
-    total = sum(squares, torch.zeros((), dtype=torch.float64, device=unit.flat.device)).to(unit.device)
+    total = sum(squares, torch.zeros((), dtype=torch.float64, device=unit.flat.device)).to(
+        unit.device
+    )
     dist.all_reduce(total, group=unit.group)
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total.sqrt())
     return total.sqrt().to(unit.dtype)
@@ -447,12 +539,16 @@ def whole_of(shard, state):
     place, states = shard._place, [None] * shard._place.unit.N
     if not shard.numel() and place.whole.numel():
         state = None  # who has no elements may have made fewer steps
-    state = tree_map_only(torch.Tensor, lambda x: x.to("cpu", copy=True), state)  # without the rest of a view
+    state = tree_map_only(
+        torch.Tensor, lambda x: x.to("cpu", copy=True), state
+    )  # without the rest of a view
     dist.all_gather_object(states, state, group=place.unit.group)
     states = [state for state in states if state] or [{}]
     for key, value in states[0].items():
         if torch.is_tensor(value) and value.dim():
-            states[0][key] = torch.cat([state[key] for state in states]).as_strided(*place.layout[:2])
+            states[0][key] = torch.cat([state[key] for state in states]).as_strided(
+                *place.layout[:2]
+            )
     return states[0]
 
 
@@ -460,18 +556,28 @@ def whole_of(shard, state):
 def full_state_dict(module):
     """What the plain module's state_dict() would be, in host memory, on every rank."""
     state = module.state_dict(keep_vars=True)
-    return {k: whole_of(t, {0: t})[0] if hasattr(t, "_place") else t.to("cpu", copy=True) for k, t in state.items()}
+    return {
+        k: whole_of(t, {0: t})[0] if hasattr(t, "_place") else t.to("cpu", copy=True)
+        for k, t in state.items()
+    }
 
 
 def load_full_state_dict(module, state_dict):
     """Load what full_state_dict() or the plain module's state_dict() returned at any world size. All ranks have it."""
-    places = {name: getattr(t, "_place", None) for name, t in module.state_dict(keep_vars=True).items()}
-    module.load_state_dict({name: places[name].cut(t) if places.get(name) else t for name, t in state_dict.items()})
+    places = {
+        name: getattr(t, "_place", None) for name, t in module.state_dict(keep_vars=True).items()
+    }
+    module.load_state_dict(
+        {name: places[name].cut(t) if places.get(name) else t for name, t in state_dict.items()}
+    )
 
 
 def full_optimizer_state_dict(module, optimizer):
     """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
-    state_dict, shards = optimizer.state_dict(), itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    state_dict, shards = (
+        optimizer.state_dict(),
+        itertools.chain(*(group["params"] for group in optimizer.param_groups)),
+    )
     whole = {i: whole_of(shard, state_dict["state"].get(i)) for i, shard in enumerate(shards)}
     return state_dict | {"state": {i: state for i, state in whole.items() if state}}
 
@@ -479,7 +585,9 @@ def full_optimizer_state_dict(module, optimizer):
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
     """Load what full_optimizer_state_dict() or the plain optimizer's state_dict() returned at any world size."""
     state_dict = copy.deepcopy(state_dict)
-    for i, shard in enumerate(itertools.chain(*(group["params"] for group in optimizer.param_groups))):
+    for i, shard in enumerate(
+        itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    ):
         for key, value in state_dict["state"].get(i, {}).items():
             if torch.is_tensor(value) and value.shape == shard._place.whole.shape and key != "step":
                 state_dict["state"][i][key] = shard._place.cut(value)
@@ -506,7 +614,10 @@ def main():
 
     def whole():
         gradients = [whole_of(shard, {0: shard.grad})[0] for shard in model.parameters()]
-        return [[t.to(demo.device) for t in tensors] for tensors in (gradients, full_state_dict(model).values())]
+        return [
+            [t.to(demo.device) for t in tensors]
+            for tensors in (gradients, full_state_dict(model).values())
+        ]
 
     demo.train(step, whole)
     psi, N = held_bytes(demo.model.parameters()), demo.ranks
@@ -517,7 +628,13 @@ def main():
 
 def timeline(units, step, width=100):
     """A line for each unit: what it is doing once it has made a move, in forward and in backward, during `step`."""
-    signs_of = {"gather": "··", "unshard": "FB", "reshard": "  ", "reduce": "--", "add_gradients": "  "}
+    signs_of = {
+        "gather": "··",
+        "unshard": "FB",
+        "reshard": "  ",
+        "reduce": "--",
+        "add_gradients": "  ",
+    }
     moves, lines = [], {unit.number: " " * width for unit in units}
 
     def noted(unit, move, signs):
@@ -547,12 +664,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -565,26 +689,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -593,7 +739,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -601,77 +749,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

@@ -61,24 +61,43 @@ class LoRALinear(nn.Module):
     an NF4 (section 5) in place of base, with double_quant at 4.127 bits. ValueError: an argument is unusable.
     """
 
-    def __init__(self, base, r=8, lora_alpha=16, lora_dropout=0.0, use_rslora=False, quantize=None, double_quant=False):
+    def __init__(
+        self,
+        base,
+        r=8,
+        lora_alpha=16,
+        lora_dropout=0.0,
+        use_rslora=False,
+        quantize=None,
+        double_quant=False,
+    ):
         super().__init__()
         if r < 1 or not 0 <= lora_dropout < 1 or quantize not in (None, "nf4"):
-            raise ValueError(f"r={r} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'")
+            raise ValueError(
+                f"r={r} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
+            )
         W, (d, k) = base.weight, base.weight.shape
-        dtype = torch.promote_types(W.dtype, torch.float32)  # 16 bits are too few to add up small updates
-        A = torch.empty(r, k, dtype=dtype, device=W.device).uniform_(-(k**-0.5), k**-0.5)  # as peft's
+        dtype = torch.promote_types(
+            W.dtype, torch.float32
+        )  # 16 bits are too few to add up small updates
+        A = torch.empty(r, k, dtype=dtype, device=W.device).uniform_(
+            -(k**-0.5), k**-0.5
+        )  # as peft's
         self.lora_A, self.lora_B = nn.Parameter(A), nn.Parameter(A.new_zeros(d, r))
         self.scaling, self.lora_dropout = lora_alpha / (r**0.5 if use_rslora else r), lora_dropout
         self.base_layer = quantize_nf4(W, double_quant=double_quant) if quantize else base
         self.base_layer.bias = base.bias
         self.base_layer.requires_grad_(False)
-        self.register_buffer("merged", None, persistent=False)  # from merge() to unmerge(): W + scaling · B A
+        self.register_buffer(
+            "merged", None, persistent=False
+        )  # from merge() to unmerge(): W + scaling · B A
 
     def forward(self, x):
         if self.merged is not None:
             if self.training and torch.is_grad_enabled():
-                raise ValueError("merged, A and B get no gradient: unmerge(model) to train, or model.eval()")
+                raise ValueError(
+                    "merged, A and B get no gradient: unmerge(model) to train, or model.eval()"
+                )
             return F.linear(x, self.merged, self.base_layer.bias)
         y, x = self.base_layer(x), F.dropout(x, self.lora_dropout, self.training)
         A, B = self.lora_A.to(y.dtype), self.lora_B.to(y.dtype)  # the dtype of x, or autocast's
@@ -88,7 +107,14 @@ class LoRALinear(nn.Module):
 
 
 def inject_lora(
-    model, r=8, lora_alpha=16, lora_dropout=0.0, target_modules="all-linear", use_rslora=False, quantize=None, **more
+    model,
+    r=8,
+    lora_alpha=16,
+    lora_dropout=0.0,
+    target_modules="all-linear",
+    use_rslora=False,
+    quantize=None,
+    **more,
 ):
     """Put a LoRALinear in the place of each nn.Linear that target_modules names, and freeze all else; -> model.
 
@@ -100,12 +126,27 @@ def inject_lora(
     layers = dict(model.named_modules(remove_duplicate=False))
     linear = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
     names = linear if target_modules == "all-linear" else target_modules
-    pattern = names if isinstance(names, str) else "|".join(rf"(.*\.)?{re.escape(name)}" for name in names)
-    targets = {path: layer for path, layer in layers.items() if path and re.fullmatch(pattern, path)}
+    pattern = (
+        names
+        if isinstance(names, str)
+        else "|".join(rf"(.*\.)?{re.escape(name)}" for name in names)
+    )
+    targets = {
+        path: layer for path, layer in layers.items() if path and re.fullmatch(pattern, path)
+    }
     if not targets or not targets.keys() <= set(linear):
-        raise ValueError(f"target_modules {names!r} finds {list(targets)}; there are nn.Linear {linear}")
-    config = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "use_rslora": use_rslora}
-    adapted = {layer: LoRALinear(layer, **config, quantize=quantize, **more) for layer in targets.values()}
+        raise ValueError(
+            f"target_modules {names!r} finds {list(targets)}; there are nn.Linear {linear}"
+        )
+    config = {
+        "r": r,
+        "lora_alpha": lora_alpha,
+        "lora_dropout": lora_dropout,
+        "use_rslora": use_rslora,
+    }
+    adapted = {
+        layer: LoRALinear(layer, **config, quantize=quantize, **more) for layer in targets.values()
+    }
     model.requires_grad_(False)
     for path, layer in targets.items():  # a layer that is used in two places stays one
         model.set_submodule(path, adapted[layer])
@@ -126,7 +167,9 @@ def average_adapters(model, process_group=None):
     if (ranks := dist.get_world_size(process_group)) < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     trained = trained_by(model)  # zeros for what only other ranks have used: all must send the same
-    flat = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained])
+    flat = torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]
+    )
     dist.all_reduce(flat, group=process_group)
     flat /= ranks  # after the sum, as one device that accumulates
     for parameter, mean in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
@@ -160,11 +203,34 @@ def unmerge(model):
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. Files in peft's format: adapter_config.json and adapter_model.safetensors (pip install safetensors).
 
-CONFIG = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "use_rslora": False, "target_modules": None}  # peft's defaults
-SUPPORTED = {"peft_type": ["LORA"], "bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal", "eva"]}
+CONFIG = {
+    "r": 8,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "target_modules": None,
+}  # peft's defaults
+SUPPORTED = {
+    "peft_type": ["LORA"],
+    "bias": ["none"],
+    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
+}
 # What does not change what an adapter computes. Any other field that is set may, and is refused.
-IGNORED = {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "inference_mode"}
-IGNORED |= {"megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"}
+IGNORED = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "inference_mode",
+}
+IGNORED |= {
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
 
 
 def adapter_state_dict(model, state_dict=None):
@@ -180,7 +246,9 @@ def save_adapter(model, directory, state_dict=None):
 
     (directory := Path(directory)).mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
-    (directory / "adapter_config.json").write_text(json.dumps(fields, indent=2, default=list))  # a set of names, too
+    (directory / "adapter_config.json").write_text(
+        json.dumps(fields, indent=2, default=list)
+    )  # a set of names, too
     save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
 
 
@@ -192,17 +260,34 @@ def load_adapter(model, directory):
     from safetensors.torch import load_file
 
     fields = json.loads((Path(directory) / "adapter_config.json").read_text())
-    others = [(name, value) for name, value in fields.items() if value and name not in CONFIG.keys() | IGNORED]
-    if wrong := [f"{name} {value!r}" for name, value in others if value not in SUPPORTED.get(name, [])]:
+    others = [
+        (name, value)
+        for name, value in fields.items()
+        if value and name not in CONFIG.keys() | IGNORED
+    ]
+    if wrong := [
+        f"{name} {value!r}" for name, value in others if value not in SUPPORTED.get(name, [])
+    ]:
         raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
     config = {name: fields.get(name, default) for name, default in CONFIG.items()}
     if not hasattr(model, "lora_config"):
         inject_lora(model, **config)
-    theirs, ours = load_file(Path(directory) / "adapter_model.safetensors"), adapter_state_dict(model)
-    pairs = [(name, config[name], model.lora_config[name]) for name in ("r", "lora_alpha", "use_rslora")]
+    theirs, ours = (
+        load_file(Path(directory) / "adapter_model.safetensors"),
+        adapter_state_dict(model),
+    )
+    pairs = [
+        (name, config[name], model.lora_config[name]) for name in ("r", "lora_alpha", "use_rslora")
+    ]
     for key in ours | theirs:
-        pairs.append((key, *(list(side[key].shape) if key in side else "missing" for side in (theirs, ours))))
-    if wrong := [f"{name} is {there} in the file, {here} in the model" for name, there, here in pairs if here != there]:
+        pairs.append(
+            (key, *(list(side[key].shape) if key in side else "missing" for side in (theirs, ours)))
+        )
+    if wrong := [
+        f"{name} is {there} in the file, {here} in the model"
+        for name, there, here in pairs
+        if here != there
+    ]:
         raise ValueError(f"{directory} does not fit: {'; '.join(wrong)}")
     for key, tensor in ours.items():
         tensor.copy_(theirs[key])
@@ -214,13 +299,26 @@ def load_adapter(model, directory):
 # 5. QLoRA: frozen weights in 4 bits.
 
 # Quantiles of a normal distribution, so that pretrained weights use all 16 alike (Dettmers et al. §3).
-NF4_VALUES = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0)
+NF4_VALUES = (
+    -1.0,
+    -0.6961928,
+    -0.52507305,
+    -0.3949175,
+    -0.28444138,
+    -0.18477343,
+    -0.091050036,
+    0.0,
+)
 NF4_VALUES += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
 NF4_TABLE = torch.tensor(NF4_VALUES, dtype=torch.float32)
-NF4_PAIRS = torch.cartesian_prod(NF4_TABLE, NF4_TABLE).view(torch.int64).flatten()  # a byte's two values move as one
+NF4_PAIRS = (
+    torch.cartesian_prod(NF4_TABLE, NF4_TABLE).view(torch.int64).flatten()
+)  # a byte's two values move as one
 # bitsandbytes' 256 signed 8-bit values: 7 decades, each twice as fine as the one below (arXiv 2110.02861 §2.2).
 EDGES = [torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32) for i in range(7)]
-DECADES = torch.cat([10.0 ** (i - 6) * ((edge[:-1] + edge[1:]) / 2) for i, edge in enumerate(EDGES)])
+DECADES = torch.cat(
+    [10.0 ** (i - 6) * ((edge[:-1] + edge[1:]) / 2) for i, edge in enumerate(EDGES)]
+)
 DYNAMIC_MAP = torch.cat([-DECADES, DECADES, torch.tensor([0.0, 1.0])]).sort().values
 on = functools.cache(torch.Tensor.to)  # on(table, device): copied there once
 
@@ -240,19 +338,30 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
     4 bits a value and 32 a block are 4.5 in all. double_quant: those 32, less their mean, in blocks of 256 to 8 bits,
     4.127 in all. As bitsandbytes, byte for byte (its CPU kernel takes one of those 8 bits nearly as near now and then).
     """
-    codes, absmax = quantize_blocks(weight.detach().flatten().float(), on(NF4_TABLE, weight.device), block_size)
+    codes, absmax = quantize_blocks(
+        weight.detach().flatten().float(), on(NF4_TABLE, weight.device), block_size
+    )
     packed = codes[::2] << 4 | F.pad(codes[1::2], (0, weight.numel() % 2), value=7)  # 7: 0.0
     if not double_quant:
         return NF4(weight, block_size, packed, absmax)
     mean = absmax.mean(0, keepdim=True)
-    return NF4(weight, block_size, packed, *quantize_blocks(absmax - mean, on(DYNAMIC_MAP, weight.device), 256), mean)
+    return NF4(
+        weight,
+        block_size,
+        packed,
+        *quantize_blocks(absmax - mean, on(DYNAMIC_MAP, weight.device), 256),
+        mean,
+    )
 
 
 def dequantize_nf4(q, dtype=None):
     """The rounded values, in the shape that was quantized, and in its dtype (None) or another."""
     absmax, device, n = q.absmax, q.packed.device, q.shape.numel()
     if q.mean is not None:
-        absmax = on(DYNAMIC_MAP, device)[absmax.int()] * q.scales.repeat_interleave(256)[: len(absmax)] + q.mean
+        absmax = (
+            on(DYNAMIC_MAP, device)[absmax.int()] * q.scales.repeat_interleave(256)[: len(absmax)]
+            + q.mean
+        )
     values = on(NF4_PAIRS, device).index_select(0, q.packed.int()).view(torch.float32)[:n]
     values *= absmax[:, None].expand(-1, q.block_size).flatten()[:n]
     return values.view(q.shape).to(dtype or q.dtype)
@@ -263,20 +372,33 @@ class NF4(nn.Module):
 
     def __init__(self, weight, block_size, packed, absmax, scales=None, mean=None):
         super().__init__()
-        self.shape, self.dtype, self.block_size, self.bias = weight.shape, weight.dtype, block_size, None
+        self.shape, self.dtype, self.block_size, self.bias = (
+            weight.shape,
+            weight.dtype,
+            block_size,
+            None,
+        )
         self.register_buffer("packed", packed)  # uint8, two values each, the first in the high half
-        self.register_buffer("absmax", absmax)  # of each block, float32; with double_quant uint8, and
+        self.register_buffer(
+            "absmax", absmax
+        )  # of each block, float32; with double_quant uint8, and
         self.register_buffer("scales", scales)  # of each 256 of those, float32
         self.register_buffer("mean", mean)  # of all, float32
 
     weight = property(dequantize_nf4)
 
-    def forward(self, x):  # checkpoint: autograd keeps the 4 bits, and dequantises again in backward
-        return checkpoint(lambda x: F.linear(x, dequantize_nf4(self, x.dtype), self.bias), x, use_reentrant=False)
+    def forward(
+        self, x
+    ):  # checkpoint: autograd keeps the 4 bits, and dequantises again in backward
+        return checkpoint(
+            lambda x: F.linear(x, dequantize_nf4(self, x.dtype), self.bias), x, use_reentrant=False
+        )
 
     def _apply(self, fn, recurse=True):  # buffers as bytes: model.half() must not round the scales
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
-        return super()._apply(lambda t: fn(t) if t is self.bias else fn(t.view(torch.uint8)).view(t.dtype), recurse)
+        return super()._apply(
+            lambda t: fn(t) if t is self.bias else fn(t.view(torch.uint8)).view(t.dtype), recurse
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -286,7 +408,9 @@ class NF4(nn.Module):
 def train(demo, model, lr, what):
     demo.show(f"{what}:")
     demo.model = copy.deepcopy(model)
-    optimizer, demo.optimizer = (torch.optim.AdamW(trained_by(m), lr=lr) for m in (model, demo.model))
+    optimizer, demo.optimizer = (
+        torch.optim.AdamW(trained_by(m), lr=lr) for m in (model, demo.model)
+    )
 
     def step(inputs, targets):
         optimizer.zero_grad()
@@ -296,7 +420,9 @@ def train(demo, model, lr, what):
         optimizer.step()
         return loss
 
-    demo.train(step, lambda: ([parameter.grad for parameter in trained_by(model)], trained_by(model)))
+    demo.train(
+        step, lambda: ([parameter.grad for parameter in trained_by(model)], trained_by(model))
+    )
     return held([*model.parameters(), *model.buffers()], optimizer)  # buffers: the 4 bits
 
 
@@ -308,19 +434,34 @@ def main():
     train(demo, plain, 2e-3, "pretraining on Python's documentation")
     plain.zero_grad()
     demo.text = text
-    qlora = inject_lora(copy.deepcopy(plain), target_modules=names, quantize="nf4", double_quant=True)
+    qlora = inject_lora(
+        copy.deepcopy(plain), target_modules=names, quantize="nf4", double_quant=True
+    )
     full, lora = copy.deepcopy(plain), inject_lora(plain, target_modules=names)
     for name, model, lr in (("full", full, 1e-3), ("QLoRA", qlora, 3e-3), ("LoRA", lora, 3e-3)):
         here = train(demo, model, lr, f"{name} fine-tuning on {Path(demo.args.data).name}")
         weights, gradients, state = (f"{n / 1e6:.1f} MB" for n in here)
-        demo.show(f"held: weights {weights}, gradients {gradients}, optimizer {state}; last loss {demo.losses[-1]:.3f}")
-    status = demo.report(here, "2Φ(N-1)/N", 2 * here[1] * (demo.ranks - 1) / demo.ranks)  # of the last, LoRA
+        demo.show(
+            f"held: weights {weights}, gradients {gradients}, optimizer {state}; last loss {demo.losses[-1]:.3f}"
+        )
+    status = demo.report(
+        here, "2Φ(N-1)/N", 2 * here[1] * (demo.ranks - 1) / demo.ranks
+    )  # of the last, LoRA
     merge(lora)
     W, merged = lora[1].linear1.base_layer.weight, lora[1].linear1.merged
-    error16, error4 = ((merged - w).norm() / (merged - W).norm() for w in (merged.half(), quantize_nf4(merged).weight))
-    demo.show(f"merging     W + (α/r) B A is off by {error16:.1%} of (α/r) B A in 16 bits, by {error4:.0%} in 4 again")
-    counts = ", ".join(f"{96 * 2 * r * (12288 + 12288):,} at r = {r}" for r in (1, 4, 8))  # Φ = Σ r(d + k)
-    demo.show(f"GPT-3       LoRA on W_q and W_v of its 96 layers trains {counts}, of 175 billion parameters")
+    error16, error4 = (
+        (merged - w).norm() / (merged - W).norm()
+        for w in (merged.half(), quantize_nf4(merged).weight)
+    )
+    demo.show(
+        f"merging     W + (α/r) B A is off by {error16:.1%} of (α/r) B A in 16 bits, by {error4:.0%} in 4 again"
+    )
+    counts = ", ".join(
+        f"{96 * 2 * r * (12288 + 12288):,} at r = {r}" for r in (1, 4, 8)
+    )  # Φ = Σ r(d + k)
+    demo.show(
+        f"GPT-3       LoRA on W_q and W_v of its 96 layers trains {counts}, of 175 billion parameters"
+    )
     return status
 
 
@@ -336,12 +477,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -354,26 +502,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -382,7 +552,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -390,77 +562,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

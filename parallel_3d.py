@@ -72,16 +72,22 @@ class Grid:
     def __init__(self, tp=1, pp=1):
         world = dist.get_world_size()
         if tp < 1 or pp < 1 or world % (tp * pp):
-            raise ValueError(f"--tp {tp} × --pp {pp} = {tp * pp} ranks must divide the world of {world}")
+            raise ValueError(
+                f"--tp {tp} × --pp {pp} = {tp * pp} ranks must divide the world of {world}"
+            )
         self.tp, self.dp, self.pp = tp, world // (tp * pp), pp
         ranks = torch.arange(world).view(pp, self.dp, tp)
-        self.at = dict(zip(("pp", "dp", "tp"), (ranks == dist.get_rank()).nonzero()[0].tolist(), strict=True))
+        self.at = dict(
+            zip(("pp", "dp", "tp"), (ranks == dist.get_rank()).nonzero()[0].tolist(), strict=True)
+        )
         rows = {"tp": ranks.flatten(0, 1), "dp": ranks.mT.flatten(0, 1), "pp": ranks.flatten(1).T}
         if pp > 1:
             rows["ends"] = rows["pp"][:, [0, -1]]
         self.groups = {}
         for axis, lists in rows.items():  # all ranks make all groups
-            self.groups[axis], _ = dist.new_subgroups_by_enumeration(lists.tolist(), timedelta(minutes=10))
+            self.groups[axis], _ = dist.new_subgroups_by_enumeration(
+                lists.tolist(), timedelta(minutes=10)
+            )
 
     def sum(self, number, *axes):
         """The sum of a tensor of one number over the ranks along `axes`: the same on all of them."""
@@ -93,7 +99,9 @@ class Grid:
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. The model (Radford et al. 2019): plain layers, and what makes them parallel. Activations: sequence, batch, hidden.
 
-GPT2 = namedtuple("GPT2", "L h heads V P", defaults=(50257, 1024))  # layers, hidden, heads, vocabulary, positions
+GPT2 = namedtuple(
+    "GPT2", "L h heads V P", defaults=(50257, 1024)
+)  # layers, hidden, heads, vocabulary, positions
 MODELS = {
     "gpt2-tiny": GPT2(4, 64, 4, V=257, P=128),
     "gpt2-124m": GPT2(12, 768, 12),
@@ -106,8 +114,14 @@ MODELS = {
 class Embedding(nn.Module):
     def __init__(self, config, dropout):
         super().__init__()
-        self.word, self.position = nn.Embedding(config.V, config.h), nn.Embedding(config.P, config.h)
-        self.dropout, self.enter = nn.Dropout(dropout), lambda x: x  # or: scatter along the sequence
+        self.word, self.position = (
+            nn.Embedding(config.V, config.h),
+            nn.Embedding(config.P, config.h),
+        )
+        self.dropout, self.enter = (
+            nn.Dropout(dropout),
+            lambda x: x,
+        )  # or: scatter along the sequence
 
     def forward(self, tokens_bs):
         positions = self.position(torch.arange(tokens_bs.shape[1], device=tokens_bs.device))
@@ -124,24 +138,35 @@ class Block(nn.Module):
         self.region = nullcontext  # in which the heads draw their dropout
 
     def forward(self, x_sbh):
-        heads = (y.unflatten(-1, (-1, self.head_dim)).movedim(0, 2) for y in self.qkv(self.norm1(x_sbh)).chunk(3, -1))
+        heads = (
+            y.unflatten(-1, (-1, self.head_dim)).movedim(0, 2)
+            for y in self.qkv(self.norm1(x_sbh)).chunk(3, -1)
+        )
         dropout = self.dropout.p if self.training else 0.0
         with self.region() if dropout else nullcontext():
             y = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
         x_sbh = x_sbh + self.dropout(self.proj(y.movedim(2, 0).flatten(2)))
-        return x_sbh + self.dropout(self.linear2(F.gelu(self.linear1(self.norm2(x_sbh)), approximate="tanh")))
+        return x_sbh + self.dropout(
+            self.linear2(F.gelu(self.linear1(self.norm2(x_sbh)), approximate="tanh"))
+        )
 
 
 class Head(nn.Sequential):
     def __init__(self, config, dropout):
-        super().__init__(OrderedDict(norm=nn.LayerNorm(config.h), linear=nn.Linear(config.h, config.V, bias=False)))
+        super().__init__(
+            OrderedDict(
+                norm=nn.LayerNorm(config.h), linear=nn.Linear(config.h, config.V, bias=False)
+            )
+        )
 
 
 @torch.no_grad()
 def build_layer(config, number, dropout=0.0, seed=0):
     """Layer `number` of the plain model: 0 is the embedding, L + 1 the head. Each has a seed of its own."""
     torch.manual_seed(seed * 10_000 + number)
-    layer = (Embedding if number == 0 else Head if number == config.L + 1 else Block)(config, dropout)
+    layer = (Embedding if number == 0 else Head if number == config.L + 1 else Block)(
+        config, dropout
+    )
     for name, parameter in layer.named_parameters():
         if parameter.dim() > 1:
             residual = name in ("proj.weight", "linear2.weight")  # 2L of them add up
@@ -180,7 +205,14 @@ def plain_model(config, dropout=0.0, seed=0):
     return Stage(layers, seed if dropout else None)
 
 
-PLAN = {"word": "vocab", "linear": "vocab", "qkv": "qkv", "proj": "row", "linear1": "column", "linear2": "row"}
+PLAN = {
+    "word": "vocab",
+    "linear": "vocab",
+    "qkv": "qkv",
+    "proj": "row",
+    "linear1": "column",
+    "linear2": "row",
+}
 PLAN |= {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}
 
 
@@ -193,7 +225,9 @@ def split_layer(layer, group, sequence_parallel):
         layer.region = lambda: tensor_parallel.parallel_region(group)
     elif isinstance(layer, Embedding) and sequence_parallel:
         layer.enter = lambda x: tensor_parallel.scatter_to_sequence(x, group)
-    return tensor_parallel.parallelize(layer, {name: PLAN[name] for name in names}, group, sequence_parallel)
+    return tensor_parallel.parallelize(
+        layer, {name: PLAN[name] for name in names}, group, sequence_parallel
+    )
 
 
 def layers_of_stage(config, stage, num_stages):
@@ -215,7 +249,9 @@ def train_on_one_device(config, args, batches, device="cpu"):
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
         optimizer.zero_grad()
         loss, tokens = 0.0, (targets != -100).sum().clamp(min=1)
-        for x, y in zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True):
+        for x, y in zip(
+            inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True
+        ):
             part = F.cross_entropy(model(x).flatten(0, 1), y.T.flatten(), reduction="sum") / tokens
             part.backward()
             loss += part.item()
@@ -238,22 +274,35 @@ class Trainer:
         mine = range(grid.at["pp"], self.num_stages, grid.pp)
         self.numbers = [layers_of_stage(config, stage, self.num_stages) for stage in mine]
         layers = {}
-        for number in itertools.chain(*self.numbers):  # one after the other: no rank ever holds a whole stage
+        for number in itertools.chain(
+            *self.numbers
+        ):  # one after the other: no rank ever holds a whole stage
             layer = build_layer(config, number, args.dropout, args.seed)
-            layers[number] = split_layer(layer, grid.groups["tp"], args.sequence_parallel).to(self.device, self.dtype)
+            layers[number] = split_layer(layer, grid.groups["tp"], args.sequence_parallel).to(
+                self.device, self.dtype
+            )
         embedding, head = layers.get(0), layers.get(config.L + 1)
         if embedding and head:
             head.linear.weight = embedding.word.weight
         self.tied = embedding.word.weight if embedding else head.linear.weight if head else None
         seed = args.seed if args.dropout else None
-        self.stages = nn.ModuleList(Stage({number: layers[number] for number in part}, seed) for part in self.numbers)
+        self.stages = nn.ModuleList(
+            Stage({number: layers[number] for number in part}, seed) for part in self.numbers
+        )
         self.parameters = list(self.stages.parameters())
         # In the norm, what several ranks hold counts on one: the first of tp, the first stage.
-        split = {self.stages.get_parameter(name) for name, *_ in tensor_parallel.split_parameters(self.stages)}
-        self.counted = {parameter for parameter in self.parameters if parameter in split or grid.at["tp"] == 0}
+        split = {
+            self.stages.get_parameter(name)
+            for name, *_ in tensor_parallel.split_parameters(self.stages)
+        }
+        self.counted = {
+            parameter for parameter in self.parameters if parameter in split or grid.at["tp"] == 0
+        }
         if not embedding:
             self.counted.discard(self.tied)
-        self.pipeline = pipeline.Pipeline(self.stages, args.schedule, self.microbatches, self.loss, grid.groups["pp"])
+        self.pipeline = pipeline.Pipeline(
+            self.stages, args.schedule, self.microbatches, self.loss, grid.groups["pp"]
+        )
         self.scaler = amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         optimizer, lr = getattr(torch.optim, args.optimizer), args.lr
         if args.zero1:  # has fp32 masters where the model is in 16 bits
@@ -273,9 +322,13 @@ class Trainer:
             multiple = f"--micro-batch-size {args.micro_batch_size} × {grid.dp} data-parallel ranks"
             raise ValueError(f"--global-batch-size {size} must be a multiple of {multiple}")
         if not 1 <= self.num_stages <= config.L:
-            raise ValueError(f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks")
+            raise ValueError(
+                f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks"
+            )
         if not 1 <= args.sequence_length <= config.P:
-            raise ValueError(f"--sequence-length {args.sequence_length}; the model has {config.P} positions")
+            raise ValueError(
+                f"--sequence-length {args.sequence_length}; the model has {config.P} positions"
+            )
         if not args.clip_grad >= 0:
             raise ValueError(f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none")
 
@@ -285,7 +338,9 @@ class Trainer:
         A gradient that is not finite, on any rank, leaves the parameters as they are on all.
         """
         grid, args, m, scale = self.grid, self.args, self.microbatches, self.scaler.get_scale()
-        inputs, targets = (x.to(self.device).chunk(grid.dp)[grid.at["dp"]] for x in (inputs_bs, targets_bs))
+        inputs, targets = (
+            x.to(self.device).chunk(grid.dp)[grid.at["dp"]] for x in (inputs_bs, targets_bs)
+        )
         # The loss of a micro-batch is the sum over its tokens times this: so the mean over micro-batches and pipelines
         # is the mean over the tokens of the batch, wherever they are.
         self.per_token = m * grid.dp / max(1, (targets_bs != -100).sum().item())
@@ -301,14 +356,18 @@ class Trainer:
             ddp.all_reduce_gradients(self.stages, grid.groups["dp"])
         norm = self.clip_grad_norm_(args.clip_grad or math.inf)
         self.optimizer.step() if math.isfinite(norm) else self.optimizer.zero_grad()
-        if self.scaler.is_enabled():  # the norm is the same on all ranks, and finite if all gradients are
+        if (
+            self.scaler.is_enabled()
+        ):  # the norm is the same on all ranks, and finite if all gradients are
             self.scaler._found[self.optimizer] = not math.isfinite(norm)
             self.scaler.update()
         loss = torch.zeros((), device=self.device) if loss is None else loss / scale / grid.dp
         return grid.sum(loss.double(), "pp", "dp"), norm
 
     def loss(self, logits, targets_bs):
-        losses = tensor_parallel.vocab_parallel_cross_entropy(logits, targets_bs.T, self.grid.groups["tp"])
+        losses = tensor_parallel.vocab_parallel_cross_entropy(
+            logits, targets_bs.T, self.grid.groups["tp"]
+        )
         return self.scaler.scale(losses.sum() * self.per_token)
 
     @torch.no_grad()
@@ -319,11 +378,15 @@ class Trainer:
             for bucket in self.optimizer._buckets if self.scaler.is_enabled() else ():
                 bucket.divisor = scale  # whose 16-bit gradients are means
             groups = [grid.groups["tp"], grid.groups["pp"]]
-            return self.optimizer.clip_grad_norm_(max_norm, counted=counted, process_groups=groups).item()
+            return self.optimizer.clip_grad_norm_(
+                max_norm, counted=counted, process_groups=groups
+            ).item()
         if self.dtype.itemsize == 2:
             self.optimizer.unscale_()  # casts them up
         weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their fp32 masters
-        mine = [weight.grad for weight in itertools.compress(weights, map(counted, self.parameters))]
+        mine = [
+            weight.grad for weight in itertools.compress(weights, map(counted, self.parameters))
+        ]
         norm = grid.sum(nn.utils.get_total_norm(mine).double() ** 2, "tp", "pp") ** 0.5 / scale
         for weight in weights:
             weight.grad.mul_(min(1.0, max_norm / (norm + 1e-6)) / scale)
@@ -331,7 +394,11 @@ class Trainer:
 
     def full_state_dict(self):
         """The whole parameters of this rank's layers, under their names in the plain model. All tp ranks call it."""
-        return {name: x for stage in self.stages for name, x in tensor_parallel.full_state_dict(stage).items()}
+        return {
+            name: x
+            for stage in self.stages
+            for name, x in tensor_parallel.full_state_dict(stage).items()
+        }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,7 +406,11 @@ class Trainer:
 
 
 def save(trainer, directory):  # the number of steps is the state of lr, data and dropout, too
-    extra = {"run": trainer.must_match, "step": trainer.steps, "scaler": trainer.scaler.state_dict()}
+    extra = {
+        "run": trainer.must_match,
+        "step": trainer.steps,
+        "scaler": trainer.scaler.state_dict(),
+    }
     checkpoint.save(directory, pieces_of(trainer), extra)
 
 
@@ -349,10 +420,17 @@ def load(trainer, directory):
     _, stored, extra = checkpoint.open_latest(Path(directory))
     for name, value in trainer.must_match.items():
         if value != extra["run"][name]:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: the run in {directory} has {extra['run'][name]}")
-    if any(name.startswith("step/") for name in stored):  # AdamW's; what has made no step has no state yet
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: the run in {directory} has {extra['run'][name]}"
+            )
+    if any(
+        name.startswith("step/") for name in stored
+    ):  # AdamW's; what has made no step has no state yet
         for _, _, weight, state in optimized(trainer):
-            state.update(step=torch.tensor(0.0), **{x: torch.zeros_like(weight) for x in ("exp_avg", "exp_avg_sq")})
+            state.update(
+                step=torch.tensor(0.0),
+                **{x: torch.zeros_like(weight) for x in ("exp_avg", "exp_avg_sq")},
+            )
     checkpoint.load(directory, pieces_of(trainer))
     trainer.steps = extra["step"]
     if trainer.scaler.is_enabled() and extra["scaler"]:
@@ -367,14 +445,22 @@ def load(trainer, directory):
 
 def pieces_of(trainer):
     """{kind/name: where this rank's elements of a weight, or of its state, lie in the plain model's}"""
-    names = {parameter: name for stage in trainer.stages for name, parameter in stage.named_parameters()}
+    names = {
+        parameter: name for stage in trainer.stages for name, parameter in stage.named_parameters()
+    }
     names[trainer.tied] = "0.word.weight"
-    split = {layer._parameters[x]: (layer, x) for _, layer, x in tensor_parallel.split_parameters(trainer.stages)}
+    split = {
+        layer._parameters[x]: (layer, x)
+        for _, layer, x in tensor_parallel.split_parameters(trainer.stages)
+    }
     pieces = {}
     for parameter, start, weight, state in optimized(trainer):
         places = places_of(parameter, *split.get(parameter, (None, None)))
         for kind, x in {"weight": weight.detach(), **state}.items():
-            parts = (checkpoint.flat_pieces(x.view(-1), shape, start - begin, *at) for begin, shape, *at in places)
+            parts = (
+                checkpoint.flat_pieces(x.view(-1), shape, start - begin, *at)
+                for begin, shape, *at in places
+            )
             pieces[f"{kind}/{names[parameter]}"] = list(itertools.chain(*parts)) if x.dim() else x
     return pieces
 
@@ -382,11 +468,15 @@ def pieces_of(trainer):
 def optimized(trainer):
     """Yield (parameter, the number of its first element here, what the optimizer updates, its state)."""
     if not trainer.args.zero1:  # the parameters, or their fp32 masters
-        for parameter, weight in zip(trainer.parameters, trainer.optimizer.param_groups[0]["params"], strict=True):
+        for parameter, weight in zip(
+            trainer.parameters, trainer.optimizer.param_groups[0]["params"], strict=True
+        ):
             yield parameter, 0, weight, trainer.optimizer.state[weight]
     for bucket in trainer.optimizer._buckets if trainer.args.zero1 else ():
         for parameter, segment in zip(bucket.parameters, bucket.segments, strict=True):
-            start = bucket.rank * len(bucket.master) - parameter.storage_offset()  # it lies in bucket.flat
+            start = (
+                bucket.rank * len(bucket.master) - parameter.storage_offset()
+            )  # it lies in bucket.flat
             yield parameter, max(0, start), segment, trainer.optimizer._optimizer.state[segment]
 
 
@@ -422,23 +512,41 @@ class SentByAxis(ddp.SentBytes):
         before, result = self.total, super().__torch_dispatch__(func, types, args, kwargs)
         if self.total > before:
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            self.by_axis[self.axes.get(dist.ProcessGroup.unbox(group).group_name, "pp")] += self.total - before
+            self.by_axis[self.axes.get(dist.ProcessGroup.unbox(group).group_name, "pp")] += (
+                self.total - before
+            )
         return result
 
 
 def sent_by_formula(trainer):
     """Bytes that this rank sends in a step along each axis; without the few hundred by which ranks agree on numbers."""
-    config, grid, args, itemsize = trainer.config, trainer.grid, trainer.args, trainer.dtype.itemsize
-    t, m, bs, h = grid.tp, trainer.microbatches, args.micro_batch_size * args.sequence_length, config.h
+    config, grid, args, itemsize = (
+        trainer.config,
+        trainer.grid,
+        trainer.args,
+        trainer.dtype.itemsize,
+    )
+    t, m, bs, h = (
+        grid.tp,
+        trainer.microbatches,
+        args.micro_batch_size * args.sequence_length,
+        config.h,
+    )
     numbers = [number for stage in trainer.numbers for number in stage]
     first, last = 0 in numbers, config.L + 1 in numbers
     blocks, ends = len(numbers) - first - last, first + last
     tp = (8 * blocks + 2 * ends) * bs * h
-    if args.sequence_parallel:  # inputs are gathered again in backward; norms' and row biases' gradients are summed
+    if (
+        args.sequence_parallel
+    ):  # inputs are gathered again in backward; norms' and row biases' gradients are summed
         tp += (2 * blocks + ends) * bs * h + (12 * blocks + 4 * last) * h
     tp = tp * itemsize + 6 * last * bs * max(4, itemsize)  # the loss is in fp32 at least
-    hops = 2 * len(trainer.numbers) - ends if grid.pp > 1 else 0  # to both neighbours, where a stage has them
-    pp = m * hops * bs * h // (t if args.sequence_parallel else 1) + (trainer.tied.numel() if hops and ends else 0)
+    hops = (
+        2 * len(trainer.numbers) - ends if grid.pp > 1 else 0
+    )  # to both neighbours, where a stage has them
+    pp = m * hops * bs * h // (t if args.sequence_parallel else 1) + (
+        trainer.tied.numel() if hops and ends else 0
+    )
     dp = 2 * sum(parameter.numel() for parameter in trainer.parameters) * (grid.dp - 1) / grid.dp
     return {"tp": m * tp * (t - 1) / t, "pp": pp * itemsize, "dp": dp * itemsize}
 
@@ -449,29 +557,61 @@ def sent_by_formula(trainer):
 FLAGS = {
     "--model": {"choices": MODELS, "default": "gpt2-tiny"},
     "--tp": {"type": int, "help": "tensor-parallel ranks; data-parallel are those that are left"},
-    "--pp": {"type": int, "help": "pipeline-parallel ranks; without --tp and --pp both are 2 where the world has them"},
+    "--pp": {
+        "type": int,
+        "help": "pipeline-parallel ranks; without --tp and --pp both are 2 where the world has them",
+    },
     "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b"},
     "--stages-per-rank": {"type": int, "default": 1},
     "--sequence-parallel": {"action": "store_true"},
     "--zero1": {"action": "store_true", "help": "split the optimizer over data-parallel ranks"},
-    "--micro-batch-size": {"type": int, "default": 2, "help": "sequences that are computed at once"},
-    "--global-batch-size": {"type": int, "default": 16, "help": "sequences per step, over all ranks"},
+    "--micro-batch-size": {
+        "type": int,
+        "default": 2,
+        "help": "sequences that are computed at once",
+    },
+    "--global-batch-size": {
+        "type": int,
+        "default": 16,
+        "help": "sequences per step, over all ranks",
+    },
     "--sequence-length": {"type": int, "default": 64},
-    "--dtype": {"choices": ("float64", "float32", "bfloat16", "float16"), "help": "default: float64 where compared"},
+    "--dtype": {
+        "choices": ("float64", "float32", "bfloat16", "float16"),
+        "help": "default: float64 where compared",
+    },
     "--optimizer": {"choices": ("AdamW", "SGD"), "default": "AdamW"},
     "--lr": {"type": float, "default": 1e-3},
-    "--warmup": {"type": int, "default": 0, "metavar": "STEPS", "help": "steps to the full learning rate"},
+    "--warmup": {
+        "type": int,
+        "default": 0,
+        "metavar": "STEPS",
+        "help": "steps to the full learning rate",
+    },
     "--clip-grad": {"type": float, "default": 1.0, "metavar": "NORM", "help": "0: do not clip"},
     "--dropout": {"type": float, "default": 0.0},
     "--steps": {"type": int, "default": 10},
     "--metrics": {"metavar": "FILE", "help": "write a JSON object a line and step"},
-    "--save": {"metavar": "DIR", "help": "go on from the checkpoint here, if any; write more, the last at a Ctrl-C"},
+    "--save": {
+        "metavar": "DIR",
+        "help": "go on from the checkpoint here, if any; write more, the last at a Ctrl-C",
+    },
     "--save-interval": {"type": int, "default": 100, "metavar": "STEPS"},
     "--load": {"metavar": "DIR", "help": "go on from this checkpoint, if there is none in --save"},
     "--compare": {"action": "store_true", "help": "one row for each grid that fits the world"},
     "--check": {"action": "store_true", "help": "compare with one device (tiny: always)"},
 }
-HEADER = ("tp × pp × dp", "params", "grads", "optimizer", "tp", "pp", "dp", "tokens/s", "vs 1 device")
+HEADER = (
+    "tp × pp × dp",
+    "params",
+    "grads",
+    "optimizer",
+    "tp",
+    "pp",
+    "dp",
+    "tokens/s",
+    "vs 1 device",
+)
 
 
 class Session(ddp.Demo):
@@ -497,7 +637,12 @@ class Session(ddp.Demo):
     def grids(self):  # -> (tp, pp) of each
         tp, pp, sizes = self.args.tp, self.args.pp, range(1, self.ranks + 1)
         if self.args.compare:
-            fit = [(tp, pp) for tp in sizes for pp in sizes if self.ranks % (tp * pp) == self.config.heads % tp == 0]
+            fit = [
+                (tp, pp)
+                for tp in sizes
+                for pp in sizes
+                if self.ranks % (tp * pp) == self.config.heads % tp == 0
+            ]
             return [(tp, pp) for tp, pp in fit if pp * self.args.stages_per_rank <= self.config.L]
         if tp is None and pp is None:
             return [(2 if self.ranks % 2 == 0 else 1, 2 if self.ranks % 4 == 0 else 1)]
@@ -506,10 +651,14 @@ class Session(ddp.Demo):
     def batch(self, number):  # -> inputs, targets of a step, (global batch, sequence)
         B, T = self.args.global_batch_size, self.args.sequence_length
         if self.is_indexed:
-            window = torch.stack([torch.from_numpy(self.tokens[i]) for i in data.part_of_batch(number, B, 0, 1)])
+            window = torch.stack(
+                [torch.from_numpy(self.tokens[i]) for i in data.part_of_batch(number, B, 0, 1)]
+            )
         else:
             generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
-            window = self.text[torch.randint(len(self.text) - T, (B, 1), generator=generator) + torch.arange(T + 1)]
+            window = self.text[
+                torch.randint(len(self.text) - T, (B, 1), generator=generator) + torch.arange(T + 1)
+            ]
         window = window.to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
@@ -520,17 +669,30 @@ class Session(ddp.Demo):
         if self.is_indexed:
             samples, indexed = args.steps * args.global_batch_size, data.IndexedDataset(self.prefix)
             self.tokens = data.GPTDataset(indexed, args.sequence_length, samples, args.seed)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
-        self.show(f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}")
+        self.show(
+            f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}"
+        )
         if args.save_interval < 1 or (args.save and args.compare):
-            raise ValueError(f"--save-interval {args.save_interval}: must be at least 1; --save not with --compare")
-        directory = args.save if args.save and os.path.exists(os.path.join(args.save, "latest")) else args.load
+            raise ValueError(
+                f"--save-interval {args.save_interval}: must be at least 1; --save not with --compare"
+            )
+        directory = (
+            args.save
+            if args.save and os.path.exists(os.path.join(args.save, "latest"))
+            else args.load
+        )
         if directory:
             load(trainer, directory)
             self.show(f"loaded      {directory} after step {trainer.steps}")
         if self.metrics is None:  # steps that are done again have a second line
-            path, mode = args.metrics if args.metrics and self.rank == 0 else os.devnull, "a" if trainer.steps else "w"
+            path, mode = (
+                args.metrics if args.metrics and self.rank == 0 else os.devnull,
+                "a" if trainer.steps else "w",
+            )
             self.metrics = open(path, mode)  # noqa: SIM115
         return trainer
 
@@ -541,8 +703,12 @@ class Session(ddp.Demo):
             trainer = self.begin(tp, pp)
         except (OSError, ValueError) as error:
             self.stop(error)
-        if args.check and (tp == 1 or args.dropout == 0):  # heads on several ranks draw dropout of their own
-            plain = train_on_one_device(self.config, args, map(self.batch, range(args.steps)), self.device)
+        if args.check and (
+            tp == 1 or args.dropout == 0
+        ):  # heads on several ranks draw dropout of their own
+            plain = train_on_one_device(
+                self.config, args, map(self.batch, range(args.steps)), self.device
+            )
         plain = itertools.islice(plain, trainer.steps, None)
         for number in range(trainer.steps, args.steps):
             batch, sent, start = self.batch(number), SentByAxis(trainer.grid), time.perf_counter()
@@ -558,7 +724,11 @@ class Session(ddp.Demo):
                 differences += [abs(loss - expected[0]), abs(norm - expected[1])]
             if args.save and self.save(trainer):
                 return None
-        return self.report(trainer, *zip(*history, strict=True), differences, sent) if history else None
+        return (
+            self.report(trainer, *zip(*history, strict=True), differences, sent)
+            if history
+            else None
+        )
 
     def save(self, trainer):
         """Save, if it is time to. -> whether any rank has been told to stop"""
@@ -567,15 +737,24 @@ class Session(ddp.Demo):
         if stop or trainer.steps % args.save_interval == 0 or trainer.steps == args.steps:
             try:
                 save(trainer, args.save)
-                self.show(f"saved       {args.save} after step {trainer.steps}{', told to stop' if stop else ''}")
+                self.show(
+                    f"saved       {args.save} after step {trainer.steps}{', told to stop' if stop else ''}"
+                )
             except OSError as error:  # on all ranks
                 self.show(f"NOT saved   after step {trainer.steps}: {error}")
         return bool(stop)
 
     def progress(self, trainer, loss, norm, seconds):
         """A line for each step, and one of JSON."""
-        now = {axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | {"step": trainer.steps}
-        now |= {"loss": loss, "grad_norm": norm, "lr": trainer.optimizer.param_groups[0]["lr"], "seconds": seconds}
+        now = {axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | {
+            "step": trainer.steps
+        }
+        now |= {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": trainer.optimizer.param_groups[0]["lr"],
+            "seconds": seconds,
+        }
         now["tokens_per_second"] = self.args.global_batch_size * self.args.sequence_length / seconds
         print(json.dumps(now), file=self.metrics, flush=True)
         line = "step {step}/{steps}   loss {loss:.3f}   grad norm {grad_norm:.3f}   {tokens_per_second:,.0f} tokens/s"
@@ -587,24 +766,41 @@ class Session(ddp.Demo):
         held = zero.held_by(optimizer) if args.zero1 else ddp.held(trainer.parameters, optimizer)
         if isinstance(optimizer, amp.MixedPrecisionOptimizer):
             held = *held[:2], held[2] + ddp.held_bytes(optimizer.param_groups[0]["params"])
-        numbers = [*held, *sent.by_axis.values(), sent.total, sum(sent_by_formula(trainer).values())]
+        numbers = [
+            *held,
+            *sent.by_axis.values(),
+            sent.total,
+            sum(sent_by_formula(trainer).values()),
+        ]
         numbers.append(torch.tensor([0.0, *differences]).nan_to_num(nan=math.inf).max())
         numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         *cells, total, formula, _ = (f"{number / 1e6:.1f}" for number in numbers.tolist())
-        tolerance, size, verdict = {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05), trainer.dtype.itemsize, "-"
+        tolerance, size, verdict = (
+            {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05),
+            trainer.dtype.itemsize,
+            "-",
+        )
         state = 4 * (size == 2) + 2 * max(4, size) * (args.optimizer == "AdamW")  # masters, moments
         plain = " / ".join(f"{self.psi * each / 1e6:.1f}" for each in (size, size, state))
-        ms, ms_plain = (f"{1e3 * statistics.median(column):.0f}" for column in (seconds, seconds_plain))
+        ms, ms_plain = (
+            f"{1e3 * statistics.median(column):.0f}" for column in (seconds, seconds_plain)
+        )
         self.show(f"loss        {losses[0]:.3f} → {losses[-1]:.3f}")
         if differences:
             verdict = "ok" if numbers[-1] <= tolerance else "DIFFERS"
-            words = f"{'' if verdict == 'ok' else 'NOT '}equal within {tolerance}: {numbers[-1]:.0e}"
-            self.show(f"vs 1 device loss, gradients' norm and parameters {words} over {args.steps} steps")
+            words = (
+                f"{'' if verdict == 'ok' else 'NOT '}equal within {tolerance}: {numbers[-1]:.0e}"
+            )
+            self.show(
+                f"vs 1 device loss, gradients' norm and parameters {words} over {args.steps} steps"
+            )
         held = "params {} MB   grads {} MB   optimizer {} MB".format(*cells)
         self.show(f"held/rank   {held}      (1 device: {plain})")
         self.show(f"sent/rank   {total} MB per step      formula tp+pp+dp = {formula} MB")
-        self.show(f"time        {ms} ms per step      (1 device: {ms_plain if differences else '-'})")
+        self.show(
+            f"time        {ms} ms per step      (1 device: {ms_plain if differences else '-'})"
+        )
         rate = args.global_batch_size * args.sequence_length / statistics.median(seconds)
         return f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", verdict
 
@@ -614,7 +810,9 @@ def main():
     rows = [session.run(tp, pp) for tp, pp in session.grids()]
     if None in rows:
         return 0
-    session.show("The most on any rank, in MB: held; sent per step along each axis. Does one device train the same?")
+    session.show(
+        "The most on any rank, in MB: held; sent per step along each axis. Does one device train the same?"
+    )
     for row in (HEADER, *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))
     return int("DIFFERS" in {row[-1] for row in rows})

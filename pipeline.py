@@ -60,7 +60,9 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
     """Forward and backward of a batch; -> its mean loss on the last rank. A stage receives tensors such as `like`."""
     rank, last = dist.get_rank(process_group), dist.get_world_size(process_group) - 1
     alive = []
-    for part, target in zip(inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):
+    for part, target in zip(
+        inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True
+    ):
         x = part if rank == 0 else torch.empty_like(like)
         if rank > 0:
             dist.recv(x, group=process_group, group_src=rank - 1)
@@ -93,7 +95,9 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     """For each rank its list of actions, for any number of micro-batches; stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
-        raise ValueError(f"{name!r} of {p} ranks, {m} micro-batches, {v} stages each; names: {', '.join(SCHEDULES)}")
+        raise ValueError(
+            f"{name!r} of {p} ranks, {m} micro-batches, {v} stages each; names: {', '.join(SCHEDULES)}"
+        )
     # Micro-batches go in rounds: all of a round through the rank's first stage, then all through its next.
     num_rounds = {"naive": m, "gpipe": 1}.get(name, max(1, m // p))
     rounds = [range(m * k // num_rounds, m * (k + 1) // num_rounds) for k in range(num_rounds)]
@@ -102,18 +106,28 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     # backward after it, for which rank r waits, r can run the next forward: so r is one further ahead than r + 1.
     # Interleaved it is two, as in Megatron-LM and PyTorch, which gives transfers the time of a forward and a backward.
     hop, kind = 2 if name == "interleaved_1f1b" else 1, "I" if name == "zero_bubble" else "B"
-    block = {"naive": v, "gpipe": v * m}.get(name, 1)  # so many forwards, as many backwards: in these two a whole round
+    block = {"naive": v, "gpipe": v * m}.get(
+        name, 1
+    )  # so many forwards, as many backwards: in these two a whole round
     schedule = []
     for rank in range(p):
         stages = range(rank, p * v, p)
-        ahead = 0 if name in ("naive", "gpipe") else (v - 1) * max(map(len, rounds)) + hop * (p - 1 - rank)
+        ahead = (
+            0
+            if name in ("naive", "gpipe")
+            else (v - 1) * max(map(len, rounds)) + hop * (p - 1 - rank)
+        )
         forward = iter([f"{s}F{i}" for r in rounds for s in stages for i in r])
         backward = [f"{s}{kind}{i}" for r in rounds for s in reversed(stages) for i in r]
-        weights = iter([action.replace("I", "W") for action in backward] if name == "zero_bubble" else [])
+        weights = iter(
+            [action.replace("I", "W") for action in backward] if name == "zero_bubble" else []
+        )
         actions = list(itertools.islice(forward, ahead))
         for k in range(0, v * m, block):
             actions += [*itertools.islice(forward, block), *backward[k : k + block]]
-            if k >= rank:  # rank r has r micro-batches fewer in flight than rank 0: so many W may wait, at its memory
+            if (
+                k >= rank
+            ):  # rank r has r micro-batches fewer in flight than rank 0: so many W may wait, at its memory
                 actions += itertools.islice(weights, 1)
         schedule.append([*actions, *weights])
     return schedule
@@ -137,7 +151,13 @@ def simulate(schedule, cost=COST):
     -> start and end by action; the share of all ranks' time that is idle; for each rank the most micro-batches, of each
     stage, that are between F and B or W. ValueError: something is missing or done twice, or the schedule deadlocks.
     """
-    schedule, cost, rank_of, done, before = flat(schedule), COST | dict(cost), {}, collections.defaultdict(str), {}
+    schedule, cost, rank_of, done, before = (
+        flat(schedule),
+        COST | dict(cost),
+        {},
+        collections.defaultdict(str),
+        {},
+    )
     giver = {taker(action): action for action in itertools.chain(*schedule)}
     for rank, actions in enumerate(schedule):
         for previous, action in zip([None, *actions], actions, strict=False):
@@ -148,16 +168,23 @@ def simulate(schedule, cost=COST):
             before[action] = [need for need in (previous, own, other) if need]
     for stage, i in itertools.product(range(1 + max(rank_of)), range(1 + max(i for *_, i in done))):
         if "".join(sorted(kinds := done[rank_of.get(stage), stage, i])) not in ("BF", "FIW"):
-            raise ValueError(f"of stage {stage}, micro-batch {i} '{kinds}' is done, not F and B, or F, I and W")
+            raise ValueError(
+                f"of stage {stage}, micro-batch {i} '{kinds}' is done, not F and B, or F, I and W"
+            )
     start, end = {}, {}
     try:
         for action in graphlib.TopologicalSorter(before).static_order():
             start[action] = max((end[need] for need in before[action]), default=0)
             end[action] = start[action] + cost[parse(action)[1]]
     except graphlib.CycleError as error:
-        raise ValueError(f"the schedule deadlocks: {' waits for '.join(reversed(error.args[1]))}") from None
+        raise ValueError(
+            f"the schedule deadlocks: {' waits for '.join(reversed(error.args[1]))}"
+        ) from None
     busy, total = sum(end.values()) - sum(start.values()), max(end.values()) * len(schedule)
-    alive = [itertools.accumulate({"F": 1, "I": 0}.get(parse(a)[1], -1) for a in actions) for actions in schedule]
+    alive = [
+        itertools.accumulate({"F": 1, "I": 0}.get(parse(a)[1], -1) for a in actions)
+        for actions in schedule
+    ]
     return Simulation(start, end, 1 - busy / total, [max(n, default=0) for n in alive])
 
 
@@ -196,10 +223,15 @@ class SplitLinear(torch.autograd.Function):
     todo = []  # what the backward that runs now leaves to W: (output, its gradient, weights)
 
     @staticmethod
-    def forward(ctx, x, anchor, parameters, weights):  # in lists these are no inputs: their hooks would run in I, too
+    def forward(
+        ctx, x, anchor, parameters, weights
+    ):  # in lists these are no inputs: their hooks would run in I, too
         ctx.x, ctx.weights = x.detach().requires_grad_(x.requires_grad), weights
         # Without the hooks of a checkpoint around it, which would compute everything again for I, and again for W
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        ):
             ctx.y = linear(ctx.x, *parameters)
         return ctx.y.detach()
 
@@ -207,7 +239,12 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, gradient):
         SplitLinear.todo.append((ctx.y, gradient, ctx.weights))
         wanted = ctx.needs_input_grad[0]
-        return torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)[0] if wanted else None, None, None, None
+        return (
+            torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)[0] if wanted else None,
+            None,
+            None,
+            None,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,32 +262,57 @@ class Pipeline(nn.Module):
     `timeline` is the last step's: (action, start, end) in seconds of the host's clock.
     """
 
-    def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None, *, weight=len):
+    def __init__(
+        self, stages, schedule, num_microbatches, loss_fn, process_group=None, *, weight=len
+    ):
         super().__init__()
         self.process_group, self._rank = process_group, dist.get_rank(process_group)
         self.num_microbatches, self.loss_fn, self.weight = num_microbatches, loss_fn, weight
         stages = list(stages) if isinstance(stages, (list, nn.ModuleList)) else [stages]
         if isinstance(schedule, str):
-            schedule = build_schedule(schedule, dist.get_world_size(process_group), num_microbatches, len(stages))
+            schedule = build_schedule(
+                schedule, dist.get_world_size(process_group), num_microbatches, len(stages)
+            )
         self.schedule = flat(schedule)
         given = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(given, (self.schedule, num_microbatches, len(stages)), group=process_group)
-        end, owned = simulate(self.schedule).end, [sorted({parse(a)[0] for a in actions}) for actions in self.schedule]
+        dist.all_gather_object(
+            given, (self.schedule, num_microbatches, len(stages)), group=process_group
+        )
+        end, owned = (
+            simulate(self.schedule).end,
+            [sorted({parse(a)[0] for a in actions}) for actions in self.schedule],
+        )
         m = 1 + max(parse(action)[2] for action in end)
         if given != [(self.schedule, m, len(numbers)) for numbers in owned]:
             text = f"micro-batches and stages by rank are {[numbers for _, *numbers in given]}, or schedules differ"
-            raise ValueError(f"{text}; the schedule needs {[(m, len(numbers)) for numbers in owned]}")
+            raise ValueError(
+                f"{text}; the schedule needs {[(m, len(numbers)) for numbers in owned]}"
+            )
         rank_of = {stage: rank for rank, numbers in enumerate(owned) for stage in numbers}
-        self.stages, self._last = nn.ModuleDict(zip(map(str, owned[self._rank]), stages, strict=True)), max(rank_of)
+        self.stages, self._last = (
+            nn.ModuleDict(zip(map(str, owned[self._rank]), stages, strict=True)),
+            max(rank_of),
+        )
         # Simulated time puts all actions in one order, an action at its end and the message with its output right after
         # it, and each rank does its part of that. What anything waits for stands before it: so the first thing not yet
         # done can always be done, even if sends wait for receivers (NCCL), and nothing deadlocks.
-        self._linear = split_linear if any("I" in action for action in self.schedule[self._rank]) else linear
-        steps = [(a, rank_of[parse(a)[0]], rank_of.get(taker(a)[0])) for a in sorted(end, key=end.get)]
-        self._program = [step for step in steps if self._rank in step]  # action, its rank, that of who takes its output
-        self._wire = "cpu" if dist.get_backend(process_group) == "gloo" else "cuda"  # gloo sends from the host's memory
+        self._linear = (
+            split_linear if any("I" in action for action in self.schedule[self._rank]) else linear
+        )
+        steps = [
+            (a, rank_of[parse(a)[0]], rank_of.get(taker(a)[0])) for a in sorted(end, key=end.get)
+        ]
+        self._program = [
+            step for step in steps if self._rank in step
+        ]  # action, its rank, that of who takes its output
+        self._wire = (
+            "cpu" if dist.get_backend(process_group) == "gloo" else "cuda"
+        )  # gloo sends from the host's memory
         self.device = next((parameter.device for parameter in self.parameters()), self._wire)
-        self._batch, self._forms = None, {}  # what the last batch was like, and what it made the stages pass on
+        self._batch, self._forms = (
+            None,
+            {},
+        )  # what the last batch was like, and what it made the stages pass on
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch; adds to .grad what a loop over its micro-batches on one device would.
@@ -269,7 +331,11 @@ class Pipeline(nn.Module):
         for transfer, _ in self._leaving:
             transfer.wait()
         if self._sum(self._failure is not None) != [0]:
-            (error, text), texts, self._forms = self._failure or (None, None), [None] * len(self.schedule), {}
+            (error, text), texts, self._forms = (
+                self._failure or (None, None),
+                [None] * len(self.schedule),
+                {},
+            )
             dist.all_gather_object(texts, text, group=self.process_group)
             raise error or RuntimeError(next(filter(None, texts)))
         if str(self._last) not in self.stages:
@@ -291,10 +357,17 @@ class Pipeline(nn.Module):
         self._batch = grad, [form(tensor) for tensor in tensors if torch.is_tensor(tensor)]
         with_grad, changed = self._sum(grad, self._batch != before)
         if with_grad not in (0, len(self.schedule)):
-            raise ValueError(f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must")
+            raise ValueError(
+                f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must"
+            )
         self._forms = {} if changed else self._forms
-        self._values = {(0, "F", i): inputs for i in range(self.num_microbatches)}  # by who takes it, as taker() says
-        self._arriving, self._leaving = {}, []  # transfers to wait for before that; transfers and their tensors, kept
+        self._values = {
+            (0, "F", i): inputs for i in range(self.num_microbatches)
+        }  # by who takes it, as taker() says
+        self._arriving, self._leaving = (
+            {},
+            [],
+        )  # transfers to wait for before that; transfers and their tensors, kept
         self._targets, self._shares, self._failure, self.timeline = targets, [], None, []
         self._began = time.perf_counter()  # on all ranks at about one time
 
@@ -305,7 +378,9 @@ class Pipeline(nn.Module):
         given = self._values.pop(key, None)
         for transfer in self._arriving.pop(key, ()):
             transfer.wait()
-        if given is None or self._failure:  # here, or where it should come from: only messages go on
+        if (
+            given is None or self._failure
+        ):  # here, or where it should come from: only messages go on
             return
         began, F.linear = time.perf_counter() - self._began, self._linear
         try:
@@ -333,13 +408,17 @@ class Pipeline(nn.Module):
         y = [t.detach().requires_grad_(t.requires_grad) for t in y]
         was, now = self._forms.get((stage + 1, "F", i)), [form(t) for t in y]
         if was not in (None, now):  # the receiver will expect what was
-            raise RuntimeError(f"the output was {was} for inputs of the same shapes, and is now {now}")
+            raise RuntimeError(
+                f"the output was {was} for inputs of the same shapes, and is now {now}"
+            )
         self._values[stage + 1, "F", i] = y
 
     def _chunks(self, tensor):
         pieces = tensor.chunk(m := self.num_microbatches)
         if len(pieces) != m:
-            raise ValueError(f"torch.chunk cuts {len(tensor)} samples into {len(pieces)} micro-batches, not into {m}")
+            raise ValueError(
+                f"torch.chunk cuts {len(tensor)} samples into {len(pieces)} micro-batches, not into {m}"
+            )
         return pieces
 
     def _backward(self, stage, kind, i, given):
@@ -350,25 +429,34 @@ class Pipeline(nn.Module):
             torch.autograd.backward(y, gradients)
             SplitLinear.todo = []  # else it would keep this micro-batch's inputs until the next I
             leaves = [t for t in x if t.requires_grad]  # zeros for what the stage has not used
-            self._values[stage - 1, "B", i] = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+            self._values[stage - 1, "B", i] = [
+                torch.zeros_like(t) if t.grad is None else t.grad for t in leaves
+            ]
         if kind == "I":
             self._values[stage, "W", i] = given
         elif given:  # all at once: gradients of a weight used twice are added in the same order as in one backward
             outputs, gradients, weights = zip(*given, strict=True)
-            torch.autograd.backward(outputs, gradients, inputs=list(dict.fromkeys(itertools.chain(*weights))))
+            torch.autograd.backward(
+                outputs, gradients, inputs=list(dict.fromkeys(itertools.chain(*weights)))
+            )
 
     def _message(self, action, src, dst):
         """Start to send, or to receive, the output of an action of rank `src`, where rank `dst` takes it."""
         taken, group, sending = taker(action), self.process_group, src == self._rank
         peer = dist.get_global_rank(group or dist.group.WORLD, dst if sending else src)
         value = self._values.pop(taken, None)
-        if taken not in self._forms:  # for a new kind of batch, what is passed on is preceded by what it is like
+        if (
+            taken not in self._forms
+        ):  # for a new kind of batch, what is passed on is preceded by what it is like
             box = [None if value is None else [form(t) for t in value]]  # None after a failure
             (dist.send_object_list if sending else dist.recv_object_list)(box, peer, group)
             self._forms[taken] = box[0]
         if value is None:
             forms = self._forms[taken]
-            value = [torch.zeros(s, dtype=d, device=self._wire, requires_grad=grad) for s, d, grad in forms or ()]
+            value = [
+                torch.zeros(s, dtype=d, device=self._wire, requires_grad=grad)
+                for s, d, grad in forms or ()
+            ]
         if sending:
             tensors = [t.detach().to(self._wire).contiguous() for t in value]
             self._leaving += [(dist.isend(t, peer, group), t) for t in tensors]
@@ -392,14 +480,21 @@ def main():
     flags = {
         "--schedule": {"choices": SCHEDULES, "default": "1f1b"},
         "--microbatches": {"type": int, "default": 4, "metavar": "M"},
-        "--trace": {"metavar": "FILE", "help": "write the last step as Chrome trace JSON (ui.perfetto.dev)"},
+        "--trace": {
+            "metavar": "FILE",
+            "help": "write the last step as Chrome trace JSON (ui.perfetto.dev)",
+        },
     }
     demo = Demo(flags)
     name, m, p, rank = demo.args.schedule, demo.args.microbatches, demo.ranks, demo.rank
     v, blocks, batch = 1 + (name == "interleaved_1f1b"), len(language_model()) - 3, 8 * p
     if m < 1 or batch % m or p * v > blocks + 1:
-        demo.stop(f"{p} × {v} stages of {blocks} blocks; {m} micro-batches, which must divide {batch} sequences")
-    model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)  # losses times 1/4, say, are exact
+        demo.stop(
+            f"{p} × {v} stages of {blocks} blocks; {m} micro-batches, which must divide {batch} sequences"
+        )
+    model = demo.start(
+        f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m
+    )  # losses times 1/4, say, are exact
     plain, stages = split(demo.model, p * v), split(model, p * v)[rank::p]
     plain[rank::p] = stages  # each rank compares the stages that it has
     parameters = list(nn.ModuleList(plain).parameters())
@@ -413,14 +508,24 @@ def main():
         return loss
 
     demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
-    sent = ("(2v-1)m·bsh", (2 * v - 1) * batch * 64 * 192 * parameters[0].itemsize) if p > 1 else ("0", 0)
+    sent = (
+        ("(2v-1)m·bsh", (2 * v - 1) * batch * 64 * 192 * parameters[0].itemsize)
+        if p > 1
+        else ("0", 0)
+    )
     status = demo.report(held(pipeline.parameters(), optimizer), *sent)
     show_timelines(demo, pipeline)
     return status
 
 
-def split(model, num_stages):  # blocks evenly; the embedding is with the first, norm and head with the last
-    cuts = [0, *(1 + (len(model) - 3) * stage // num_stages for stage in range(1, num_stages)), len(model)]
+def split(
+    model, num_stages
+):  # blocks evenly; the embedding is with the first, norm and head with the last
+    cuts = [
+        0,
+        *(1 + (len(model) - 3) * stage // num_stages for stage in range(1, num_stages)),
+        len(model),
+    ]
     return [model[a:b] for a, b in itertools.pairwise(cuts)]
 
 
@@ -428,18 +533,38 @@ def show_timelines(demo, pipeline, width=100):
     """The last step's, beside what simulate() predicts for it."""
     measured, times = [None] * demo.ranks, simulate(pipeline.schedule)
     dist.all_gather_object(measured, pipeline.timeline)
-    predicted = [[(action, times.start[action], times.end[action]) for action in row] for row in pipeline.schedule]
-    demo.show("|0F2-- is stage 0's forward of micro-batch 2, as long as it took (where that is short, cut off);")
-    demo.show("F forward, B backward, or I and W, backward for input and weights; blank: the rank waits, the bubble")
+    predicted = [
+        [(action, times.start[action], times.end[action]) for action in row]
+        for row in pipeline.schedule
+    ]
+    demo.show(
+        "|0F2-- is stage 0's forward of micro-batch 2, as long as it took (where that is short, cut off);"
+    )
+    demo.show(
+        "F forward, B backward, or I and W, backward for input and weights; blank: the rank waits, the bubble"
+    )
     for title, rows in ("predicted, where B is two F", predicted), ("measured", measured):
-        total, busy, events = max(row[-1][2] for row in rows), sum(e - s for _, s, e in itertools.chain(*rows)), []
+        total, busy, events = (
+            max(row[-1][2] for row in rows),
+            sum(e - s for _, s, e in itertools.chain(*rows)),
+            [],
+        )
         demo.show(f"{title}: bubble {1 - busy / total / len(rows):.0%}")
         for rank, row in enumerate(rows):
             line = ""
             for name, s, e in row:
                 a, b = round(s / total * width), round(e / total * width)
                 line = line.ljust(a) + f"|{name}".ljust(b - a, "-")[: b - a]
-                events.append({"name": name, "ph": "X", "pid": 0, "tid": rank, "ts": 1e6 * s, "dur": 1e6 * (e - s)})
+                events.append(
+                    {
+                        "name": name,
+                        "ph": "X",
+                        "pid": 0,
+                        "tid": rank,
+                        "ts": 1e6 * s,
+                        "dur": 1e6 * (e - s),
+                    }
+                )
             demo.show(f"  rank {rank:<4} {line}")
     if demo.args.trace and demo.rank == 0:
         Path(demo.args.trace).write_text(json.dumps({"traceEvents": events}))
@@ -457,12 +582,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -475,26 +607,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -503,7 +657,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -511,77 +667,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

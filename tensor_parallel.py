@@ -51,7 +51,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+all_gather_single = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # before torch 2.13
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. The idea: communication in pairs, each the gradient of the other. Each function up to Communicate begins to move
@@ -68,7 +70,9 @@ def check_divides(what, size, t):
     if size % t:
         fit = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         fit = " or ".join(fit.rsplit(", ", 1))
-        raise ValueError(f"{size} {what} do not divide by {t} tensor-parallel ranks; use a world size of {fit}")
+        raise ValueError(
+            f"{size} {what} do not divide by {t} tensor-parallel ranks; use a world size of {fit}"
+        )
 
 
 def keep(x, process_group):
@@ -93,10 +97,16 @@ def begin_all_reduce(x, process_group):
 
 def begin_all_gather(x, process_group):
     whole = x.new_empty(rank_and_size(process_group)[1] * x.shape[0], *x.shape[1:])
-    return partial(finish, all_gather_single(whole, x.contiguous(), group=process_group, async_op=True), [whole])
+    return partial(
+        finish,
+        all_gather_single(whole, x.contiguous(), group=process_group, async_op=True),
+        [whole],
+    )
 
 
-def begin_reduce_scatter(x, process_group):  # an exchange and a sum: gloo's own is an all-reduce inside, and slower
+def begin_reduce_scatter(
+    x, process_group
+):  # an exchange and a sum: gloo's own is an all-reduce inside, and slower
     t = rank_and_size(process_group)[1]
     check_divides("positions or features", len(x), t)
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -128,7 +138,9 @@ copy_to_region = partial(communicate, keep, begin_all_reduce)
 reduce_from_region = partial(communicate, begin_all_reduce, keep)
 gather_from_sequence = partial(communicate, begin_all_gather, begin_reduce_scatter)
 reduce_scatter_to_sequence = partial(communicate, begin_reduce_scatter, begin_all_gather)
-scatter_to_sequence = partial(communicate, own_part, begin_all_gather)  # of what all have alike, gradients too
+scatter_to_sequence = partial(
+    communicate, own_part, begin_all_gather
+)  # of what all have alike, gradients too
 scatter_to_region = partial(communicate, own_part, begin_all_gather, dim=-1)
 gather_from_region = partial(communicate, begin_all_gather, own_part, dim=-1)
 
@@ -147,9 +159,13 @@ class ParallelLayer(nn.Module):
     none is the same on all ranks. A `stack` has parts of these relative sizes, (1, 1, 1) for q, k and v, and a rank
     1/t of each; `pad` adds rows of zeros, so that t divides them."""
 
-    def __init__(self, plain, process_group=None, sequence_parallel=False, stack=(1,), pad=False, **dims):
+    def __init__(
+        self, plain, process_group=None, sequence_parallel=False, stack=(1,), pad=False, **dims
+    ):
         super().__init__()
-        self.__dict__ |= {name: value for name, value in vars(plain).items() if not name.startswith("_")}
+        self.__dict__ |= {
+            name: value for name, value in vars(plain).items() if not name.startswith("_")
+        }
         self.rank, self.t = rank_and_size(process_group)
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
         self.dims, self.stack, self.padding = dims, stack, -len(plain.weight) % self.t if pad else 0
@@ -159,7 +175,9 @@ class ParallelLayer(nn.Module):
             self.register_parameter(name, nn.Parameter(mine.detach(), whole.requires_grad))
 
     @classmethod
-    def from_full(cls, plain, **keywords):  # leaves the plain layer alone; the keywords are the constructor's
+    def from_full(
+        cls, plain, **keywords
+    ):  # leaves the plain layer alone; the keywords are the constructor's
         return cls(None, None, plain=plain, **keywords)
 
     def cut(self, name, whole):  # -> this rank's slice of a parameter
@@ -172,13 +190,21 @@ class ParallelLayer(nn.Module):
 
     def join(self, name, slices):  # (t, …), of all ranks -> the whole parameter
         dim = self.dims[name]
-        parts = slices.split([slices.shape[dim + 1] * n // sum(self.stack) for n in self.stack], dim + 1)
+        parts = slices.split(
+            [slices.shape[dim + 1] * n // sum(self.stack) for n in self.stack], dim + 1
+        )
         whole = torch.cat([part.movedim(0, dim).flatten(dim, dim + 1) for part in parts], dim)
         return whole.narrow(dim, 0, whole.shape[dim] - self.padding)
 
-    def shared(self, name):  # a parameter that all ranks have; used on parts of the sequence, its gradient is their sum
+    def shared(
+        self, name
+    ):  # a parameter that all ranks have; used on parts of the sequence, its gradient is their sum
         whole = self._parameters[name]
-        return copy_to_region(whole, self.process_group) if self.sequence_parallel and whole is not None else whole
+        return (
+            copy_to_region(whole, self.process_group)
+            if self.sequence_parallel and whole is not None
+            else whole
+        )
 
 
 class ColumnLinear(torch.autograd.Function):
@@ -197,7 +223,9 @@ class ColumnLinear(torch.autograd.Function):
     def backward(ctx, gradient):
         (x, weight), (there, back, process_group) = ctx.saved_tensors, ctx.f
         whole = there(x, process_group)
-        grad_x = back(gradient @ weight.to(gradient.dtype), process_group)  # under autocast their dtypes differ
+        grad_x = back(
+            gradient @ weight.to(gradient.dtype), process_group
+        )  # under autocast their dtypes differ
         gradient = gradient.reshape(-1, len(weight))
         grad_weight = gradient.t() @ whole().reshape(-1, x.shape[-1]).to(gradient.dtype)
         grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
@@ -209,24 +237,40 @@ class ColumnParallelLinear(ParallelLayer):
     dimension 0, to this rank's (…, out/t), or with `gather_output` to all. All ranks need the same random state: each
     draws the whole and keeps a slice. Outputs that are padding are -inf, as logits of no token."""
 
-    def __init__(self, in_features, out_features, bias=True, *, gather_output=False, plain=None, **split):
-        super().__init__(plain or nn.Linear(in_features, out_features, bias), **split, weight=0, bias=0)
+    def __init__(
+        self, in_features, out_features, bias=True, *, gather_output=False, plain=None, **split
+    ):
+        super().__init__(
+            plain or nn.Linear(in_features, out_features, bias), **split, weight=0, bias=0
+        )
         self.gather_output = gather_output
 
     def forward(self, x):
-        f = (begin_all_gather, begin_reduce_scatter) if self.sequence_parallel else (keep, begin_all_reduce)
-        y = ColumnLinear.apply(x, self.weight, self.bias, *(f if self.t > 1 else (keep, keep)), self.process_group)
+        f = (
+            (begin_all_gather, begin_reduce_scatter)
+            if self.sequence_parallel
+            else (keep, begin_all_reduce)
+        )
+        y = ColumnLinear.apply(
+            x, self.weight, self.bias, *(f if self.t > 1 else (keep, keep)), self.process_group
+        )
         rows = len(self.weight)
         if (padding := min(rows, (self.rank + 1) * rows - self.out_features)) > 0:
             y = F.pad(y[..., :-padding], (0, padding), value=-math.inf)
-        return gather_from_region(y, self.process_group)[..., : self.out_features] if self.gather_output else y
+        return (
+            gather_from_region(y, self.process_group)[..., : self.out_features]
+            if self.gather_output
+            else y
+        )
 
 
 class RowParallelLinear(ParallelLayer):
     """nn.Linear with its inputs split: this rank's (…, in/t), or if not `input_is_parallel` all of it, to the same
     (…, out) on all ranks, or with `sequence_parallel` this rank's part. The bias is added once, after the sum."""
 
-    def __init__(self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **split):
+    def __init__(
+        self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **split
+    ):
         super().__init__(plain or nn.Linear(in_features, out_features, bias), **split, weight=1)
         self.input_is_parallel = input_is_parallel
 
@@ -234,18 +278,28 @@ class RowParallelLinear(ParallelLayer):
         x = x if self.input_is_parallel else scatter_to_region(x, self.process_group)
         reduce = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
         y = reduce(F.linear(x, self.weight), self.process_group)
-        return y if self.bias is None else y + self.shared("bias").to(y.dtype)  # under autocast they differ
+        return (
+            y if self.bias is None else y + self.shared("bias").to(y.dtype)
+        )  # under autocast they differ
 
 
-class ParallelLayerNorm(ParallelLayer):  # the nn.LayerNorm `plain`, with `sequence_parallel` of a part of the sequence
+class ParallelLayerNorm(
+    ParallelLayer
+):  # the nn.LayerNorm `plain`, with `sequence_parallel` of a part of the sequence
     def forward(self, x):
-        return F.layer_norm(x, self.normalized_shape, self.shared("weight"), self.shared("bias"), self.eps)
+        return F.layer_norm(
+            x, self.normalized_shape, self.shared("weight"), self.shared("bias"), self.eps
+        )
 
 
-def locate(integers, V, rows, rank):  # -> which of this rank's rows, 0 if elsewhere; whether it is. IndexError beyond V
+def locate(
+    integers, V, rows, rank
+):  # -> which of this rank's rows, 0 if elsewhere; whether it is. IndexError beyond V
     row = integers - rank * rows
     elsewhere = (row < 0) | (row >= rows)
-    return row.masked_fill(elsewhere, 0).masked_fill((integers < 0) | (integers >= V), rows), elsewhere
+    return row.masked_fill(elsewhere, 0).masked_fill(
+        (integers < 0) | (integers >= V), rows
+    ), elsewhere
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -263,22 +317,34 @@ class VocabParallelEmbedding(ParallelLayer):
         return reduce_from_region(x, self.process_group)
 
 
-def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignore_index=-100, label_smoothing=0.0):
+def vocab_parallel_cross_entropy(
+    logits_shard, target, process_group=None, ignore_index=-100, label_smoothing=0.0
+):
     """F.cross_entropy(logits, target, reduction="none") where logits, (…, V), are split over the ranks: the loss (…).
     `logits_shard` is (…, V/t), -inf where there is no such entry; `target` is (…), the same on all ranks. It is
     log Σ exp x - x_target, of x less its maximum, in float32 or more: a few numbers per token to send, never logits."""
     if target.shape != logits_shard.shape[:-1]:
-        raise ValueError(f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}: one target per token")
-    (rank, t), rows, ignored = rank_and_size(process_group), logits_shard.shape[-1], target == ignore_index
+        raise ValueError(
+            f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}: one target per token"
+        )
+    (rank, t), rows, ignored = (
+        rank_and_size(process_group),
+        logits_shard.shape[-1],
+        target == ignore_index,
+    )
     x = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
     maximum = x.detach().amax(-1, keepdim=True)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
     x = x - maximum
     column, elsewhere = locate(target.masked_fill(ignored, 0), t * rows, rows, rank)
     tokens = torch.arange(target.numel(), device=x.device)
-    x_target = x.reshape(-1, rows)[tokens, column.flatten()].view_as(target)  # gather() would keep x too
+    x_target = x.reshape(-1, rows)[tokens, column.flatten()].view_as(
+        target
+    )  # gather() would keep x too
     loss = reduce_from_region(x.exp().sum(-1), process_group).log()
-    loss = loss - (1 - label_smoothing) * reduce_from_region(x_target.masked_fill(elsewhere, 0.0), process_group)
+    loss = loss - (1 - label_smoothing) * reduce_from_region(
+        x_target.masked_fill(elsewhere, 0.0), process_group
+    )
     if label_smoothing:
         exist = x > -math.inf  # what does not is padding, and not in the mean
         sums = torch.stack((x.where(exist, 0.0).sum(-1), exist.sum(-1, dtype=x.dtype)))
@@ -309,7 +375,9 @@ def parallel_region(process_group=None):
         yield
 
 
-class ParallelDropout(ParallelLayer):  # the nn.Dropout `plain`, between a pair, or of a part of the sequence
+class ParallelDropout(
+    ParallelLayer
+):  # the nn.Dropout `plain`, between a pair, or of a part of the sequence
     def forward(self, x):
         with parallel_region(self.process_group) if self.training and self.p else nullcontext():
             return F.dropout(x, self.p, self.training)
@@ -321,7 +389,9 @@ class ParallelMLP(nn.Module):
     def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **linear):
         super().__init__()
         self.parts = parts = 1 + ["gelu", "swiglu"].index(activation)
-        self.linear1 = ColumnParallelLinear(hidden_size, parts * ffn_hidden_size, stack=(1,) * parts, **linear)
+        self.linear1 = ColumnParallelLinear(
+            hidden_size, parts * ffn_hidden_size, stack=(1,) * parts, **linear
+        )
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **linear)
 
     def forward(self, x):
@@ -338,16 +408,25 @@ class ParallelSelfAttention(nn.Module):
         check_divides("attention heads", num_heads, t)
         check_divides("key and value heads", kv_heads, t)
         self.head_dim, self.dropout = hidden_size // num_heads, dropout
-        self.heads, stack = (num_heads // t, kv_heads // t, kv_heads // t), (num_heads, kv_heads, kv_heads)
-        self.qkv = ColumnParallelLinear(hidden_size, sum(stack) * self.head_dim, stack=stack, **linear)
+        self.heads, stack = (
+            (num_heads // t, kv_heads // t, kv_heads // t),
+            (num_heads, kv_heads, kv_heads),
+        )
+        self.qkv = ColumnParallelLinear(
+            hidden_size, sum(stack) * self.head_dim, stack=stack, **linear
+        )
         self.proj = RowParallelLinear(hidden_size, hidden_size, **linear)
 
     def forward(self, x):
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).movedim(0, 2)  # (batch, heads, sequence, head_dim)
+        heads = (
+            self.qkv(x).unflatten(-1, (-1, self.head_dim)).movedim(0, 2)
+        )  # (batch, heads, sequence, head_dim)
         q, k, v = heads.split(self.heads, 1)
         p = self.dropout if self.training else 0.0
         with parallel_region(self.qkv.process_group) if p else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, None, p, is_causal=True, enable_gqa=k.shape != q.shape)
+            y = F.scaled_dot_product_attention(
+                q, k, v, None, p, is_causal=True, enable_gqa=k.shape != q.shape
+            )
         return self.proj(y.movedim(2, 0).flatten(2))
 
 
@@ -355,14 +434,27 @@ class ParallelTransformerLayer(nn.Module):
     """Attention and MLP, each after a norm, before dropout, and around a residual. Korthikanti et al., figure 5."""
 
     def __init__(
-        self, hidden_size, num_heads, ffn_hidden_size=None, num_kv_heads=None, activation="gelu", dropout=0.0, **linear
+        self,
+        hidden_size,
+        num_heads,
+        ffn_hidden_size=None,
+        num_kv_heads=None,
+        activation="gelu",
+        dropout=0.0,
+        **linear,
     ):
         super().__init__()
         group, sp = linear.get("process_group"), linear.get("sequence_parallel", False)
-        self.norm1, self.norm2 = (ParallelLayerNorm(nn.LayerNorm(hidden_size), group, sp) for _ in range(2))
+        self.norm1, self.norm2 = (
+            ParallelLayerNorm(nn.LayerNorm(hidden_size), group, sp) for _ in range(2)
+        )
         self.dropout = ParallelDropout(nn.Dropout(dropout), group) if sp else nn.Dropout(dropout)
-        self.self_attn = ParallelSelfAttention(hidden_size, num_heads, num_kv_heads, dropout, **linear)
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size or 4 * hidden_size, activation, **linear)
+        self.self_attn = ParallelSelfAttention(
+            hidden_size, num_heads, num_kv_heads, dropout, **linear
+        )
+        self.mlp = ParallelMLP(
+            hidden_size, ffn_hidden_size or 4 * hidden_size, activation, **linear
+        )
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
@@ -390,7 +482,11 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     "vocab", an embedding or a head; "dropout" between a pair. With `sequence_parallel` layers take and return parts of
     dimension 0, also "dropout" and "norm". ValueError, with its name, for one that does not fit."""
     layers = dict(module.named_modules(remove_duplicate=False))
-    swaps, slices, split = {}, {}, {"process_group": process_group, "sequence_parallel": sequence_parallel}
+    swaps, slices, split = (
+        {},
+        {},
+        {"process_group": process_group, "sequence_parallel": sequence_parallel},
+    )
     for pattern, kind in plan.items():
         for name in names_like(layers, pattern) or [pattern]:
             layer = layers.get(name)
@@ -401,9 +497,13 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     for path, old in layers.items():
         new = swaps.get(old, old)
         for name, whole in old.named_parameters(recurse=False):
-            mine = slices.setdefault(whole, new._parameters[name])  # layers that share it share the slice
+            mine = slices.setdefault(
+                whole, new._parameters[name]
+            )  # layers that share it share the slice
             if mine.shape != new._parameters[name].shape:
-                raise ValueError(f"{path}.{name} is tied to a parameter that the plan splits in another way")
+                raise ValueError(
+                    f"{path}.{name} is tied to a parameter that the plan splits in another way"
+                )
             new.register_parameter(name, mine)
     everyone = [None] * rank_and_size(process_group)[1]
     mine = {f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()}
@@ -411,7 +511,9 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     if differ := set.union(*everyone) - set.intersection(*everyone):
         raise ValueError(f"the ranks' models differ: {', '.join(sorted(differ))}")
     for parent in list(module.modules()):
-        parent._modules |= {name: swaps[child] for name, child in parent._modules.items() if child in swaps}
+        parent._modules |= {
+            name: swaps[child] for name, child in parent._modules.items() if child in swaps
+        }
     return swaps.get(module, module)
 
 
@@ -426,10 +528,18 @@ def split_parameters(module):
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None):
     """torch.nn.utils.clip_grad_norm_ of the whole model; -> its norm, identical on all ranks. All must call it."""
-    split, rank = {module.get_parameter(name) for name, *_ in split_parameters(module)}, rank_and_size(process_group)[0]
+    split, rank = (
+        {module.get_parameter(name) for name, *_ in split_parameters(module)},
+        rank_and_size(process_group)[0],
+    )
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    counted = [p.grad if p in split or rank == 0 else p.grad.new_zeros(()) for p in parameters]  # what all hold: once
-    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in counted]
+    counted = [
+        p.grad if p in split or rank == 0 else p.grad.new_zeros(()) for p in parameters
+    ]  # what all hold: once
+    norms = [
+        torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        for x in counted
+    ]
     total = torch.linalg.vector_norm(begin_all_gather(torch.stack(norms), process_group)())
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
@@ -438,16 +548,24 @@ def clip_grad_norm_(module, max_norm, process_group=None):
 @torch.no_grad()
 def full_state_dict(module, gradients=False):
     """What the plain module's state_dict() would be, or {name: whole gradient}, on every rank."""
-    whole = {name: p.grad for name, p in module.named_parameters()} if gradients else dict(module.state_dict())
+    whole = (
+        {name: p.grad for name, p in module.named_parameters()}
+        if gradients
+        else dict(module.state_dict())
+    )
     for name, layer, own in split_parameters(module):
         if whole.get(name) is not None:
-            whole[name] = layer.join(own, begin_all_gather(whole[name][None], layer.process_group)())
+            whole[name] = layer.join(
+                own, begin_all_gather(whole[name][None], layer.process_group)()
+            )
     return whole
 
 
 def load_full_state_dict(module, state_dict):
     """Load this rank's slices of what full_state_dict(), with any number of ranks, or the plain module returned."""
-    slices = {name: layer.cut(own, state_dict[name]) for name, layer, own in split_parameters(module)}
+    slices = {
+        name: layer.cut(own, state_dict[name]) for name, layer, own in split_parameters(module)
+    }
     return module.load_state_dict({**state_dict, **slices})
 
 
@@ -456,12 +574,26 @@ def load_full_state_dict(module, state_dict):
 
 
 def main():
-    demo = Demo({"--sequence-parallel": {"action": "store_true", "help": "split what is between the pairs as well"}})
+    demo = Demo(
+        {
+            "--sequence-parallel": {
+                "action": "store_true",
+                "help": "split what is between the pairs as well",
+            }
+        }
+    )
     t, sp = demo.ranks, demo.args.sequence_parallel
     if 6 % t:
         demo.stop(f"6 attention heads do not divide by {t} ranks; use 1, 2, 3 or 6")
     model = demo.start("tensor_parallel", parts=1)
-    plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column", "*.linear2": "row", "6": "vocab"}
+    plan = {
+        "0": "vocab",
+        "*.qkv": "qkv",
+        "*.proj": "row",
+        "*.linear1": "column",
+        "*.linear2": "row",
+        "6": "vocab",
+    }
     parallelize(model, plan | {"*.norm?": "norm", "5": "norm"}, sequence_parallel=sp)
     if sp:  # along dimension 0, here the batch: to norms and residuals it is all the same
         model[0].register_forward_hook(lambda module, inputs, output: scatter_to_sequence(output))
@@ -481,7 +613,9 @@ def main():
     l, h, bs = 4, 192, demo.batch(0)[0].numel()
     formula = "((10l+6)bsh + 6bs + (12l+4)h)(t-1)/t" if sp else "((8l+4)bsh + 6bs)(t-1)/t"
     sent = 6 * bs + ((10 * l + 6) * bs * h + (12 * l + 4) * h if sp else (8 * l + 4) * bs * h)
-    return demo.report(held(model.parameters(), optimizer), formula, 8 * sent * (t - 1) / t)  # float64: 8 bytes
+    return demo.report(
+        held(model.parameters(), optimizer), formula, 8 * sent * (t - 1) / t
+    )  # float64: 8 bytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -496,12 +630,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -514,26 +655,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -542,7 +705,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -550,77 +715,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

@@ -68,7 +68,9 @@ def sharded_step(parameters, shard, optimizer, process_group=None):
     parameters, N = list(parameters), dist.get_world_size(process_group)
     gradients = flatten([parameter.grad for parameter in parameters], N)
     received = torch.empty_like(gradients)
-    dist.all_to_all_single(received, gradients, group=process_group)  # part r of everyone's goes to rank r,
+    dist.all_to_all_single(
+        received, gradients, group=process_group
+    )  # part r of everyone's goes to rank r,
     shard.grad = sum(received.chunk(N)) / N  # which adds them in rank order: a reduce-scatter
     optimizer.step()
     rest = torch.empty_like(received)
@@ -95,14 +97,22 @@ class Bucket:
     """
 
     def __init__(self, parameters, group, units, process_group, offload):
-        self.parameters, self.group, self.units = parameters, group, units  # of param_groups, by number; Zero3's
+        self.parameters, self.group, self.units = (
+            parameters,
+            group,
+            units,
+        )  # of param_groups, by number; Zero3's
         first, self.process_group = parameters[0].data, process_group
         self.N, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        align = 64 // first.itemsize  # as if allocated alone: elsewhere some kernels are slower or round otherwise
+        align = (
+            64 // first.itemsize
+        )  # as if allocated alone: elsewhere some kernels are slower or round otherwise
         sizes = [-(-p.numel() // align) * align for p in parameters]
         *starts, end = itertools.accumulate(sizes, initial=0)
         size = max(1, -(-end // self.N))  # no message may be empty
-        self.borders = [max(start - self.rank * size, 0) for start in starts[1:]]  # between segments, in a shard
+        self.borders = [
+            max(start - self.rank * size, 0) for start in starts[1:]
+        ]  # between segments, in a shard
         self.flat = first.new_zeros(self.N * size)
         self.own = self.flat.chunk(self.N)[self.rank]
         self.whole = []  # the parameters, as views of `flat`
@@ -110,43 +120,65 @@ class Bucket:
             stride = torch.empty_like(parameter, device="meta").stride()  # kept, where without gaps
             self.whole.append(self.flat.as_strided(parameter.shape, stride, start))
             parameter.data = self.whole[-1].copy_(parameter.data)
-        self.shard = self.own if units is None else self.own.clone()  # what is sent: Zero3's outlives `flat`
+        self.shard = (
+            self.own if units is None else self.own.clone()
+        )  # what is sent: Zero3's outlives `flat`
         self.low = first.is_floating_point() and first.itemsize < 4
-        self.master = self.shard.to(offload or first.device, torch.float32 if self.low else first.dtype)
+        self.master = self.shard.to(
+            offload or first.device, torch.float32 if self.low else first.dtype
+        )
         # A parameter has a segment on every rank, mostly an empty one, so that all have state of the same names.
         self.segments = self.master.tensor_split(self.borders)
         self.divisor = 1 if self.low else self.N  # what makes `grad` the mean
-        self.grad, self.used = 0, set()  # this rank's part of the sum over ranks and backwards; whose gradients it has
-        self.works, self.freed = [], False  # what `flat` waits for until it is whole; Zero3: it has no memory
+        self.grad, self.used = (
+            0,
+            set(),
+        )  # this rank's part of the sum over ranks and backwards; whose gradients it has
+        self.works, self.freed = (
+            [],
+            False,
+        )  # what `flat` waits for until it is whole; Zero3: it has no memory
 
     def views(self, flat):  # as the parameters lie in self.flat
-        return [flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self.whole]
+        return [
+            flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self.whole
+        ]
 
     def exchange(self, sent, received):
         """Send sent[r] to each other rank r, and fill received[r] from it. -> what to wait for"""
         others = [r for r in range(self.N) if r != self.rank]
         works = [dist.isend(sent[r], group=self.process_group, group_dst=r) for r in others]
-        return works + [dist.irecv(received[r], group=self.process_group, group_src=r) for r in others]
+        return works + [
+            dist.irecv(received[r], group=self.process_group, group_src=r) for r in others
+        ]
 
     def start_reduce(self):
         """Move the gradients out of .grad, and send part r of them to rank r."""
         flat = torch.zeros_like(self.flat)
-        for parameter, view, place in zip(self.parameters, self.whole, self.views(flat), strict=True):
+        for parameter, view, place in zip(
+            self.parameters, self.whole, self.views(flat), strict=True
+        ):
             if not self.freed and parameter.data_ptr() != view.data_ptr():
-                raise RuntimeError("parameters are no longer where they were: make the optimizer after module.to()")
+                raise RuntimeError(
+                    "parameters are no longer where they were: make the optimizer after module.to()"
+                )
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
                 parameter.grad = None
                 self.used.add(parameter)
         if flat.is_cpu:  # gloo's own reduce-scatter adds in another order
             parts = flat.chunk(self.N)
-            self.parts = [part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)]
+            self.parts = [
+                part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)
+            ]
             self.sent = self.exchange(parts, self.parts)
         else:
             if self.low:
                 flat /= self.N  # before the sum, which in fp16 overflows at 65504
             self.parts = [torch.empty_like(self.shard)]
-            self.sent = [reduce_scatter_single(*self.parts, flat, group=self.process_group, async_op=True)]
+            self.sent = [
+                reduce_scatter_single(*self.parts, flat, group=self.process_group, async_op=True)
+            ]
 
     def finish_reduce(self):
         """Add to `grad` what has come, in rank order; 16 bits up in fp32, divided after, rounded once."""
@@ -171,7 +203,9 @@ class Bucket:
             self.own.copy_(self.shard)
             self.works = self.exchange([self.shard] * self.N, self.flat.chunk(self.N))
         else:
-            self.works = [all_gather_single(self.flat, self.shard, group=self.process_group, async_op=True)]
+            self.works = [
+                all_gather_single(self.flat, self.shard, group=self.process_group, async_op=True)
+            ]
 
     def finish_gather(self):
         while self.works:
@@ -179,8 +213,12 @@ class Bucket:
 
     def gather(self):
         if self.freed:
-            if any((p.dtype, p.device) != (self.flat.dtype, self.flat.device) for p in self.parameters):
-                raise RuntimeError("parameters are no longer what they were: make the optimizer after module.to()")
+            if any(
+                (p.dtype, p.device) != (self.flat.dtype, self.flat.device) for p in self.parameters
+            ):
+                raise RuntimeError(
+                    "parameters are no longer what they were: make the optimizer after module.to()"
+                )
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             for parameter, view in zip(self.parameters, self.whole, strict=True):
                 parameter.data = view
@@ -202,7 +240,10 @@ def assign_buckets(kinds, cap_bytes):
     """Lists of parameters of one kind, closed at `cap_bytes` or more, in the order in which backward fills them."""
     closed, filling = [], {}
     for parameter, kind in reversed(kinds.items()):
-        filling[kind] = [*filling.pop(kind, []), parameter]  # behind the others: it is the last to be filled
+        filling[kind] = [
+            *filling.pop(kind, []),
+            parameter,
+        ]  # behind the others: it is the last to be filled
         if sum(p.nbytes for p in filling[kind]) >= cap_bytes:
             closed.append(filling.pop(kind))
     return closed + list(filling.values())
@@ -211,15 +252,22 @@ def assign_buckets(kinds, cap_bytes):
 def start_alike(module, process_group):
     """Take over rank 0's values. ValueError where ranks hold other models: messages would abort, or add garbage."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    mine = [f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}" for name, t in named]
+    mine = [
+        f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}"
+        for name, t in named
+    ]
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
     for rank, theirs in enumerate(everyone):
         if theirs != mine:
-            raise ValueError(f"ranks must hold the same model; rank {rank}'s differs in {sorted({*mine} ^ {*theirs})}")
+            raise ValueError(
+                f"ranks must hold the same model; rank {rank}'s differs in {sorted({*mine} ^ {*theirs})}"
+            )
     for _, tensor in named:
         values = tensor.detach().reshape(-1)
-        dist.broadcast(values.view(torch.uint8), group=process_group, group_src=0)  # bytes: gloo has no int16
+        dist.broadcast(
+            values.view(torch.uint8), group=process_group, group_src=0
+        )  # bytes: gloo has no int16
         tensor.detach().copy_(values.view_as(tensor))
 
 
@@ -227,7 +275,19 @@ def start_alike(module, process_group):
 # 3. The three stages, each the one before and one thing more.
 
 # The optimizers that treat each element by itself, and what they keep once for each tensor.
-ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
+ELEMENTWISE = {
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+}
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
@@ -241,28 +301,62 @@ class Zero1(torch.optim.Optimizer):
     most 4. 16-bit parameters have fp32 masters, "master" in state_dict().
     """
 
-    def __init__(self, module, optimizer_class, process_group=None, offload=None, bucket_cap_mb=25, params=None, **kw):
+    def __init__(
+        self,
+        module,
+        optimizer_class,
+        process_group=None,
+        offload=None,
+        bucket_cap_mb=25,
+        params=None,
+        **kw,
+    ):
         if dist.get_rank(process_group) < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only"
+            )
         if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
-            raise ValueError("module is in DistributedDataParallel, which averages as well; pass the model without it")
+            raise ValueError(
+                "module is in DistributedDataParallel, which averages as well; pass the model without it"
+            )
         if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
-            raise ValueError(f"{optimizer_class.__name__} may need whole parameters: use one of {sorted(ELEMENTWISE)}")
+            raise ValueError(
+                f"{optimizer_class.__name__} may need whole parameters: use one of {sorted(ELEMENTWISE)}"
+            )
         defaults = optimizer_class([torch.zeros(1)], **kw).defaults
         super().__init__(module.parameters() if params is None else params, defaults)
-        self.module, self.process_group, self._sync = module, process_group, True  # not inside no_sync()
-        self._in_flight = self._unsent = None  # the bucket whose gradients travel; Zero2, in backward: those to follow
-        self._group_of = group_of = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
-        units = getattr(self, "_units", {})  # Zero3's: {parameter: the units that it is gathered for}
-        kinds = {p: (p.dtype, p.requires_grad, group_of[p], units.get(p)) for p in module.parameters() if p in group_of}
+        self.module, self.process_group, self._sync = (
+            module,
+            process_group,
+            True,
+        )  # not inside no_sync()
+        self._in_flight = self._unsent = (
+            None  # the bucket whose gradients travel; Zero2, in backward: those to follow
+        )
+        self._group_of = group_of = {
+            p: n for n, group in enumerate(self.param_groups) for p in group["params"]
+        }
+        units = getattr(
+            self, "_units", {}
+        )  # Zero3's: {parameter: the units that it is gathered for}
+        kinds = {
+            p: (p.dtype, p.requires_grad, group_of[p], units.get(p))
+            for p in module.parameters()
+            if p in group_of
+        }
         if len(kinds) < len(group_of):
-            raise ValueError("params has parameters that are not among module.parameters(); give those only")
+            raise ValueError(
+                "params has parameters that are not among module.parameters(); give those only"
+            )
         start_alike(module, process_group)
         if next(iter(kinds)).is_cpu:  # larger messages are no faster there, and leave the cache
             bucket_cap_mb = min(bucket_cap_mb, 4)
         lists = assign_buckets(kinds, torch.inf if units else bucket_cap_mb * 2**20)
         self._buckets = [Bucket(ps, *kinds[ps[0]][2:], process_group, offload) for ps in lists]
-        groups = [{**self.param_groups[bucket.group], "params": bucket.segments} for bucket in self._buckets]
+        groups = [
+            {**self.param_groups[bucket.group], "params": bucket.segments}
+            for bucket in self._buckets
+        ]
         self._optimizer = optimizer_class(groups, **kw)
         self.add_param_group = None  # all parameters are in buckets by now
 
@@ -272,11 +366,17 @@ class Zero1(torch.optim.Optimizer):
         for bucket in self._buckets:
             if bucket.used:
                 bucket.adopt()
-                means = (bucket.grad.to(bucket.master) / bucket.divisor).tensor_split(bucket.borders)
-                for parameter, segment, mean in zip(bucket.parameters, bucket.segments, means, strict=True):
+                means = (bucket.grad.to(bucket.master) / bucket.divisor).tensor_split(
+                    bucket.borders
+                )
+                for parameter, segment, mean in zip(
+                    bucket.parameters, bucket.segments, means, strict=True
+                ):
                     segment.grad = mean if parameter in bucket.used else None
                 # Each bucket by itself, so that its gather begins at once; a scheduler may have set another lr.
-                self._optimizer.param_groups = [{**self.param_groups[bucket.group], "params": bucket.segments}]
+                self._optimizer.param_groups = [
+                    {**self.param_groups[bucket.group], "params": bucket.segments}
+                ]
                 self._optimizer.step()
                 self._optimizer.zero_grad()
                 bucket.shard.copy_(bucket.master)
@@ -287,7 +387,9 @@ class Zero1(torch.optim.Optimizer):
 
     def _reduce_waiting(self):
         """Reduce what is in any rank's .grad. First all agree where gradients are; 1: in bucket.grad, 2: in .grad."""
-        flags = [int(p in b.used) if p.grad is None else 2 for b in self._buckets for p in b.parameters]
+        flags = [
+            int(p in b.used) if p.grad is None else 2 for b in self._buckets for p in b.parameters
+        ]
         flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         flags = flags.cpu().split([len(bucket.parameters) for bucket in self._buckets])
@@ -328,7 +430,9 @@ class Zero1(torch.optim.Optimizer):
         total = torch.zeros((), dtype=torch.float64, device=self._buckets[0].flat.device)
         buckets = [bucket for bucket in self._buckets if bucket.used]
         for bucket in buckets:
-            for parameter, part in zip(bucket.parameters, bucket.grad.tensor_split(bucket.borders), strict=True):
+            for parameter, part in zip(
+                bucket.parameters, bucket.grad.tensor_split(bucket.borders), strict=True
+            ):
                 if counted(parameter):
                     total += (part.norm(dtype=torch.float64) / bucket.divisor).square()
         for group in (self.process_group, *process_groups):  # those of model parallelism, too
@@ -342,15 +446,23 @@ class Zero1(torch.optim.Optimizer):
         """What the plain optimizer over the same parameters would return, in host memory. All ranks must call this."""
         state, everyone = {}, [None] * dist.get_world_size(self.process_group)
         for bucket in self._buckets:
-            mine = [{**self._optimizer.state[s], **({"master": s} if bucket.low else {})} for s in bucket.segments]
+            mine = [
+                {**self._optimizer.state[s], **({"master": s} if bucket.low else {})}
+                for s in bucket.segments
+            ]
             mine = tree_map(lambda tensor: tensor.cpu().clone(), mine)
             dist.all_gather_object(everyone, mine, group=self.process_group)
-            for parameter, view, *entries in zip(bucket.parameters, bucket.whole, *everyone, strict=True):
+            for parameter, view, *entries in zip(
+                bucket.parameters, bucket.whole, *everyone, strict=True
+            ):
                 state[parameter] = entries[0]
                 for name in entries[0].keys() - PER_TENSOR:
                     flat = torch.cat([entry[name] for entry in entries])
                     state[parameter][name] = flat.as_strided(view.shape, view.stride())
-        return {**super().state_dict(), "state": {n: state[p] for n, p in enumerate(self._group_of) if state[p]}}
+        return {
+            **super().state_dict(),
+            "state": {n: state[p] for n, p in enumerate(self._group_of) if state[p]},
+        }
 
     def load_state_dict(self, state_dict):
         """Take over what state_dict() or the plain optimizer's returned, whatever the number of ranks was."""
@@ -358,8 +470,13 @@ class Zero1(torch.optim.Optimizer):
         state = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_of)}
         for bucket in self._buckets:
             flat = bucket.master.new_zeros(bucket.flat.numel())
-            views, parts = bucket.views(flat), flat.chunk(bucket.N)[bucket.rank].tensor_split(bucket.borders)
-            for parameter, segment, view, part in zip(bucket.parameters, bucket.segments, views, parts, strict=True):
+            views, parts = (
+                bucket.views(flat),
+                flat.chunk(bucket.N)[bucket.rank].tensor_split(bucket.borders),
+            )
+            for parameter, segment, view, part in zip(
+                bucket.parameters, bucket.segments, views, parts, strict=True
+            ):
                 self._optimizer.state[segment] = entry = copy.deepcopy(state[parameter])
                 for name in entry.keys() - PER_TENSOR:
                     view.copy_(entry[name])
@@ -378,14 +495,22 @@ class Zero2(Zero1):
         super().__init__(*args, **kwargs)
         me = weakref.ref(self)  # hooks do not keep it alive
         for parameter in filter(lambda parameter: parameter.requires_grad, self._group_of):
-            parameter.register_post_accumulate_grad_hook(lambda parameter: me() and me()._on_gradient(parameter))
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: me() and me()._on_gradient(parameter)
+            )
 
     def _on_gradient(self, parameter):
         """Backward is running, and has added to the .grad of `parameter`, if one is given."""
         if self._unsent is None:
-            trained = [bucket for bucket in self._buckets if any(p.requires_grad for p in bucket.parameters)]
+            trained = [
+                bucket
+                for bucket in self._buckets
+                if any(p.requires_grad for p in bucket.parameters)
+            ]
             self._unsent, self._arrived = trained if self._sync else [], set()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_pass)  # as backward ends
+            torch.autograd.Variable._execution_engine.queue_callback(
+                self._finish_pass
+            )  # as backward ends
         self._arrived.add(parameter)
         # Buckets leave by number, not as they fill: ranks that send them in different orders add the wrong tensors.
         while self._unsent and self._arrived.issuperset(self._unsent[0].parameters):
@@ -411,17 +536,29 @@ class Zero3(Zero2):
 
     def __init__(self, module, *args, **kwargs):
         inside = {unit: set(unit.parameters()) for unit in find_units(module)}
-        self._units = {p: tuple(unit for unit in inside if p in inside[unit]) for p in module.parameters()}
+        self._units = {
+            p: tuple(unit for unit in inside if p in inside[unit]) for p in module.parameters()
+        }
         super().__init__(module, *args, **kwargs)
         self._held = 0  # how many full_parameters() there are around
-        self._last, self._next = None, {}  # (what was entered last, in backward?): what was entered then, the last time
-        self._needed, me = {None: tuple(self._buckets)}, weakref.ref(self)  # module: the buckets it needs; None: all
+        self._last, self._next = (
+            None,
+            {},
+        )  # (what was entered last, in backward?): what was entered then, the last time
+        self._needed, me = (
+            {None: tuple(self._buckets)},
+            weakref.ref(self),
+        )  # module: the buckets it needs; None: all
         for unit in (module, *inside):
-            needed = tuple(bucket for bucket in self._buckets if unit in bucket.units or not bucket.units)
+            needed = tuple(
+                bucket for bucket in self._buckets if unit in bucket.units or not bucket.units
+            )
             self._needed |= dict.fromkeys(unit.modules(), needed)
         for part in module.modules():
             part.register_forward_pre_hook(lambda part, _: me() and me()._enter(part), prepend=True)
-            part.register_forward_hook(lambda *of: me() and me()._after_forward(*of), with_kwargs=True)
+            part.register_forward_hook(
+                lambda *of: me() and me()._after_forward(*of), with_kwargs=True
+            )
             part.register_state_dict_pre_hook(lambda part, *_: me() and me()._refuse(part))
         self._finish_pass()
 
@@ -430,7 +567,9 @@ class Zero3(Zero2):
         needed, in_backward = self._needed.get(module, ()), torch._C._current_graph_task_id() != -1
         if in_backward:  # in which checkpointed forwards run as well
             self._on_gradient(None)  # so that _finish_pass runs as it ends
-        if not any(bucket.freed or bucket.works for bucket in needed):  # it is in what was entered last, or around it
+        if not any(
+            bucket.freed or bucket.works for bucket in needed
+        ):  # it is in what was entered last, or around it
             return
         self._next[self._last] = needed
         self._last = needed, in_backward
@@ -445,7 +584,9 @@ class Zero3(Zero2):
     def _after_forward(self, module, args, kwargs, output):
         inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(output):
-            if torch.is_tensor(tensor) and tensor.grad_fn and id(tensor) not in inputs:  # which are others' outputs
+            if (
+                torch.is_tensor(tensor) and tensor.grad_fn and id(tensor) not in inputs
+            ):  # which are others' outputs
                 tensor.register_hook(functools.partial(self._enter, module))
         if module is self.module and torch._C._current_graph_task_id() == -1:
             self._finish_pass()
@@ -458,7 +599,9 @@ class Zero3(Zero2):
 
     def _refuse(self, module):
         if module in self._needed and not self._held:  # not in a copy of it
-            raise RuntimeError("these parameters are sharded: call the optimizer's module_state_dict() instead")
+            raise RuntimeError(
+                "these parameters are sharded: call the optimizer's module_state_dict() instead"
+            )
 
     @contextmanager
     def full_parameters(self):
@@ -482,7 +625,11 @@ class Zero3(Zero2):
 def find_units(module):
     """The largest modules inside `module` that have no list of modules (Sequential, or no forward) in them."""
     for child in module.children():
-        lists = [m for m in child.modules() if isinstance(m, nn.Sequential) or type(m).forward is nn.Module.forward]
+        lists = [
+            m
+            for m in child.modules()
+            if isinstance(m, nn.Sequential) or type(m).forward is nn.Module.forward
+        ]
         yield from find_units(child) if lists else [child]
 
 
@@ -493,7 +640,9 @@ def find_units(module):
 def main():
     demo, status = Demo(), 0
     for stage, passes in ((Zero1, 2), (Zero2, 2), (Zero3, 3)):
-        optimizer = stage(demo.start(stage.__name__, bitwise=True), torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
+        optimizer = stage(
+            demo.start(stage.__name__, bitwise=True), torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3
+        )
 
         def step(inputs, targets, optimizer=optimizer):
             optimizer.zero_grad()
@@ -520,12 +669,18 @@ def whole(optimizer):  # -> gradients, parameters
         return [gradients[p] for p in parameters], [p.clone() for p in parameters]
 
 
-def held_by(optimizer):  # -> bytes of parameters, gradients and optimizer state, master weights included, on this rank
+def held_by(
+    optimizer,
+):  # -> bytes of parameters, gradients and optimizer state, master weights included, on this rank
     buckets, state = optimizer._buckets, tree_leaves(list(optimizer._optimizer.state.values()))
     parameters = [tensor for bucket in buckets for tensor in (bucket.flat, bucket.shard)]
-    gradients = [p.grad for bucket in buckets for p in bucket.parameters] + [bucket.grad for bucket in buckets]
+    gradients = [p.grad for bucket in buckets for p in bucket.parameters] + [
+        bucket.grad for bucket in buckets
+    ]
     state += [bucket.master for bucket in buckets if bucket.master is not bucket.shard]
-    return tuple(held_bytes(filter(torch.is_tensor, tensors)) for tensors in (parameters, gradients, state))
+    return tuple(
+        held_bytes(filter(torch.is_tensor, tensors)) for tensors in (parameters, gradients, state)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -540,12 +695,19 @@ class Block(nn.Module):
         self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
 
     def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        x = x + self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def language_model(C=192, heads=6, layers=4, V=256):  # knows of positions what the causal mask tells
+def language_model(
+    C=192, heads=6, layers=4, V=256
+):  # knows of positions what the causal mask tells
     blocks = [Block(C, heads) for _ in range(layers)]
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
@@ -558,26 +720,48 @@ class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1)}
+    RING = {
+        "allreduce_": (2, 0),
+        "broadcast_": (1, 0),
+        "_allgather_base_": (1, 0),
+        "_reduce_scatter_base_": (1, 1),
+    }
     RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[func.__name__.split(".")[0]]  # KeyError: what is not known is not 0 bytes
-            N = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+            rounds, payload = self.RING[
+                func.__name__.split(".")[0]
+            ]  # KeyError: what is not known is not 0 bytes
+            N = next(
+                dist.ProcessGroup.unbox(arg).size()
+                for arg in args
+                if isinstance(arg, torch.ScriptObject)
+            )
             times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
             self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
         return func(*args, **(kwargs or {}))
 
 
 def held_bytes(tensors):
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
-def held(parameters, optimizer):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = list(parameters), filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
-    return held_bytes(parameters), held_bytes([p.grad for p in parameters if p.grad is not None]), held_bytes(state)
+def held(
+    parameters, optimizer
+):  # -> bytes of the storages behind parameters, gradients and optimizer state
+    parameters, state = (
+        list(parameters),
+        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
+    )
+    return (
+        held_bytes(parameters),
+        held_bytes([p.grad for p in parameters if p.grad is not None]),
+        held_bytes(state),
+    )
 
 
 class Demo:
@@ -586,7 +770,9 @@ class Demo:
     def __init__(self, flags=None):
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="text to train on")
+        parser.add_argument(
+            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
+        )
         parser.add_argument("--device", choices=devices, default=devices[-1])
         numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
         for flag, options in {**numbers, **(flags or {})}.items():
@@ -594,77 +780,133 @@ class Demo:
         self.args = parser.parse_args()
         text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
         if self.args.steps < 1 or len(text) < 66:
-            self.stop(f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes")
-        self.text, self.device = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.device(self.args.device)
+            self.stop(
+                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
+            )
+        self.text, self.device = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8),
+            torch.device(self.args.device),
+        )
         if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"  # NCCL: one GPU a rank
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        backend = (
+            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
+        )  # NCCL: one GPU a rank
+        alone = (
+            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        )
         dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        self.show = (
+            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
+        )
         self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
         os._exit(2)  # with the group as it is: it is wrong on all ranks
 
-    def start(self, name, bitwise=False, parts=None):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = parts or self.ranks, 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+    def start(
+        self, name, bitwise=False, parts=None
+    ):  # -> a copy of the plain model, which takes `parts` of a batch
+        self.parts, self.tolerance = (
+            parts or self.ranks,
+            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
+        )
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, torch.float64 if self.tolerance else torch.float32)
+        self.model = language_model().to(
+            self.device, torch.float64 if self.tolerance else torch.float32
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        world = (
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
+        )
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(self, number):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(
+        self, number
+    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
     def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = [], [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        losses, parameters = (
+            [],
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+        )
         self.optimizer.zero_grad()
         for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
             losses.append(language_loss(self.model(inputs), targets))
             losses[-1].backward()
         for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= (
+                self.parts
+            )  # after the sum: before it, 3 parts would round differently
         self.optimizer.step()
-        return [torch.stack(losses).mean().cpu(), *(parameter.grad for parameter in parameters), *parameters]
+        return [
+            torch.stack(losses).mean().cpu(),
+            *(parameter.grad for parameter in parameters),
+            *parameters,
+        ]
 
-    def train(self, step, whole):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
+    def train(
+        self, step, whole
+    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
         self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
         for number in range(self.args.steps):
             batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent:  # it takes time
+            with (
+                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
+            ):  # it takes time
                 loss = step(*batch)
             loss, middle = None if loss is None else loss.item(), time.perf_counter()
             plain = self.step_on_one_device(*batch)
             self.times.append((middle - start, time.perf_counter() - middle))
             dist.all_gather_object(losses, loss)
-            loss = torch.tensor([loss for loss in losses if loss is not None], dtype=plain[0].dtype).mean()
+            loss = torch.tensor(
+                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
+            ).mean()
             self.losses.append(loss.item())
-            pairs = zip([loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True)
-            self.differences += [(a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)]
+            pairs = zip(
+                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
+            )
+            self.differences += [
+                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
+            ]
             if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(f"step {number + 1}/{self.args.steps}   loss {loss:.3f}", end="\r" if terminal else "\n")
+                self.show(
+                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
+                    end="\r" if terminal else "\n",
+                )
 
-    def report(self, held_here, formula, sent):  # -> the exit status: 1 where any rank differs from one device
+    def report(
+        self, held_here, formula, sent
+    ):  # -> the exit status: 1 where any rank differs from one device
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = bool(largest <= self.tolerance)
-        words = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}" if largest else "bitwise equal"
+        words = (
+            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+            if largest
+            else "bitwise equal"
+        )
         params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
         plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
         ms = 1e3 * torch.tensor(self.times).median(dim=0).values
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps")
-        self.show(f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})")
-        self.show(f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(
+            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
+        )
+        self.show(
+            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        )
+        self.show(
+            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
+        )
         self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
         return 0 if agree else 1
 

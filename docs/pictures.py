@@ -41,12 +41,25 @@ plt.rcParams.update(
 
 def demo(name, *flags, ranks=2):
     """What a demo prints: {run: its lines}."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     done = subprocess.run(
-        [*command, f"{name}.py", "--steps", "3", *flags], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, f"{name}.py", "--steps", "3", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
-        raise SystemExit(f"{name}.py ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise SystemExit(
+            f"{name}.py ended with status {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
     runs = re.split(r"^(?=[\w ]+ · \d+ ranks? ·)", done.stdout, flags=re.MULTILINE)[1:]
     return {run.partition(" ·")[0]: run for run in runs}
 
@@ -56,7 +69,9 @@ def numbers(pattern, text):
 
 
 def save(figure, name):
-    figure.savefig(DOCS / f"{name}.svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(
+        DOCS / f"{name}.svg", transparent=True, bbox_inches="tight", metadata={"Date": None}
+    )
     plt.close(figure)
 
 
@@ -64,12 +79,17 @@ def memory(runs):
     """Bytes that a rank holds, by technique, beside one device."""
     figure, axes = plt.subplots(figsize=(8, 3.6))
     held = {
-        name: numbers(r"^held/rank +params (\S+) MB +grads (\S+) MB +optimizer (\S+) MB", runs[name]) for name in runs
+        name: numbers(
+            r"^held/rank +params (\S+) MB +grads (\S+) MB +optimizer (\S+) MB", runs[name]
+        )
+        for name in runs
     }
     alone = numbers(r"\(1 device: (\S+) / (\S+) / (\S+)\)", runs["ddp"])
     rows = {"one device": alone, **held}
     left = [0.0] * len(rows)
-    for i, (what, color) in enumerate((("parameters", BLUE), ("gradients", ORANGE), ("optimizer", GREEN))):
+    for i, (what, color) in enumerate(
+        (("parameters", BLUE), ("gradients", ORANGE), ("optimizer", GREEN))
+    ):
         values = [row[i] for row in rows.values()]
         axes.barh(list(rows), values, left=left, color=color, label=what)
         left = [a + b for a, b in zip(left, values, strict=True)]
@@ -99,16 +119,32 @@ def schedules(p=4, m=8):
     for axes, name in zip(all_axes, pipeline.SCHEDULES, strict=True):
         v = 2 if name == "interleaved_1f1b" else 1
         schedule = pipeline.build_schedule(name, p, m, v)
-        times = pipeline.simulate(schedule, {kind: cost / v for kind, cost in pipeline.COST.items()})
+        times = pipeline.simulate(
+            schedule, {kind: cost / v for kind, cost in pipeline.COST.items()}
+        )
         for rank, actions in enumerate(schedule):
             for action in actions:
                 stage, kind, number = pipeline.parse(action)
                 start, width = times.start[action], times.end[action] - times.start[action]
                 axes.barh(
-                    rank, width, left=start, color=colors[kind], alpha=1 if stage < p else 0.65, ec="white", lw=0.4
+                    rank,
+                    width,
+                    left=start,
+                    color=colors[kind],
+                    alpha=1 if stage < p else 0.65,
+                    ec="white",
+                    lw=0.4,
                 )
                 if width >= 1:
-                    axes.text(start + width / 2, rank, number, ha="center", va="center", fontsize=7, color="white")
+                    axes.text(
+                        start + width / 2,
+                        rank,
+                        number,
+                        ha="center",
+                        va="center",
+                        fontsize=7,
+                        color="white",
+                    )
         peak = max(times.peak_activations)
         axes.set_title(
             f"{name}: idle {times.bubble_fraction:.0%}, a rank keeps the activations of at most {peak} forwards",
@@ -117,9 +153,20 @@ def schedules(p=4, m=8):
         )
         axes.set_yticks(range(p), [f"rank {rank}" for rank in range(p)], fontsize=8)
         axes.invert_yaxis()
-    labels = {"F": "forward", "B": "backward (zero bubble: for the input)", "W": "backward for the weights"}
+    labels = {
+        "F": "forward",
+        "B": "backward (zero bubble: for the input)",
+        "W": "backward for the weights",
+    }
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[kind]) for kind in labels]
-    figure.legend(handles, labels.values(), frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.0))
+    figure.legend(
+        handles,
+        labels.values(),
+        frameon=False,
+        ncols=3,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.0),
+    )
     all_axes[-1].set_xlabel("time, in forwards of a stage; lighter: a rank's second stage")
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     save(figure, "pipeline")
@@ -129,7 +176,13 @@ def bars(axes, row, text, colors):
     """A line of a demo's timeline, sign by sign."""
     for found in re.finditer(r"(.)\1*", text):
         if found.group(1) in colors:
-            axes.barh(row, len(found.group()), left=found.start(), color=colors[found.group(1)], height=0.7)
+            axes.barh(
+                row,
+                len(found.group()),
+                left=found.start(),
+                color=colors[found.group(1)],
+                height=0.7,
+            )
 
 
 def timeline(lines, name, colors, legend, title):
@@ -141,7 +194,14 @@ def timeline(lines, name, colors, legend, title):
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=10)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[sign]) for sign in legend]
-    figure.legend(handles, legend.values(), frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.12))
+    figure.legend(
+        handles,
+        legend.values(),
+        frameon=False,
+        ncols=4,
+        loc="lower center",
+        bbox_to_anchor=(0.5, -0.12),
+    )
     save(figure, name)
 
 
@@ -155,18 +215,30 @@ def main():
     took = re.search(r"^unit  a step of (\d+) ms", text, re.MULTILINE).group(1)
     units = {
         f"unit {number}": line
-        for number, line in re.findall(r"^ +(\d+)  (.*)$", text.partition("unit  a step")[2], re.MULTILINE)
+        for number, line in re.findall(
+            r"^ +(\d+)  (.*)$", text.partition("unit  a step")[2], re.MULTILINE
+        )
     }
     legend = {"·": "gather in flight", "F": "forward", "B": "backward", "-": "reduce in flight"}
     colors = {"·": PURPLE, "F": BLUE, "B": ORANGE, "-": GREEN}
     timeline(
-        units, "fsdp", colors, legend, f"fsdp.py: a step of {took} ms on two ranks, measured (unit 1 is the embedding)"
+        units,
+        "fsdp",
+        colors,
+        legend,
+        f"fsdp.py: a step of {took} ms on two ranks, measured (unit 1 is the embedding)",
     )
     took = re.search(r"a backward of (\d+) ms", runs["ddp"]).group(1)
     buckets = re.findall(r"^  (\d+\.\d MB)    (.*)$", runs["ddp"], re.MULTILINE)
     rows = {f"bucket {i}, {size}": line for i, (size, line) in enumerate(buckets)}
     legend = {"=": "backward fills the bucket", "~": "its all-reduce is under way"}
-    timeline(rows, "ddp", {"=": ORANGE, "~": PURPLE}, legend, f"ddp.py: a backward of {took} ms on two ranks, measured")
+    timeline(
+        rows,
+        "ddp",
+        {"=": ORANGE, "~": PURPLE},
+        legend,
+        f"ddp.py: a backward of {took} ms on two ranks, measured",
+    )
     tensor, stages = demo("tensor_parallel"), demo("pipeline")
     runs |= {name: in_fp32(run) for name, run in tensor.items()} | stages
     memory(runs)

@@ -93,7 +93,9 @@ def call(function, *args, needed=None, **welcome):
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
     if lacking := [name for name in needed if not takes_any and name not in names]:
         raise NotOffered(f"no argument {lacking[0]}")
-    return function(*args, **needed, **{name: value for name, value in welcome.items() if name in names})
+    return function(
+        *args, **needed, **{name: value for name, value in welcome.items() if name in names}
+    )
 
 
 @contextmanager
@@ -128,9 +130,15 @@ def error_from(what):
 def same(ours, plain, what, exact=False):
     """Bitwise when `exact`, else to 1e-12 of the largest element."""
     if ours is None or ours.shape != plain.shape:
-        check(False, f"{what} is {ours if ours is None else tuple(ours.shape)}, not {tuple(plain.shape)}")
+        check(
+            False,
+            f"{what} is {ours if ours is None else tuple(ours.shape)}, not {tuple(plain.shape)}",
+        )
     elif not torch.equal(ours, plain):
-        error, bound = (ours.double() - plain.double()).abs().max().item(), 1e-12 * max(1.0, plain.abs().max().item())
+        error, bound = (
+            (ours.double() - plain.double()).abs().max().item(),
+            1e-12 * max(1.0, plain.abs().max().item()),
+        )
         check(error <= bound and not exact, f"{what} is off by {error:.1e}")
 
 
@@ -160,7 +168,9 @@ class Trainer:
 
     def __init__(self, kind, implementation, module, optimizer="sgd", group=None, **options):
         names = names_of(implementation)
-        averages = kind in ("zero2", "zero3") or ("module" in names and kind == "zero1")  # by itself: ours
+        averages = kind in ("zero2", "zero3") or (
+            "module" in names and kind == "zero1"
+        )  # by itself: ours
         if group and not (averages or {"process_group", "mesh"} & set(names)):
             raise NotOffered("no argument process_group")
         group, make_optimizer = group or dist.group.WORLD, OPTIMIZERS[optimizer]
@@ -182,7 +192,9 @@ class Trainer:
             self.optimizer = make_optimizer(self.model.parameters())
         else:
             trained = module if averages else module.parameters()
-            self.optimizer = implementation(trained, make_optimizer.func, **where, **make_optimizer.keywords)
+            self.optimizer = implementation(
+                trained, make_optimizer.func, **where, **make_optimizer.keywords
+            )
 
     def find(self, name):
         """The implementation's method, or the function of its file that takes the module."""
@@ -206,7 +218,11 @@ class Trainer:
     def backward(self, batches, loss=loss_of, sync="last"):
         finish = getattr(self.model, "finish_gradient_synchronization", None)
         for i, batch in enumerate(batches):
-            with nullcontext() if finish or sync == "each" or i == len(batches) - 1 else self.no_sync():
+            with (
+                nullcontext()
+                if finish or sync == "each" or i == len(batches) - 1
+                else self.no_sync()
+            ):
                 loss(self.model(batch)).backward()
         if finish:
             finish()
@@ -225,10 +241,14 @@ class Trainer:
 
     def whole(self):
         found = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
-        if self.kind in ("zero3", "fsdp") and not any(hasattr(p, "full_tensor") for p in found.values()):
+        if self.kind in ("zero3", "fsdp") and not any(
+            hasattr(p, "full_tensor") for p in found.values()
+        ):
             state = self.find("full_state_dict" if self.kind == "fsdp" else "module_state_dict")()
             return {name: state[name] for name in found}
-        return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in found.items()}
+        return {
+            name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in found.items()
+        }
 
 
 def one_device(plain, batches, loss=lambda model, batch: loss_of(model(batch))):
@@ -246,7 +266,16 @@ def one_device(plain, batches, loss=lambda model, batch: loss_of(model(batch))):
 
 
 def trains_as_one_device(
-    make, model="plain", optimizer="sgd", exact=False, micro=1, sync="last", start=0, before=None, after=None, **options
+    make,
+    model="plain",
+    optimizer="sgd",
+    exact=False,
+    micro=1,
+    sync="last",
+    start=0,
+    before=None,
+    after=None,
+    **options,
 ):
     """Four steps on data of its own for each rank and step; parameters compared after each, DDP's gradients as well.
 
@@ -320,26 +349,84 @@ def clip(trainer):
 ZERO = "zero1 zero2 zero3"
 ALL, SHARDED = f"ddp {ZERO} fsdp", f"{ZERO} fsdp"
 trains = partial(say, check=trains_as_one_device)
-trains("mean_gradient", "A step of SGD moves by the mean of the ranks' gradients, each from its own data.", [2, 3], ALL)
+trains(
+    "mean_gradient",
+    "A step of SGD moves by the mean of the ranks' gradients, each from its own data.",
+    [2, 3],
+    ALL,
+)
 trains("momentum", "SGD with momentum trains as on one device.", [3], ALL, optimizer="momentum")
 trains("adamw", "AdamW trains as on one device.", [3], ALL, optimizer="adamw")
-trains("bitwise", "At two ranks, in float32, it trains bitwise as on one.", [2], ALL, optimizer="adamw", exact=True)
-trains("bitwise_at_four", "At four ranks, too, bitwise: it adds in rank order.", [4], SHARDED, exact=True)
-trains("start_of_rank_0", "Ranks seeded differently start from rank 0's weights.", [3], f"ddp {ZERO}", start=1)
+trains(
+    "bitwise",
+    "At two ranks, in float32, it trains bitwise as on one.",
+    [2],
+    ALL,
+    optimizer="adamw",
+    exact=True,
+)
+trains(
+    "bitwise_at_four",
+    "At four ranks, too, bitwise: it adds in rank order.",
+    [4],
+    SHARDED,
+    exact=True,
+)
+trains(
+    "start_of_rank_0",
+    "Ranks seeded differently start from rank 0's weights.",
+    [3],
+    f"ddp {ZERO}",
+    start=1,
+)
 trains("tied", "A parameter that two layers share stays one.", [2], ALL, model="tied")
 trains("frozen", "Frozen parameters stay, and the others train.", [2], ALL, model="frozen")
-trains("odd_shapes", "Scalar, empty, strided and one-element parameters train.", [3], ALL, model="odd")
+trains(
+    "odd_shapes", "Scalar, empty, strided and one-element parameters train.", [3], ALL, model="odd"
+)
 trains("called_twice", "A layer that forward calls twice trains.", [2], ALL, model=Twice("plainly"))
-trains("checkpointed", "A layer that is recomputed in backward trains.", [2], ALL, model=Twice("checkpointed"))
-trains("accumulation", "All micro-batches count, when all but the last run under no_sync.", [2, 3], ALL, micro=3)
-trains("accumulation_synchronised", "All count, too, when each is synchronised.", [2], ALL, micro=3, sync="each")
+trains(
+    "checkpointed",
+    "A layer that is recomputed in backward trains.",
+    [2],
+    ALL,
+    model=Twice("checkpointed"),
+)
+trains(
+    "accumulation",
+    "All micro-batches count, when all but the last run under no_sync.",
+    [2, 3],
+    ALL,
+    micro=3,
+)
+trains(
+    "accumulation_synchronised",
+    "All count, too, when each is synchronised.",
+    [2],
+    ALL,
+    micro=3,
+    sync="each",
+)
 UNUSED = {"optimizer": "adamw", "find_unused_parameters": True}
-trains("unused", "What nobody uses stays, under weight decay, too.", [2], ALL, model=Uses(False), **UNUSED)
+trains(
+    "unused",
+    "What nobody uses stays, under weight decay, too.",
+    [2],
+    ALL,
+    model=Uses(False),
+    **UNUSED,
+)
 sentence = "What some ranks use is averaged with the others' zeros, and nobody hangs."
 trains("unused_on_one_rank", sentence, [3], "ddp zero1 zero2", model=Uses(True), **UNUSED)
 sentence = "A forward without gradients, between backward and step and after it, sees the weights of that moment."
 trains("evaluation", sentence, [2], ALL, before=evaluate, after=evaluate)
-trains("clipping", "The norm to clip by is that of the whole gradient, on every rank.", [3], SHARDED, before=clip)
+trains(
+    "clipping",
+    "The norm to clip by is that of the whole gradient, on every rank.",
+    [3],
+    SHARDED,
+    before=clip,
+)
 
 
 @claim(ALL, 4)
@@ -348,7 +435,9 @@ def replicas(make):
     trainer = make(make_model("plain"), "adamw")
     for step in range(3):
         trainer.step([make_batch(pool.rank(), step)])
-        same_on_all(torch.cat([p.detach().flatten() for p in trainer.whole().values()]), "parameters")
+        same_on_all(
+            torch.cat([p.detach().flatten() for p in trainer.whole().values()]), "parameters"
+        )
 
 
 @claim(ALL, 4)
@@ -390,7 +479,9 @@ def overlap(make):
     trainer = make(model, bucket_cap_mb=1e-6)
     trainer.step([make_batch(pool.rank(), 0)])  # PyTorch's first step has buckets of its own
     with Collectives() as seen:
-        model[0].weight.register_hook(lambda _: seen.calls.append(("the first layer's gradient", 0)))
+        model[0].weight.register_hook(
+            lambda _: seen.calls.append(("the first layer's gradient", 0))
+        )
         trainer.step([make_batch(pool.rank(), 1)])
     check(seen.calls[0] != ("the first layer's gradient", 0), "everything is sent after backward")
     gradients, sent = sum(p.nbytes for p in model.parameters()), seen.bytes_of("allreduce_")
@@ -408,8 +499,13 @@ def overflow(make):
 @claim("ddp", 2)
 def different_models(make):
     """Models of other shapes on another rank are an error on all of them, at construction."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))  # PyTorch's notices when that is over
-    with default_group(group), error_from("a Linear(2, 2) on one rank and a Linear(2, 3) on the other"):
+    group = dist.new_group(
+        [0, 1], timeout=timedelta(seconds=2)
+    )  # PyTorch's notices when that is over
+    with (
+        default_group(group),
+        error_from("a Linear(2, 2) on one rank and a Linear(2, 3) on the other"),
+    ):
         make(nn.Linear(2, 2 + pool.rank()))
 
 
@@ -424,11 +520,22 @@ def state_is_sharded(make):
     trainer.step([torch.randn(4, 20)])
     psi, values = sum(p.numel() for p in model.parameters()), vars(trainer.optimizer).values()
     inner = next((v for v in values if isinstance(v, torch.optim.Optimizer)), trainer.optimizer)
-    mine = sum(t.numel() for state in inner.state.values() for t in state.values() if torch.is_tensor(t) and t.dim())
+    mine = sum(
+        t.numel()
+        for state in inner.state.values()
+        for t in state.values()
+        if torch.is_tensor(t) and t.dim()
+    )
     total = [None] * pool.world_size()
     dist.all_gather_object(total, mine, group=pool.group())
-    check(2 * psi <= sum(total) < 2.1 * psi + 3 * 64, f"{sum(total)} elements of state for {psi} parameters")
-    check(max(total) <= 2 * psi / pool.world_size() + 800 + 64, f"a rank holds {max(total)} of {2 * psi}")
+    check(
+        2 * psi <= sum(total) < 2.1 * psi + 3 * 64,
+        f"{sum(total)} elements of state for {psi} parameters",
+    )
+    check(
+        max(total) <= 2 * psi / pool.world_size() + 800 + 64,
+        f"a rank holds {max(total)} of {2 * psi}",
+    )
 
 
 def states_agree(trainer):
@@ -436,24 +543,46 @@ def states_agree(trainer):
         trainer.optimizer.consolidate_state_dict(to=0)
         if pool.rank():
             return
-    ours, plain = trainer.optimizer.state_dict()["state"], trainer.plain_optimizer.state_dict()["state"]
+    ours, plain = (
+        trainer.optimizer.state_dict()["state"],
+        trainer.plain_optimizer.state_dict()["state"],
+    )
     check(list(ours) == list(plain), f"state of parameters {list(ours)}")
     for index, state in plain.items():
         for key, value in state.items():
-            same(torch.as_tensor(ours.get(index, {}).get(key, torch.nan)), value, f"state {index} {key}")
+            same(
+                torch.as_tensor(ours.get(index, {}).get(key, torch.nan)),
+                value,
+                f"state {index} {key}",
+            )
 
 
 def schedule(trainer):
     if not hasattr(trainer, "schedules"):
         optimizers = trainer.optimizer, trainer.plain_optimizer
-        trainer.schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+        trainer.schedules = [
+            torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers
+        ]
     else:
         for each in trainer.schedules:
             each.step()
 
 
-trains("whole_state_dict", "The state dict is the plain optimizer's.", [2], ZERO, optimizer="adamw", after=states_agree)
-trains("schedulers", "A learning rate that a scheduler changes counts in the next step.", [2], ZERO, after=schedule)
+trains(
+    "whole_state_dict",
+    "The state dict is the plain optimizer's.",
+    [2],
+    ZERO,
+    optimizer="adamw",
+    after=states_agree,
+)
+trains(
+    "schedulers",
+    "A learning rate that a scheduler changes counts in the next step.",
+    [2],
+    ZERO,
+    after=schedule,
+)
 
 
 # ---- fsdp alone
@@ -467,7 +596,10 @@ def parameters_are_shards(make):
     parameters = list(trainer.model.parameters())
     for what, held in (("parameters", parameters), ("gradients", [p.grad for p in parameters])):
         elements = sum(local(tensor).numel() for tensor in held if tensor is not None)
-        check(0 < elements <= 3 * 16 * 16 // 4 + 16, f"{elements} elements of {what}, of {3 * 16 * 16}")
+        check(
+            0 < elements <= 3 * 16 * 16 // 4 + 16,
+            f"{elements} elements of {what}, of {3 * 16 * 16}",
+        )
 
 
 @claim("fsdp", 2)
@@ -478,8 +610,13 @@ def nothing_whole_is_kept(make):
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         loss = loss_of(trainer.model(torch.randn(3, 50)))
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
-    whole, own = sum(size >= 50 * 50 * 4 for size in storages.values()), len(model) - len(trainer.units)
-    check(whole <= own, f"{whole} layers' whole weights are alive")  # the root's own may stay until backward
+    whole, own = (
+        sum(size >= 50 * 50 * 4 for size in storages.values()),
+        len(model) - len(trainer.units),
+    )
+    check(
+        whole <= own, f"{whole} layers' whole weights are alive"
+    )  # the root's own may stay until backward
     loss.backward()
 
 
@@ -491,7 +628,9 @@ def make_linear(implementation, linear, dim, **options):
     if hasattr(implementation, "from_full"):
         return call(implementation.from_full, linear, needed=options, process_group=pool.group())
     sizes = (linear.in_features, linear.out_features, linear.bias is not None)
-    layer = call(implementation, *sizes, needed=options, process_group=pool.group()).to(linear.weight.dtype)
+    layer = call(implementation, *sizes, needed=options, process_group=pool.group()).to(
+        linear.weight.dtype
+    )
     with torch.no_grad():
         layer.weight.copy_(part(linear.weight, dim))
         if linear.bias is not None:
@@ -522,19 +661,48 @@ def linear_equals_one_device(make, dim, input_cut=None, output_cut=None, bias=Tr
         same(ours.grad, part(x.grad, input_cut), "gradient of the input")
         same(local(layer.weight.grad), part(linear.weight.grad, dim), "gradient of the weight")
         if bias and layer.bias.grad is not None:
-            same(local(layer.bias.grad), part(linear.bias.grad, 0 if dim == 0 else None), "gradient of the bias")
+            same(
+                local(layer.bias.grad),
+                part(linear.bias.grad, 0 if dim == 0 else None),
+                "gradient of the bias",
+            )
 
 
 column = partial(say, kinds="column-linear", check=linear_equals_one_device, dim=0)
 row = partial(say, kinds="row-linear", check=linear_equals_one_device, dim=1)
-column("column", "Each rank has its part of the output; the input's gradient is all parts' sum.", [2, 4], output_cut=-1)
+column(
+    "column",
+    "Each rank has its part of the output; the input's gradient is all parts' sum.",
+    [2, 4],
+    output_cut=-1,
+)
 column("column_without_bias", "Without a bias it is the same.", [3], bias=False, output_cut=-1)
-column("column_gathered", "With gather_output all have all of it, and gradients not N times.", [3], gather_output=True)
+column(
+    "column_gathered",
+    "With gather_output all have all of it, and gradients not N times.",
+    [3],
+    gather_output=True,
+)
 how = {"input_cut": 0, "output_cut": -1, "sequence_parallel": True}
-column("column_sequence", "With sequence_parallel the input's rows are gathered, its gradient's scattered.", [2], **how)
-row("row", "The ranks' products, of parts of the input, are summed; the bias is added once.", [2, 4], input_cut=-1)
+column(
+    "column_sequence",
+    "With sequence_parallel the input's rows are gathered, its gradient's scattered.",
+    [2],
+    **how,
+)
+row(
+    "row",
+    "The ranks' products, of parts of the input, are summed; the bias is added once.",
+    [2, 4],
+    input_cut=-1,
+)
 row("row_without_bias", "Without a bias it is the same.", [3], bias=False, input_cut=-1)
-row("row_of_a_whole_input", "With input_is_parallel=False each takes its part of it.", [3], input_is_parallel=False)
+row(
+    "row_of_a_whole_input",
+    "With input_is_parallel=False each takes its part of it.",
+    [3],
+    input_is_parallel=False,
+)
 sentence = "With sequence_parallel the output's rows are scattered; the bias has all its gradient."
 row("row_sequence", sentence, [2], input_cut=-1, output_cut=0, sequence_parallel=True)
 
@@ -550,7 +718,9 @@ def make_schedules(implementation):
     return [partial(implementation, name) for name in names]
 
 
-def schedules_of(make, sizes=((1, 1, 1), (2, 2, 1), (2, 5, 1), (4, 8, 1), (4, 4, 2), (3, 6, 3), (4, 2, 1))):
+def schedules_of(
+    make, sizes=((1, 1, 1), (2, 2, 1), (2, 5, 1), (4, 8, 1), (4, 4, 2), (3, 6, 3), (4, 2, 1))
+):
     for schedule in make():
         for p, m, v in sizes:
             try:
@@ -567,8 +737,13 @@ def complete(make):
             mine = {f"{stage}F{i}" for stage in range(rank, p * v, p) for i in range(m)}
             done = {kind: {a.replace(kind, "F") for a in actions if kind in a} for kind in "FBIW"}
             odd = (mine ^ done["F"]) | (mine ^ (done["B"] | done["I"]))
-            check(not odd, f"{p} ranks, {m} micro-batches: rank {rank} has too few or too many of {sorted(odd)[:3]}")
-            check(not done["B"] & done["I"], f"backward of {sorted(done['B'] & done['I'])[:3]} twice")
+            check(
+                not odd,
+                f"{p} ranks, {m} micro-batches: rank {rank} has too few or too many of {sorted(odd)[:3]}",
+            )
+            check(
+                not done["B"] & done["I"], f"backward of {sorted(done['B'] & done['I'])[:3]} twice"
+            )
             check(done["W"] == done["I"], "an I without its W, or a W without I")
             check(len(actions) == len(set(actions)), "an action twice")
 
@@ -588,9 +763,16 @@ def in_order(make):
     """Micro-batches go backward in their order, so that gradients add up as in a loop on one device."""
     for _, _, _, schedule in schedules_of(make):
         for actions in schedule:
-            for stage, kind in itertools.product({a.partition("F")[0] for a in actions if "F" in a}, "BIW"):
-                numbers = [int(a.removeprefix(stage + kind)) for a in actions if a.startswith(stage + kind)]
-                check(numbers == sorted(numbers), f"stage {stage} takes micro-batches backward in the order {numbers}")
+            for stage, kind in itertools.product(
+                {a.partition("F")[0] for a in actions if "F" in a}, "BIW"
+            ):
+                numbers = [
+                    int(a.removeprefix(stage + kind)) for a in actions if a.startswith(stage + kind)
+                ]
+                check(
+                    numbers == sorted(numbers),
+                    f"stage {stage} takes micro-batches backward in the order {numbers}",
+                )
 
 
 @claim("pipeline-schedule", 1)
@@ -599,7 +781,10 @@ def bubble(make):
     for p, m, v, schedule in schedules_of(make, ((2, 4, 1), (4, 8, 1), (4, 16, 1))):
         times = pipeline.simulate(schedule)
         few = max(times.peak_activations) < m * v
-        check(few or times.bubble_fraction <= (p - 1) / (m + p - 1) + 1e-9, f"idle for {times.bubble_fraction:.0%}")
+        check(
+            few or times.bubble_fraction <= (p - 1) / (m + p - 1) + 1e-9,
+            f"idle for {times.bubble_fraction:.0%}",
+        )
 
 
 @claim("pipeline-schedule", 2)
@@ -610,11 +795,18 @@ def gradients(make):
         plain = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(p * v)])
         mine = copy.deepcopy(plain)[pool.rank() :: p]
         inputs, targets = torch.randn(2, 2 * m, 6)
-        loss = pipeline.Pipeline(list(mine), schedule, m, F.mse_loss, process_group=pool.group()).step(inputs, targets)
-        losses = [F.mse_loss(plain(x), y) / m for x, y in zip(inputs.chunk(m), targets.chunk(m), strict=True)]
+        loss = pipeline.Pipeline(
+            list(mine), schedule, m, F.mse_loss, process_group=pool.group()
+        ).step(inputs, targets)
+        losses = [
+            F.mse_loss(plain(x), y) / m
+            for x, y in zip(inputs.chunk(m), targets.chunk(m), strict=True)
+        ]
         for each in losses:
             each.backward()
-        for ours, theirs in zip(mine.parameters(), plain[pool.rank() :: p].parameters(), strict=True):
+        for ours, theirs in zip(
+            mine.parameters(), plain[pool.rank() :: p].parameters(), strict=True
+        ):
             same(ours.grad, theirs.grad, f"gradient with {m} micro-batches", exact=True)
         if loss is not None:
             check(abs(loss.item() - sum(losses).item()) < 1e-6, "the loss is not the mean")
@@ -641,7 +833,11 @@ def iterate(scaler, weight, optimizer, gradient):
 @claim("grad-scaler", 1)
 def scaled_and_unscaled(make):
     """The step is that of the unscaled gradient, bitwise: a scale that is a power of two costs no bit."""
-    scaler, (weight, optimizer), (plain, theirs) = make(init_scale=2.0**16), one_weight(), one_weight()
+    scaler, (weight, optimizer), (plain, theirs) = (
+        make(init_scale=2.0**16),
+        one_weight(),
+        one_weight(),
+    )
     for step in range(3):
         gradient = torch.randn(2, generator=torch.Generator().manual_seed(step)).tolist()
         iterate(scaler, weight, optimizer, gradient)
@@ -662,7 +858,9 @@ def clipped(make):
     norm = nn.utils.clip_grad_norm_([weight], 1.0)
     check(norm.item() == 5.0, f"the norm is {norm.item()}, not 5")
     scaler.step(optimizer)
-    check((weight - torch.tensor([0.85, 0.8])).abs().max() < 1e-5, f"the weight is {weight.tolist()}")
+    check(
+        (weight - torch.tensor([0.85, 0.8])).abs().max() < 1e-5, f"the weight is {weight.tolist()}"
+    )
 
 
 def overflow_on_the_last_rank(make):
@@ -670,13 +868,23 @@ def overflow_on_the_last_rank(make):
     for bad in (float("inf"), float("-inf"), float("nan")):
         scaler, (weight, optimizer) = make(init_scale=1024.0), one_weight()
         iterate(scaler, weight, optimizer, [1.0, bad if last else 1.0])
-        check(weight.tolist() == [1.0, 1.0], f"rank {pool.rank()} made the step, of a gradient of {bad}")
-        check(scaler.get_scale() == 512.0, f"rank {pool.rank()} has a scale of {scaler.get_scale()}, not 512")
+        check(
+            weight.tolist() == [1.0, 1.0],
+            f"rank {pool.rank()} made the step, of a gradient of {bad}",
+        )
+        check(
+            scaler.get_scale() == 512.0,
+            f"rank {pool.rank()} has a scale of {scaler.get_scale()}, not 512",
+        )
 
 
 overflows = partial(say, kinds="grad-scaler", check=overflow_on_the_last_rank)
 overflows("skipped", "An inf or NaN in any gradient skips the step, and the scale is halved.", [1])
-overflows("shared_overflow", "One rank's overflow skips the step on all: gradients are parts of one model's.", [2])
+overflows(
+    "shared_overflow",
+    "One rank's overflow skips the step on all: gradients are parts of one model's.",
+    [2],
+)
 
 
 @claim("grad-scaler", 1)
@@ -710,8 +918,14 @@ def resumed(make):
     second = make(init_scale=2.0, growth_interval=7)
     second.load_state_dict(first.state_dict())
     iterate(second, weight, optimizer, [1.0, 1.0])
-    check(second.get_scale() == 2048.0, f"the scale is {second.get_scale()} after the third good step, not 2048")
-    check(set(first.state_dict()) == set(torch.amp.GradScaler("cpu").state_dict()), f"keys {list(first.state_dict())}")
+    check(
+        second.get_scale() == 2048.0,
+        f"the scale is {second.get_scale()} after the third good step, not 2048",
+    )
+    check(
+        set(first.state_dict()) == set(torch.amp.GradScaler("cpu").state_dict()),
+        f"keys {list(first.state_dict())}",
+    )
 
 
 # ---- LoRA
@@ -738,7 +952,10 @@ def dense_equivalent(make):
     """Trained, the model is that of the weights W + (α/r)BA, in outputs and in the gradients of A and B."""
     plain = make_model("plain", torch.float64)
     model = make(copy.deepcopy(plain)).double()
-    factors = [torch.randn(factor.shape, dtype=torch.float64, requires_grad=True) for factor in trained(model)]
+    factors = [
+        torch.randn(factor.shape, dtype=torch.float64, requires_grad=True)
+        for factor in trained(model)
+    ]
     for ours, factor in zip(trained(model), factors, strict=True):
         ours.data = factor.detach().clone()
     dense, (A0, B0, A2, B2) = dict(plain.named_parameters()), factors
@@ -758,7 +975,10 @@ def base_stays(make):
     """r(d + k) parameters train for each adapted matrix; the model's own stay, bitwise."""
     plain = make_model("plain")
     model = make(copy.deepcopy(plain))
-    found, expected = sum(parameter.numel() for parameter in trained(model)), 4 * (6 + 33) + 4 * (33 + 17)
+    found, expected = (
+        sum(parameter.numel() for parameter in trained(model)),
+        4 * (6 + 33) + 4 * (33 + 17),
+    )
     check(found == expected, f"{found} parameters train, not {expected}")
     optimizer = torch.optim.AdamW(trained(model), lr=0.1)
     for step in range(3):
@@ -776,7 +996,9 @@ def base_stays(make):
 def attend(implementation, q, k, v, causal=False, **options):
     """The output, (batch, heads, queries, head size)."""
     if implementation is F.scaled_dot_product_attention:  # a builtin, which has no signature
-        return implementation(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], **options)
+        return implementation(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], **options
+        )
     if causal:
         options["causal" if "causal" in names_of(implementation) else "is_causal"] = True
     return call(implementation, q, k, v, needed=options, enable_gqa=q.shape[1] != k.shape[1])
@@ -785,20 +1007,28 @@ def attend(implementation, q, k, v, causal=False, **options):
 def queries_and_keys(S, Skv, heads=2, shared=2, size=8):
     shapes = (2, heads, S, size), (2, shared, Skv, size), (2, shared, Skv, size)
     generator = torch.Generator().manual_seed(S * Skv)
-    return [torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes]
+    return [
+        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+        for shape in shapes
+    ]
 
 
 def dense_weights(q, k, causal=False, scale=None):
     """softmax, zero where all is hidden: the last query sees all keys, the one before it all but the last."""
     scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    row, col = torch.arange(q.shape[-2])[:, None] - q.shape[-2], torch.arange(k.shape[-2]) - k.shape[-2]
+    row, col = (
+        torch.arange(q.shape[-2])[:, None] - q.shape[-2],
+        torch.arange(k.shape[-2]) - k.shape[-2],
+    )
     hidden = (col > row) & causal
     return scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
 
 
 def gradients_equal(output, expected, q, k, v):
     same(output, expected, f"output for {q.shape[2]} queries and {k.shape[2]} keys")
-    weight = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    weight = torch.randn(
+        expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
     ours, theirs = (torch.autograd.grad(x, (q, k, v), weight) for x in (output, expected))
     for name, a, b in zip("qkv", ours, theirs, strict=True):
         same(a, b, f"gradient of {name}, for {q.shape[2]} queries and {k.shape[2]} keys")
@@ -817,16 +1047,34 @@ def attends_as_dense(make, sizes, heads=2, shared=2, slopes=(0,), causal=False, 
 attention = partial(say, worlds=[1], kinds="attention", check=attends_as_dense)
 sentence = "Output and gradients are those of dense attention, of any numbers of queries and keys."
 attention("as_dense", sentence, sizes=[(1, 1), (7, 7), (300, 300), (5, 201), (201, 5)])
-attention("causal", "Causal, a query sees the keys up to its own.", sizes=[(1, 1), (7, 7), (300, 300)], causal=True)
-sentence = "Causal, with more keys than queries, as with a cache of keys, the last query sees all of them."
+attention(
+    "causal",
+    "Causal, a query sees the keys up to its own.",
+    sizes=[(1, 1), (7, 7), (300, 300)],
+    causal=True,
+)
+sentence = (
+    "Causal, with more keys than queries, as with a cache of keys, the last query sees all of them."
+)
 attention("causal_at_the_end", sentence, sizes=[(1, 7), (70, 201)], causal=True)
 sentence = "Causal, with fewer keys than queries, the first queries see none: zero, and so are their gradients."
 attention("sees_nothing", sentence, sizes=[(7, 1), (201, 70)], causal=True)
 sentence = "Query heads 0 to G-1 share the first head of keys and values, and so on; their gradients add up there."
 attention("shared_heads", sentence, sizes=[(70, 70)], heads=6, shared=2, causal=True)
-attention("one_shared_head", "All query heads may share one.", sizes=[(70, 70)], heads=6, shared=1, causal=True)
-attention("scale", "The scale is the one that is given, instead of 1/√D.", sizes=[(70, 70)], scale=0.7)
-sentence = "Scores of thousands, whose exponentials no float has, are no matter, wherever the largest is."
+attention(
+    "one_shared_head",
+    "All query heads may share one.",
+    sizes=[(70, 70)],
+    heads=6,
+    shared=1,
+    causal=True,
+)
+attention(
+    "scale", "The scale is the one that is given, instead of 1/√D.", sizes=[(70, 70)], scale=0.7
+)
+sentence = (
+    "Scores of thousands, whose exponentials no float has, are no matter, wherever the largest is."
+)
 attention("large_scores", sentence, sizes=[(3, 300)], slopes=(1000, -1000))
 
 
@@ -835,7 +1083,9 @@ def dropout(make):
     """Each weight is dropped with the probability asked for, the others grow as much; backward has forward's mask."""
     q, k, v = queries_and_keys(60, 32, size=32)
     torch.manual_seed(3)  # with v = 1 the output is the weights, and so tells the mask of this seed
-    mask = make(q, k, torch.eye(32, dtype=torch.float64).expand_as(v), dropout_p=0.25) / dense_weights(q, k)
+    mask = make(
+        q, k, torch.eye(32, dtype=torch.float64).expand_as(v), dropout_p=0.25
+    ) / dense_weights(q, k)
     mask = (mask > 0.5).double() / 0.75
     share = (mask == 0).double().mean().item()  # of 7,680: a standard deviation is 0.005
     check(abs(share - 0.25) < 0.025, f"{share:.1%} are dropped, not 25%")
@@ -850,8 +1100,14 @@ def no_matrix_is_kept(make):
     saved = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         make(q, k, v, causal=True)
-    kept = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}.values()) // 8
-    check(0 < kept < 600 * 600, f"{kept} elements are kept, where {4 * 600 * 600} are scores and {4 * 600 * 8} are q")
+    kept = (
+        sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}.values())
+        // 8
+    )
+    check(
+        0 < kept < 600 * 600,
+        f"{kept} elements are kept, where {4 * 600 * 600} are scores and {4 * 600 * 8} are q",
+    )
 
 
 # ---- activation checkpointing
@@ -874,10 +1130,21 @@ def computes_alike(make, build, **how):
             loss, leaves = build(way, **how)
             if step:
                 loss.backward()
-            gradients = [leaf.grad for leaf in leaves] if step else torch.autograd.grad(loss, leaves, allow_unused=True)
-            results.append({"loss": loss, "next random number": torch.rand(3), **dict(enumerate(gradients))})
+            gradients = (
+                [leaf.grad for leaf in leaves]
+                if step
+                else torch.autograd.grad(loss, leaves, allow_unused=True)
+            )
+            results.append(
+                {"loss": loss, "next random number": torch.rand(3), **dict(enumerate(gradients))}
+            )
         for what, plain in results[1].items():
-            same(results[0][what], plain, what if isinstance(what, str) else f"gradient {what}", exact=True)
+            same(
+                results[0][what],
+                plain,
+                what if isinstance(what, str) else f"gradient {what}",
+                exact=True,
+            )
 
 
 alike = partial(claim, "checkpoint", of=computes_alike)
@@ -895,9 +1162,19 @@ def layers(how, drop=0.0, autocast=False):
 
 
 of_layers = partial(say, worlds=[1], kinds="checkpoint", check=computes_alike, build=layers)
-of_layers("recomputed", "Loss and gradients are bitwise those of calling the function, layer after layer.")
-of_layers("random_numbers", "Dropout drops the same again; what is drawn afterwards is what would have been.", drop=0.5)
-of_layers("autocast_again", "What ran under autocast runs under it again, though backward does not.", autocast=True)
+of_layers(
+    "recomputed", "Loss and gradients are bitwise those of calling the function, layer after layer."
+)
+of_layers(
+    "random_numbers",
+    "Dropout drops the same again; what is drawn afterwards is what would have been.",
+    drop=0.5,
+)
+of_layers(
+    "autocast_again",
+    "What ran under autocast runs under it again, though backward does not.",
+    autocast=True,
+)
 
 
 @alike(1)
@@ -905,7 +1182,10 @@ def closures(how):
     """Gradients reach what the function uses without getting it as an argument."""
     weight, module = torch.randn(6, 6, requires_grad=True), layer()
     hidden, tokens = torch.tanh(weight), torch.randn(4, 6)  # tokens want no gradient
-    return loss_of(how(lambda x: torch.tanh(module(x) @ hidden), tokens)), [weight, *module.parameters()]
+    return loss_of(how(lambda x: torch.tanh(module(x) @ hidden), tokens)), [
+        weight,
+        *module.parameters(),
+    ]
 
 
 @alike(1)
@@ -913,7 +1193,10 @@ def any_structure(how):
     """Inputs and outputs may be nested, named, without gradient, or no tensors."""
 
     def function(pair, scale=1.0, *, more):
-        return {"y": torch.tanh(pair[0] * pair[1]["b"]) * scale + more[0], "n": (more[1], pair[0].argmax())}
+        return {
+            "y": torch.tanh(pair[0] * pair[1]["b"]) * scale + more[0],
+            "n": (more[1], pair[0].argmax()),
+        }
 
     a, b, c = (torch.randn(5, requires_grad=True) for _ in range(3))
     output = how(function, (a, {"b": b}), 2.0, more=[c, "text"])
@@ -966,7 +1249,9 @@ def forgotten(make):
 
     def check_forgotten(when):
         alive = sum(reference() is not None for tensors in inside for reference in tensors)
-        check(not alive, f"{alive} of {2 * len(inside)} tensors of the inside are alive after {when}")
+        check(
+            not alive, f"{alive} of {2 * len(inside)} tensors of the inside are alive after {when}"
+        )
 
     output = make(function, x)
     check_forgotten("forward")
@@ -1008,7 +1293,9 @@ def all_reduce(implementation, tensor, group=None):
 
 
 def numbers_of(rank, shape, dtype=torch.float64):
-    return (100 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))).to(dtype)
+    return (
+        100 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    ).to(dtype)
 
 
 def total_of(ranks, *what):
@@ -1020,9 +1307,17 @@ def summed(make):
     """Every rank ends with the sum of all ranks' tensors, of any shape: those that N does not divide, empty, scalar."""
     shapes = [(12,), (7,), (1,), (), (0,), (5, 0), (2, 3, 5), (10_007,)]
     shapes += [(2**21 + 1,)] * (pool.world_size() == 2)  # in no buffer
-    for shape, dtype in [*((shape, torch.float64) for shape in shapes), ((101,), torch.int64), ((101,), torch.int32)]:
+    for shape, dtype in [
+        *((shape, torch.float64) for shape in shapes),
+        ((101,), torch.int64),
+        ((101,), torch.int32),
+    ]:
         total = total_of(range(pool.world_size()), shape, dtype)
-        same(make(numbers_of(pool.rank(), shape, dtype)), total, f"the sum of shape {shape} in {dtype}")
+        same(
+            make(numbers_of(pool.rank(), shape, dtype)),
+            total,
+            f"the sum of shape {shape} in {dtype}",
+        )
 
 
 @claim("all-reduce", 2, 3)
@@ -1048,7 +1343,11 @@ def all_reduces_apart(make):
     """Two groups side by side never meet, whatever their members' order."""
     rank, groups = dist.get_rank(), [dist.new_group([0, 2]), dist.new_group([3, 1])]
     for shape in ((5,), (10_007,)):
-        same(make(numbers_of(rank, shape), groups[rank % 2]), total_of((rank % 2, rank % 2 + 2), shape), "the sum")
+        same(
+            make(numbers_of(rank, shape), groups[rank % 2]),
+            total_of((rank % 2, rank % 2 + 2), shape),
+            "the sum",
+        )
 
 
 @claim("all-reduce", 2, 3)
@@ -1056,7 +1355,10 @@ def reused(make):
     """The tensor may be overwritten right after: nothing of it is still to be sent."""
     shape, ranks = (2**21 + 1,), range(pool.world_size())  # 16 MB: takes longer than the next line
     for call in range(2):
-        total, mine = total_of(ranks, shape) + call * len(ranks), numbers_of(pool.rank(), shape) + call
+        total, mine = (
+            total_of(ranks, shape) + call * len(ranks),
+            numbers_of(pool.rank(), shape) + call,
+        )
         make(mine)
         if (pool.rank() + call) % 2 == 0:
             mine[-1] = torch.nan  # at once, and what would be sent last
@@ -1070,7 +1372,11 @@ KINDS = {  # what calls an implementation; ours, which runs when no option names
         "ddp:DistributedDataParallel",
         "torch.nn.parallel:DistributedDataParallel",
     ),
-    "zero1": (partial(Trainer, "zero1"), "zero:Zero1", "torch.distributed.optim:ZeroRedundancyOptimizer"),
+    "zero1": (
+        partial(Trainer, "zero1"),
+        "zero:Zero1",
+        "torch.distributed.optim:ZeroRedundancyOptimizer",
+    ),
     "zero2": (partial(Trainer, "zero2"), "zero:Zero2", None),
     "zero3": (partial(Trainer, "zero3"), "zero:Zero3", None),
     "fsdp": (partial(Trainer, "fsdp"), "fsdp:fully_shard", "torch.distributed.fsdp:fully_shard"),
@@ -1079,8 +1385,16 @@ KINDS = {  # what calls an implementation; ours, which runs when no option names
     "pipeline-schedule": (make_schedules, "pipeline:build_schedule", "pytorchs:build_schedule"),
     "grad-scaler": (make_scaler, "amp:GradScaler", "torch.amp:GradScaler"),
     "lora": (make_lora, "lora:inject_lora", "pytorchs:inject_lora"),
-    "attention": (attend, "flash_attention:flash_attention", "torch.nn.functional:scaled_dot_product_attention"),
-    "checkpoint": (make_checkpoint, "activation_checkpoint:checkpoint", "torch.utils.checkpoint:checkpoint"),
+    "attention": (
+        attend,
+        "flash_attention:flash_attention",
+        "torch.nn.functional:scaled_dot_product_attention",
+    ),
+    "checkpoint": (
+        make_checkpoint,
+        "activation_checkpoint:checkpoint",
+        "torch.utils.checkpoint:checkpoint",
+    ),
     "all-reduce": (all_reduce, "collectives:ring_all_reduce", "torch.distributed:all_reduce"),
 }
 OURS = {kind: ours for kind, (_, ours, _) in KINDS.items()}

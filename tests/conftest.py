@@ -29,7 +29,11 @@ VERDICTS = {}  # (kind, claim): "" where it holds, None where it is not offered,
 
 def pytest_addoption(parser):
     for kind, ours in claims.OURS.items():
-        parser.addoption(f"--{kind}", metavar="MODULE:NAME", help=f"run the claims about {ours} on this, and no others")
+        parser.addoption(
+            f"--{kind}",
+            metavar="MODULE:NAME",
+            help=f"run the claims about {ours} on this, and no others",
+        )
 
 
 def chosen(config):
@@ -50,7 +54,9 @@ def pytest_generate_tests(metafunc):
     if metafunc.function.__name__ == "test_claim":
         specs = chosen(metafunc.config) or claims.OURS
         cases = [(kind, name, specs[kind]) for kind, name in claims.CLAIMS if kind in specs]
-        metafunc.parametrize(("kind", "name", "spec"), cases, ids=["-".join(case[:2]) for case in cases])
+        metafunc.parametrize(
+            ("kind", "name", "spec"), cases, ids=["-".join(case[:2]) for case in cases]
+        )
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ from pool import forkserver
 ROOT = Path(__file__).parent.parent
 NOT_TECHNIQUES = {"bench.py", "data.py", "estimate.py"}  # they train nothing, and so have no demo
 TECHNIQUES = sorted(path for path in ROOT.glob("*.py") if path.name not in NOT_TECHNIQUES)
-ALONE = [path for path in TECHNIQUES if path.name != "parallel_3d.py"]  # whose point is to import the others
+ALONE = [
+    path for path in TECHNIQUES if path.name != "parallel_3d.py"
+]  # whose point is to import the others
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -26,8 +28,15 @@ def launch(command, cwd, timeout=120, env=None):
     """-> CompletedProcess with stdout and stderr as text; AssertionError on timeout, or when a process is left."""
     mark = f"LAUNCHED_BY_TEST={uuid.uuid4().hex}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), **dict([mark.split("=")])}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(list(map(str, command)), cwd=cwd, env=environment, start_new_session=True, **streams)
+    streams = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=cwd, env=environment, start_new_session=True, **streams
+    )
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -49,7 +58,10 @@ def descendants(mark):
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if mark.encode() in (folder / "environ").read_bytes().split(b"\0") and (folder / "cmdline").read_bytes():
+            if (
+                mark.encode() in (folder / "environ").read_bytes().split(b"\0")
+                and (folder / "cmdline").read_bytes()
+            ):
                 found.append(int(folder.name))
         except OSError:
             continue
@@ -60,14 +72,20 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
     """As launch(torchrun … path arguments), where torchrun itself is not what is tested: nobody imports torch anew."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("localhost", 0))
-        world = {"MASTER_ADDR": "localhost", "MASTER_PORT": free.getsockname()[1], "WORLD_SIZE": ranks}
+        world = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": free.getsockname()[1],
+            "WORLD_SIZE": ranks,
+        }
         world = world | {"LOCAL_WORLD_SIZE": ranks} if ranks > 1 else {}
         free.close()
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         command, processes = [str(path), *map(str, arguments)], []
         for rank in range(ranks):
             environment = {**world, "RANK": rank, "LOCAL_RANK": rank} if world else {}
-            processes.append(forkserver.Process(target=_run_as_main, args=(command, cwd, environment, outputs)))
+            processes.append(
+                forkserver.Process(target=_run_as_main, args=(command, cwd, environment, outputs))
+            )
             processes[-1].start()
         end = time.monotonic() + timeout
         for process in processes:
@@ -78,7 +96,9 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
             process.join()
         texts = [output.read_text() for output in outputs]
         assert not hanging, f"{command} ran longer than {timeout} s\n{texts[0]}\n{texts[1]}"
-        return subprocess.CompletedProcess(command, max(process.exitcode for process in processes), *texts)
+        return subprocess.CompletedProcess(
+            command, max(process.exitcode for process in processes), *texts
+        )
 
 
 def _run_as_main(command, cwd, environment, outputs):
@@ -94,6 +114,10 @@ def _run_as_main(command, cwd, environment, outputs):
         runpy.run_path(command[0], run_name="__main__")
     finally:
         sys.stdout.flush()
-        threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").glob("*")]
-        if left := [thread for thread in threads if "gloo" in thread]:  # now and then they abort a process at its end
+        threads = [
+            (task / "comm").read_text().strip() for task in Path("/proc/self/task").glob("*")
+        ]
+        if left := [
+            thread for thread in threads if "gloo" in thread
+        ]:  # now and then they abort a process at its end
             print("gloo's threads run on:", left, file=sys.stderr)

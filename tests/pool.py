@@ -20,7 +20,9 @@ from pathlib import Path
 
 # Inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch's DDP warns where it finds no unused parameter
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # PyTorch's DDP warns where it finds no unused parameter
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the technique files
 
 import torch
@@ -31,7 +33,9 @@ torch.set_num_threads(1)
 
 # What costs a process most is to import torch: once, in the process that the others are forked from.
 forkserver = mp.get_context("forkserver")
-forkserver.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.testing", "pytest"])
+forkserver.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.testing", "pytest"]
+)
 
 MAX_WORLD = 4
 HANGS_AFTER = 60.0  # seconds
@@ -59,7 +63,9 @@ def _worker(worker_rank, connection, folder):
     stacks = (Path(folder) / f"stacks{worker_rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     store = dist.FileStore(str(Path(folder) / "store"), MAX_WORLD)
-    dist.init_process_group("gloo", store=store, rank=worker_rank, world_size=MAX_WORLD, timeout=TIMEOUT)
+    dist.init_process_group(
+        "gloo", store=store, rank=worker_rank, world_size=MAX_WORLD, timeout=TIMEOUT
+    )
     for size in range(1, MAX_WORLD):
         _groups[size] = dist.new_group(range(size), timeout=TIMEOUT)
     _groups[MAX_WORLD] = dist.group.WORLD
@@ -69,7 +75,9 @@ def _worker(worker_rank, connection, folder):
         # New groups are named by a count, which ranks that take no part in a body would be behind with.
         dist.distributed_c10d._world.group_count = 1000 * number
         for old in set(dist.distributed_c10d._world.pg_map) - set(_groups.values()):
-            dist.destroy_process_group(old)  # of earlier bodies, which are over on all ranks: each has three threads
+            dist.destroy_process_group(
+                old
+            )  # of earlier bodies, which are over on all ranks: each has three threads
         try:
             torch.manual_seed(0)
             connection.send((True, body(*args)))
@@ -87,7 +95,9 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory()
         for worker_rank in range(MAX_WORLD):
             here, there = forkserver.Pipe()
-            process = forkserver.Process(target=_worker, args=(worker_rank, there, self.folder.name), daemon=True)
+            process = forkserver.Process(
+                target=_worker, args=(worker_rank, there, self.folder.name), daemon=True
+            )
             process.start()
             there.close()
             self.workers.append((process, here))
@@ -118,7 +128,9 @@ class Pool:
             connection.send((self.number, world_size, body, args))
         results, end = {}, time.monotonic() + HANGS_AFTER
         while len(results) < world_size:
-            waiting = {connection: r for r, (_, connection) in enumerate(workers) if r not in results}
+            waiting = {
+                connection: r for r, (_, connection) in enumerate(workers) if r not in results
+            }
             ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 problem = f"ranks {sorted(waiting.values())} hang"
@@ -128,7 +140,9 @@ class Pool:
                     results[waiting[connection]] = connection.recv()
                 except EOFError:
                     self.fail(f"rank {waiting[connection]} died", results)
-            if not all(ok for ok, _ in results.values()):  # the others may wait for the failed rank: not for long
+            if not all(
+                ok for ok, _ in results.values()
+            ):  # the others may wait for the failed rank: not for long
                 end = min(end, time.monotonic() + 5)
         if not all(ok for ok, _ in results.values()):
             self.fail("the body raised", results)
@@ -144,7 +158,8 @@ class Pool:
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return "\n".join(
-            f"--- rank {r}:\n" + (Path(self.folder.name) / f"stacks{r}").read_text() for r in range(len(workers))
+            f"--- rank {r}:\n" + (Path(self.folder.name) / f"stacks{r}").read_text()
+            for r in range(len(workers))
         )
 
 

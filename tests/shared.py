@@ -64,7 +64,9 @@ def make_model(kind, dtype=torch.float32, seed=1):
     elif kind == "batchnorm":
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     else:
-        model = nn.Sequential(nn.Linear(6, 33), nn.ReLU(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3))
+        model = nn.Sequential(
+            nn.Linear(6, 33), nn.ReLU(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3)
+        )
         if kind == "frozen":
             model[0].bias.requires_grad_(False)
             model[2].weight.requires_grad_(False)
@@ -82,11 +84,15 @@ OPTIMIZERS = {
 
 def make_batch(rank, step, dtype=torch.float32, rows=5):
     """Inputs (rows, 6) that differ on every rank and step."""
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(100 * step + rank)).to(
+        dtype
+    )
 
 
 def loss_of(output):
-    return output.float().square().mean() if output.dtype == torch.bfloat16 else output.square().mean()
+    return (
+        output.float().square().mean() if output.dtype == torch.bfloat16 else output.square().mean()
+    )
 
 
 def batch_loss(model, rank, step):

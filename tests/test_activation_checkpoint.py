@@ -26,7 +26,10 @@ class NativeDropout(nn.Module):
 
 def make_layers(number):
     torch.manual_seed(1)
-    parts = [[nn.Linear(6, 6), nn.Tanh(), NativeDropout(), nn.Linear(6, 6), nn.Dropout(0.3)] for _ in range(number)]
+    parts = [
+        [nn.Linear(6, 6), nn.Tanh(), NativeDropout(), nn.Linear(6, 6), nn.Dropout(0.3)]
+        for _ in range(number)
+    ]
     return nn.ModuleList(nn.Sequential(*part) for part in parts)
 
 
@@ -35,7 +38,9 @@ def each(how):
 
 
 def keeping(chosen):
-    return each(functools.partial(ac.checkpoint, policy=lambda operator, *args, **kwargs: chosen(operator)))
+    return each(
+        functools.partial(ac.checkpoint, policy=lambda operator, *args, **kwargs: chosen(operator))
+    )
 
 
 HOW = {  # run(layers, x), and how many tensors like y live after it, of 3 layers
@@ -43,8 +48,14 @@ HOW = {  # run(layers, x), and how many tensors like y live after it, of 3 layer
     "one in another": (lambda layers, x: ac.checkpoint(each(ac.checkpoint), layers, x), 1),
     "products": (each(selective), 6 + 3),
     "selective in selective": (lambda layers, x: selective(each(selective), layers, x), None),
-    "native dropout": (keeping(lambda operator: operator == torch.ops.aten.native_dropout.default), None),
-    "all but empty tensors": (keeping(lambda operator: operator != torch.ops.aten.empty_like.default), None),
+    "native dropout": (
+        keeping(lambda operator: operator == torch.ops.aten.native_dropout.default),
+        None,
+    ),
+    "all but empty tensors": (
+        keeping(lambda operator: operator != torch.ops.aten.empty_like.default),
+        None,
+    ),
     "2 segments": (lambda layers, x: ac.checkpoint_sequential(layers, 2, x), None),
     "offload": (each(ac.offload_to_cpu()(plainly)), None),
     "offload around": (ac.offload_to_cpu()(each(ac.checkpoint)), None),
@@ -60,7 +71,10 @@ def test_outputs_gradients_and_next_random_numbers_are_bitwise_those_without(how
     gc.disable()
     for run, number in (HOW[how], (each(plainly), None)):
         layers, x = make_layers(3), make_batch(0, 0).requires_grad_()
-        weight, leaves = StorageWeakRef(layers[0][0].weight.untyped_storage()), [x, *layers.parameters()]
+        weight, leaves = (
+            StorageWeakRef(layers[0][0].weight.untyped_storage()),
+            [x, *layers.parameters()],
+        )
         with ac.Alive() as alive:
             y = run(layers, x)
             kept = alive.bytes()
@@ -79,7 +93,9 @@ def gradient_inside(x):
     return torch.autograd.grad(x.sin().cos().sum(), x, create_graph=True)[0] * x.cos()
 
 
-@pytest.mark.parametrize(("how", "inside"), [(ac.NaiveCheckpoint.apply, torch.sin), (ac.checkpoint, gradient_inside)])
+@pytest.mark.parametrize(
+    ("how", "inside"), [(ac.NaiveCheckpoint.apply, torch.sin), (ac.checkpoint, gradient_inside)]
+)
 def test_the_idea_is_right_without_dropout_and_a_function_may_call_backward(how, inside):
     results = []
     for run in (how, plainly):
@@ -140,9 +156,16 @@ def test_a_transformer_layer_keeps_the_bytes_of_the_formulas():
         few = l * (16 * s * b + 8 * h)  # statistics; what `offload` copies of biases and norms
         copied = 2 if name == "offload" else 0  # sbh: x, too; else only y is new
         assert abs(kept - formula - copied) <= few / (s * b * h), name
-        again = {"every layer": per_layer * l, "not products": 2 * s * h * l, "core": s * h * l, "offload": 0}
+        again = {
+            "every layer": per_layer * l,
+            "not products": 2 * s * h * l,
+            "core": s * h * l,
+            "offload": 0,
+        }
         again |= {f"{k} segments": per_layer * (l - l // k) for k in (1, 2, 4)}
-        assert operations == pytest.approx(2 * (3 * l * per_layer + again[name]) / (12 * h * h * l)), name
+        assert operations == pytest.approx(
+            2 * (3 * l * per_layer + again[name]) / (12 * h * h * l)
+        ), name
         assert same, name
 
 
@@ -163,7 +186,9 @@ def test_checkpointed_layers_are_bitwise_those_without_under_other_techniques(te
             model = ddp.DDP(model, process_group=group, bucket_cap_mb=1e-4)
         for step in range(2):
             torch.manual_seed(step)
-            loss_of(model(make_batch(0 if technique == "tensor parallel" else pool.rank(), step))).backward()
+            loss_of(
+                model(make_batch(0 if technique == "tensor parallel" else pool.rank(), step))
+            ).backward()
         results.append([parameter.grad for parameter in model.parameters()])
     for ours in results[:2]:
         torch.testing.assert_close(ours, results[2], rtol=0, atol=0)

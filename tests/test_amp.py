@@ -23,16 +23,24 @@ bitwise = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 def test_gradients_are_within_roundoffs_of_fp32_and_training_within_two_percent(dtype):
     """Relative error of all gradients together: below 4 unit roundoffs, at a scale without underflow."""
-    gradients, losses, tokens = [], [], torch.randint(97, 123, (8, 17), generator=torch.Generator().manual_seed(0))
+    gradients, losses, tokens = (
+        [],
+        [],
+        torch.randint(97, 123, (8, 17), generator=torch.Generator().manual_seed(0)),
+    )
     for kind in (F32, dtype):
         torch.manual_seed(0)
         model, scaler = amp.language_model(C=32, heads=2, layers=1), amp.GradScaler("cpu", 2.0**10)
-        optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["adamw"](model.parameters()), kind, scaler)
+        optimizer = amp.MixedPrecisionOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()), kind, scaler
+        )
         for _ in range(25):
             optimizer.zero_grad()
             losses.append(amp.language_loss(model(tokens[:, :-1]).float(), tokens[:, 1:]))
             optimizer.scale(losses[-1]).backward()
-            gradients.append(torch.cat([p.grad.float().flatten() / 2**10 for p in model.parameters()]))
+            gradients.append(
+                torch.cat([p.grad.float().flatten() / 2**10 for p in model.parameters()])
+            )
             optimizer.step()
     error = (gradients[25] - gradients[0]).norm() / gradients[0].norm()
     assert 0.05 < error / (torch.finfo(dtype).eps / 2) < 4
@@ -50,17 +58,32 @@ OTHERS = "scaler.unscale_(optimizer)", "scaler.step(optimizer, closure=float)", 
 CALLS = [[SCALE, STEP, UPDATE]] * 6 + [[call] for call in (SCALE, STEP, UPDATE, *OTHERS)]
 VALUES = st.sampled_from([0.5, 3.0, INF, -INF, NAN, 1e38])
 # The first scale, its growth and its fall, after how many good steps it grows, whether it is enabled.
-HOW = [(1.0, 2.0, 0.5, 1), (2.0**16, 1.7, 0.3, 2), (0.1, 2.0, 0.3, 3), (3e38, 1.7, 0.5, 1), (8.0, 2.0, 0.5, 1, False)]
+HOW = [
+    (1.0, 2.0, 0.5, 1),
+    (2.0**16, 1.7, 0.3, 2),
+    (0.1, 2.0, 0.3, 3),
+    (3e38, 1.7, 0.5, 1),
+    (8.0, 2.0, 0.5, 1, False),
+]
 
 
-@given(st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 1), VALUES), max_size=40), st.sampled_from(HOW))
+@given(
+    st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 1), VALUES), max_size=40),
+    st.sampled_from(HOW),
+)
 def test_any_sequence_of_calls_and_overflows(calls, options):
     """The same scales, counters, weights and types of errors as PyTorch's, bit for bit."""
-    sides = [(scaler("cpu", *options), *two_optimizers()) for scaler in (amp.GradScaler, torch.amp.GradScaler)]
+    sides = [
+        (scaler("cpu", *options), *two_optimizers())
+        for scaler in (amp.GradScaler, torch.amp.GradScaler)
+    ]
     for each, which, value in [([SCALE], 0, 0.0), ([SCALE], 1, 0.0), *calls]:
         results = []
         for scaler, weights, optimizers in sides:
-            raised, own = None, {"scaler": scaler, "weight": weights[which], "optimizer": optimizers[which]}
+            raised, own = (
+                None,
+                {"scaler": scaler, "weight": weights[which], "optimizer": optimizers[which]},
+            )
             try:
                 for call in each:
                     exec(call, globals() | own | {"value": value})
@@ -88,7 +111,10 @@ def test_what_is_16_bits_is_scaled_in_32_or_refused():
 @pool.on(2)
 def test_an_overflow_of_one_optimizer_on_one_rank():
     """All ranks skip its step, not the other's; four bytes for each optimizer are reduced, also without gradients."""
-    scaler, (weights, optimizers) = amp.GradScaler("cpu", 4.0, process_group=pool.group()), two_optimizers()
+    scaler, (weights, optimizers) = (
+        amp.GradScaler("cpu", 4.0, process_group=pool.group()),
+        two_optimizers(),
+    )
     for i in range(2 - pool.rank()):  # rank 0 alone has gradients for the second
         weights[i].grad = scaler.scale(torch.ones_like(weights[i]))
     weights[0].grad[0] = NAN if pool.rank() == 0 else 1.0
@@ -115,17 +141,27 @@ def test_an_overflow_of_one_optimizer_on_one_rank():
 def test_masters_by_hand(name, dtype, scaler_class, clip, load):
     """Bitwise mixed_precision_step: wrapped after a step, with schedulers, overflows, weights that somebody writes, a
     step given up, a resumption in which one or the other is loaded first."""
-    plain, scale, norms, unused = make_model("tied"), 2.0**20 if scaler_class else 1.0, [], nn.Parameter(torch.ones(3))
+    plain, scale, norms, unused = (
+        make_model("tied"),
+        2.0**20 if scaler_class else 1.0,
+        [],
+        nn.Parameter(torch.ones(3)),
+    )
     model, masters = copy.deepcopy(plain), list(plain.parameters())
     inner, reference = OPTIMIZERS[name]([*model.parameters(), unused]), OPTIMIZERS[name](masters)
     schedulers = [ExponentialLR(each, 0.9) for each in (inner, reference)]
     loss_of(model(make_batch(0, 0))).backward(), loss_of(plain(make_batch(0, 0))).backward()
     inner.step(), reference.step()
-    low, scaler = copy.deepcopy(plain).to(dtype), scaler_class and scaler_class("cpu", scale)  # too large at first
+    low, scaler = (
+        copy.deepcopy(plain).to(dtype),
+        scaler_class and scaler_class("cpu", scale),
+    )  # too large at first
     optimizer = amp.MixedPrecisionOptimizer(inner, dtype, scaler)
     schedulers += [LambdaLR(each, lambda step: 0.9**step) for each in (optimizer, reference)]
     if clip:
-        reference.register_step_pre_hook(lambda *_: norms.append(nn.utils.clip_grad_norm_(masters, clip)))
+        reference.register_step_pre_hook(
+            lambda *_: norms.append(nn.utils.clip_grad_norm_(masters, clip))
+        )
     for number in range(1, 16):
         x = make_batch(0, number).to(dtype) * (INF if number == 15 else 1.0)
         loss = partial(lambda x, model: model(x).float().square().mean(), x)
@@ -133,7 +169,9 @@ def test_masters_by_hand(name, dtype, scaler_class, clip, load):
         optimizer.scale(loss(model)).backward()
         left = [parameter.grad.clone() for parameter in model.parameters()]
         norm = optimizer.clip_grad_norm_(clip or INF) if clip or number == 13 else None
-        if number == 13:  # given up: the next gradients are looked at anew; a scaler wants its update() first
+        if (
+            number == 13
+        ):  # given up: the next gradients are looked at anew; a scaler wants its update() first
             optimizer.zero_grad(set_to_none=False)
             assert not any(parameter.grad.any() for parameter in model.parameters())
             if scaler:
@@ -155,18 +193,34 @@ def test_masters_by_hand(name, dtype, scaler_class, clip, load):
         if number == 11:
             for weights in (model, low, plain):  # others keep the bits that only masters have
                 next(weights.parameters()).detach()[0] = 5.0
-            states = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            states = copy.deepcopy(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            )
             model, scaler = make_model("tied", seed=7), scaler_class and scaler_class("cpu", 4.0)
-            inner = OPTIMIZERS[name]([*model.parameters(), unused.detach().clone().requires_grad_()])
+            inner = OPTIMIZERS[name](
+                [*model.parameters(), unused.detach().clone().requires_grad_()]
+            )
             optimizer = amp.MixedPrecisionOptimizer(inner, dtype, scaler)
             for what in load:
                 {"model": model, "optimizer": optimizer}[what].load_state_dict(states[what])
     n, size = sum(parameter.numel() for parameter in masters), dtype.itemsize
-    held = *amp.held(model.parameters(), optimizer), amp.held_bytes(optimizer.param_groups[0]["params"])
-    assert held == (size * n, size * n, 8 * n + 4 * len(masters) if name == "adamw" else 4 * n, 4 * n + 12)
+    held = (
+        *amp.held(model.parameters(), optimizer),
+        amp.held_bytes(optimizer.param_groups[0]["params"]),
+    )
+    assert held == (
+        size * n,
+        size * n,
+        8 * n + 4 * len(masters) if name == "adamw" else 4 * n,
+        4 * n + 12,
+    )
 
 
-A, V, LABELS = torch.tensor([[1.001, 0.3], [0.7, 1.9]]), torch.tensor([0.501, 0.3]), torch.tensor([0, 1])
+A, V, LABELS = (
+    torch.tensor([[1.001, 0.3], [0.7, 1.9]]),
+    torch.tensor([0.501, 0.3]),
+    torch.tensor([0, 1]),
+)
 # x is A, in fp32 or in 16 bits; dtypes and values of results as torch.autocast("cpu") has them:
 ALIKE = """x @ A; A @ x; torch.mm(x, A); torch.mm(input=x, mat2=A); torch.bmm(x[None], A[None]); torch.addmm(A, x, A)
     torch.baddbmm(A[None], x[None], A[None]); F.linear(x, A, V); F.linear(x, weight=A, bias=V)

@@ -27,9 +27,17 @@ def test_a_flat_range_is_a_few_boxes(shape, data):
     start, whole = data.draw(st.integers(-3, n)), torch.arange(n).view(shape)
     flat = torch.arange(start, data.draw(st.integers(start, n + 3)))
     pieces = flat_pieces(flat, shape, start)
-    assert [i for piece in pieces for i in piece.tensor.flatten().tolist()] == [i for i in flat.tolist() if 0 <= i < n]
-    assert all(torch.equal(piece.tensor, Piece(whole, shape, [0] * len(shape)).at(piece.box)) for piece in pieces)
-    assert all(piece.tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for piece in pieces)
+    assert [i for piece in pieces for i in piece.tensor.flatten().tolist()] == [
+        i for i in flat.tolist() if 0 <= i < n
+    ]
+    assert all(
+        torch.equal(piece.tensor, Piece(whole, shape, [0] * len(shape)).at(piece.box))
+        for piece in pieces
+    )
+    assert all(
+        piece.tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        for piece in pieces
+    )
     assert len(pieces) <= max(1, 2 * len(shape) - 1)
 
 
@@ -40,7 +48,9 @@ def cut(how, tensor, ranks, rank):
         return tensor
     if how == "flat":
         size = -(-numel // ranks)
-        flat = torch.cat([tensor.flatten(), tensor.new_zeros(size * ranks - numel)])  # padding is nobody's
+        flat = torch.cat(
+            [tensor.flatten(), tensor.new_zeros(size * ranks - numel)]
+        )  # padding is nobody's
         return flat_pieces(flat[rank * size : (rank + 1) * size], shape, rank * size)
     if how in ("rows", "columns"):
         dim = ["rows", "columns"].index(how)
@@ -62,7 +72,10 @@ def cut(how, tensor, ranks, rank):
 def test_any_pieces_are_read_as_any_others(written, wanted, dtype, readers, tmp_path):
     """Bitwise, by any number of ranks; every element, and what all hold, is written once, and nothing else."""
     group, N, rank = pool.group(), pool.world_size(), pool.rank()
-    tensor, extra = torch.arange(30.0).view(6, 5) * 1.7 - 9, {"step": 3, "nested": {"scale": 0.1, "list": [1, None]}}
+    tensor, extra = (
+        torch.arange(30.0).view(6, 5) * 1.7 - 9,
+        {"step": 3, "nested": {"scale": 0.1, "list": [1, None]}},
+    )
     tensor = tensor.long() % 3 == 0 if dtype == "bool" else tensor.to(getattr(torch, dtype))
     save(tmp_path, {"a": cut(written, tensor, N, rank), "count": torch.tensor(7.0)}, extra, group)
     files = [tmp_path / (tmp_path / "latest").read_text() / f"{r}.bin" for r in range(N)]
@@ -80,7 +93,9 @@ def test_a_state_dict_of_one_device_goes_in_and_out(tmp_path):
     torch.save(model.state_dict(), tmp_path / "file.pt")
     save(tmp_path, torch.load(tmp_path / "file.pt", mmap=True, weights_only=True), {"from": "file"})
     theirs, ours = model.state_dict(), load_whole(tmp_path)
-    assert {name: torch.equal(value, ours[name]) for name, value in theirs.items()} == dict.fromkeys(ours, True)
+    assert {
+        name: torch.equal(value, ours[name]) for name, value in theirs.items()
+    } == dict.fromkeys(ours, True)
     assert "pickle" not in Path(checkpoint.__file__).read_text()
 
 
@@ -96,7 +111,9 @@ def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path, monkeyp
 
     monkeypatch.setattr("os.fsync", fsync := Mock())
     save(tmp_path, {"a": torch.tensor(0)}, 0)
-    assert fsync.call_count == 6  # bytes, index, its names, the number; the directory's new name, the number's
+    assert (
+        fsync.call_count == 6
+    )  # bytes, index, its names, the number; the directory's new name, the number's
     number, lines, found = 0, 0, []
     while lines == number:  # it was killed
         save(tmp_path, {"a": torch.tensor(0)}, 0)
@@ -120,9 +137,16 @@ def test_a_full_disk_on_one_rank_is_raised_on_all(where, tmp_path):
     save(tmp_path, {"a": cut("flat", whole, 2, rank)}, None, group)
     with pytest.MonkeyPatch.context() as patch:
         if where == "index":
-            patch.setattr(checkpoint, "publish", Mock(side_effect=OSError(28, "No space left on device")))
+            patch.setattr(
+                checkpoint, "publish", Mock(side_effect=OSError(28, "No space left on device"))
+            )
         elif rank == 1:
-            patch.setattr(checkpoint, "open", lambda path, mode: open("/dev/full", mode), raising=False)  # noqa: SIM115
+            patch.setattr(
+                checkpoint,
+                "open",
+                lambda path, mode: open("/dev/full", mode),  # noqa: SIM115
+                raising=False,
+            )
         with pytest.raises(OSError, match=r"\[Errno 28\] No space left on device"):
             save(tmp_path, {"a": cut("flat", whole + 1, 2, rank)}, None, group)
     a = torch.zeros_like(whole)
@@ -138,7 +162,9 @@ def test_any_flipped_bit_and_any_missing_file_is_an_error_that_names_it(name, tm
     path = tmp_path / "1" / name
     data = path.read_bytes()
     for at in (0, len(data) // 2, len(data) - 1, None):
-        path.write_bytes(data[:-1] if at is None else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        path.write_bytes(
+            data[:-1] if at is None else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+        )
         with pytest.raises(OSError, match=rf"1/{name} is damaged"):
             load_whole(tmp_path)
     path.unlink()
@@ -156,10 +182,30 @@ def test_another_model_is_an_error_that_names_the_tensor(tmp_path):
     save(tmp_path, {}, None, group)
     save(folder, {"a": rows}, None, group)
     for call, place, pieces, words in (
-        (save, folder, {"a": torch.zeros(4 + rank, 3)}, "a is ['float32', [5, 3]] on rank 1, but ['float32', [4, 3]]"),
-        (save, folder, {"a": Piece(a, [4, 3], [3, 0])}, "a: ((3, 7), (0, 3)) is not within a whole of [4, 3]"),
-        (load, folder, {"a": a[:, :2]} if rank else {}, "has ['float32', [4, 3]] of a, but ['float32', [4, 2]] is wan"),
-        (load, folder, {"a": a.double()} if rank else {}, "of a, but ['float64', [4, 3]] is wanted"),
+        (
+            save,
+            folder,
+            {"a": torch.zeros(4 + rank, 3)},
+            "a is ['float32', [5, 3]] on rank 1, but ['float32', [4, 3]]",
+        ),
+        (
+            save,
+            folder,
+            {"a": Piece(a, [4, 3], [3, 0])},
+            "a: ((3, 7), (0, 3)) is not within a whole of [4, 3]",
+        ),
+        (
+            load,
+            folder,
+            {"a": a[:, :2]} if rank else {},
+            "has ['float32', [4, 3]] of a, but ['float32', [4, 2]] is wan",
+        ),
+        (
+            load,
+            folder,
+            {"a": a.double()} if rank else {},
+            "of a, but ['float64', [4, 3]] is wanted",
+        ),
         (load, folder, {"a": a} if rank else {}, "no rank had all of ((0, 4), (0, 3)) of a"),
         (load, folder, {"a": rows, "b": a}, "has nothing of b, but ['float32', [4, 3]] is wanted"),
         (load, folder if rank else tmp_path, {}, "ranks found different checkpoints in"),

@@ -47,7 +47,9 @@ def in_order(x, order):
     return x[order] if isinstance(order, int) else in_order(x, order[0]) + in_order(x, order[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool], ids=str
+)
 @pool.on(1, 2, 3, 4)
 def test_numbers_are_added_in_the_order_that_the_docstring_says(dtype):
     """Bitwise, where in another order 30% of the sums have other bits; also of leaves that want gradients, and in more
@@ -56,9 +58,18 @@ def test_numbers_are_added_in_the_order_that_the_docstring_says(dtype):
     for size in (1001, 5, 1):
         values = [numbers_of(r, (size,), torch.float32).mul(90).to(dtype) for r in everyone]
         parts = enumerate(zip(*(value.tensor_split(N) for value in values), strict=True))
-        ring = torch.cat([functools.reduce(torch.add, [part[(p + 1 + i) % N] for i in everyone]) for p, part in parts])
-        expected = {all_reduce: in_order(values, orders[N - 1]) for all_reduce, orders in ORDERS.items()}
-        expected |= {functools.partial(c.ring_all_reduce, chunks=chunks): ring for chunks in (1, 2, 3, 8)}
+        ring = torch.cat(
+            [
+                functools.reduce(torch.add, [part[(p + 1 + i) % N] for i in everyone])
+                for p, part in parts
+            ]
+        )
+        expected = {
+            all_reduce: in_order(values, orders[N - 1]) for all_reduce, orders in ORDERS.items()
+        }
+        expected |= {
+            functools.partial(c.ring_all_reduce, chunks=chunks): ring for chunks in (1, 2, 3, 8)
+        }
         for all_reduce, total in expected.items():
             mine = values[pool.rank()].clone().requires_grad_(dtype.is_floating_point)
             assert all_reduce(mine, pool.group()) is None
@@ -116,14 +127,20 @@ def test_broadcast_gather_scatter_and_all_to_all(ranks, dtype, shape, strided):
     for src in range(N):
         c.tree_broadcast(copy := mine.clone(), dist.get_global_rank(group, src), group)
         assert torch.equal(copy, values[src])
-    assert torch.equal(c.ring_all_gather(mine, group), torch.cat([torch.atleast_1d(value) for value in values]))
+    assert torch.equal(
+        c.ring_all_gather(mine, group), torch.cat([torch.atleast_1d(value) for value in values])
+    )
     part = c.ring_reduce_scatter(mine, group)
     torch.testing.assert_close(part, torch.atleast_1d(sum(values)).tensor_split(N)[rank])
     assert part.untyped_storage().nbytes() == part.nbytes  # not a view that keeps the whole
     if shape and shape[0] % N == 0:
-        assert torch.equal(c.all_to_all(mine, group), torch.cat([value.chunk(N)[rank] for value in values]))
+        assert torch.equal(
+            c.all_to_all(mine, group), torch.cat([value.chunk(N)[rank] for value in values])
+        )
     else:
-        with pytest.raises(ValueError, match=rf"must divide by {N} ranks along dimension 0; pad it"):
+        with pytest.raises(
+            ValueError, match=rf"must divide by {N} ranks along dimension 0; pad it"
+        ):
             c.all_to_all(mine, group)
     assert torch.equal(mine, values[rank])
 
@@ -140,7 +157,9 @@ def simulate(programs, alpha, beta):
             if peer is not None:  # its k-th message to that peer is the peer's k-th from here
                 k = [program[side] for program in programs[rank][:i]].count(peer)
                 j = [j for j, program in enumerate(programs[peer]) if program[1 - side] == rank][k]
-                done.append(max(end(rank, i - 1), end(peer, j - 1)) + alpha + beta * programs[rank][i][2])
+                done.append(
+                    max(end(rank, i - 1), end(peer, j - 1)) + alpha + beta * programs[rank][i][2]
+                )
         return max(done)
 
     return max(end(rank, len(program) - 1) for rank, program in programs.items())
@@ -148,12 +167,16 @@ def simulate(programs, alpha, beta):
 
 @pytest.mark.parametrize("function", SENT, ids=lambda function: function.__name__)
 @pytest.mark.parametrize("N", [1, 2, 3, 4, 5, 8, 13, 1024])
-def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(function, N, monkeypatch):
+def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
+    function, N, monkeypatch
+):
     """Each rank's, as the function issues them, in worlds that move nothing, played by the α–β model."""
     programs, sent, real_start = {}, {}, c.start
 
     def start(group, send=None, receive=None):
-        programs[dist.get_rank()].append((send and send[1], receive and receive[1], (send or receive)[0].nbytes))
+        programs[dist.get_rank()].append(
+            (send and send[1], receive and receive[1], (send or receive)[0].nbytes)
+        )
         return real_start(group, send, receive)
 
     monkeypatch.setattr(c, "start", start)
@@ -161,18 +184,29 @@ def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
         programs[rank] = []
         with fake_world(N, rank), c.SentBytes() as sent[rank]:
             function(torch.zeros(12 if function is c.ring_all_gather else 12 * N))
-    assert max(each.total for each in sent.values()) == pytest.approx(SENT[function](N) * 12 * N * 4)
+    assert max(each.total for each in sent.values()) == pytest.approx(
+        SENT[function](N) * 12 * N * 4
+    )
     for alpha, beta in ((1.0, 0.0), (2.0, 0.5)) if N < 1024 else ():
-        seconds = c.predict(function.__name__, N, 12 * N * 4, alpha, 1 / beta if beta else float("inf"))
+        seconds = c.predict(
+            function.__name__, N, 12 * N * 4, alpha, 1 / beta if beta else float("inf")
+        )
         assert simulate(programs, alpha, beta) == pytest.approx(seconds)
 
 
 def test_predict():
     """Ring and recursive doubling cross at 8α/β bytes on 4 ranks; names, short and long; what there is not."""
     for factor, faster in ((7.9, "recursive_doubling"), (8.1, "ring")):
-        costs = {name: c.predict(name, 4, factor * 1e-4 * 1e9, 1e-4, 1e9) for name in ("ring", "recursive_doubling")}
+        costs = {
+            name: c.predict(name, 4, factor * 1e-4 * 1e9, 1e-4, 1e9)
+            for name in ("ring", "recursive_doubling")
+        }
         assert min(costs, key=costs.get) == faster
-    assert {c.predict(name, 3, 9, 1, 1) for name in ("ring", "ring_all_reduce", c.ring_all_reduce)} == {16}
+    assert {
+        c.predict(name, 3, 9, 1, 1) for name in ("ring", "ring_all_reduce", c.ring_all_reduce)
+    } == {16}
     for name, ranks in (("star", 4), ("ring", 0)):
-        with pytest.raises(ValueError, match=rf"{name} on {ranks} ranks: .* recursive_doubling, ring"):
+        with pytest.raises(
+            ValueError, match=rf"{name} on {ranks} ranks: .* recursive_doubling, ring"
+        ):
             c.predict(name, ranks, 1, 1, 1)

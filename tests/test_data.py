@@ -21,16 +21,32 @@ from launch import ROOT, descendants, launch
 import data
 from data import GPTDataset, IndexedDataset, part_of_batch, preprocess, write_indexed
 
-TEXTS = ["It was…", "", "a\x00b\n", "<|endoftext|>", " 世界 ", *(f"{n} line\r\n" * n for n in range(300))]
+TEXTS = [
+    "It was…",
+    "",
+    "a\x00b\n",
+    "<|endoftext|>",
+    " 世界 ",
+    *(f"{n} line\r\n" * n for n in range(300)),
+]
 GOOD = b'{"text": "' + 1000 * b"x" + b'"}\n'
 
 
 def as_megatron_writes(documents, code=8):
     n, lengths, dtype = len(documents), [*map(len, documents)], {8: "<u2", 4: "<i4"}[code]
     offsets = (np.cumsum(lengths) - lengths) * int(dtype[-1])
-    idx = [("<i8", [1]), ("u1", [code]), ("<i8", [n, n + 1]), ("<i4", lengths), ("<i8", offsets), ("<i8", range(n + 1))]
+    idx = [
+        ("<i8", [1]),
+        ("u1", [code]),
+        ("<i8", [n, n + 1]),
+        ("<i4", lengths),
+        ("<i8", offsets),
+        ("<i8", range(n + 1)),
+    ]
     index = b"MMIDIDX\0\0" + b"".join(np.array(numbers, kind).tobytes() for kind, numbers in idx)
-    return np.concatenate(documents).astype(dtype).tobytes(), index  # what is in PREFIX.bin, in PREFIX.idx
+    return np.concatenate(documents).astype(
+        dtype
+    ).tobytes(), index  # what is in PREFIX.bin, in PREFIX.idx
 
 
 def written(prefix):
@@ -40,8 +56,17 @@ def written(prefix):
 @pytest.mark.parametrize(("vocab_size", "code"), [(257, 8), (65499, 8), (65500, 4)])
 def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, tmp_path, monkeypatch):
     """No index ever stands beside the tokens of another: the old one goes first, the new one comes last."""
-    documents, prefix, replace, there = [[0, vocab_size - 1, 7], [], [5], [*range(100)]], tmp_path / "x", os.replace, []
-    monkeypatch.setattr(os, "replace", lambda *names: there.append(Path(f"{prefix}.idx").exists()) or replace(*names))
+    documents, prefix, replace, there = (
+        [[0, vocab_size - 1, 7], [], [5], [*range(100)]],
+        tmp_path / "x",
+        os.replace,
+        [],
+    )
+    monkeypatch.setattr(
+        os,
+        "replace",
+        lambda *names: there.append(Path(f"{prefix}.idx").exists()) or replace(*names),
+    )
     for each in ([[1]], documents):
         write_indexed(prefix, iter(each), vocab_size)
     assert (there, written(prefix)) == ([False] * 4, as_megatron_writes(documents, code))
@@ -52,7 +77,9 @@ def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, tmp_p
         assert [document.tolist() for document in each] == documents
 
 
-TOKENS, INDEX = as_megatron_writes([[1, 2, 3], [4, 5]])  # header of 34 bytes, lengths 8, offsets 16, documents 24
+TOKENS, INDEX = as_megatron_writes(
+    [[1, 2, 3], [4, 5]]
+)  # header of 34 bytes, lengths 8, offsets 16, documents 24
 
 
 def opened(index=INDEX, tokens=TOKENS):
@@ -62,19 +89,29 @@ def opened(index=INDEX, tokens=TOKENS):
 
 
 WRONG = {  # what is said of a call; of a line in a file; of arguments. The status of a command is said first
-    f"{len(INDEX) - 1} bytes; 2 sequences in 2 documents are {len(INDEX)}": lambda: opened(INDEX[:-1]),
+    f"{len(INDEX) - 1} bytes; 2 sequences in 2 documents are {len(INDEX)}": lambda: opened(
+        INDEX[:-1]
+    ),
     "begin with b'TNTIDX": lambda: opened(b"TNTIDX\0\0" + INDEX[8:]),
     "version 2, not 1": lambda: opened(INDEX[:9] + b"\2" + INDEX[10:]),
     "dtype 9, not 1 to 8": lambda: opened(INDEX[:17] + b"\x09" + INDEX[18:]),
     "offsets of its 2 sequences": lambda: opened(INDEX[:34] + b"\2" + INDEX[35:]),
     "9 bytes; by x.idx they must be 10": lambda: opened(INDEX, b"123456789"),
-    "2 sequences in 1 documents": lambda: GPTDataset(opened(INDEX[:26] + b"\2" + INDEX[27:-8]), 2, 1),
+    "2 sequences in 1 documents": lambda: GPTDataset(
+        opened(INDEX[:26] + b"\2" + INDEX[27:-8]), 2, 1
+    ),
     "sequence_length=5: 1 to 4": lambda: GPTDataset(opened(), 5, 1),
     "num_samples=0: from 1": lambda: GPTDataset(opened(), 4, 0),
     "rank=2 from 0 to 1": lambda: part_of_batch(0, 8, 2, 2),
-    "integers from 0 to 256, unlike [257]": lambda: write_indexed("out_text_document", [[1, 2], [257]], 257),
-    "integers from 0 to 256, unlike [-1]": lambda: write_indexed("out_text_document", [[1, 2], [-1]], 257),
-    "integers from 0 to 256, unlike [0.5]": lambda: write_indexed("out_text_document", [[1, 2], [0.5]], 257),
+    "integers from 0 to 256, unlike [257]": lambda: write_indexed(
+        "out_text_document", [[1, 2], [257]], 257
+    ),
+    "integers from 0 to 256, unlike [-1]": lambda: write_indexed(
+        "out_text_document", [[1, 2], [-1]], 257
+    ),
+    "integers from 0 to 256, unlike [0.5]": lambda: write_indexed(
+        "out_text_document", [[1, 2], [0.5]], 257
+    ),
     "1 error: in:2001: not JSON: Expecting ',' delimiter: column 13 (char 12); nothing was written": b'{"text": "a"',
     "1 error: in:2001: not JSON: 'utf-8' codec can't decode byte 0xff in position 10": b'{"text": "\xff"}',
     "1 error: in:2001: not JSON: maximum recursion depth": b"[" * 100_000,
@@ -94,9 +131,14 @@ WRONG = {  # what is said of a call; of a line in a file; of arguments. The stat
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_is_wrong_is_an_error_that_says_where_and_changes_nothing(words, tmp_path, monkeypatch, capsys):
+def test_what_is_wrong_is_an_error_that_says_where_and_changes_nothing(
+    words, tmp_path, monkeypatch, capsys
+):
     wrong, letters = WRONG[words], map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])
-    arguments, line = wrong if isinstance(wrong, str) else "--workers 2", wrong if isinstance(wrong, bytes) else b"0"
+    arguments, line = (
+        wrong if isinstance(wrong, str) else "--workers 2",
+        wrong if isinstance(wrong, bytes) else b"0",
+    )
     if "absent" in arguments:
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     elif "merge-file" in arguments:
@@ -104,10 +146,14 @@ def test_what_is_wrong_is_an_error_that_says_where_and_changes_nothing(words, tm
     monkeypatch.chdir(tmp_path)
     write_indexed("out_text_document", [[1, 2, 3], [4, 5]], 257)
     Path("in").write_bytes(2000 * GOOD + line if line else b'{"text": ""}')
-    Path("whole").write_text(json.dumps({letter: n for n, letter in enumerate(letters)}))  # of byte-level BPE
+    Path("whole").write_text(
+        json.dumps({letter: n for n, letter in enumerate(letters)})
+    )  # of byte-level BPE
     Path("part").write_text('{"!": 0}')
     Path("merges").write_text("#version: 0.2\n")
-    monkeypatch.setattr(sys, "argv", ["data.py", "--input", "in", "--output-prefix", "out", *arguments.split()])
+    monkeypatch.setattr(
+        sys, "argv", ["data.py", "--input", "in", "--output-prefix", "out", *arguments.split()]
+    )
     with pytest.raises((ValueError, SystemExit)) as raised:
         wrong() if callable(wrong) else sys.exit(data.main())
     said = f"{raised.value} {capsys.readouterr().err}".strip()
@@ -116,11 +162,15 @@ def test_what_is_wrong_is_an_error_that_says_where_and_changes_nothing(words, tm
 
 
 @pytest.mark.parametrize(("workers", "vocabulary"), [(1, "bytes"), (3, "bytes"), (2, "GPT-2's")])
-def test_documents_are_in_order_whatever_the_number_of_workers(workers, vocabulary, tmp_path, monkeypatch, capsys):
+def test_documents_are_in_order_whatever_the_number_of_workers(
+    workers, vocabulary, tmp_path, monkeypatch, capsys
+):
     """Hundreds of chunks, some of one long line; two keys; no newline at the end; empty texts left out; a bar."""
     files, encode, end = (), str.encode, 256
     if vocabulary == "GPT-2's":  # one of our own, as tokenizers' class has it
-        bpe = pytest.importorskip("tokenizers", reason="tokenizers is not installed").ByteLevelBPETokenizer
+        bpe = pytest.importorskip(
+            "tokenizers", reason="tokenizers is not installed"
+        ).ByteLevelBPETokenizer
         (trained := bpe()).train_from_iterator(TEXTS, 300, special_tokens=["<|endoftext|>"])
         files = trained.save_model(str(tmp_path))
         encode, end = lambda text: bpe(*files).encode(text).ids, 0
@@ -129,9 +179,18 @@ def test_documents_are_in_order_whatever_the_number_of_workers(workers, vocabula
     monkeypatch.setattr(data, "chunks", lambda path, chunks=data.chunks: chunks(path, 2000))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("time.monotonic", iter(range(10**6)).__next__)
-    preprocess(tmp_path / "in", tmp_path / "out", ("other", "text", "other"), *files, append_eod=True, workers=workers)
+    preprocess(
+        tmp_path / "in",
+        tmp_path / "out",
+        ("other", "text", "other"),
+        *files,
+        append_eod=True,
+        workers=workers,
+    )
     for key in ("text", "other"):
-        expected = [[*encode(line[key]), end] for line in lines if line[key]]  # "<|endoftext|>" ends no document
+        expected = [
+            [*encode(line[key]), end] for line in lines if line[key]
+        ]  # "<|endoftext|>" ends no document
         assert written(tmp_path / f"out_{key}_document") == as_megatron_writes(expected)
     bar = r"\r█{10}·{10}  5[1-4]%   \d+ documents   0\.0 MB/s   \d+ s left\x1b\[K\r.*\r█{20} 100%   305 documents .*"
     end = r"\r\x1b\[K\S+_other_document: 305 documents, [\d,]+ tokens, 0\.0 MB/s\n\S+: 303 .*, 2 empty left out, .*\n$"
@@ -150,39 +209,84 @@ def test_memory_does_not_grow_with_the_input(tmp_path, monkeypatch):
 
 STOPPED = {  # status, what stderr says, what is done to the first process and a worker
     "SIGTERM": (143, "", lambda first, worker: os.killpg(first, signal.SIGTERM)),
-    "Ctrl-C": (1, "error: interrupted; nothing was written\n", lambda first, worker: os.killpg(first, signal.SIGINT)),
-    "a worker dies": (1, "a worker was killed", lambda first, worker: os.kill(worker, signal.SIGKILL)),
-    "full disk": (1, "File too large", lambda first, worker: resource.prlimit(first, resource.RLIMIT_FSIZE, (9, 9))),
-    "killed": (-9, "", lambda first, worker: os.kill(first, signal.SIGKILL)),  # what is left has hidden names
+    "Ctrl-C": (
+        1,
+        "error: interrupted; nothing was written\n",
+        lambda first, worker: os.killpg(first, signal.SIGINT),
+    ),
+    "a worker dies": (
+        1,
+        "a worker was killed",
+        lambda first, worker: os.kill(worker, signal.SIGKILL),
+    ),
+    "full disk": (
+        1,
+        "File too large",
+        lambda first, worker: resource.prlimit(first, resource.RLIMIT_FSIZE, (9, 9)),
+    ),
+    "killed": (
+        -9,
+        "",
+        lambda first, worker: os.kill(first, signal.SIGKILL),
+    ),  # what is left has hidden names
 }
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc, to see other processes")
 @pytest.mark.parametrize(("status", "words", "stop"), STOPPED.values(), ids=STOPPED)
-def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(status, words, stop, tmp_path):
-    command = ["env", "--default-signal=INT", sys.executable, ROOT / "data.py"]  # also where pytest is to ignore it
+def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(
+    status, words, stop, tmp_path
+):
+    command = [
+        "env",
+        "--default-signal=INT",
+        sys.executable,
+        ROOT / "data.py",
+    ]  # also where pytest is to ignore it
     command += ["--input", "/dev/stdin", "--output-prefix", "out", "--workers", "2"]
     options = {"env": {**os.environ, "LAUNCHED_BY_TEST": str(tmp_path)}, "start_new_session": True}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "bufsize": 0}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "bufsize": 0,
+    }
     process = subprocess.Popen(command, cwd=tmp_path, **options, **pipes)
     process.stdin.write(3000 * GOOD)  # once it is written, each worker has had a MiB
     workers = {*descendants(f"LAUNCHED_BY_TEST={tmp_path}")} - {process.pid}
     assert (len(workers), len(os.listdir(tmp_path))) == (2, 2)
     stop(process.pid, min(workers))
-    stderr = process.communicate(timeout=30)[1].decode()  # when the last process is gone that could write to it
-    assert (process.returncode, words in stderr, stderr.count("\n")) == (status, True, bool(stderr)), stderr
+    stderr = process.communicate(timeout=30)[
+        1
+    ].decode()  # when the last process is gone that could write to it
+    assert (process.returncode, words in stderr, stderr.count("\n")) == (
+        status,
+        True,
+        bool(stderr),
+    ), stderr
     assert [name for name in os.listdir(tmp_path) if status != -9 or name[-4:] != ".tmp"] == []
 
 
-@given(st.lists(st.integers(0, 9)).filter(lambda x: sum(x) > 1), st.integers(1, 12), st.integers(0, 2**32 - 1))
+@given(
+    st.lists(st.integers(0, 9)).filter(lambda x: sum(x) > 1),
+    st.integers(1, 12),
+    st.integers(0, 2**32 - 1),
+)
 def test_samples_are_the_cuts_of_the_shuffled_documents(tmp_path, lengths, s, seed):
     """Each of an epoch once, whatever the number that is planned; any one first; empty documents do no harm."""
     s, n = min(s, sum(lengths) - 1), (sum(lengths) - 1) // min(s, sum(lengths) - 1)
     write_indexed(tmp_path / "x", np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]), 1000)
-    dataset, longer = (GPTDataset(IndexedDataset(tmp_path / "x"), s, planned, seed) for planned in (3 * n, 3 * n + 1))
+    dataset, longer = (
+        GPTDataset(IndexedDataset(tmp_path / "x"), s, planned, seed)
+        for planned in (3 * n, 3 * n + 1)
+    )
     for epoch in (2, 0, 1):
         documents, samples, shuffle = dataset.indices(epoch)
-        assert (sorted(documents), sorted(shuffle), samples.shape) == ([*range(len(lengths))], [*range(n)], (n, 2))
+        assert (sorted(documents), sorted(shuffle), samples.shape) == (
+            [*range(len(lengths))],
+            [*range(n)],
+            (n, 2),
+        )
         text = np.concatenate([dataset.indexed[d] for d in documents]).tolist()
         cuts = [text[j * s : j * s + s + 1] for j in range(n)]
         assert [dataset[epoch * n + i].tolist() for i in range(n)] == [cuts[j] for j in shuffle]
@@ -193,7 +297,9 @@ def test_samples_are_the_cuts_of_the_shuffled_documents(tmp_path, lengths, s, se
 def test_the_order_is_the_seeds_alone_and_every_grid_cuts_batches_as_torch_does(tmp_path):
     """On every machine, with every numpy: pinned. Another seed and another epoch have another."""
     write_indexed(tmp_path / "x", [range(9)] * 4, 257)
-    orders = [GPTDataset(IndexedDataset(tmp_path / "x"), 5, 1, n % 2).indices(n // 2) for n in range(3)]
+    orders = [
+        GPTDataset(IndexedDataset(tmp_path / "x"), 5, 1, n % 2).indices(n // 2) for n in range(3)
+    ]
     shuffled = ["".join(map(str, [*documents, *shuffle])) for documents, _, shuffle in orders]
     assert shuffled == ["02313564102", "03213256140", "12036405132"]
     for size, ranks in ((1, 1), (1, 8), (6, 4), (8, 3), (8, 8), (13, 5), (13, 8)):
@@ -204,7 +310,18 @@ def test_the_order_is_the_seeds_alone_and_every_grid_cuts_batches_as_torch_does(
 
 def test_the_demonstration(tmp_path):
     """Of several ranks one shows it; nothing is left."""
-    first, second = (launch([sys.executable, ROOT / "data.py"], "/", env={"RANK": n, "TMPDIR": tmp_path}) for n in "01")
-    assert (first.returncode, first.stderr, second.returncode, second.stderr, second.stdout) == (0, "", 0, "", "")
-    assert re.search("(?s)data · .*: each document as it was,.*epoch 0: .*; step 0, a batch of 8:", first.stdout)
+    first, second = (
+        launch([sys.executable, ROOT / "data.py"], "/", env={"RANK": n, "TMPDIR": tmp_path})
+        for n in "01"
+    )
+    assert (first.returncode, first.stderr, second.returncode, second.stderr, second.stdout) == (
+        0,
+        "",
+        0,
+        "",
+        "",
+    )
+    assert re.search(
+        "(?s)data · .*: each document as it was,.*epoch 0: .*; step 0, a batch of 8:", first.stdout
+    )
     assert os.listdir(tmp_path) == []

@@ -21,7 +21,9 @@ def test_outputs_and_gradients_are_bitwise_those_of_one_device_chunk_by_chunk(n,
     rows = n * (1 + rows) if kind == "batchnorm" else rows  # a chunk of one row has no variance
     plain, model = make_model(kind, dtype), dp.DataParallel(make_model(kind, dtype), ["cpu"] * n)
     for step in range(3):
-        x = make_batch(0, step, torch.float32 if kind == "mixed" else dtype, rows=rows).requires_grad_()
+        x = make_batch(
+            0, step, torch.float32 if kind == "mixed" else dtype, rows=rows
+        ).requires_grad_()
         chunks, outputs, buffers = x.detach().clone().chunk(n), [], None
         (whole := model(x)).sin().sum().backward()
         for chunk in chunks:
@@ -29,7 +31,12 @@ def test_outputs_and_gradients_are_bitwise_those_of_one_device_chunk_by_chunk(n,
             outputs[-1].sin().sum().backward()
             buffers = buffers or [buffer.clone() for buffer in plain.buffers()]
         assert_equal(whole, torch.cat(outputs), exact=True, what="output")
-        assert_equal(x.grad, torch.cat([chunk.grad for chunk in chunks]), exact=True, what="gradient of the inputs")
+        assert_equal(
+            x.grad,
+            torch.cat([chunk.grad for chunk in chunks]),
+            exact=True,
+            what="gradient of the inputs",
+        )
         assert_same_parameters(model.module, plain, exact=True, what=f"step {step}")
         for ours, theirs, kept in zip(model.buffers(), plain.buffers(), buffers, strict=True):
             assert_equal(ours, theirs.copy_(kept), exact=True, what="buffer")
@@ -38,23 +45,34 @@ def test_outputs_and_gradients_are_bitwise_those_of_one_device_chunk_by_chunk(n,
             parameter.grad = None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: without, torch's is the module itself")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: without, torch's is the module itself"
+)
 def test_equals_torchs():
     module, x = make_model("plain").cuda(), make_batch(0, 0, rows=7).cuda()
-    models = dp.DataParallel(module, [*range(torch.cuda.device_count())] * 2), nn.DataParallel(module)
-    torch.testing.assert_close(*(torch.autograd.grad(model(x).sin().sum(), [*module.parameters()]) for model in models))
+    models = (
+        dp.DataParallel(module, [*range(torch.cuda.device_count())] * 2),
+        nn.DataParallel(module),
+    )
+    torch.testing.assert_close(
+        *(torch.autograd.grad(model(x).sin().sum(), [*module.parameters()]) for model in models)
+    )
 
 
 def test_scatter_and_gather_go_into_lists_tuples_and_dicts():
     """They cut as torch.chunk does, and join; what is not a tensor goes to all, and but for None does not come back."""
     x, marker = torch.arange(10).view(5, 2), object()
-    whole, *chunks = ([part, {"y": (part[:, 0], None)}, Pair(part, None)] for part in (x, x[:3], x[3:]))
+    whole, *chunks = (
+        [part, {"y": (part[:, 0], None)}, Pair(part, None)] for part in (x, x[:3], x[3:])
+    )
     assert str(dp.scatter(whole, ["cpu"] * 2)) == str(chunks)
     assert str(dp.gather(chunks, "cpu")) == str(whole)
     assert [everywhere for _, everywhere in dp.scatter((x, marker), ["cpu"] * 2)] == [marker] * 2
     columns = dp.scatter(x, ["cpu"] * 3, dim=1)
     assert str([columns, dp.gather(columns, "cpu", dim=1)]) == str([[x[:, :1], x[:, 1:]], x])
-    with pytest.raises(ValueError, match=r"\[\(5, 2\), \(1, 2\)\] give different numbers of chunks for 2 devices"):
+    with pytest.raises(
+        ValueError, match=r"\[\(5, 2\), \(1, 2\)\] give different numbers of chunks for 2 devices"
+    ):
         dp.scatter((x, torch.zeros(1, 2)), ["cpu"] * 2)
     for wrong in ([{"a": x}, {"b": x}], [1, 2], [None, x], [x, None]):
         with pytest.raises((ValueError, TypeError)):
@@ -65,29 +83,50 @@ def test_scatter_and_gather_go_into_lists_tuples_and_dicts():
 def test_a_replica_has_the_structure_of_the_module_and_lies_on_its_device():
     """Weights in lists, a module used twice, a child that is None, a frozen weight, no bias. The first shares the
     module's memory; the others have copies, of each tensor one, no Parameter, through which one gradient comes back."""
-    module, devices = nn.ModuleDict({"lstm": nn.LSTM(6, 4), "norm": nn.BatchNorm1d(6)}), ["cpu", "cpu", "meta"]
+    module, devices = (
+        nn.ModuleDict({"lstm": nn.LSTM(6, 4), "norm": nn.BatchNorm1d(6)}),
+        ["cpu", "cpu", "meta"],
+    )
     module["twice"] = module["again"] = nn.Linear(4, 4, bias=False)
-    module["list"] = nn.ParameterList([nn.Parameter(torch.ones(4), requires_grad=False), torch.ones(4)])
+    module["list"] = nn.ParameterList(
+        [nn.Parameter(torch.ones(4), requires_grad=False), torch.ones(4)]
+    )
     module.register_module("none", None)
     states, replicas = [*module.parameters(), *module.buffers()], dp.replicate(module, devices)
     for device, replica in zip(devices, replicas, strict=True):
         assert replica["twice"] is replica["again"] is not module["twice"]
         assert replica["twice"].bias is replica.none is None
         assert [weight.requires_grad for weight in replica["list"]] == [False, True]
-        tensors = [t for m in replica.modules() for t in (vars(m) | m._buffers).values() if torch.is_tensor(t)]
+        tensors = [
+            t
+            for m in replica.modules()
+            for t in (vars(m) | m._buffers).values()
+            if torch.is_tensor(t)
+        ]
         assert {t.device.type for t in (*tensors, *replica["lstm"]._flat_weights)} == {device}
         shared = {t.data_ptr() for t in tensors} & {state.data_ptr() for state in states}
-        assert (len(tensors), len(shared)) == (len(states), len(states) if replica is replicas[0] else 0)
+        assert (len(tensors), len(shared)) == (
+            len(states),
+            len(states) if replica is replicas[0] else 0,
+        )
         if device == "cpu":
             sum(t.sum() for t in tensors if t.requires_grad).backward()
     assert all((state.grad == 2).all() for state in states if state.requires_grad)
-    outputs = dp.parallel_apply([replica["norm"] for replica in replicas], dp.scatter(torch.randn(6, 6), devices))
+    outputs = dp.parallel_apply(
+        [replica["norm"] for replica in replicas], dp.scatter(torch.randn(6, 6), devices)
+    )
     assert [x.device.type for x in (*outputs, dp.gather(outputs, "meta"))] == [*devices, "meta"]
 
 
-class Sees(nn.Linear):  # Records what reaches each replica, in a list that all of them have. Uses no bias
+class Sees(
+    nn.Linear
+):  # Records what reaches each replica, in a list that all of them have. Uses no bias
     def forward(self, *inputs, scale=1, loss=False):
-        x, self.scale, thread = inputs[0] if inputs else self.weight[:0], scale, threading.current_thread().name
+        x, self.scale, thread = (
+            inputs[0] if inputs else self.weight[:0],
+            scale,
+            threading.current_thread().name,
+        )
         self.seen.append((len(x), scale, torch.is_grad_enabled(), self.training, thread))
         if (x < 0).any():
             raise KeyError(x[0, 0].item())
@@ -106,8 +145,14 @@ def test_each_replica_in_a_thread_with_its_rows_and_this_threads_modes():
     assert (output.dtype, model.module.bias.grad) == (torch.float32, None)
     assert (len(model()), len(model(scale=4))) == (0, 0)
     assert not hasattr(model.module, "scale")  # what a replica sets is lost
-    assert sorted(s[:4] for s in seen[:3]) == [(1, 2, False, False), (3, 2, False, False), (3, 2, False, False)]
-    assert [s[:4] for s in seen[3:]] == [(1, 1, True, True)] * 2 + [(0, 1, True, True)] + [(0, 4, True, True)] * 3
+    assert sorted(s[:4] for s in seen[:3]) == [
+        (1, 2, False, False),
+        (3, 2, False, False),
+        (3, 2, False, False),
+    ]
+    assert [s[:4] for s in seen[3:]] == [(1, 1, True, True)] * 2 + [(0, 1, True, True)] + [
+        (0, 4, True, True)
+    ] * 3
     assert len({s[4] for s in seen}) == 3 + 2 + 1 + 3
     with pytest.raises(KeyError, match=r"KeyError in replica 1 on device cpu: -1\.0"):
         model(-torch.arange(3.0).view(3, 1).expand(3, 6))  # the third raises as well

@@ -30,23 +30,52 @@ def loss_at(step, model):
 
 def all_reduce_twice(group, bucket):
     """A hook whose second collective, issued in a callback, must not meet the next bucket's first."""
-    first = dist.all_reduce(bucket.buffer().div_(group.size() ** 2), group=group, async_op=True).get_future()
-    return first.then(lambda future: dist.all_reduce(future.value()[0], group=group) or bucket.buffer())
+    first = dist.all_reduce(
+        bucket.buffer().div_(group.size() ** 2), group=group, async_op=True
+    ).get_future()
+    return first.then(
+        lambda future: dist.all_reduce(future.value()[0], group=group) or bucket.buffer()
+    )
 
 
 TRAININGS = [  # a model, its dtype, micro-batches, buckets, hook, options; the first ones are as good as none
-    ("batchnorm", F32, 2, 1, None, {"device_ids": [0], "output_device": 0, "dim": 0, "bucket_cap_mb": None}),
+    (
+        "batchnorm",
+        F32,
+        2,
+        1,
+        None,
+        {"device_ids": [0], "output_device": 0, "dim": 0, "bucket_cap_mb": None},
+    ),
     ("mixed", F32, 1, 4, None, {"gradient_as_bucket_view": True}),
     ("odd", BF16, 3, 5, None, {"bucket_cap_mb": 1e-6, "gradient_as_bucket_view": True}),
-    ("plain", F32, 1, 3, None, {"bucket_cap_mb": (12 + 17 * 12 + 68) / 2**20, "find_unused_parameters": True}),
-    ("frozen", F32, 2, 2, default_hooks.allreduce_hook, {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}),
+    (
+        "plain",
+        F32,
+        1,
+        3,
+        None,
+        {"bucket_cap_mb": (12 + 17 * 12 + 68) / 2**20, "find_unused_parameters": True},
+    ),
+    (
+        "frozen",
+        F32,
+        2,
+        2,
+        default_hooks.allreduce_hook,
+        {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True},
+    ),
     ("tied", F64, 3, 3, all_reduce_twice, {"bucket_cap_mb": 1e-6, "find_unused_parameters": True}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "micro_batches", "buckets", "hook", "options"), TRAININGS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "micro_batches", "buckets", "hook", "options"), TRAININGS
+)
 @pool.on(1, 2, 3)
-def test_gradients_are_those_of_one_device_that_starts_as_rank_0(kind, dtype, micro_batches, buckets, hook, options):
+def test_gradients_are_those_of_one_device_that_starts_as_rank_0(
+    kind, dtype, micro_batches, buckets, hook, options
+):
     """Bitwise on 2 ranks. They and buckets hold what ddp.py says, in backward too; and a discarded wrapper nothing."""
     N, rank, during = pool.world_size(), pool.rank(), {}
     plain = make_model(kind, dtype) if N < 3 else make_model(kind).double()  # sums in another order
@@ -59,7 +88,9 @@ def test_gradients_are_those_of_one_device_that_starts_as_rank_0(kind, dtype, mi
         model.register_comm_hook(pool.group(), hook)
     assert module.short.tolist() == [7, 7, 7]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    assert [id(p) for bucket in model._buckets for p in bucket.parameters()] == [id(p) for p in reversed(trained)]
+    assert [id(p) for bucket in model._buckets for p in bucket.parameters()] == [
+        id(p) for p in reversed(trained)
+    ]
     assert N == 3 or len(model._buckets) == buckets
     for parameter in trained:  # once the wrapper has seen the gradient
         parameter.register_post_accumulate_grad_hook(lambda p: during.update({p: p.grad}))
@@ -70,10 +101,15 @@ def test_gradients_are_those_of_one_device_that_starts_as_rank_0(kind, dtype, mi
         for i in steps:
             with model.no_sync() if i < steps[-1] else nullcontext():
                 loss_at(i, model).backward()
-        one_device(plain, [[make_batch(r, i, next(plain.parameters()).dtype) for i in steps] for r in range(N)])
+        one_device(
+            plain,
+            [[make_batch(r, i, next(plain.parameters()).dtype) for i in steps] for r in range(N)],
+        )
         assert_same_parameters(module, plain, exact=N < 3)
         for gradients in (during.values(), [parameter.grad for parameter in trained]):
-            assert ddp.held_bytes([*gradients, *flat]) == psi * (1 if "gradient_as_bucket_view" in options else 2)
+            assert ddp.held_bytes([*gradients, *flat]) == psi * (
+                1 if "gradient_as_bucket_view" in options else 2
+            )
     references = [weakref.ref(held) for held in (model, model._buckets[0])]
     del model
     assert [reference() for reference in references] == [None, None]
@@ -97,25 +133,46 @@ USES = st.lists(st.sampled_from(range(4)), unique=True)
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), USES, USES, USES), min_size=1, max_size=5), st.booleans())
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans(), USES, USES, USES), min_size=1, max_size=5),
+    st.booleans(),
+)
 @example([(False, False, [0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2])] * 2, True)
-@example([(False, False, [0, 3], [1, 3], [0]), (False, False, [], [], [2]), (True, False, [], [], [])], True)
+@example(
+    [(False, False, [0, 3], [1, 3], [0]), (False, False, [], [], [2]), (True, False, [], [], [])],
+    True,
+)
 @example([(False, True, [0], [1], [0]), (False, False, [3], [3], [3])], True)
 @pool.on(3)
-def test_layers_used_and_their_order_may_differ_by_rank_and_micro_batch(find_unused, micro_batches, as_view):
+def test_layers_used_and_their_order_may_differ_by_rank_and_micro_batch(
+    find_unused, micro_batches, as_view
+):
     """Of a micro-batch: is there a zero_grad before, is its forward under no_sync, which layers does each rank use."""
-    model = wrap(Branches(), bucket_cap_mb=1e-6, gradient_as_bucket_view=as_view, find_unused_parameters=find_unused)
-    rank, expected = pool.rank(), torch.zeros(3, 4, 2, 6, dtype=F64)  # of each rank and layer; 0 where there is none
+    model = wrap(
+        Branches(),
+        bucket_cap_mb=1e-6,
+        gradient_as_bucket_view=as_view,
+        find_unused_parameters=find_unused,
+    )
+    rank, expected = (
+        pool.rank(),
+        torch.zeros(3, 4, 2, 6, dtype=F64),
+    )  # of each rank and layer; 0 where there is none
     with suppress(KeyError), model.no_sync():
         raise KeyError  # no_sync is over
     for number, (zero_grad, local, *drawn) in enumerate(micro_batches):
         if zero_grad:
             model.zero_grad()
             expected.zero_()
-        uses = drawn if find_unused else [dict.fromkeys([*first, 0, 1, 2, 3]) for first in drawn]  # or all are used
+        uses = (
+            drawn if find_unused else [dict.fromkeys([*first, 0, 1, 2, 3]) for first in drawn]
+        )  # or all are used
         batches = [make_batch(r, number, F64) for r in range(3)]
         with model.no_sync() if local else nullcontext():
-            losses = [model(half, uses[rank], opaque=not find_unused).pop() for half in batches[rank].chunk(2)]
+            losses = [
+                model(half, uses[rank], opaque=not find_unused).pop()
+                for half in batches[rank].chunk(2)
+            ]
         with nullcontext() if local else model.no_sync():  # the forward counts
             for loss in losses if find_unused else [sum(losses)]:
                 loss.backward()
@@ -148,7 +205,10 @@ def test_parameters_that_backward_did_not_reach_are_named_in_the_next_forward():
     (loss := model(x, [0, 2]).pop()).backward(retain_graph=True)
     with torch.no_grad():
         model(x, [0])  # evaluation goes on working
-    with pytest.raises(RuntimeError, match=f"prior iteration.* 1.weight, 3.weight on rank {pool.rank()}; try find_unu"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"prior iteration.* 1.weight, 3.weight on rank {pool.rank()}; try find_unu",
+    ):
         model(x, [0, 1, 2, 3])
     with pytest.raises(RuntimeError, match="ready only once"):
         loss.backward()
@@ -157,8 +217,14 @@ def test_parameters_that_backward_did_not_reach_are_named_in_the_next_forward():
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 @pool.on(2)
 def test_buffers_are_rank_0s_in_each_training_forward_and_only_then(broadcast_buffers):
-    rank, seen, model = pool.rank(), [], wrap(make_model("batchnorm"), broadcast_buffers=broadcast_buffers)
-    model.module[1].register_forward_pre_hook(lambda norm, _: seen.append(norm.running_mean[0].item()))
+    rank, seen, model = (
+        pool.rank(),
+        [],
+        wrap(make_model("batchnorm"), broadcast_buffers=broadcast_buffers),
+    )
+    model.module[1].register_forward_pre_hook(
+        lambda norm, _: seen.append(norm.running_mean[0].item())
+    )
 
     def forward():
         model.module[1].running_mean.data.fill_(rank)  # no new version
@@ -186,7 +252,9 @@ def test_pytorchs_hooks_find_what_they_find_in_pytorchs(low_rank):
     for implementation in (ddp.DDP, nn.parallel.DistributedDataParallel):
         state, hook = pool.group(), default_hooks.fp16_compress_hook
         if low_rank:  # in 16 bits
-            state = powerSGD_hook.PowerSGDState(state, start_powerSGD_iter=2, min_compression_rate=0.5)
+            state = powerSGD_hook.PowerSGDState(
+                state, start_powerSGD_iter=2, min_compression_rate=0.5
+            )
             hook = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
         model = implementation(make_model("plain", F64), process_group=pool.group())
         model.register_comm_hook(state, hook)
@@ -199,8 +267,14 @@ def test_pytorchs_hooks_find_what_they_find_in_pytorchs(low_rank):
 
 WRONG = {  # the message: on one rank the model is changed so, or options are these
     "same model.*'3.weight'.*rank 2.*torch.bfloat16": (lambda model: model[3].bfloat16(), {}),
-    "rank 2 has '3.bias'.*requires_grad=False": (lambda model: model[3].bias.requires_grad_(False), {}),
-    "nothing more; rank 2 has '1.extra'": (lambda model: model[1].register_buffer("extra", torch.zeros(2)), {}),
+    "rank 2 has '3.bias'.*requires_grad=False": (
+        lambda model: model[3].bias.requires_grad_(False),
+        {},
+    ),
+    "nothing more; rank 2 has '1.extra'": (
+        lambda model: model[1].register_buffer("extra", torch.zeros(2)),
+        {},
+    ),
     "static_graph=True is not supported": (id, {"static_graph": True}),
     "nothing=1 is not supported": (id, {"nothing": 1}),
     "rank . is not in process_group": (id, {"process_group": dist.GroupMember.NON_GROUP_MEMBER}),

@@ -68,7 +68,9 @@ def test_a_rank_with_one_batch_fewer(tmp_path):
     assert fork("script.py", ranks=2, cwd=tmp_path).stdout.count("finished") == 2
     done = run_script(tmp_path, steps="3 - rank")
     assert done.returncode != 0
-    assert re.search(r"[Tt]imed out|[Tt]imeout|Connection closed by peer|Connection reset", done.stderr)
+    assert re.search(
+        r"[Tt]imed out|[Tt]imeout|Connection closed by peer|Connection reset", done.stderr
+    )
     assert "finished 0" not in done.stdout
 
 

@@ -17,7 +17,12 @@ import flash_attention as flash
 
 
 def qkv_and_gradient(B=2, H=2, heads=2, S=7, Skv=7, size=4, v_size=None, dtype=torch.float64):
-    shapes = (B, H, S, size), (B, heads, Skv, size), (B, heads, Skv, v_size or size), (B, H, S, v_size or size)
+    shapes = (
+        (B, H, S, size),
+        (B, heads, Skv, size),
+        (B, heads, Skv, v_size or size),
+        (B, H, S, v_size or size),
+    )
     generator = torch.Generator().manual_seed(S)
     x = [torch.randn(B, S, H, size, dtype=dtype, generator=generator) for B, H, S, size in shapes]
     return [y.transpose(1, 2) for y in x]  # strided, as a projection's output is in a model
@@ -40,7 +45,9 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         tensors = (x for x in tree_leaves(result) if isinstance(x, torch.Tensor))
-        self.elements = max(self.elements, *(x.untyped_storage().nbytes() // x.itemsize for x in tensors), 0)
+        self.elements = max(
+            self.elements, *(x.untyped_storage().nbytes() // x.itemsize for x in tensors), 0
+        )
         return result
 
 
@@ -64,7 +71,9 @@ def splitmix64(seed, n):  # its n-th number, by the paper, in Python's integers
 )
 @example(0, (2, 2), 9, 4, (4, 4), 5, True, None, 0.3)
 @example(2, (6, 2), 26, 33, (3, 5), 7, True, 0.3, 0.3)
-def test_dense_attention_of_any_sizes_in_blocks_of_any(B, heads, S, Skv, sizes, block_size, causal, scale, p):
+def test_dense_attention_of_any_sizes_in_blocks_of_any(
+    B, heads, S, Skv, sizes, block_size, causal, scale, p
+):
     """Sizes that no block divides, none, more queries than keys; strided. Dropped is what SplitMix64 says, from one
     number of the default generator. No tensor of queries times keys is made; kept are q, k, v, output and a number a
     query; 4d + 10d operations are for each query and each key up to the last that the last query of its block sees."""
@@ -72,7 +81,10 @@ def test_dense_attention_of_any_sizes_in_blocks_of_any(B, heads, S, Skv, sizes, 
     torch.manual_seed(S)
     if p:
         seed = torch.randint(-(2**63), 2**63 - 1, ()).item()
-        drawn = [float((splitmix64(seed, n) + 2**63) % 2**64 >= p * 2**64) for n in range(B * heads[0] * S * Skv)]
+        drawn = [
+            float((splitmix64(seed, n) + 2**63) % 2**64 >= p * 2**64)
+            for n in range(B * heads[0] * S * Skv)
+        ]
         mask = torch.tensor(drawn, dtype=torch.float64).view(B, heads[0], S, Skv) / (1 - p)
     next_random_numbers = torch.rand(3)
 
@@ -84,7 +96,9 @@ def test_dense_attention_of_any_sizes_in_blocks_of_any(B, heads, S, Skv, sizes, 
     if not p:
         naive = functools.partial(flash.naive_attention, causal=causal, scale=scale)
         assert_all_equal(output_and_gradients(naive, *tensors), expected)
-    ours = functools.partial(flash.flash_attention, causal=causal, scale=scale, dropout_p=p, block_size=block_size)
+    ours = functools.partial(
+        flash.flash_attention, causal=causal, scale=scale, dropout_p=p, block_size=block_size
+    )
     torch.manual_seed(S)
     save = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
     with save, Largest() as seen, FlopCounterMode(display=False) as flops:
@@ -94,25 +108,38 @@ def test_dense_attention_of_any_sizes_in_blocks_of_any(B, heads, S, Skv, sizes, 
     block = max(B, 1) * heads[0] * min(block_size, S) * min(block_size, Skv)
     assert seen.elements <= max(block, 1, *(x.numel() for x in tensors))
     assert sum(x.numel() for x in saved) == sum(x.numel() for x in tensors) + B * heads[0] * S
-    ends = [(start, min(start + block_size, S)) for start in range(max(0, S - Skv) if causal else 0, S, block_size)]
+    ends = [
+        (start, min(start + block_size, S))
+        for start in range(max(0, S - Skv) if causal else 0, S, block_size)
+    ]
     pairs = sum((end - start) * (Skv - S + end if causal else Skv) for start, end in ends)
     assert flops.get_total_flops() == B * heads[0] * pairs * (8 * sizes[0] + 6 * sizes[1])
 
 
 def test_the_idea():
     q, k, v, _ = qkv_and_gradient(S=5, Skv=9)
-    assert_equal(flash.online_attention(q, k, v, block_size=4), flash.naive_attention(q, k, v), exact=False)
+    assert_equal(
+        flash.online_attention(q, k, v, block_size=4), flash.naive_attention(q, k, v), exact=False
+    )
 
 
-@pytest.mark.parametrize(("S", "cut", "causal"), [(9, 5, False), (9, 10, False), (4, 6, True), (12, 0, True)])
+@pytest.mark.parametrize(
+    ("S", "cut", "causal"), [(9, 5, False), (9, 10, False), (4, 6, True), (12, 0, True)]
+)
 def test_parts_of_the_keys_merge_into_the_whole_and_have_their_gradients(S, cut, causal):
     """Of 10 keys the first `cut`, which all queries see, and the others, aligned at the end."""
     q, k, v, gradient = qkv_and_gradient(S=S, Skv=10)
     whole = flash.flash_forward(q, k, v, causal)
     parts = [(k[:, :, :cut], v[:, :, :cut], False), (k[:, :, cut:], v[:, :, cut:], causal)]
     merged = flash.merge(*flash.flash_forward(q, *parts[0]), *flash.flash_forward(q, *parts[1]))
-    first, second = (flash.flash_backward(gradient, q, k, v, *merged, causal) for k, v, causal in parts)
-    ours = [*merged, first[0] + second[0], *(torch.cat(pair, 2) for pair in zip(first[1:], second[1:], strict=True))]
+    first, second = (
+        flash.flash_backward(gradient, q, k, v, *merged, causal) for k, v, causal in parts
+    )
+    ours = [
+        *merged,
+        first[0] + second[0],
+        *(torch.cat(pair, 2) for pair in zip(first[1:], second[1:], strict=True)),
+    ]
     expected = [*whole, *flash.flash_backward(gradient, q, k, v, *whole, causal)]
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
@@ -121,9 +148,13 @@ def test_parts_of_the_keys_merge_into_the_whole_and_have_their_gradients(S, cut,
 def test_16_bits_are_no_worse_than_pytorchs(dtype):
     """Errors against float64, of the same rounded inputs; log-sum-exp stays in fp32."""
     tensors = [x.to(dtype) for x in qkv_and_gradient(S=500, Skv=500, size=32, dtype=torch.float32)]
-    exact = output_and_gradients(functools.partial(flash.naive_attention, causal=True), *(x.double() for x in tensors))
+    exact = output_and_gradients(
+        functools.partial(flash.naive_attention, causal=True), *(x.double() for x in tensors)
+    )
     ours = output_and_gradients(functools.partial(flash.flash_attention, causal=True), *tensors)
-    theirs = output_and_gradients(functools.partial(F.scaled_dot_product_attention, is_causal=True), *tensors)
+    theirs = output_and_gradients(
+        functools.partial(F.scaled_dot_product_attention, is_causal=True), *tensors
+    )
     for a, b, plain in zip(ours, theirs, exact, strict=True):
         assert a.dtype == dtype
         mine, pytorchs = ((x.double() - plain).norm() / plain.norm() for x in (a, b))
@@ -133,11 +164,16 @@ def test_16_bits_are_no_worse_than_pytorchs(dtype):
 
 def test_autocast_does_not_reach_inside_and_a_checkpoint_draws_the_mask_again():
     attention, results = functools.partial(flash.flash_attention, dropout_p=0.5), []
-    for run in (attention, functools.partial(torch.utils.checkpoint.checkpoint, attention, use_reentrant=False)):
+    for run in (
+        attention,
+        functools.partial(torch.utils.checkpoint.checkpoint, attention, use_reentrant=False),
+    ):
         for autocast in (False, True):
             torch.manual_seed(2)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                results.append(output_and_gradients(run, *qkv_and_gradient(S=40, Skv=40, dtype=torch.float32)))
+                results.append(
+                    output_and_gradients(run, *qkv_and_gradient(S=40, Skv=40, dtype=torch.float32))
+                )
             assert_all_equal(results[-1], results[0], exact=True)
 
 

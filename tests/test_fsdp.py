@@ -13,7 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as pytorchs
 import torch.nn as nn
-from shared import HOW, Block, Blocks, Collectives, Outer, Reader, Watch, batch_loss, loss_of, make_batch, make_model
+from shared import (
+    HOW,
+    Block,
+    Blocks,
+    Collectives,
+    Outer,
+    Reader,
+    Watch,
+    batch_loss,
+    loss_of,
+    make_batch,
+    make_model,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,7 +33,9 @@ import fsdp
 
 
 def fully_shard(module, mesh=None, **kwargs):
-    return fsdp.fully_shard(module, mesh=mesh, process_group=None if mesh else pool.group(), **kwargs)
+    return fsdp.fully_shard(
+        module, mesh=mesh, process_group=None if mesh else pool.group(), **kwargs
+    )
 
 
 def shard(model, fully_shard=fully_shard, **kwargs):
@@ -49,7 +63,9 @@ def assert_at_rest(model):
     for unit in units(model):
         assert (unit.works, unit.kept, unit.sent, unit.reached) == (None, None, None, -1)
         assert all(place.whole.grad is None for place in unit.places)
-        assert all(place.layout[2] * place.whole.itemsize % 64 == 0 for place in unit.places)  # as torch aligns
+        assert all(
+            place.layout[2] * place.whole.itemsize % 64 == 0 for place in unit.places
+        )  # as torch aligns
     assert not any(p.dim() > 1 for p in model.parameters())
 
 
@@ -91,8 +107,12 @@ def test_naive_form():
     plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
     ours = copy.deepcopy(plain).to("meta")  # a skeleton
     pad = lambda p: nn.functional.pad(p.detach().flatten(), (0, -p.numel() % N))  # noqa: E731
-    pieces = {n: pad(p).chunk(N)[rank].clone().requires_grad_() for n, p in plain.named_parameters()}
-    loss_of(fsdp.forward_sharded(ours, pieces, make_batch(rank, 0), process_group=pool.group())).backward()
+    pieces = {
+        n: pad(p).chunk(N)[rank].clone().requires_grad_() for n, p in plain.named_parameters()
+    }
+    loss_of(
+        fsdp.forward_sharded(ours, pieces, make_batch(rank, 0), process_group=pool.group())
+    ).backward()
     claims.one_device(plain, [[make_batch(r, 0)] for r in range(N)])
     for name, p in plain.named_parameters():
         assert torch.equal(pieces[name].grad, pad(p.grad).chunk(N)[rank])
@@ -145,7 +165,9 @@ def raising(m, rank, n, ours, plain, where, then):
             loss_of(ours(make_batch(rank, 7), None, how)).backward()
         zero_grad()
         if then == "saved":
-            torch.testing.assert_close(fsdp.full_state_dict(ours), dict(plain.state_dict()), rtol=0, atol=0)
+            torch.testing.assert_close(
+                fsdp.full_state_dict(ours), dict(plain.state_dict()), rtol=0, atol=0
+            )
     return earlier or batch_loss(ours, rank, n)
 
 
@@ -155,13 +177,18 @@ WAYS = {  # and how many micro-batches: what a backward reaches twice, it reduce
     "not all of them": (functools.partial(calls, plan=[[0, 2, 3], [0, 2], [3, 2, 1, 0], []]), 2),
     "twice, with others between": (functools.partial(calls, plan=TWICE), 1),
     "twice, checkpointed": (functools.partial(calls, plan=TWICE, how="checkpointed"), 1),
-    "two graphs, one backward": (lambda m, rank, n, **_: batch_loss(m, rank, n) + batch_loss(m, rank, n + 50), 1),
+    "two graphs, one backward": (
+        lambda m, rank, n, **_: batch_loss(m, rank, n) + batch_loss(m, rank, n + 50),
+        1,
+    ),
     "two graphs alive": (two_graphs_alive, 2),
     "evaluated": (evaluated, 1),
     "frozen": (frozen, 2),
 }
 RAISED = itertools.product(("forward", "backward"), ("another forward", "that before", "saved"))
-WAYS |= {f"raised in {a}, then {b}": (functools.partial(raising, where=a, then=b), 1) for a, b in RAISED}
+WAYS |= {
+    f"raised in {a}, then {b}": (functools.partial(raising, where=a, then=b), 1) for a, b in RAISED
+}
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -171,14 +198,23 @@ def test_units_are_called_as_one_likes(way, reshard):
     (ours, plain), (loss, micro_batches) = pair(reshard), WAYS[way]
     sizes = [unit.flat.nbytes for unit in units(ours)]  # the root's first
     sent, _ = train(ours, plain, functools.partial(loss, ours=ours, plain=plain), 2, micro_batches)
-    sent, passes = sent.bytes_of("send") / 2, 2 * (1 + reshard) + 1  # a step's: of two forwards, and one reduction
-    exact = way in ("plainly", "checkpointed") or (way == "reentrant" and reshard)  # what it gathers, backward uses
-    alone = (2 * reshard + 1) * sizes[1] if way == "frozen" else 0  # gathered for forward alone, and not reduced
+    sent, passes = (
+        sent.bytes_of("send") / 2,
+        2 * (1 + reshard) + 1,
+    )  # a step's: of two forwards, and one reduction
+    exact = way in ("plainly", "checkpointed") or (
+        way == "reentrant" and reshard
+    )  # what it gathers, backward uses
+    alone = (
+        (2 * reshard + 1) * sizes[1] if way == "frozen" else 0
+    )  # gathered for forward alone, and not reduced
     assert not (exact or alone) or sent == passes * sum(sizes) - alone
 
 
 def of_all_kinds():
-    model = nn.Sequential(Block(), nn.BatchNorm1d(6).eval(), Block(), make_model("tied"), make_model("odd"))
+    model = nn.Sequential(
+        Block(), nn.BatchNorm1d(6).eval(), Block(), make_model("tied"), make_model("odd")
+    )
     model[1].running_mean.fill_(pool.world_size())
     model[3].second.bias.requires_grad_(False)
     return model
@@ -195,7 +231,9 @@ MODELS = {
 def body_part_of_chain(model, reshard, saved):
     make, loss = MODELS[model]
     plain, saved = make(), copy.deepcopy(saved)  # which ranks share
-    return train(shard(copy.deepcopy(plain), reshard_after_forward=reshard), plain, loss, saved=saved)[1]
+    return train(
+        shard(copy.deepcopy(plain), reshard_after_forward=reshard), plain, loss, saved=saved
+    )[1]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -218,15 +256,23 @@ def test_clipping_where_a_rank_has_nothing_and_a_square_or_a_sum_would_overflow(
 ON_A_CPU, BF16 = hasattr(torch.cpu.Stream, "record_event"), torch.bfloat16
 
 
-@pytest.mark.skipif(not ON_A_CPU, reason=f"PyTorch's fully_shard does not run on a CPU in torch {torch.__version__}")
-@pytest.mark.parametrize(("dtypes", "offload"), [((BF16, torch.float32), 0), ((BF16, None), 1), ((None, BF16), 0)])
+@pytest.mark.skipif(
+    not ON_A_CPU, reason=f"PyTorch's fully_shard does not run on a CPU in torch {torch.__version__}"
+)
+@pytest.mark.parametrize(
+    ("dtypes", "offload"), [((BF16, torch.float32), 0), ((BF16, None), 1), ((None, BF16), 0)]
+)
 @pool.on(2)
 def test_mixed_precision_as_pytorchs(dtypes, offload):
     """Gradients of two micro-batches, the first within no_sync, where they are added in the reduce dtype."""
     ours, mesh = Blocks(), DeviceMesh.from_group(pool.group(), "cpu")
     theirs, theirs_of = copy.deepcopy(ours), functools.partial(pytorchs.fully_shard, mesh=mesh)
     shard(theirs, theirs_of, mp_policy=pytorchs.MixedPrecisionPolicy(*dtypes))
-    shard(ours, mp_policy=fsdp.MixedPrecisionPolicy(*dtypes), offload_policy=(None, fsdp.CPUOffloadPolicy())[offload])
+    shard(
+        ours,
+        mp_policy=fsdp.MixedPrecisionPolicy(*dtypes),
+        offload_policy=(None, fsdp.CPUOffloadPolicy())[offload],
+    )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, theirs)]
     for number in range(4):
         theirs.set_requires_gradient_sync(last := number % 2 == 1)
@@ -247,11 +293,16 @@ def test_mixed_precision_as_pytorchs(dtypes, offload):
 def test_hybrid_sharding():
     """2 × 2: as one device; the replicas exchange shards of gradients only."""
     rank, mesh = pool.rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    plain, ours = make_model("plain", torch.float64), make_model("plain", torch.float64, seed=1 + rank)
+    plain, ours = (
+        make_model("plain", torch.float64),
+        make_model("plain", torch.float64, seed=1 + rank),
+    )
     sent, _ = train(shard(ours, mesh=mesh), plain, rtol=1e-12, atol=1e-12)
     assert sent.bytes_of("allreduce_") == 3 * sum(u.flat.nbytes for u in units(ours))
     norm = fsdp.clip_grad_norm_(ours, 0.01)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=1e-12, atol=0
+    )
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, a._place.cut(b.grad), rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="ranks must hold the same model"):
@@ -267,13 +318,21 @@ def test_a_model_on_the_meta_device_becomes_real_unit_by_unit():
             m[1].norm = nn.BatchNorm1d(3)
     model[-1].bias.requires_grad_(False)
     torch.manual_seed(0)
-    plain.to_empty(device="cpu").apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    plain.to_empty(device="cpu").apply(
+        lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None
+    )
     torch.manual_seed(pool.rank())
-    with Watch(lambda: fsdp.held_bytes([p for p in model.parameters() if p.dim() > 1 and not p.is_meta])) as watch:
+    with Watch(
+        lambda: fsdp.held_bytes([p for p in model.parameters() if p.dim() > 1 and not p.is_meta])
+    ) as watch:
         shard(model)
-    assert max(held for _, held in watch.seen) <= 2 * 4 * sum(p.numel() for p in Block().parameters())
+    assert max(held for _, held in watch.seen) <= 2 * 4 * sum(
+        p.numel() for p in Block().parameters()
+    )
     assert_at_rest(model)
-    torch.testing.assert_close(fsdp.full_state_dict(model), dict(plain.state_dict()), rtol=0, atol=0)
+    torch.testing.assert_close(
+        fsdp.full_state_dict(model), dict(plain.state_dict()), rtol=0, atol=0
+    )
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["5.bias"]
     batch_loss(model, 0, 0).backward()
 
@@ -293,10 +352,16 @@ def test_costs(N, reshard, request, monkeypatch):
     assert 4 * 40 * 40 <= unit < 4 * 40 * 40 + 4 * N
 
     def see():
-        gradients = [place.whole.grad for u in layers for place in u.places if place.whole.grad is not None]
+        gradients = [
+            place.whole.grad for u in layers for place in u.places if place.whole.grad is not None
+        ]
         gradients += [term for u in layers if u.sent for term in u.sent[1]]  # sent, arriving
         under_way = [n for n in numbers if layers[n].works], [n for n in numbers if layers[n].sent]
-        return fsdp.held_bytes([u.gathered for u in layers]) / unit, fsdp.held_bytes(gradients) / unit, under_way
+        return (
+            fsdp.held_bytes([u.gathered for u in layers]) / unit,
+            fsdp.held_bytes(gradients) / unit,
+            under_way,
+        )
 
     losses = []  # graphs that nobody goes through, and earlier steps, hold up nothing
     for _ in range(2):  # the first time nobody knows what is next
@@ -314,28 +379,62 @@ def test_costs(N, reshard, request, monkeypatch):
     for n in reversed(numbers):
         order += [([n - 1] * (n > 0 and reshard), [n + 1] * (n < 5))] * (1 + (n > 0))
     assert [under_way for name, (_, _, under_way) in watch.seen if name == "aten::mm"] == order
-    assert fsdp.held_bytes(model.parameters()) == fsdp.held_bytes([p.grad for p in model.parameters()]) == 6 * unit / N
+    assert (
+        fsdp.held_bytes(model.parameters())
+        == fsdp.held_bytes([p.grad for p in model.parameters()])
+        == 6 * unit / N
+    )
 
 
 @pool.on(2)
 def test_errors_on_every_rank():
-    late, (model, plain), (moved, _), (replaced, _), batch = pool.rank() == 1, pair(), pair(), pair(), make_batch(0, 0)
-    tied, box, saved = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8)), Block(), fsdp.full_state_dict(model)
+    late, (model, plain), (moved, _), (replaced, _), batch = (
+        pool.rank() == 1,
+        pair(),
+        pair(),
+        pair(),
+        make_batch(0, 0),
+    )
+    tied, box, saved = (
+        nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8)),
+        Block(),
+        fsdp.full_state_dict(model),
+    )
     tied[1].weight = tied[0].weight
     box.forward = make_dataclass("Box", ["y"])
-    sharded, moved[1], replaced[-1].bias = fully_shard(tied[0]), moved[1].double(), nn.Parameter(torch.zeros(3))
+    sharded, moved[1], replaced[-1].bias = (
+        fully_shard(tied[0]),
+        moved[1].double(),
+        nn.Parameter(torch.zeros(3)),
+    )
     dtypes = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     less, short = {"0.one.bias": saved["0.one.bias"]}, saved | {"4.bias": torch.ones(1)}
     for error, words, do in [
         (ValueError, "Sequential has parameters of .*make a unit for", lambda: fully_shard(dtypes)),
         (ValueError, r"differ in .*weight: \(2, 3\)", lambda: fully_shard(nn.Linear(3 + late, 2))),
-        (ValueError, "differ in .*bias", lambda: fully_shard(nn.Linear(3, 2).requires_grad_(not late))),
+        (
+            ValueError,
+            "differ in .*bias",
+            lambda: fully_shard(nn.Linear(3, 2).requires_grad_(not late)),
+        ),
         (ValueError, "1.weight of Sequential is tied to another unit's", lambda: fully_shard(tied)),
         (ValueError, "ModuleList has no forward", lambda: fully_shard(nn.ModuleList([Block()]))),
         (ValueError, "a unit already", lambda: fully_shard(sharded)),
-        (ValueError, "over other ranks", lambda: fsdp.fully_shard(nn.Sequential(model))),  # all four
-        (ValueError, "returns a Box; return tensors in lists", lambda: fully_shard(box)(torch.ones(6, 6))),
-        (ValueError, "^weight: in no unit", lambda: fsdp.clip_grad_norm_(nn.Linear(1, 1, bias=False), 1.0)),
+        (
+            ValueError,
+            "over other ranks",
+            lambda: fsdp.fully_shard(nn.Sequential(model)),
+        ),  # all four
+        (
+            ValueError,
+            "returns a Box; return tensors in lists",
+            lambda: fully_shard(box)(torch.ones(6, 6)),
+        ),
+        (
+            ValueError,
+            "^weight: in no unit",
+            lambda: fsdp.clip_grad_norm_(nn.Linear(1, 1, bias=False), 1.0),
+        ),
         (RuntimeError, r"Missing key.*4\.bias", lambda: fsdp.load_full_state_dict(model, less)),
         (ValueError, r"is \(3,\), not \(1,\)", lambda: fsdp.load_full_state_dict(model, short)),
         (RuntimeError, "call full_state_dict", model.state_dict),
@@ -346,5 +445,7 @@ def test_errors_on_every_rank():
             do()
     with pytest.raises(ValueError, match="Invalid process group") if late else nullcontext():
         fsdp.fully_shard(nn.Linear(2, 2), process_group=pool._groups[1])  # of rank 0 alone
-    fsdp.load_full_state_dict(model.to("cpu").float(), {n: v.double() for n, v in saved.items()})  # changes nothing
+    fsdp.load_full_state_dict(
+        model.to("cpu").float(), {n: v.double() for n, v in saved.items()}
+    )  # changes nothing
     assert torch.equal(model(batch), plain(batch))

@@ -19,7 +19,9 @@ import lora
 
 F64, F32, BF16, INPUT = torch.float64, torch.float32, torch.bfloat16, make_batch(0, 0).double()
 bitwise, within = (partial(torch.testing.assert_close, rtol=0, atol=atol) for atol in (0, 1e-12))
-inject = partial(lora.inject_lora, r=2, target_modules=["0", "2"])  # of "plain": layers 6 to 33, 33 to 17, and not 4
+inject = partial(
+    lora.inject_lora, r=2, target_modules=["0", "2"]
+)  # of "plain": layers 6 to 33, 33 to 17, and not 4
 
 
 def trained(model, seed=5):
@@ -35,7 +37,9 @@ QUANTIZED = st.sampled_from([(None, False), ("nf4", False), ("nf4", True)])
 
 
 @given(LAYERS, OPTIONS, QUANTIZED, st.sampled_from([(), (5,), (2, 3), (0, 4)]))
-def test_a_layer_has_the_dense_weight_beside_or_merged_until_it_is_unmerged(sizes, options, quantize, batch):
+def test_a_layer_has_the_dense_weight_beside_or_merged_until_it_is_unmerged(
+    sizes, options, quantize, batch
+):
     (k, d, r, bias), (alpha, dropout, rslora) = sizes, options
     layer = trained(lora.LoRALinear(nn.Linear(k, d, bias).double(), r, *options, *quantize))
     x = torch.randn(*batch, 2 * k, dtype=F64)[..., ::2].requires_grad_()  # strided
@@ -45,8 +49,12 @@ def test_a_layer_has_the_dense_weight_beside_or_merged_until_it_is_unmerged(size
         torch.manual_seed(1)
         y = layer.train(training)(x)
         torch.manual_seed(1)
-        expected = F.linear(x, W, b) + F.linear(F.dropout(x, dropout, training), scaling * B @ A)  # before A only
-        ours, theirs = (torch.autograd.grad(z, (x, A, B), torch.ones_like(z).cumsum(-1)) for z in (y, expected))
+        expected = F.linear(x, W, b) + F.linear(
+            F.dropout(x, dropout, training), scaling * B @ A
+        )  # before A only
+        ours, theirs = (
+            torch.autograd.grad(z, (x, A, B), torch.ones_like(z).cumsum(-1)) for z in (y, expected)
+        )
         within((y, *ours), (expected, *theirs))
     within(lora.naive_lora(x, W, A, B, scaling) + (b if bias else 0), expected)
     lora.merge(layer), lora.merge(layer)  # the second changes nothing
@@ -68,14 +76,19 @@ def test_16_bits_lie_over_factors_in_32(dtype):
         assert (layer(x).dtype, A.dtype, B.dtype) == (BF16, F32, F32)
     assert -0.1 <= A.min() < -0.099 < 0.099 < A.max() <= 0.1  # uniform within k^-1/2, as peft's
     lora.merge(trained(layer))
-    bitwise(layer.merged, (base.weight + 16 / 50 * B @ A).detach().to(dtype))  # rounded once, at the end
+    bitwise(
+        layer.merged, (base.weight + 16 / 50 * B @ A).detach().to(dtype)
+    )  # rounded once, at the end
 
 
 WANTED = [  # of 1.qkv, 1.proj, 1.linear1, 1.linear2, and 3, which is also 4
     ({}, {"1.qkv", "1.proj", "1.linear1", "1.linear2", "3"}),
     ({"target_modules": ["ear1", "1.linear2"]}, {"1.linear2"}),
     ({"target_modules": r"1\.linear|1\.proj"}, {"1.proj"}),
-    ({"target_modules": ["1.linear"]}, r"\[\]; .* \['1\.qkv', '1\.proj', '1\.linear1', '1\.linear2', '3', '4'\]"),
+    (
+        {"target_modules": ["1.linear"]},
+        r"\[\]; .* \['1\.qkv', '1\.proj', '1\.linear1', '1\.linear2', '3', '4'\]",
+    ),
     ({"target_modules": ".*(norm|r)1"}, r"finds .*'1\.norm1'"),
     ({"r": 0}, "r=0 must be ≥ 1"),
     ({"lora_dropout": 1.0}, r"lora_dropout=1\.0 in \[0, 1\)"),
@@ -95,12 +108,22 @@ def test_what_is_named_is_adapted_or_it_is_an_error_and_nothing_has_changed(argu
     assert found or not lora.lora_layers(model)
 
 
-@pytest.mark.parametrize(("targets", "rslora"), [({"0", "2"}, False), ("[02]", True), ("all-linear", False)])
+@pytest.mark.parametrize(
+    ("targets", "rslora"), [({"0", "2"}, False), ("[02]", True), ("all-linear", False)]
+)
 def test_an_adapter_is_loaded_as_it_was_saved_also_by_peft_and_from_peft(tmp_path, targets, rslora):
     pytest.importorskip("safetensors")
     plain, directory = make_model("plain", F64), tmp_path / "new" / "folder"
-    options = {"r": 2, "lora_alpha": 6, "lora_dropout": 0.5, "target_modules": targets, "use_rslora": rslora}
-    written, merged = (trained(lora.inject_lora(copy.deepcopy(plain), **options), seed).eval() for seed in (5, 6))
+    options = {
+        "r": 2,
+        "lora_alpha": 6,
+        "lora_dropout": 0.5,
+        "target_modules": targets,
+        "use_rslora": rslora,
+    }
+    written, merged = (
+        trained(lora.inject_lora(copy.deepcopy(plain), **options), seed).eval() for seed in (5, 6)
+    )
     lora.save_adapter(written, directory)
     lora.merge(merged)
     for model in (copy.deepcopy(plain), merged):
@@ -114,22 +137,42 @@ def test_an_adapter_is_loaded_as_it_was_saved_also_by_peft_and_from_peft(tmp_pat
 
 SPOILT = [  # fields, tensors, what the error says; None: it is not there
     ({}, {"0.lora_A": None}, r"0\.lora_A\.weight is missing in the file, \[2, 6\] in the model"),
-    ({}, {"0.lora_C": torch.ones(1)}, r"0\.lora_C\.weight is \[1\] in the file, missing in the model"),
-    ({}, {"0.lora_A": torch.ones(1, 6)}, r"0\.lora_A\.weight is \[1, 6\] in the file"),  # copy_ would broadcast it
-    ({"r": None, "lora_alpha": None, "use_rslora": True}, {}, "r is 8 in .*, 2 in .* lora_alpha is 8 .* 16 .* is True"),
+    (
+        {},
+        {"0.lora_C": torch.ones(1)},
+        r"0\.lora_C\.weight is \[1\] in the file, missing in the model",
+    ),
+    (
+        {},
+        {"0.lora_A": torch.ones(1, 6)},
+        r"0\.lora_A\.weight is \[1, 6\] in the file",
+    ),  # copy_ would broadcast it
+    (
+        {"r": None, "lora_alpha": None, "use_rslora": True},
+        {},
+        "r is 8 in .*, 2 in .* lora_alpha is 8 .* 16 .* is True",
+    ),
     ({"peft_type": "IA3", "bias": "all"}, {}, "not supported: peft_type 'IA3', bias 'all'"),
-    ({"init_lora_weights": "pissa", "of_a_later_peft": 1}, {}, "init_lora_weights 'pissa', of_a_later_peft 1"),
+    (
+        {"init_lora_weights": "pissa", "of_a_later_peft": 1},
+        {},
+        "init_lora_weights 'pissa', of_a_later_peft 1",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "tensors", "message"), SPOILT)
-def test_a_file_that_does_not_fit_is_refused_and_nothing_is_copied(tmp_path, fields, tensors, message):
+def test_a_file_that_does_not_fit_is_refused_and_nothing_is_copied(
+    tmp_path, fields, tensors, message
+):
     safetensors, model = pytest.importorskip("safetensors.torch"), inject(make_model("plain"))
     lora.save_adapter(model, tmp_path)
     config, content = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
     tensors = {f"base_model.model.{name}.weight": tensor for name, tensor in tensors.items()}
     spoilt = json.loads(config.read_text()) | fields, safetensors.load_file(content) | tensors
-    fields, tensors = ({key: value for key, value in found.items() if value is not None} for found in spoilt)
+    fields, tensors = (
+        {key: value for key, value in found.items() if value is not None} for found in spoilt
+    )
     config.write_text(json.dumps(fields))
     safetensors.save_file(tensors, content)
     before = copy.deepcopy(trained(model, seed=7).state_dict())
@@ -139,9 +182,14 @@ def test_a_file_that_does_not_fit_is_refused_and_nothing_is_copied(tmp_path, fie
 
 
 VALUES = torch.tensor(lora.NF4_VALUES)
-TIES = torch.cat([VALUES, (VALUES[:-1] + VALUES[1:]) / 2, VALUES.flip(0), torch.zeros(17)])  # a block
+TIES = torch.cat(
+    [VALUES, (VALUES[:-1] + VALUES[1:]) / 2, VALUES.flip(0), torch.zeros(17)]
+)  # a block
 TIES = torch.outer(torch.tensor([1, 3, 7, 11, 0.3, 0.7, 0]), TIES).flatten()
-WEIGHTS = [TIES, *(0.05 * torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 65, 2**16))]
+WEIGHTS = [
+    TIES,
+    *(0.05 * torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 65, 2**16)),
+]
 
 
 def quantize_plainly(x, values, block_size):
@@ -159,12 +207,20 @@ def test_nf4_rounds_to_the_nearest_value_of_each_block(weight, block_size, dtype
     n, weight, saved = len(weight), weight[:, None].to(dtype), []
     q = lora.quantize_nf4(weight, block_size, double_quant)
     absmax, codes = quantize_plainly(weight.flatten().float(), VALUES, block_size)
-    bitwise(torch.stack([q.packed >> 4, q.packed & 15], 1).flatten().long(), F.pad(codes, (0, n % 2), value=7))
+    bitwise(
+        torch.stack([q.packed >> 4, q.packed & 15], 1).flatten().long(),
+        F.pad(codes, (0, n % 2), value=7),
+    )
     if double_quant:
         scales, codes_of_absmax = quantize_plainly(absmax - absmax.mean(), lora.DYNAMIC_MAP, 256)
         bitwise((q.absmax.long(), q.scales), (codes_of_absmax, scales))
-        absmax = lora.DYNAMIC_MAP[codes_of_absmax] * scales.repeat_interleave(256)[: len(absmax)] + absmax.mean()
-    held = -(-n // 2) + (len(absmax) + 4 * len(scales) + 4 if double_quant else 4 * len(absmax))  # 4: the mean
+        absmax = (
+            lora.DYNAMIC_MAP[codes_of_absmax] * scales.repeat_interleave(256)[: len(absmax)]
+            + absmax.mean()
+        )
+    held = -(-n // 2) + (
+        len(absmax) + 4 * len(scales) + 4 if double_quant else 4 * len(absmax)
+    )  # 4: the mean
     assert sum(buffer.untyped_storage().nbytes() for buffer in q.buffers()) == held
     assert (n, block_size, double_quant) != (2**16, 64, True) or round(8 * held / n, 3) == 4.127
     expected = (VALUES[codes] * absmax.repeat_interleave(block_size)[:n])[:, None]
@@ -172,14 +228,20 @@ def test_nf4_rounds_to_the_nearest_value_of_each_block(weight, block_size, dtype
     rounded = expected.to(dtype), expected.half(), expected.bfloat16()
     bitwise((q.weight, cast.weight, lora.dequantize_nf4(q, BF16)), rounded)  # each once
     other.load_state_dict(q.state_dict())
-    bitwise([dict(copied.named_buffers()) for copied in (cast, other)], [dict(q.named_buffers())] * 2)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    bitwise(
+        [dict(copied.named_buffers()) for copied in (cast, other)], [dict(q.named_buffers())] * 2
+    )
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         bitwise(q(torch.ones(1, 1, dtype=dtype, requires_grad=True)), expected.to(dtype).t())
     assert n == 1 or max(saved) < n
 
 
 def test_nf4_is_byte_for_byte_bitsandbytes():
-    assert lora.DYNAMIC_MAP[[0, 127, 128, 129, 255]].tolist() == pytest.approx([-0.99296875, 0.0, 5.5e-7, 3.25e-6, 1.0])
+    assert lora.DYNAMIC_MAP[[0, 127, 128, 129, 255]].tolist() == pytest.approx(
+        [-0.99296875, 0.0, 5.5e-7, 3.25e-6, 1.0]
+    )
     bnb, weight = pytest.importorskip("bitsandbytes").functional, torch.cat(WEIGHTS)
     for block_size, double_quant in ((64, False), (256, False), (64, True)):
         packed, state = bnb.quantize_4bit(weight, None, None, block_size, double_quant, "nf4")
@@ -190,19 +252,30 @@ def test_nf4_is_byte_for_byte_bitsandbytes():
     bitwise((state.state2.code, state.state2.absmax), (lora.DYNAMIC_MAP, ours.scales))
     # its CPU kernel finds the 8-bit code through a table of 2^16: it may take one nearly as near
     theirs, codes = (state.state2.code[absmax.int()] for absmax in (state.absmax, ours.absmax))
-    assert ((state.absmax.int() - ours.absmax.int()).abs() <= 1).logical_or((theirs - codes).abs() <= 2**-15).all()
+    assert (
+        ((state.absmax.int() - ours.absmax.int()).abs() <= 1)
+        .logical_or((theirs - codes).abs() <= 2**-15)
+        .all()
+    )
 
 
 @pool.on(2, 3)
 def test_average_adapters_is_the_mean_also_where_a_rank_has_not_used_one_and_only_A_and_B_travel():
-    ranks, rank, model = pool.world_size(), pool.rank(), inject(make_model("plain", F64), quantize="nf4")
+    ranks, rank, model = (
+        pool.world_size(),
+        pool.rank(),
+        inject(make_model("plain", F64), quantize="nf4"),
+    )
     for i, factor in enumerate(lora.trained_by(model)):
         factor.grad = None if i == rank else torch.full_like(factor, 0.1 + rank)
     with Collectives() as seen:
         lora.average_adapters(model, pool.group())
     assert seen.calls == [("allreduce_", 8 * (2 * (6 + 33) + 2 * (33 + 17)))]  # Σ r(d + k)
     for i, factor in enumerate(lora.trained_by(model)):
-        within(factor.grad, torch.full_like(factor, sum(0.1 + r for r in range(ranks) if r != i) / ranks))
+        within(
+            factor.grad,
+            torch.full_like(factor, sum(0.1 + r for r in range(ranks) if r != i) / ranks),
+        )
     outside = [dist.new_group([r]) for r in range(ranks)][rank - 1]
     with pytest.raises(ValueError, match=f"rank {rank} is not a member"):
         lora.average_adapters(model, outside)
@@ -212,9 +285,17 @@ def test_average_adapters_is_the_mean_also_where_a_rank_has_not_used_one_and_onl
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pool.on(2, 3)
 def test_an_adapted_model_trains_under_ddp_and_fsdp_as_on_one_device(kind, quantize):
-    make, exact = partial(claims.Trainer, kind, claims.resolve(claims.OURS[kind])), pool.world_size() == 2
+    make, exact = (
+        partial(claims.Trainer, kind, claims.resolve(claims.OURS[kind])),
+        pool.world_size() == 2,
+    )
     claims._problems.clear()
     with claims.default_group(pool.group()):
-        plain, adapter = trained(inject(make_model("plain"), quantize=quantize)), lora.adapter_state_dict
-        claims.trains_as_one_device(make, plain, "adamw", exact, after=lambda t: adapter(t.module, t.whole()))
+        plain, adapter = (
+            trained(inject(make_model("plain"), quantize=quantize)),
+            lora.adapter_state_dict,
+        )
+        claims.trains_as_one_device(
+            make, plain, "adamw", exact, after=lambda t: adapter(t.module, t.whole())
+        )
     assert not claims._problems

@@ -18,7 +18,11 @@ def why_not(kind, name, spec, worlds=None):
         try:
             answers = pool.run(N, claims.run, kind, name, spec)
         except AssertionError as error:  # it raised, died, or hung
-            return str(error).strip().splitlines()[-1] if "hang" not in str(error).splitlines()[0] else "it hangs"
+            return (
+                str(error).strip().splitlines()[-1]
+                if "hang" not in str(error).splitlines()[0]
+                else "it hangs"
+            )
         finally:
             if name == "different_models":  # the ranks' connections may not survive it
                 pool.shut_down(kill=True)
@@ -46,8 +50,14 @@ def test_a_wrong_implementation_is_caught(kind, implementation, claim, monkeypat
 @pytest.mark.parametrize(("kind", "implementation"), wrong.RIGHT)
 def test_what_the_mistakes_are_made_in_is_right(kind, implementation):
     """But for what is said there."""
-    names = [name for of, name in claims.CLAIMS if of == kind and name not in wrong.RIGHT[kind, implementation]]
-    assert not {name: why for name in names if (why := why_not(kind, name, f"wrong:{implementation}"))}
+    names = [
+        name
+        for of, name in claims.CLAIMS
+        if of == kind and name not in wrong.RIGHT[kind, implementation]
+    ]
+    assert not {
+        name: why for name in names if (why := why_not(kind, name, f"wrong:{implementation}"))
+    }
 
 
 def test_another_file_by_its_path(tmp_path):
@@ -62,10 +72,18 @@ HEADER = f"| kind | claims | ours | PyTorch {torch.__version__.partition('+')[0]
 def verdict(kind, spec):
     """In a cell of README's table: what does not hold, and what is not offered."""
     answers = {name: why_not(kind, name, spec) for of, name in claims.CLAIMS if of == kind}
-    print(*(f"{kind} {name}: {answer}" for name, answer in answers.items() if answer), sep="\n", file=sys.stderr)
+    print(
+        *(f"{kind} {name}: {answer}" for name, answer in answers.items() if answer),
+        sep="\n",
+        file=sys.stderr,
+    )
     fails = [name for name, answer in answers.items() if answer]
     missing = [name for name, answer in answers.items() if answer is None]
-    parts = [f"{text}: {', '.join(names)}" for text, names in (("fails", fails), ("not offered", missing)) if names]
+    parts = [
+        f"{text}: {', '.join(names)}"
+        for text, names in (("fails", fails), ("not offered", missing))
+        if names
+    ]
     return "; ".join(parts) or "all hold"
 
 

@@ -42,19 +42,26 @@ def batches():
     for masked in (0.4, 1.4, 0.0, 100.0):  # some, all of the first sequences, none, all
         tokens = torch.randint(SMALL.V, (8, 9), generator=generator)
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
-        targets[torch.rand(8, 8, generator=generator) < masked * torch.linspace(1.5, 0.1, 8)[:, None]] = -100
+        targets[
+            torch.rand(8, 8, generator=generator) < masked * torch.linspace(1.5, 0.1, 8)[:, None]
+        ] = -100
         yield inputs, targets
 
 
 def along(trainer, axis, tensor):  # -> every rank's
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(trainer.grid.groups[axis]))]
+    everyone = [
+        torch.empty_like(tensor) for _ in range(dist.get_world_size(trainer.grid.groups[axis]))
+    ]
     dist.all_gather(everyone, tensor, group=trainer.grid.groups[axis])
     return everyone
 
 
 def assert_replicas_agree(trainer):
     """Bitwise: all parameters along dp, those that are not split along tp, the embedding at both ends of pp."""
-    split = {trainer.stages.get_parameter(name) for name, *_ in tensor_parallel.split_parameters(trainer.stages)}
+    split = {
+        trainer.stages.get_parameter(name)
+        for name, *_ in tensor_parallel.split_parameters(trainer.stages)
+    }
     held = {"dp": trainer.parameters, "tp": [p for p in trainer.parameters if p not in split]}
     if trainer.grid.pp > 1 and trainer.tied is not None:
         held["ends"] = [trainer.tied]
@@ -68,16 +75,33 @@ def assert_costs(trainer, sent):
     args, grid, config, size = trainer.args, trainer.grid, trainer.config, trainer.dtype.itemsize
     for axis, expected in parallel_3d.sent_by_formula(trainer).items():
         # What is above it are numbers: losses, norms, who failed; in ZeRO a byte per parameter, and paddings.
-        assert 0 <= sent.by_axis[axis] - expected < (300 if axis == "dp" and args.zero1 else 100), axis
+        assert 0 <= sent.by_axis[axis] - expected < (300 if axis == "dp" and args.zero1 else 100), (
+            axis
+        )
     assert sum(sent.by_axis.values()) == sent.total
     psi = sum(map(torch.numel, trainer.parameters))
-    held = zero.held_by(trainer.optimizer) if args.zero1 else ddp.held(trainer.parameters, trainer.optimizer)
+    held = (
+        zero.held_by(trainer.optimizer)
+        if args.zero1
+        else ddp.held(trainer.parameters, trainer.optimizer)
+    )
     assert held[0] == pytest.approx(psi * size, rel=0.02)
-    moments, masters = 2 * max(4, size) * (args.optimizer == "AdamW"), 4 * (size == 2 and args.zero1)
+    moments, masters = (
+        2 * max(4, size) * (args.optimizer == "AdamW"),
+        4 * (size == 2 and args.zero1),
+    )
     state = psi * (moments + masters) / (grid.dp if args.zero1 else 1)
-    assert state <= held[2] < 1.02 * state + 2000  # the paddings of its buckets, and the counts of steps
-    counted, padding = torch.tensor(float(sum(map(torch.numel, trainer.counted)))), (-config.V % grid.tp) * config.h
-    assert grid.sum(counted, "tp", "pp") == sum(map(torch.numel, plain_model(config).parameters())) + padding
+    assert (
+        state <= held[2] < 1.02 * state + 2000
+    )  # the paddings of its buckets, and the counts of steps
+    counted, padding = (
+        torch.tensor(float(sum(map(torch.numel, trainer.counted)))),
+        (-config.V % grid.tp) * config.h,
+    )
+    assert (
+        grid.sum(counted, "tp", "pp")
+        == sum(map(torch.numel, plain_model(config).parameters())) + padding
+    )
     assert (grid.at["pp"] * grid.dp + grid.at["dp"]) * grid.tp + grid.at["tp"] == pool.rank()
 
 
@@ -88,12 +112,16 @@ def start(args, config=SMALL, folder=None):
         with torch.no_grad():
             torch._foreach_mul_(trainer.parameters, 1.5)  # not what the seed gives
         parallel_3d.load(trainer, folder)
-        loaded = {name: value.clone() for name, value in trainer.full_state_dict().items()}  # at once: all is there
+        loaded = {
+            name: value.clone() for name, value in trainer.full_state_dict().items()
+        }  # at once: all is there
         parallel_3d.save(trainer, folder / "again")
         saved, again = checkpoint.load_whole(folder), checkpoint.load_whole(folder / "again")
         assert all(torch.equal(saved[name], again[name]) for name in saved | again)
         for name, value in loaded.items():  # the head is saved as the embedding that it is
-            assert torch.equal(value, saved.get(f"weight/{name}", saved["weight/0.word.weight"]).to(value.dtype)), name
+            assert torch.equal(
+                value, saved.get(f"weight/{name}", saved["weight/0.word.weight"]).to(value.dtype)
+            ), name
     return trainer
 
 
@@ -102,11 +130,26 @@ RUNS = [  # options of all the run, of its first two steps, and of the next two,
     (SMALL, SGD, "--zero1", "--tp 4 --zero1 --sequence-parallel --micro-batch-size 4"),
     (SMALL, SGD, "--tp 2 --zero1 --sequence-parallel --micro-batch-size 1", "--pp 2"),
     (SMALL, "", "--tp 2 --pp 2 --zero1 --sequence-parallel", ""),
-    (SMALL, "", "--tp 4 --micro-batch-size 4", "--tp 2 --pp 2 --schedule zero_bubble --sequence-parallel"),
+    (
+        SMALL,
+        "",
+        "--tp 4 --micro-batch-size 4",
+        "--tp 2 --pp 2 --schedule zero_bubble --sequence-parallel",
+    ),
     (SMALL, "--dropout 0.3", "--zero1", "--pp 2 --schedule zero_bubble --zero1"),
     (DEEP, "--dropout 0.3", "--pp 4", ""),  # the masks of one device, on any stage and pipeline
-    (DEEP, "--clip-grad 0", "--pp 4 --zero1 --schedule gpipe --micro-batch-size 1", f"--tp 2 --zero1 {INTERLEAVED}"),
-    (DEEP, "--schedule gpipe", "--tp 2 --pp 2 --sequence-parallel", f"--pp 2 --zero1 {INTERLEAVED}"),
+    (
+        DEEP,
+        "--clip-grad 0",
+        "--pp 4 --zero1 --schedule gpipe --micro-batch-size 1",
+        f"--tp 2 --zero1 {INTERLEAVED}",
+    ),
+    (
+        DEEP,
+        "--schedule gpipe",
+        "--tp 2 --pp 2 --sequence-parallel",
+        f"--pp 2 --zero1 {INTERLEAVED}",
+    ),
     (DEEP, INTERLEAVED, "--tp 2 --pp 2", "--tp 2 --pp 2 --zero1 --sequence-parallel"),
     (SMALL, "--dtype bfloat16", "--pp 2", "--tp 2 --zero1"),
     (SMALL, "", "--dtype bfloat16 --tp 2 --zero1", "--dtype float16 --pp 2"),
@@ -129,9 +172,14 @@ def test_trains_and_goes_on_at_another_grid_as_one_device(run, tmp_path):
     for part in parts:
         args = options(f"{shared} {part}")
         trainer = start(args, config, tmp_path if part is parts[1] else None)
-        exact, within = args.dtype == "float64", {"float64": 1e-12, "bfloat16": 2**-6, "float16": 2**-9}[args.dtype]
+        exact, within = (
+            args.dtype == "float64",
+            {"float64": 1e-12, "bfloat16": 2**-6, "float16": 2**-9}[args.dtype],
+        )
         for batch, (loss, norm, model) in itertools.islice(steps, 2):
-            with parallel_3d.SentByAxis(trainer.grid) as sent:  # in the first step ranks tell each other shapes, too
+            with parallel_3d.SentByAxis(
+                trainer.grid
+            ) as sent:  # in the first step ranks tell each other shapes, too
                 ours = trainer.step(*batch)
             assert ours[0] == pytest.approx(loss, rel=within)
             if exact or trainer.steps == 1:  # later ones are of other weights
@@ -155,9 +203,14 @@ def test_a_run_and_another_that_is_stopped_are_the_same(flags, tmp_path):
     """Bit by bit: heads' dropout, masters, loss scale. A gradient that overflows on one rank skips the step on all."""
     args = options(flags)
     runs = [start(args, DEEP) for _ in range(2)]
-    blocks = [next(layer for layer in trainer.stages[0] if isinstance(layer, parallel_3d.Block)) for trainer in runs]
+    blocks = [
+        next(layer for layer in trainer.stages[0] if isinstance(layer, parallel_3d.Block))
+        for trainer in runs
+    ]
     for block in blocks:
-        block.linear1.weight.register_hook(lambda x: x + (math.inf if (number, pool.rank()) == (1, 3) else 0.0))
+        block.linear1.weight.register_hook(
+            lambda x: x + (math.inf if (number, pool.rank()) == (1, 3) else 0.0)
+        )
     for number, batch in enumerate(batches()):
         if number == 2:
             parallel_3d.save(runs[0], tmp_path)
@@ -168,7 +221,9 @@ def test_a_run_and_another_that_is_stopped_are_the_same(flags, tmp_path):
         assert all(map(torch.equal, before, runs[1].parameters)) == (number == 1)
         assert math.isfinite(first[1]) == (number != 1)
     assert all(map(torch.equal, runs[0].parameters, runs[1].parameters))
-    assert {trainer.scaler.get_scale() for trainer in runs} == {2**15 if args.dtype == "float16" else 1}  # halved
+    assert {trainer.scaler.get_scale() for trainer in runs} == {
+        2**15 if args.dtype == "float16" else 1
+    }  # halved
     assert_replicas_agree(runs[1])
     torch.manual_seed(0)
     with blocks[0].region():  # where heads draw masks, each rank's its own
@@ -187,11 +242,19 @@ def test_dropout_has_a_seed_for_each_layer_and_micro_batch():
 
 WRONG = [  # options, what is another of the model, what is said when it goes on where "--tp 2 --pp 2" stopped
     ("--tp 3", {}, "--tp 3 × --pp 1 = 3 ranks must divide the world of 4"),
-    ("--global-batch-size 12 --micro-batch-size 5", {}, "multiple of --micro-batch-size 5 × 4 data-parallel ranks"),
+    (
+        "--global-batch-size 12 --micro-batch-size 5",
+        {},
+        "multiple of --micro-batch-size 5 × 4 data-parallel ranks",
+    ),
     ("--micro-batch-size 0", {}, "multiple of --micro-batch-size 0"),
     ("--pp 4", {}, "4 stages on 4 ranks; the model has 2 blocks"),
     ("--sequence-length 17", {}, "--sequence-length 17; the model has 16 positions"),
-    ("--tp 4 --sequence-parallel --sequence-length 6", {}, "6 positions do not divide by 4 tensor-parallel ranks"),
+    (
+        "--tp 4 --sequence-parallel --sequence-length 6",
+        {},
+        "6 positions do not divide by 4 tensor-parallel ranks",
+    ),
     ("--tp 4", {"heads": 2}, "2 attention heads do not divide by 4"),
     ("--clip-grad -1", {}, "--clip-grad -1.0; it must be positive"),
     ("--global-batch-size 16", {}, r"--global-batch-size 16: the run in .* has 8"),
@@ -216,22 +279,40 @@ def test_the_model_is_gpt2():
     assert counts == [124_439_808, 354_823_168, 774_030_080, 1_557_611_200]
     assert {config.h / config.heads for config in published} == {64}
     block, gelu = build_layer(SMALL, 1).double(), torch.nn.GELU("tanh")
-    assert [x.weight.std().item() for x in (block.qkv, block.linear2)] == pytest.approx([0.02, 0.01], rel=0.1)
-    theirs = torch.nn.TransformerEncoderLayer(32, 4, 128, 0.0, gelu, norm_first=True, dtype=torch.float64)
+    assert [x.weight.std().item() for x in (block.qkv, block.linear2)] == pytest.approx(
+        [0.02, 0.01], rel=0.1
+    )
+    theirs = torch.nn.TransformerEncoderLayer(
+        32, 4, 128, 0.0, gelu, norm_first=True, dtype=torch.float64
+    )
     state = block.state_dict()
-    names = [name.replace("qkv.", "self_attn.in_proj_").replace("proj.", "self_attn.out_proj.") for name in state]
+    names = [
+        name.replace("qkv.", "self_attn.in_proj_").replace("proj.", "self_attn.out_proj.")
+        for name in state
+    ]
     theirs.load_state_dict(dict(zip(names, state.values(), strict=True)))
-    x, mask = torch.randn(8, 2, 32, dtype=torch.float64), torch.nn.Transformer.generate_square_subsequent_mask(8)
-    torch.testing.assert_close(block(x), theirs(x, src_mask=mask.double(), is_causal=True), rtol=1e-12, atol=1e-12)
+    x, mask = (
+        torch.randn(8, 2, 32, dtype=torch.float64),
+        torch.nn.Transformer.generate_square_subsequent_mask(8),
+    )
+    torch.testing.assert_close(
+        block(x), theirs(x, src_mask=mask.double(), is_causal=True), rtol=1e-12, atol=1e-12
+    )
 
 
 def test_compare():
     """All grids that fit the world, the heads and, with two stages on each rank, the blocks; never with --save."""
-    session = argparse.Namespace(ranks=8, config=DEEP, args=options("--compare --stages-per-rank 2"))
+    session = argparse.Namespace(
+        ranks=8, config=DEEP, args=options("--compare --stages-per-rank 2")
+    )
     assert parallel_3d.Session.grids(session) == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
-    done = fork(FILE, "--compare", "--steps", 2, "--sequence-length", 8, "--global-batch-size", 6, ranks=3)
+    done = fork(
+        FILE, "--compare", "--steps", 2, "--sequence-length", 8, "--global-batch-size", 6, ranks=3
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    equal = re.findall(r"^vs 1 device loss, .* and parameters equal within 1e-09: \de-1\d over", done.stdout, re.M)
+    equal = re.findall(
+        r"^vs 1 device loss, .* and parameters equal within 1e-09: \de-1\d over", done.stdout, re.M
+    )
     assert len(equal) == len(re.findall(r" × .* ok$", done.stdout, re.M)) == 2
     done = fork(FILE, "--compare", "--save", "nowhere")
     assert (done.returncode, done.stderr.count("at least 1; --save not with --compare\n")) == (2, 1)
@@ -243,11 +324,18 @@ def test_the_default_on_8_ranks(tmp_path):
     done = fork(FILE, *flags.split(), ranks=8)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^grid +tp 2 × pp 2 × dp 2 · gpt2-tiny · float64$", done.stdout, re.M)
-    assert re.search(r"^sent/rank +(\S+) MB per step +formula tp\+pp\+dp = \1 MB$", done.stdout, re.M)
+    assert re.search(
+        r"^sent/rank +(\S+) MB per step +formula tp\+pp\+dp = \1 MB$", done.stdout, re.M
+    )
     lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
-    assert all(line.keys() >= {"loss", "grad_norm", "lr", "tokens_per_second", "tp", "pp", "dp"} for line in lines)
-    assert re.search(rf"^loss +{lines[0]['loss']:.3f} → {lines[-1]['loss']:.3f}$", done.stdout, re.M)
+    assert all(
+        line.keys() >= {"loss", "grad_norm", "lr", "tokens_per_second", "tp", "pp", "dp"}
+        for line in lines
+    )
+    assert re.search(
+        rf"^loss +{lines[0]['loss']:.3f} → {lines[-1]['loss']:.3f}$", done.stdout, re.M
+    )
 
 
 HURT = """
@@ -273,7 +361,9 @@ for name in {0} {1}; do ip -n $name link set cable up && ip -n $name link set lo
 def test_stopped_and_killed_on_two_machines(tmp_path):
     """SIGTERM to one rank saves, and ends all with status 0. One killed while it saves is started again, and goes on:
     between two machines that reach each other by their addresses alone, on data.py's files, as on one device."""
-    parallel_3d.data.write_indexed(tmp_path / "corpus", [[i % 7 * 30 + j for j in range(40)] for i in range(30)], 257)
+    parallel_3d.data.write_indexed(
+        tmp_path / "corpus", [[i % 7 * 30 + j for j in range(40)] for i in range(30)], 257
+    )
     (tmp_path / "hurt.py").write_text(HURT)
     command = f"{tmp_path}/hurt.py --data={tmp_path}/corpus --save {tmp_path}/saved --save-interval 1 --steps 5"
     command += f" --sequence-length 16 --global-batch-size 4 --metrics {tmp_path}/m"
@@ -281,20 +371,41 @@ def test_stopped_and_killed_on_two_machines(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, told to stop\n")
     names, both = [f"p3d{os.getpid()}{side}" for side in "ab"], []
-    cable = subprocess.run(["sh", "-ec", CABLE.format(*names)], check=False, capture_output=True, text=True)
+    cable = subprocess.run(
+        ["sh", "-ec", CABLE.format(*names)], check=False, capture_output=True, text=True
+    )
     net, device = ("127.0.0.", "lo") if cable.returncode else ("10.77.0.", "cable")
-    env = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": device}
+    env = {
+        "PYTHONPATH": str(ROOT),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GLOO_SOCKET_IFNAME": device,
+    }
     with ThreadPoolExecutor() as threads:
         for i, name in enumerate(names, start=1):  # no name resolves to these addresses
             flags = f"--nnodes 2 --nproc-per-node 1 --max-restarts 1 --local-addr {net}{i} --rdzv-conf is_host={i == 1}"
             flags += f" --rdzv-backend c10d --rdzv-endpoint {net}1:{20000 + os.getpid() % 10000} {command} --pp 2"
             place = [] if cable.returncode else ["ip", "netns", "exec", name]
-            both.append(threads.submit(launch, [*place, *TORCHRUN[:-1], *flags.split()], ROOT, env=env))
-    subprocess.run(["sh", "-c", "ip netns del {}; ip netns del {}".format(*names)], check=False, capture_output=True)
+            both.append(
+                threads.submit(launch, [*place, *TORCHRUN[:-1], *flags.split()], ROOT, env=env)
+            )
+    subprocess.run(
+        ["sh", "-c", "ip netns del {}; ip netns del {}".format(*names)],
+        check=False,
+        capture_output=True,
+    )
     output = "".join(each.result().stdout for each in both)
-    assert [each.result().returncode for each in both] == [0, 0], "".join(each.result().stderr for each in both)
+    assert [each.result().returncode for each in both] == [0, 0], "".join(
+        each.result().stderr for each in both
+    )
     assert re.findall(r"^loaded .*saved after step (\d)$", output, re.M) == ["2", "3"]
     assert re.search(r"^vs 1 device .* equal within 1e-09: \de-1\d over 5 steps$", output, re.M)
-    assert [json.loads(line)["step"] for line in (tmp_path / "m").read_text().splitlines()] == [1, 2, 3, 4, 4, 5]
+    assert [json.loads(line)["step"] for line in (tmp_path / "m").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+    ]
     if cable.returncode:
         pytest.skip(f"all is well, but on one machine: {cable.stderr.strip()}")

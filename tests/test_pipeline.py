@@ -25,7 +25,9 @@ from torch.utils.checkpoint import checkpoint
 import pipeline
 from pipeline import SCHEDULES, Pipeline, build_schedule, parse, simulate
 
-V_SHAPED = [name for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") if hasattr(theirs, name)]  # torch ≥ 2.7
+V_SHAPED = [
+    name for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") if hasattr(theirs, name)
+]  # torch ≥ 2.7
 FORMATS = "format" in inspect.signature(theirs.ScheduleInterleaved1F1B._dump_csv).parameters
 
 
@@ -46,10 +48,14 @@ def test_schedules_cost_what_the_docstring_says_and_are_pytorchs(p, m, v, b):
         assert build_schedule("interleaved_1f1b", p, m, v) == pytorchs.build_schedule(
             "ScheduleInterleaved1F1B", p, m, v
         )
-        assert build_schedule("zero_bubble", p, m) == pytorchs.build_schedule("ScheduleInterleavedZeroBubble", p, m)
+        assert build_schedule("zero_bubble", p, m) == pytorchs.build_schedule(
+            "ScheduleInterleavedZeroBubble", p, m
+        )
 
 
-@pytest.mark.skipif(not FORMATS, reason=f"torch {torch.__version__} writes schedules in one format only")
+@pytest.mark.skipif(
+    not FORMATS, reason=f"torch {torch.__version__} writes schedules in one format only"
+)
 @pytest.mark.parametrize("name", [*V_SHAPED, "ScheduleInterleaved1F1B"])
 def test_csv_files_are_pytorchs(name, tmp_path):
     schedule = pytorchs.make_schedule(name, 4, 8, 2)
@@ -66,7 +72,11 @@ def test_csv_files_are_pytorchs(name, tmp_path):
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(6),
+            nn.Linear(6, 10),
+            nn.Linear(10, 6, bias=False),
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -77,7 +87,9 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.frozen, self.no_weight, self.no_bias, self.twice, normed = (nn.Linear(6, 6) for _ in range(5))
+        self.frozen, self.no_weight, self.no_bias, self.twice, normed = (
+            nn.Linear(6, 6) for _ in range(5)
+        )
         for parameter in (*self.frozen.parameters(), self.no_weight.weight, self.no_bias.bias):
             parameter.requires_grad_(False)
         self.normed, self.layer = nn.utils.parametrizations.weight_norm(normed), Layer()
@@ -86,7 +98,14 @@ class Odd(nn.Module):
         mask, rows = (x > 0, torch.arange(len(x)).flip(0)) if mask is None else (mask, rows)
         y = x
         with torch.autocast("cpu", torch.bfloat16):
-            for linear in (self.frozen, self.no_weight, self.twice, self.no_bias, self.normed, self.twice):
+            for linear in (
+                self.frozen,
+                self.no_weight,
+                self.twice,
+                self.no_bias,
+                self.normed,
+                self.twice,
+            ):
                 y = (torch.tanh(linear(y)) + y).to(x.dtype)
             y = checkpoint(self.layer, y, use_reentrant=False).to(x.dtype)
         return y[rows] * mask, mask, rows, torch.cat([x, x], dim=-1)[..., ::2]
@@ -98,7 +117,11 @@ def make_layers(n, make=Layer):
 
 
 def make_batch(step, rows, shape=(6,), dtype=torch.float32):
-    return torch.randn(2, rows, *shape, generator=torch.Generator().manual_seed(step)).to(dtype).unbind()
+    return (
+        torch.randn(2, rows, *shape, generator=torch.Generator().manual_seed(step))
+        .to(dtype)
+        .unbind()
+    )
 
 
 def accumulate(stages, inputs, targets, m, weight=len):
@@ -112,7 +135,9 @@ def accumulate(stages, inputs, targets, m, weight=len):
         losses.append(F.mse_loss(y[0], target) * (share / sum(weights)))
         if torch.is_grad_enabled():
             losses[-1].backward()
-    return torch.stack(losses).detach().sum(), [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+    return torch.stack(losses).detach().sum(), [
+        torch.cat(parts) for parts in zip(*outputs, strict=True)
+    ]
 
 
 RUNS = [  # what each stage is, the schedule, micro-batches, stages on each rank
@@ -130,12 +155,16 @@ def test_trains_as_one_device(make, name, m, v):
     """Bitwise, while batches and what is frozen change; what is sent, waited for, alive and done when; evaluation."""
     gc.disable()  # freed by reference counts alone
     rank, S = pool.rank(), pool.world_size() * v
-    schedule = (build_schedule if name in SCHEDULES else pytorchs.build_schedule)(name, pool.world_size(), m, v)
+    schedule = (build_schedule if name in SCHEDULES else pytorchs.build_schedule)(
+        name, pool.world_size(), m, v
+    )
     rank_of = {parse(action)[0]: r for r, actions in enumerate(schedule) for action in actions}
     cuts = [s for s in range(S - 1) if rank_of[s] != rank_of[s + 1]]
     plain, mine = make_layers(S, make), [s for s in range(S) if rank_of[s] == rank]
     stages, last = copy.deepcopy(nn.ModuleList(plain[s] for s in mine)), S - 1 in mine
-    weight = (lambda target: (target > 0).sum()) if name == "1f1b" else len  # as of tokens that are not masked
+    weight = (
+        (lambda target: (target > 0).sum()) if name == "1f1b" else len
+    )  # as of tokens that are not masked
     loss_fn = F.mse_loss if make is Layer else lambda output, target: F.mse_loss(output[0], target)
     ours = Pipeline(stages, schedule, m, loss_fn, pool.group(), weight=weight)
     optimizer = OPTIMIZERS["sgd"]([*stages.parameters(), *plain.parameters()])
@@ -148,21 +177,35 @@ def test_trains_as_one_device(make, name, m, v):
         assert len(ours._leaving) <= 4  # messages on their way
 
     def watch(start):  # an isend whose handle is dropped can hang, or send what its buffer becomes
-        return lambda *args, **kwargs: handles.append(mock.Mock(wraps=start(*args, **kwargs))) or handles[-1]
+        return lambda *args, **kwargs: (
+            handles.append(mock.Mock(wraps=start(*args, **kwargs))) or handles[-1]
+        )
 
     for stage in stages:
         (stage.down if make is Layer else stage.layer.norm).register_forward_pre_hook(count)
-    trained = [(n, parameter) for n, parameter in stages.named_parameters() if parameter.requires_grad]
+    trained = [
+        (n, parameter) for n, parameter in stages.named_parameters() if parameter.requires_grad
+    ]
     for n, parameter in trained:
         key = lambda n=n: (schedule[rank][len(ours.timeline)][1], n)  # noqa: E731
         parameter.register_post_accumulate_grad_hook(lambda _, key=key: reached.update([key()]))
     watched = mock.patch.multiple(dist, isend=watch(dist.isend), irecv=watch(dist.irecv))
-    for step, (rows, *shape) in enumerate([(2 * m, 5, 6)] * 2 + [(2 * m - 1, 6)] + [(2 * m, 6)] * 3):
-        frozen, dtype = min(2, S - 1) if step > 2 else 0, torch.float64 if step > 4 else torch.float32
-        nn.ModuleList([*plain[:frozen], *stages[: sum(s < frozen for s in mine)]]).requires_grad_(False)
+    for step, (rows, *shape) in enumerate(
+        [(2 * m, 5, 6)] * 2 + [(2 * m - 1, 6)] + [(2 * m, 6)] * 3
+    ):
+        frozen, dtype = (
+            min(2, S - 1) if step > 2 else 0,
+            torch.float64 if step > 4 else torch.float32,
+        )
+        nn.ModuleList([*plain[:frozen], *stages[: sum(s < frozen for s in mine)]]).requires_grad_(
+            False
+        )
         nn.ModuleList([plain, stages]).to(dtype)
         inputs, targets = make_batch(step, rows, shape, dtype)
-        own = (inputs,) if 0 in mine else None, targets if last else None  # others do not see the shapes
+        own = (
+            (inputs,) if 0 in mine else None,
+            targets if last else None,
+        )  # others do not see the shapes
         with watched, Collectives() as seen:
             loss = ours.step(*own)
         expected, _ = accumulate(plain, inputs, targets, m, weight)
@@ -178,18 +221,28 @@ def test_trains_as_one_device(make, name, m, v):
             expected = sends.count(rank) * inputs.nbytes + 16 + 8  # two sums over all ranks
             assert sum(size for name, size in seen.calls if name != "recv_") == expected
     assert make is Odd or max(peaks) == simulate(schedule).peak_activations[rank]
-    if name == "zero_bubble":  # W computes the gradients of linear layers' weights, and nothing else
-        assert reached == {("I" if "norm" in n else "W", n): m * (6 if q.requires_grad else 3) for n, q in trained}
-    again = [3 + 3 * (s >= frozen) if make is Odd else 0 for s in mine]  # as its checkpoint says, and no more
+    if (
+        name == "zero_bubble"
+    ):  # W computes the gradients of linear layers' weights, and nothing else
+        assert reached == {
+            ("I" if "norm" in n else "W", n): m * (6 if q.requires_grad else 3) for n, q in trained
+        }
+    again = [
+        3 + 3 * (s >= frozen) if make is Odd else 0 for s in mine
+    ]  # as its checkpoint says, and no more
     assert len(peaks) == m * sum(6 + steps for steps in again)
     peaks.clear()
     with watched, torch.no_grad():
         loss, outputs = accumulate(plain, inputs, targets, m, weight)
         found = ours.eval_step(own[0])
     assert_equal(ours.eval_step(*own), loss if last else None, exact=True)
-    for output, expected in zip([found] if torch.is_tensor(found) else found or (), outputs * last, strict=True):
+    for output, expected in zip(
+        [found] if torch.is_tensor(found) else found or (), outputs * last, strict=True
+    ):
         assert_equal(output, expected, exact=True)
-    assert [action for action, *_ in ours.timeline] == [action for action in schedule[rank] if "F" in action]
+    assert [action for action, *_ in ours.timeline] == [
+        action for action in schedule[rank] if "F" in action
+    ]
     assert max(peaks) == 1
     assert all(handle.wait.called for handle in handles)
     assert F.linear is pipeline.linear
@@ -208,8 +261,18 @@ def test_the_idea_is_right():
 
 FAILS = {  # the action of rank 1 that fails: the schedule, in which step, how, and with what
     "1F2": ("1f1b", 0, lambda output: 1 / 0, "ZeroDivisionError"),
-    "1I1": ("zero_bubble", 1, lambda output: output.register_hook(lambda _: 1 / 0) and None, "ZeroDivisionError"),
-    "1F0": ("gpipe", 1, lambda output: output.double(), "RuntimeError.*was .*float32.* and is now .*float64"),
+    "1I1": (
+        "zero_bubble",
+        1,
+        lambda output: output.register_hook(lambda _: 1 / 0) and None,
+        "ZeroDivisionError",
+    ),
+    "1F0": (
+        "gpipe",
+        1,
+        lambda output: output.double(),
+        "RuntimeError.*was .*float32.* and is now .*float64",
+    ),
 }
 
 
@@ -217,13 +280,22 @@ FAILS = {  # the action of rank 1 that fails: the schedule, in which step, how, 
 @pool.on(3)
 def test_a_stage_that_fails(action):
     """Its error is raised there, told on all ranks, and the step after it is right."""
-    rank, plain, calls, (name, bad_step, fault, error) = pool.rank(), make_layers(3), [], FAILS[action]
+    rank, plain, calls, (name, bad_step, fault, error) = (
+        pool.rank(),
+        make_layers(3),
+        [],
+        FAILS[action],
+    )
     stage = copy.deepcopy(plain[rank])
     ours = Pipeline(stage, name, 4, F.mse_loss, pool.group())
 
     def hook(module, inputs, output):
         calls.append(step)
-        return fault(output) if (rank, step, calls.count(step)) == (1, bad_step, parse(action)[2] + 1) else None
+        return (
+            fault(output)
+            if (rank, step, calls.count(step)) == (1, bad_step, parse(action)[2] + 1)
+            else None
+        )
 
     stage.register_forward_hook(hook)
     for step in range(2 + bad_step):
@@ -262,7 +334,11 @@ def test_wrong_use_is_an_error_on_every_rank(first, second, words):
     """Also where only the rank that takes a batch sees that it is wrong."""
     batch = dict(zip(("inputs", "targets"), make_batch(0, 8), strict=True))
     usual = {"stages": nn.Linear(6, 6), "schedule": "1f1b", "grad": True, **batch}
-    stages, schedule, grad, inputs, targets = (usual | (second if second and pool.rank() else first)).values()
-    errors = (ValueError, RuntimeError, AttributeError) if first.keys() & batch.keys() else ValueError
+    stages, schedule, grad, inputs, targets = (
+        usual | (second if second and pool.rank() else first)
+    ).values()
+    errors = (
+        (ValueError, RuntimeError, AttributeError) if first.keys() & batch.keys() else ValueError
+    )
     with torch.set_grad_enabled(grad), pytest.raises(errors, match=re.escape(words)):
         Pipeline(stages, schedule, 4, F.mse_loss, pool.group()).step(inputs, targets)

@@ -19,8 +19,14 @@ import bench
 import ddp
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
-PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # torchrun and python of this environment
+COMMANDS = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+]
+PATH = {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+}  # torchrun and python of this environment
 
 C10D = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
 EXPERIMENT = [command for command in COMMANDS if "my-gpt2" in command]
@@ -43,7 +49,9 @@ HOW = {  # each is run: here as it stands, or by what is named
 def test_every_command_is_run_somewhere():
     assert set(COMMANDS) == HOW.keys()
     assert "ddp" in bench.ROWS
-    assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == [c for c, how in HOW.items() if how == ".ci/run"]
+    assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == [
+        c for c, how in HOW.items() if how == ".ci/run"
+    ]
 
 
 @pytest.mark.parametrize("command", [command for command, how in HOW.items() if how == "here"])
@@ -58,10 +66,14 @@ def test_command(command):
 
 def test_the_experiment(tmp_path):
     """Its five commands, one after the other, with the smallest GPT-2 and, for two machines, four ranks on one."""
-    texts = [json.dumps({"text": (ROOT / name).read_text()}) + "\n" for name in ("ddp.py", "README.md")]
+    texts = [
+        json.dumps({"text": (ROOT / name).read_text()}) + "\n" for name in ("ddp.py", "README.md")
+    ]
     (tmp_path / "oscar.jsonl").write_text("".join(texts))
     tokenise, *trainings = EXPERIMENT
-    assert launch([sys.executable, ROOT / "data.py", *tokenise.split()[2:]], tmp_path).returncode == 0
+    assert (
+        launch([sys.executable, ROOT / "data.py", *tokenise.split()[2:]], tmp_path).returncode == 0
+    )
     for command, ranks in zip(trainings, (2, 2, 1, 4), strict=True):
         _, flags = command.replace("gpt2-345m", "gpt2-tiny").split("parallel_3d.py ")
         done = fork(ROOT / "parallel_3d.py", *flags.split(), ranks=ranks, cwd=tmp_path)
@@ -76,7 +88,12 @@ def test_the_experiment(tmp_path):
 SNIPPETS = [block.splitlines() for block in DIFF.split("\n\n")]
 ON_A_CPU = hasattr(torch.cpu.Stream, "record_event")  # from torch 2.7 on
 (USUAL,) = re.findall(r"```python\n(optimizer.*?)```", README, re.DOTALL)
-ON_THE_SAME_DATA = ("DataParallel(model, devices)", "parallelize", "pipelin", "inject_lora")  # not data-parallel
+ON_THE_SAME_DATA = (
+    "DataParallel(model, devices)",
+    "parallelize",
+    "pipelin",
+    "inject_lora",
+)  # not data-parallel
 
 
 def body_snippet(lines, signs):
@@ -85,9 +102,17 @@ def body_snippet(lines, signs):
     same = any(words in "\n".join(lines) for words in ON_THE_SAME_DATA)
     torch.manual_seed(0)
     model, rank = ddp.language_model(C=32, heads=2, layers=3), pool.rank()
-    tokens = torch.randint(256, (3, 4, 17), generator=torch.Generator().manual_seed(0 if same else rank))
+    tokens = torch.randint(
+        256, (3, 4, 17), generator=torch.Generator().manual_seed(0 if same else rank)
+    )
     batches = [(part[:, :-1], part[:, 1:]) for part in tokens]
-    names = {"torch": torch, "model": model, "batches": batches, "rank": rank, "devices": ["cpu", "cpu"]}
+    names = {
+        "torch": torch,
+        "model": model,
+        "batches": batches,
+        "rank": rank,
+        "devices": ["cpu", "cpu"],
+    }
     names |= {"loss_fn": ddp.language_loss}
     if "peft" in text:
         names["peft"] = importlib.import_module("peft")
@@ -97,7 +122,10 @@ def body_snippet(lines, signs):
         if "stage" in names:
             return [p.detach().sum().item() for p in names["stage"].parameters()]
         with torch.no_grad():
-            return [ddp.language_loss(names["model"](inputs), targets).item() for inputs, targets in batches]
+            return [
+                ddp.language_loss(names["model"](inputs), targets).item()
+                for inputs, targets in batches
+            ]
 
 
 @pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0][2:])
@@ -118,7 +146,9 @@ def test_adding_a_technique(tmp_path):
     text = (ROOT / "ddp.py").read_text()
     imports = text[text.index("import argparse") : text.index("# ----")]
     set_up = text[text.index("# Demo, set-up") :]
-    (tmp_path / "mine.py").write_text(f'"""Mine."""\n{imports}\n\n{textwrap.dedent(main)}\n\n{set_up}')
+    (tmp_path / "mine.py").write_text(
+        f'"""Mine."""\n{imports}\n\n{textwrap.dedent(main)}\n\n{set_up}'
+    )
     done = fork("mine.py", "--steps", 2, ranks=2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "bitwise equal over 2 steps" in done.stdout
@@ -132,7 +162,12 @@ def test_readme_is_short_and_its_pictures_are_there():
 
 def test_another_class_by_an_option():
     """The table, of two claims here, and no traceback."""
-    arguments = ["tests", "--ddp", "torch.nn.parallel:DistributedDataParallel", "tests/test_oracle.py"]
+    arguments = [
+        "tests",
+        "--ddp",
+        "torch.nn.parallel:DistributedDataParallel",
+        "tests/test_oracle.py",
+    ]
     done = run_script(ROOT / "run_all.sh", *arguments, "-k", "mean_gradient or overlap")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("    holds") == 2
@@ -162,7 +197,11 @@ def make_project(folder, **files):
 
 
 def run_script(script, *arguments, cwd="/"):
-    return launch([script, *arguments], cwd, env={**PATH, "VIRTUAL_ENV": str(Path(sys.executable).parent.parent)})
+    return launch(
+        [script, *arguments],
+        cwd,
+        env={**PATH, "VIRTUAL_ENV": str(Path(sys.executable).parent.parent)},
+    )
 
 
 def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
@@ -176,7 +215,9 @@ def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
         "good.py | good | 2 | within 1e-09 | 1.0 / 2.0 / 3.0 | 4.0 | 5 (6) | ok",
     ]
     assert last.startswith("Next: ")
-    assert not (tmp_path / "a project" / ".venv").exists()  # the active environment had all it takes
+    assert not (
+        tmp_path / "a project" / ".venv"
+    ).exists()  # the active environment had all it takes
 
 
 def test_run_all_by_name(tmp_path):

@@ -60,14 +60,19 @@ def test_operators_are_each_the_others_transpose():
         kept = gradient.clone()
         (grad,) = torch.autograd.grad(y, leaf, gradient)
         bitwise([leaf.detach(), gradient], [x, kept])  # autograd may still need them
-        left, right = (y * gradient).sum() / (t if same_gradient else 1), (x * grad).sum() / (t if x is same else 1)
+        left, right = (
+            (y * gradient).sum() / (t if same_gradient else 1),
+            (x * grad).sum() / (t if x is same else 1),
+        )
         sides = torch.stack([left, right]).detach()
         dist.all_reduce(sides, group=group)
         within(*sides, msg=str(operator))
         if operator is not tp.copy_to_region and t > 1:
             y.mul_(2)  # as dropout in place
     A, B = randn(2 * t, 3 * t), randn(3 * t, 2 * t, seed=1)
-    within(tp.parallel_mlp(same, A.chunk(t, 1)[rank], B.chunk(t)[rank], group), F.gelu(same @ A) @ B)
+    within(
+        tp.parallel_mlp(same, A.chunk(t, 1)[rank], B.chunk(t)[rank], group), F.gelu(same @ A) @ B
+    )
 
 
 class PlainLayer(nn.Module):
@@ -76,10 +81,18 @@ class PlainLayer(nn.Module):
     def __init__(self, kv_heads, swiglu, bias=True, h=24, heads=12):
         super().__init__()
         self.stack, self.parts = (heads, kv_heads, kv_heads), 1 + swiglu
-        self.norm1, self.norm2, self.self_attn, self.mlp = nn.LayerNorm(h), nn.LayerNorm(h), nn.Module(), nn.Module()
+        self.norm1, self.norm2, self.self_attn, self.mlp = (
+            nn.LayerNorm(h),
+            nn.LayerNorm(h),
+            nn.Module(),
+            nn.Module(),
+        )
         self.self_attn.qkv = nn.Linear(h, sum(self.stack) * h // heads, bias)
         self.self_attn.proj = nn.Linear(h, h, bias)
-        self.mlp.linear1, self.mlp.linear2 = nn.Linear(h, self.parts * h, bias), nn.Linear(h, h, bias)
+        self.mlp.linear1, self.mlp.linear2 = (
+            nn.Linear(h, self.parts * h, bias),
+            nn.Linear(h, h, bias),
+        )
 
     def forward(self, x):
         heads = self.self_attn.qkv(self.norm1(x)).unflatten(-1, (-1, 2)).movedim(0, 2)
@@ -90,14 +103,30 @@ class PlainLayer(nn.Module):
         return x + self.mlp.linear2(F.silu(gate) * up[0] if up else F.gelu(gate))
 
 
-PLAN = {"[04]": "vocab", "2.*.qkv": "qkv", "2.*.proj": "row", "2.*.linear2": "row", "2.norm?": "norm", "3": "norm"}
+PLAN = {
+    "[04]": "vocab",
+    "2.*.qkv": "qkv",
+    "2.*.proj": "row",
+    "2.*.linear2": "row",
+    "2.norm?": "norm",
+    "3": "norm",
+}
 
 
 @pytest.mark.parametrize(
     ("kv_heads", "swiglu", "bias", "sp", "tied", "V", "smoothing", "ignore"),
     [
         (6, True, True, True, True, 13, 0.1, 2),
-        (6, False, False, True, False, 4, 0.1, -100),  # at three ranks the last has no row but padding
+        (
+            6,
+            False,
+            False,
+            True,
+            False,
+            4,
+            0.1,
+            -100,
+        ),  # at three ranks the last has no row but padding
         (12, False, True, False, False, 13, 0.0, 2),
         (12, True, True, False, True, 4, 0.0, -100),
     ],
@@ -111,38 +140,62 @@ def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, sm
     plain[4].weight = plain[0].weight if tied else plain[4].weight
     plain[2].mlp.linear1.weight.requires_grad_(False)
     torch.manual_seed(0)  # as the pool does before each test
-    options, activation = {"process_group": group, "sequence_parallel": sp}, "swiglu" if swiglu else "gelu"
+    options, activation = (
+        {"process_group": group, "sequence_parallel": sp},
+        "swiglu" if swiglu else "gelu",
+    )
     first = tp.ParallelTransformerLayer(24, 12, 24, kv_heads, activation, bias=bias, **options)
-    ours = nn.Sequential(plain[0], first, copy.deepcopy(plain[2]), *plain[3:])  # the plain layers are left alone
+    ours = nn.Sequential(
+        plain[0], first, copy.deepcopy(plain[2]), *plain[3:]
+    )  # the plain layers are left alone
     tp.parallelize(ours, PLAN | {"2.*.linear1": "swiglu" if swiglu else "column"}, **options)
-    ours[0].register_forward_hook(lambda m, inputs, output: tp.scatter_to_sequence(output, group) if sp else output)
+    ours[0].register_forward_hook(
+        lambda m, inputs, output: tp.scatter_to_sequence(output, group) if sp else output
+    )
     bitwise(tp.full_state_dict(ours), plain.state_dict())  # as drawn
     optimizers = [OPTIMIZERS["momentum"](model.double().parameters()) for model in (ours, plain)]
     for step, scale in itertools.product(range(2), (1, 3000)):  # which overflows exp()
-        tokens, target = torch.randint(V, (2, 6, 3), generator=torch.Generator().manual_seed(step + scale))
+        tokens, target = torch.randint(
+            V, (2, 6, 3), generator=torch.Generator().manual_seed(step + scale)
+        )
         target[0, 0] = ignore
         logits, expected = (model[4](scale * model[:4](tokens)) for model in (ours, plain))
         padded = torch.cat(everyone(logits), -1)  # with no more than needed
         within(padded / scale, F.pad(expected, (0, -V % t), value=-torch.inf) / scale)
         options = {"target": target, "ignore_index": ignore, "label_smoothing": smoothing}
         in_slices = partial(tp.vocab_parallel_cross_entropy, process_group=group, **options)
-        plainly, expected = partial(F.cross_entropy, reduction="none", **options), expected.movedim(-1, 1)
+        plainly, expected = (
+            partial(F.cross_entropy, reduction="none", **options),
+            expected.movedim(-1, 1),
+        )
         loss, reference = in_slices(logits), plainly(expected)
         within(loss / scale, reference / scale)
-        low, expected = in_slices(logits.bfloat16()), plainly(expected.bfloat16().float())  # a loss in float32
+        low, expected = (
+            in_slices(logits.bfloat16()),
+            plainly(expected.bfloat16().float()),
+        )  # a loss in float32
         torch.testing.assert_close(low, expected, rtol=1e-5, atol=1e-8)
-        torch.autograd.backward([loss, reference], [randn(6, 3)] * 2)  # each token's has a gradient of its own
+        torch.autograd.backward(
+            [loss, reference], [randn(6, 3)] * 2
+        )  # each token's has a gradient of its own
         if scale > 1:  # both add up, to what was clipped in the step before
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             within(tp.clip_grad_norm_(ours, 0.5, group) / norm, torch.ones_like(norm))
             for optimizer in optimizers:
                 optimizer.step()
         within(tp.full_state_dict(ours), plain.state_dict())
-        gradients, split = tp.full_state_dict(ours, gradients=True), {name for name, *_ in tp.split_parameters(ours)}
+        gradients, split = (
+            tp.full_state_dict(ours, gradients=True),
+            {name for name, *_ in tp.split_parameters(ours)},
+        )
         within(gradients, {name: parameter.grad for name, parameter in plain.named_parameters()})
         for name in gradients.keys() - split:
-            assert alike(torch.stack([ours.get_parameter(name), gradients[name]])), f"{name} differs by rank"
-    gathered = tp.ColumnParallelLinear.from_full(plain[4], pad=True, gather_output=True, process_group=group)
+            assert alike(torch.stack([ours.get_parameter(name), gradients[name]])), (
+                f"{name} differs by rank"
+            )
+    gathered = tp.ColumnParallelLinear.from_full(
+        plain[4], pad=True, gather_output=True, process_group=group
+    )
     within(gathered(randn(2, 24)), plain[4](randn(2, 24)))
     tp.load_full_state_dict(ours, plain.state_dict())
     bitwise(tp.full_state_dict(ours), plain.state_dict())
@@ -152,15 +205,25 @@ def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, sm
 @pool.on(2)
 def test_dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
     group, x, seen, results = pool.group(), randn(4, 2, 8).requires_grad_(), {}, []
-    layer = tp.ParallelTransformerLayer(8, 4, dropout=0.5, sequence_parallel=sp, process_group=group).double()
-    layer.self_attn.qkv.weight.data = randn(2, 8).repeat(6, 1)  # every head the same: what differs is dropout
+    layer = tp.ParallelTransformerLayer(
+        8, 4, dropout=0.5, sequence_parallel=sp, process_group=group
+    ).double()
+    layer.self_attn.qkv.weight.data = randn(2, 8).repeat(
+        6, 1
+    )  # every head the same: what differs is dropout
     layer.self_attn.qkv.bias.data.zero_()
-    layer.self_attn.proj.register_forward_pre_hook(lambda m, inputs: seen.update(inside=inputs[0].detach()))
-    layer.dropout.register_forward_hook(lambda m, inputs, output: seen.update(outside=output.detach() == 0))
+    layer.self_attn.proj.register_forward_pre_hook(
+        lambda m, inputs: seen.update(inside=inputs[0].detach())
+    )
+    layer.dropout.register_forward_hook(
+        lambda m, inputs, output: seen.update(outside=output.detach() == 0)
+    )
     for how in (layer, partial(checkpoint, layer, use_reentrant=False)):
         tp.model_parallel_seed(3, group)
         y, after = how(x), torch.rand(3)
-        results.append([y.detach(), after, *torch.autograd.grad(y, [x, *layer.parameters()], randn(*y.shape))])
+        results.append(
+            [y.detach(), after, *torch.autograd.grad(y, [x, *layer.parameters()], randn(*y.shape))]
+        )
         assert not alike(seen["inside"])
         assert alike(seen["outside"]) != sp
     bitwise(*results)
@@ -192,13 +255,28 @@ REFUSED = {
 
 @pool.on(2)
 def test_what_is_wrong_is_an_error():
-    groups, linear = [dist.new_group([rank]) for rank in range(2)], nn.Linear(4, 4 + 2 * pool.rank())
-    names = {"g": {"process_group": pool.group()}, "others": groups[1 - pool.rank()], "linear": linear}
-    names |= {"tp": tp, "nn": nn, "ones": torch.ones, "tensor": torch.tensor, "tied": make_model("tied")}
+    groups, linear = (
+        [dist.new_group([rank]) for rank in range(2)],
+        nn.Linear(4, 4 + 2 * pool.rank()),
+    )
+    names = {
+        "g": {"process_group": pool.group()},
+        "others": groups[1 - pool.rank()],
+        "linear": linear,
+    }
+    names |= {
+        "tp": tp,
+        "nn": nn,
+        "ones": torch.ones,
+        "tensor": torch.tensor,
+        "tied": make_model("tied"),
+    }
     for call, words in REFUSED.items():
         with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
             eval(call, names)
-        assert not seen.calls or words.startswith(("out of bounds", "models")), call  # after the same one on all
+        assert not seen.calls or words.startswith(("out of bounds", "models")), (
+            call
+        )  # after the same one on all
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -224,7 +302,9 @@ class Traffic(tp.SentBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize(("t", "rank", "sp"), [(8, 3, False), (8, 3, True), (1024, 0, False), (1024, 0, True)])
+@pytest.mark.parametrize(
+    ("t", "rank", "sp"), [(8, 3, False), (8, 3, True), (1024, 0, False), (1024, 0, True)]
+)
 def test_it_sends_holds_and_keeps_what_the_formulas_say_and_overlaps(t, rank, sp, monkeypatch):
     """Kept: Korthikanti's 10 + 24/t bytes, or 34/t, less two masks of dropout (2 bytes), halved: elements per sbh."""
 
@@ -232,11 +312,15 @@ def test_it_sends_holds_and_keeps_what_the_formulas_say_and_overlaps(t, rank, sp
         saved = []  # alive, so that no address is used twice
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             result = function(*args)
-        return result, tp.held_bytes(x for x in saved if x.untyped_storage().data_ptr() not in own) / 4
+        return result, tp.held_bytes(
+            x for x in saved if x.untyped_storage().data_ptr() not in own
+        ) / 4
 
     sent = Traffic()
     sent.seen, wait, s, b, h = "", tp.finish, t, 1, 1024
-    monkeypatch.setattr(tp, "finish", lambda *work: setattr(sent, "seen", sent.seen + "wait ") or wait(*work))
+    monkeypatch.setattr(
+        tp, "finish", lambda *work: setattr(sent, "seen", sent.seen + "wait ") or wait(*work)
+    )
     with fake_world(t, rank):
         layer = tp.ParallelTransformerLayer(h, h, h, sequence_parallel=sp)
         own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
@@ -247,14 +331,24 @@ def test_it_sends_holds_and_keeps_what_the_formulas_say_and_overlaps(t, rank, sp
         assert sent.total == pytest.approx(4 * elements * (t - 1) / t)
         assert sum(p.numel() for p in layer.parameters()) == (6 * h * h + 4 * h) // t + 6 * h
         # Inputs of norms and column layers, means and deviations; between pairs six of h, and one number a row and head
-        assert keeps / (s * b * h) == pytest.approx((4 + 4 / h) / (t if sp else 1) + (6 + 1) / t, rel=1e-12)
+        assert keeps / (s * b * h) == pytest.approx(
+            (4 + 4 / h) / (t if sp else 1) + (6 + 1) / t, rel=1e-12
+        )
         # The gradient of the input leaves before that of the weight is computed, and is waited for after.
         gathered = "_allgather_base_ mm alltoall_base_ wait mm wait"
         assert sent.seen.count(gathered if sp else "mm allreduce_ mm wait") == 2
-        logits, target = torch.randn(s, b, 5000, requires_grad=True), torch.zeros(s, b, dtype=torch.long)
-        for smoothing, numbers, floats in ((0.0, 6, 1), (0.1, 10, 1.25)):  # with a mask of what is no padding
+        logits, target = (
+            torch.randn(s, b, 5000, requires_grad=True),
+            torch.zeros(s, b, dtype=torch.long),
+        )
+        for smoothing, numbers, floats in (
+            (0.0, 6, 1),
+            (0.1, 10, 1.25),
+        ):  # with a mask of what is no padding
             with tp.SentBytes() as of_loss:
-                loss, keeps = kept(tp.vocab_parallel_cross_entropy, logits, target, None, -100, smoothing)
+                loss, keeps = kept(
+                    tp.vocab_parallel_cross_entropy, logits, target, None, -100, smoothing
+                )
                 loss.sum().backward()
             assert of_loss.total == pytest.approx(4 * numbers * b * s * (t - 1) / t)
             assert keeps / logits.numel() == pytest.approx(floats, abs=0.01)  # indices and masks

@@ -21,7 +21,10 @@ import zero
 
 STAGES = (zero.Zero1, zero.Zero2, zero.Zero3)
 each_stage = pytest.mark.parametrize("stage", STAGES)
-OPTIONS = {"SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True}, "AdamW": {"lr": 0.01, "weight_decay": 0.1}}
+OPTIONS = {
+    "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+}
 bitwise = functools.partial(torch.testing.assert_close, rtol=0, atol=0)  # of whole structures
 
 
@@ -42,7 +45,11 @@ def same_parameters(optimizer, model, plain):
 
 def one_device_backward(plain, rounds, dtype=torch.float32, loss=batch_loss):
     """Leave the mean over ranks in .grad; a rank adds up a round's gradients first. In 16 bits, `plain` has masters."""
-    low, sums, N = copy.deepcopy(plain).to(dtype) if dtype.itemsize < 4 else plain, {}, pool.world_size()
+    low, sums, N = (
+        copy.deepcopy(plain).to(dtype) if dtype.itemsize < 4 else plain,
+        {},
+        pool.world_size(),
+    )
     plain.zero_grad()
     for numbers in rounds:
         for rank in range(N):
@@ -63,7 +70,12 @@ def train(
 
     Of the `micros` backwards in a step, the first so many run in no_sync(). `saved`: what to go on from, and returned.
     """
-    N, rank, cls, options = pool.world_size(), pool.rank(), getattr(torch.optim, name), OPTIONS.get(name, {"lr": 0.01})
+    N, rank, cls, options = (
+        pool.world_size(),
+        pool.rank(),
+        getattr(torch.optim, name),
+        OPTIONS.get(name, {"lr": 0.01}),
+    )
     model = make()
     low = (dtype := next(model.parameters()).dtype).itemsize < 4
     plain = copy.deepcopy(model).to(torch.float32 if low else None)
@@ -77,7 +89,9 @@ def train(
         with full(each):
             module.load_state_dict(saved[0])  # masters: as 16 bits they change nothing
     bitwise(list(model.buffers()), list(plain.buffers()))
-    psi_bytes = sum(bucket.flat.nbytes for bucket in optimizer._buckets) if stage is zero.Zero3 else 0
+    psi_bytes = (
+        sum(bucket.flat.nbytes for bucket in optimizer._buckets) if stage is zero.Zero3 else 0
+    )
     for step, inside in enumerate((False, True, False)):
         for each, module in ((optimizer, model), (theirs, plain)):
             before(step, each, module)
@@ -86,17 +100,25 @@ def train(
         optimizer.zero_grad()
         batches = range(step * micros[0], (step + 1) * micros[0])
         at_once = micros[1] or stage is zero.Zero1  # a rank adds up first
-        one_device_backward(plain, [batches] if at_once else [[batch] for batch in batches], dtype, loss)
+        one_device_backward(
+            plain, [batches] if at_once else [[batch] for batch in batches], dtype, loss
+        )
         with full(optimizer) if inside else contextlib.nullcontext():
             with optimizer.no_sync(), optimizer.no_sync(), zero.SentBytes() as sent:
                 for batch in batches[: micros[1]]:
                     loss(model, rank, batch).backward()
-            assert inside or sent.total == 2 * micros[1] * psi_bytes * (N - 1) / N  # Zero3's gathers, and no gradients
+            assert (
+                inside or sent.total == 2 * micros[1] * psi_bytes * (N - 1) / N
+            )  # Zero3's gathers, and no gradients
             for batch in batches[micros[1] :]:
                 loss(model, rank, batch).backward()
-                assert stage is zero.Zero1 or all(p.grad is None for of in optimizer.param_groups for p in of["params"])
+                assert stage is zero.Zero1 or all(
+                    p.grad is None for of in optimizer.param_groups for p in of["params"]
+                )
             if inside:
-                norm = nn.utils.clip_grad_norm_([p for group in theirs.param_groups for p in group["params"]], 1e9)
+                norm = nn.utils.clip_grad_norm_(
+                    [p for group in theirs.param_groups for p in group["params"]], 1e9
+                )
                 assert abs(optimizer.clip_grad_norm_(1e9) - norm) <= (1e-2 if low else 1e-6) * norm
             optimizer.step()
         theirs.step()
@@ -112,7 +134,11 @@ def train(
     optimizer.load_state_dict(state)
     assert zero.held_by(optimizer) == held  # a shard, and nothing of the whole
     assert stage is not zero.Zero3 or whole_bytes(optimizer) == 0
-    places = [view.storage_offset() * view.itemsize for bucket in optimizer._buckets for view in bucket.whole]
+    places = [
+        view.storage_offset() * view.itemsize
+        for bucket in optimizer._buckets
+        for view in bucket.whole
+    ]
     assert not any(place % 64 for place in places)  # as torch aligns what it allocates
     return optimizer, model, plain, (saved[0], state)
 
@@ -120,7 +146,10 @@ def train(
 @pool.on(3)
 def test_the_naive_form():
     ours = make_model("plain")
-    plain, shard = copy.deepcopy(ours), zero.flatten(ours.parameters(), 3).chunk(3)[pool.rank()].clone()
+    plain, shard = (
+        copy.deepcopy(ours),
+        zero.flatten(ours.parameters(), 3).chunk(3)[pool.rank()].clone(),
+    )
     optimizer, theirs = torch.optim.AdamW([shard]), torch.optim.AdamW(plain.parameters())
     for step in range(3):
         ours.zero_grad()
@@ -154,7 +183,11 @@ def large_loss(model, rank, step):
     return 16000 * model(make_batch(rank, step, torch.float16)).square().sum()
 
 
-SMALL, OFFLOAD, plain_model = {"bucket_cap_mb": 1e-3}, {"offload": "cpu"}, functools.partial(make_model, "plain")
+SMALL, OFFLOAD, plain_model = (
+    {"bucket_cap_mb": 1e-3},
+    {"offload": "cpu"},
+    functools.partial(make_model, "plain"),
+)
 WHAT = itertools.product(STAGES, [Outer, *(functools.partial(make_model, kind) for kind in MODELS)])
 HOWS = itertools.cycle([SMALL, SMALL | OFFLOAD, OFFLOAD, {}])
 SPECIAL = [
@@ -187,7 +220,9 @@ def test_nothing_is_left_behind(stage):
 
 
 def body_random(stage, saved, numels, low, micros, **arguments):
-    dtype = torch.bfloat16 if low and micros != (2, 0) else torch.float32  # each round's mean is rounded
+    dtype = (
+        torch.bfloat16 if low and micros != (2, 0) else torch.float32
+    )  # each round's mean is rounded
     make, saved = lambda: Reader(numels).to(dtype), copy.deepcopy(saved)  # which ranks share
     return train(stage, make, loss=Reader.__call__, micros=micros, saved=saved, **arguments)[-1]
 
@@ -218,7 +253,9 @@ def live_bytes():
 
 @each_stage
 @pytest.mark.parametrize(("N", "low", "frozen"), [(3, 0, 0), (2, 1, 0), (2, 0, 1), (1024, 0, 0)])
-def test_bytes_held_and_sent_are_those_of_the_docstring(stage, N, low, frozen, request, monkeypatch):
+def test_bytes_held_and_sent_are_those_of_the_docstring(
+    stage, N, low, frozen, request, monkeypatch
+):
     """In this process, in a world that moves no data; at 1024 ranks by the collectives that NCCL has."""
     dist.init_process_group("fake", store=FakeStore(), rank=N // 2, world_size=N)
     request.addfinalizer(dist.destroy_process_group)
@@ -231,12 +268,23 @@ def test_bytes_held_and_sent_are_those_of_the_docstring(stage, N, low, frozen, r
         layer.weight.requires_grad_(not frozen)
     optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=0.01, lr=1e-3)
     psi = sum(bucket.flat.nbytes for bucket in optimizer._buckets)
-    trained = sum(bucket.flat.nbytes for bucket in optimizer._buckets if bucket.parameters[0].requires_grad)
-    assert 0 <= psi - sum(p.nbytes for p in model.parameters()) <= 4 * N * len(optimizer._buckets)  # padding
+    trained = sum(
+        bucket.flat.nbytes for bucket in optimizer._buckets if bucket.parameters[0].requires_grad
+    )
+    assert (
+        0 <= psi - sum(p.nbytes for p in model.parameters()) <= 4 * N * len(optimizer._buckets)
+    )  # padding
     unpadded = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    params, grads = psi / (N if stage is zero.Zero3 else 1), unpadded if stage is zero.Zero1 else trained / N
+    params, grads = (
+        psi / (N if stage is zero.Zero3 else 1),
+        unpadded if stage is zero.Zero1 else trained / N,
+    )
     state = (4 * trained + 2 * psi if low else 2 * trained) / N
-    passes = {zero.Zero1: 2 * trained, zero.Zero2: 3 * trained, zero.Zero3: 2 * (2 * psi + trained)}[stage]
+    passes = {
+        zero.Zero1: 2 * trained,
+        zero.Zero2: 3 * trained,
+        zero.Zero3: 2 * (2 * psi + trained),
+    }[stage]
     flags = 2 * (16 + 8 + 16)  # a byte per tensor, the norm, a byte again
     see = lambda: (whole_bytes(optimizer), sum(p.grad is not None for p in model.parameters()))  # noqa: E731
     for step in range(2):
@@ -254,10 +302,18 @@ def test_bytes_held_and_sent_are_those_of_the_docstring(stage, N, low, frozen, r
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         assert sent.total == pytest.approx((passes + flags) * (N - 1) / N)
-    assert 0 <= live_bytes() - start - x.nbytes - params - trained / N - state <= 300  # step() has moved gradients
-    whole, gradients = (max(values) for values in zip(*(seen for _, seen in watch.seen), strict=True))
-    assert (whole, between) == ((psi / 4, 0) if stage is zero.Zero3 else (psi, psi))  # two of eight units, and none
-    if stage is zero.Zero2 and not frozen:  # what backward has passed is on its way, and not in .grad
+    assert (
+        0 <= live_bytes() - start - x.nbytes - params - trained / N - state <= 300
+    )  # step() has moved gradients
+    whole, gradients = (
+        max(values) for values in zip(*(seen for _, seen in watch.seen), strict=True)
+    )
+    assert (whole, between) == (
+        (psi / 4, 0) if stage is zero.Zero3 else (psi, psi)
+    )  # two of eight units, and none
+    if (
+        stage is zero.Zero2 and not frozen
+    ):  # what backward has passed is on its way, and not in .grad
         first = next(number for number, (name, _) in enumerate(watch.seen) if "c10d" in name)
         assert [name for name, _ in watch.seen[:first]].count("aten::mm") <= 4
         assert gradients <= 4
@@ -268,7 +324,11 @@ def test_bytes_held_and_sent_are_those_of_the_docstring(stage, N, low, frozen, r
 def test_buckets_are_in_the_order_in_which_backward_fills_them():
     parameters = [nn.Parameter(torch.tensor(float(number))) for number in range(6)]
     buckets = zero.assign_buckets(dict(zip(parameters, "abaccc", strict=True)), cap_bytes=12)
-    assert [[int(parameter) for parameter in bucket] for bucket in buckets] == [[5, 4, 3], [1], [2, 0]]
+    assert [[int(parameter) for parameter in bucket] for bucket in buckets] == [
+        [5, 4, 3],
+        [1],
+        [2, 0],
+    ]
 
 
 # ---- Zero3
@@ -277,8 +337,13 @@ def test_buckets_are_in_the_order_in_which_backward_fills_them():
 @pool.on(3)
 def test_whole_parameters_of_zero3():
     """To look at, load, and train on, where one asks for them; else NaN. A copy is not sharded, a part runs alone."""
-    in_vain = lambda step, optimizer, model: batch_loss(model, 0, 9)  # a forward of which there is no backward  # noqa: E731
-    optimizer, model, plain, *_ = train(zero.Zero3, functools.partial(make_model, "odd"), before=in_vain)
+
+    def in_vain(step, optimizer, model):  # a forward of which there is no backward
+        batch_loss(model, 0, 9)
+
+    optimizer, model, plain, *_ = train(
+        zero.Zero3, functools.partial(make_model, "odd"), before=in_vain
+    )
     assert all(p.isnan().all() for p in model.parameters())
     assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
     for part in (model, model.first):
@@ -289,7 +354,10 @@ def test_whole_parameters_of_zero3():
     bitwise(average.state_dict(), plain.state_dict())
     x = make_batch(0, 0)
     with torch.no_grad():
-        ours, expected = [model(x), model.first(x[:, 1:]), average(x)], [plain(x), plain.first(x[:, 1:]), plain(x)]
+        ours, expected = (
+            [model(x), model.first(x[:, 1:]), average(x)],
+            [plain(x), plain.first(x[:, 1:]), plain(x)],
+        )
     bitwise(ours, expected)
 
 
@@ -297,7 +365,10 @@ def test_whole_parameters_of_zero3():
 @pool.on(2)
 def test_units_of_zero3_and_their_prefetch(how):
     """While a unit computes, that which came next the last time is on its way, and nothing is gathered in vain."""
-    loss_of = lambda m, *number: m(make_batch(*number).requires_grad_(), how=HOW[how]).square().mean()  # noqa: E731
+
+    def loss_of(model, *number):
+        return model(make_batch(*number).requires_grad_(), how=HOW[how]).square().mean()
+
     optimizer, model, plain, *_ = train(zero.Zero3, functools.partial(Blocks, 7), loss=loss_of)
     buckets, early = optimizer._buckets[::-1], []
     psi_bytes = sum(bucket.flat.nbytes for bucket in buckets)
@@ -312,11 +383,15 @@ def test_units_of_zero3_and_their_prefetch(how):
         assert sent.total == (psi_bytes / 2 if loss else psi_bytes)
 
     def look(inner, *_):  # at shards that a step is about to change: none is on its way
-        early.extend(b for b in buckets if b.works and b.segments is inner.param_groups[0]["params"])
+        early.extend(
+            b for b in buckets if b.works and b.segments is inner.param_groups[0]["params"]
+        )
 
     optimizer._optimizer.register_step_pre_hook(look)
     with torch.no_grad():
-        bitwise(model[0].one(make_batch(0, 0)), plain[0].one(make_batch(0, 0)))  # alone; the next is gathered
+        bitwise(
+            model[0].one(make_batch(0, 0)), plain[0].one(make_batch(0, 0))
+        )  # alone; the next is gathered
     assert ahead() == [1]
     optimizer.step()
     assert not early
@@ -330,15 +405,26 @@ def test_units_of_zero3_and_their_prefetch(how):
 def test_wrong_use(stage):
     rank, plain, group = pool.rank(), make_model("plain"), pool.group()
     differs = f"the same model; rank {1 - rank}'s differs in .*shape"
-    named = [type(name, (torch.optim.Optimizer,), {}) for name in ("LBFGS", "Adafactor", "SparseAdam", "Muon")]
+    named = [
+        type(name, (torch.optim.Optimizer,), {})
+        for name in ("LBFGS", "Adafactor", "SparseAdam", "Muon")
+    ]
     for words, module, wrong in [
         (differs, nn.Sequential(nn.Linear(2, 2), nn.Linear(6, 4 + rank)), {}),
         (differs, nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(4 + rank, affine=False)), {}),
         (differs, make_model("plain", (torch.float32, torch.float64)[rank]), {}),
-        ("which averages as well", nn.parallel.DistributedDataParallel(plain, process_group=group), {}),
+        (
+            "which averages as well",
+            nn.parallel.DistributedDataParallel(plain, process_group=group),
+            {},
+        ),
         ("not among module.parameters", make_model("plain"), {"params": plain.parameters()}),
-        *((f"{cls.__name__} may need whole .*AdamW", plain, {"optimizer_class": cls}) for cls in named),
-        *[("not in process_group", plain, {"process_group": dist.GroupMember.NON_GROUP_MEMBER})] * rank,
+        *(
+            (f"{cls.__name__} may need whole .*AdamW", plain, {"optimizer_class": cls})
+            for cls in named
+        ),
+        *[("not in process_group", plain, {"process_group": dist.GroupMember.NON_GROUP_MEMBER})]
+        * rank,
     ]:
         with pytest.raises(ValueError, match=words):
             stage(module, **{"optimizer_class": torch.optim.SGD, "process_group": group} | wrong)

@@ -31,7 +31,10 @@ def summed(tensor):
 
 
 def gathered(tensor):
-    everyone = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    everyone = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for _ in range(dist.get_world_size())
+    ]
     dist.all_gather(everyone, tensor.contiguous())
     return everyone
 
@@ -75,9 +78,13 @@ class PlainDDP(nn.Module):
 
 
 SumsGradients = changed(PlainDDP, mean=lambda self, gradient: summed(gradient))
-DividesAfterTheSum = changed(PlainDDP, mean=lambda self, gradient: summed(gradient) / dist.get_world_size())
+DividesAfterTheSum = changed(
+    PlainDDP, mean=lambda self, gradient: summed(gradient) / dist.get_world_size()
+)
 # A hook gets the parameter, and so the parameter it is that is reduced.
-ReducesParameters = changed(PlainDDP, average=lambda self, parameter: parameter.data.copy_(self.mean(parameter.data)))
+ReducesParameters = changed(
+    PlainDDP, average=lambda self, parameter: parameter.data.copy_(self.mean(parameter.data))
+)
 StartsAnywhere = changed(PlainDDP, start=lambda self: None)
 OwnBuffers = changed(PlainDDP, forward=lambda self, *args: self.module(*args))
 # A rank without a gradient skips the collective; the others' meets the next parameter's.
@@ -102,8 +109,12 @@ class LastMicroBatchOnly(PlainDDP):
 
     def start(self):
         super().start()
-        for parameter in filter(lambda parameter: parameter.requires_grad, self.module.parameters()):
-            parameter.register_hook(lambda gradient, p=parameter: self.mean(gradient) if self.due(p) else gradient)
+        for parameter in filter(
+            lambda parameter: parameter.requires_grad, self.module.parameters()
+        ):
+            parameter.register_hook(
+                lambda gradient, p=parameter: self.mean(gradient) if self.due(p) else gradient
+            )
 
     def due(self, parameter):
         return self.sync
@@ -115,7 +126,9 @@ class LastMicroBatchOnly(PlainDDP):
         self.sync = True
 
 
-FirstMicroBatchOnly = changed(LastMicroBatchOnly, due=lambda self, parameter: parameter.grad is None)
+FirstMicroBatchOnly = changed(
+    LastMicroBatchOnly, due=lambda self, parameter: parameter.grad is None
+)
 SendsUnderNoSync = changed(LastMicroBatchOnly, due=lambda self, parameter: True)
 
 
@@ -135,7 +148,9 @@ class PlainZero1(torch.optim.Optimizer):
         return optimizer_class(self.mine, **arguments)
 
     def tell(self):
-        self.optimizer.param_groups[0].update({k: v for k, v in self.param_groups[0].items() if k != "params"})
+        self.optimizer.param_groups[0].update(
+            {k: v for k, v in self.param_groups[0].items() if k != "params"}
+        )
 
     def step(self):
         self.tell()
@@ -151,7 +166,9 @@ SavesItsOwnPart = changed(PlainZero1, state_dict=lambda self: self.optimizer.sta
 KeepsItsUpdates = changed(PlainZero1, send=lambda self, parameter, src: None)
 # A scheduler changes the groups of the outer optimizer; nobody tells the inner one.
 FixedLearningRate = changed(PlainZero1, tell=lambda self: None)
-KeepsTheWholeState = changed(PlainZero1, make=lambda self, optimizer, options: optimizer(self.parameters, **options))
+KeepsTheWholeState = changed(
+    PlainZero1, make=lambda self, optimizer, options: optimizer(self.parameters, **options)
+)
 
 
 # ---- fully_shard
@@ -164,10 +181,14 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return summed(gradient).chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
+        return (
+            summed(gradient).chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
+        )
 
 
-SummingGather = changed(Gather, backward=lambda ctx, gradient: Gather.backward(ctx, gradient) * dist.get_world_size())
+SummingGather = changed(
+    Gather, backward=lambda ctx, gradient: Gather.backward(ctx, gradient) * dist.get_world_size()
+)
 
 
 def shard(parameter, gather):
@@ -178,9 +199,14 @@ def shard(parameter, gather):
     return piece
 
 
-def keeps_what_it_gathers(module, gather=Gather, start=lambda parameter: parameter, due=lambda: True):
+def keeps_what_it_gathers(
+    module, gather=Gather, start=lambda parameter: parameter, due=lambda: True
+):
     """Right, and all that there is to FSDP, but for memory: autograd keeps what has been gathered until backward."""
-    pieces, wholes = {}, {}  # (a module, a parameter's name): what it holds outside of forward, and in forward
+    pieces, wholes = (
+        {},
+        {},
+    )  # (a module, a parameter's name): what it holds outside of forward, and in forward
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if not hasattr(parameter, "whole"):
@@ -196,7 +222,9 @@ def keeps_what_it_gathers(module, gather=Gather, start=lambda parameter: paramet
             owner._parameters[name] = tensor
 
     module.register_forward_pre_hook(gather_all)
-    module.register_forward_hook(lambda *_: hold(pieces), always_call=True)  # a recomputation may end before its end
+    module.register_forward_hook(
+        lambda *_: hold(pieces), always_call=True
+    )  # a recomputation may end before its end
     return module
 
 
@@ -253,7 +281,9 @@ class Row(nn.Linear):
         return self.sum.apply(F.linear(x, self.weight)) + (0 if self.bias is None else self.bias)
 
 
-AddsTheBiasOnEveryRank = changed(Row, forward=lambda self, x: Sum.apply(F.linear(x, self.weight, self.bias)))
+AddsTheBiasOnEveryRank = changed(
+    Row, forward=lambda self, x: Sum.apply(F.linear(x, self.weight, self.bias))
+)
 SumsGradientsToo = changed(Row, sum=SumBothWays)
 
 
@@ -273,7 +303,10 @@ def backward_before_forward(p, m, v=1):
 def last_in_first_out(p, m, v=1):
     """GPipe's own order: right to rounding, but not bit by bit."""
     schedule = build_schedule("gpipe", p, m, v)
-    return [[a for a in actions if "F" in a] + [a for a in actions if "B" in a][::-1] for actions in schedule]
+    return [
+        [a for a in actions if "F" in a] + [a for a in actions if "B" in a][::-1]
+        for actions in schedule
+    ]
 
 
 # ---- GradScaler
@@ -282,8 +315,12 @@ def last_in_first_out(p, m, v=1):
 Scaler = amp.GradScaler
 EachRankForItself = torch.amp.GradScaler  # leaves it to who has summed the gradients
 NeverUnscales = changed(Scaler, step=lambda self, optimizer: optimizer.step())
-StepsAnyway = changed(Scaler, step=lambda self, optimizer: (Scaler.step(self, optimizer), optimizer.step()))
-ForgetsItsCount = changed(Scaler, state_dict=lambda self: {**Scaler.state_dict(self), "_growth_tracker": 0})
+StepsAnyway = changed(
+    Scaler, step=lambda self, optimizer: (Scaler.step(self, optimizer), optimizer.step())
+)
+ForgetsItsCount = changed(
+    Scaler, state_dict=lambda self: {**Scaler.state_dict(self), "_growth_tracker": 0}
+)
 
 
 # ---- LoRA
@@ -343,7 +380,9 @@ aligned_at_the_start = partial(plain_attention, offset=lambda S, Skv: 0)
 # A query that sees nothing is 0/0.
 divides_zero_by_zero = partial(plain_attention, least=0.0)
 # e^score, of any score.
-knows_no_maximum = partial(plain_attention, largest=lambda scores: torch.zeros_like(scores[..., :1]))
+knows_no_maximum = partial(
+    plain_attention, largest=lambda scores: torch.zeros_like(scores[..., :1])
+)
 # Query heads take the heads of keys in turns.
 shares_heads_in_turns = partial(plain_attention, share=lambda x, groups: x.repeat(1, groups, 1, 1))
 
@@ -363,9 +402,14 @@ def draws_its_mask_anew(q, k, v, causal=False, dropout_p=0.0):
 # ---- activation checkpointing
 
 
-def plain_checkpoint(function, *args, grad_mode=torch.enable_grad, random=True, autocast=True, **kwargs):
+def plain_checkpoint(
+    function, *args, grad_mode=torch.enable_grad, random=True, autocast=True, **kwargs
+):
     """Right, but that it holds its inputs, runs to the end each time, and compares nothing."""
-    state, again = torch.get_rng_state(), torch.autocast("cpu", torch.bfloat16, torch.is_autocast_enabled("cpu"))
+    state, again = (
+        torch.get_rng_state(),
+        torch.autocast("cpu", torch.bfloat16, torch.is_autocast_enabled("cpu")),
+    )
     saved, numbers = [], itertools.count()
 
     def recompute(number):
@@ -373,7 +417,9 @@ def plain_checkpoint(function, *args, grad_mode=torch.enable_grad, random=True, 
             with torch.random.fork_rng(), again if autocast else nullcontext(), grad_mode():
                 if random:
                     torch.set_rng_state(state)
-                with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda tensor: tensor):
+                with saved_tensors_hooks(
+                    lambda tensor: saved.append(tensor.detach()), lambda tensor: tensor
+                ):
                     function(*args, **kwargs)
         return saved[number]
 
@@ -504,7 +550,12 @@ MISTAKES = [
 RIGHT = {  # what the mistakes are made in, and the claims that it cannot hold
     ("ddp", "PlainDDP"): {"overlap", "different_models"},
     ("zero1", "PlainZero1"): {"whole_state_dict", "bitwise_at_four"},
-    ("fsdp", "keeps_what_it_gathers"): {"nothing_whole_is_kept", "tied", "clipping", "bitwise_at_four"},
+    ("fsdp", "keeps_what_it_gathers"): {
+        "nothing_whole_is_kept",
+        "tied",
+        "clipping",
+        "bitwise_at_four",
+    },
     ("row-linear", "Row"): set(),
     ("attention", "plain_attention"): {"no_matrix_is_kept"},
     ("checkpoint", "plain_checkpoint"): {"differs"},
