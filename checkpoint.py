@@ -106,9 +106,10 @@ def save(directory, pieces, extra=None, process_group=None):
     before, and may go on. Two are kept.
     """
     root, rank = Path(directory), dist.get_rank(process_group) if dist.is_initialized() else 0
-    mine, tensors, taken = list(describe(pieces)), {}, set()
+    mine, tensors, taken = [], {}, set()
 
     def begin():
+        mine.extend(describe(pieces))
         if rank == 0:
             shutil.rmtree(root / "tmp", ignore_errors=True)  # of a save that was killed
             (root / "tmp").mkdir(parents=True)
@@ -145,7 +146,19 @@ def describe(pieces):
     """Yield (name, [dtype, shape] of the whole, Piece)."""
     for name, value in pieces.items():
         one = Piece(value, value.shape, [0] * value.dim()) if torch.is_tensor(value) else value
-        for piece in [one] if isinstance(one, Piece) else one:
+        many = [one] if isinstance(one, Piece) else one
+        if not isinstance(many, list) or not all(isinstance(piece, Piece) for piece in many):
+            kind = type(value).__name__
+            raise ValueError(
+                f"{name}: expected a tensor, a Piece or a list of Pieces, got {kind}; "
+                "numbers and strings belong into extra"
+            )
+        for piece in many:
+            dims = (piece.tensor.dim(), len(piece.shape), len(piece.offset))
+            if len(set(dims)) > 1:
+                raise ValueError(
+                    f"{name}: tensor, shape and offset have {dims} dimensions; they must have as many"
+                )
             if any(i < 0 or j > n for (i, j), n in zip(piece.box, piece.shape, strict=True)):
                 raise ValueError(
                     f"{name}: {piece.box} is not within a whole of {list(piece.shape)}"

@@ -1,6 +1,7 @@
 """checkpoint.py: what any ranks wrote any others read, bit by bit; what is killed, full or damaged is never wrong."""
 
 import math
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -172,6 +173,26 @@ def test_any_flipped_bit_and_any_missing_file_is_an_error_that_names_it(name, tm
         load_whole(tmp_path)
     with pytest.raises(FileNotFoundError, match="nothing/latest"):
         load(tmp_path / "nothing", {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (3, "lr: expected a tensor, a Piece or a list of Pieces, got int"),
+        ({"b": torch.ones(2)}, "lr: expected a tensor, a Piece or a list of Pieces, got dict"),
+        ([torch.ones(2)], "lr: expected a tensor, a Piece or a list of Pieces, got list"),
+        (Piece(torch.ones(2), [2, 2], [0, 0]), "lr: tensor, shape and offset have (1, 2, 2)"),
+    ],
+)
+@pool.on(2)
+def test_what_is_no_piece_on_one_rank_is_an_error_on_all_that_names_the_entry(
+    wrong, words, tmp_path
+):
+    save(tmp_path, {"lr": torch.ones(2)}, None, pool.group())
+    pieces = {"lr": wrong if pool.rank() == 1 else torch.ones(2)}
+    for call in (save, load):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call(tmp_path, pieces, process_group=pool.group())
 
 
 @pool.on(2)
