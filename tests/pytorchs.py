@@ -1,4 +1,4 @@
-"""PyTorch's own, and peft's, in the form in which claims.py calls a kind, where they have another."""
+"""PyTorch's own, and peft's, in the form in which tests/claims calls a kind, where they have another."""
 
 from types import SimpleNamespace
 

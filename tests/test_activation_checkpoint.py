@@ -1,4 +1,4 @@
-"""activation_checkpoint.py against no checkpoints, bitwise; and what it keeps and computes. More in claims.py."""
+"""activation_checkpoint.py against no checkpoints, bitwise; and what it keeps and computes. More in tests/claims."""
 
 import functools
 import gc
@@ -7,7 +7,7 @@ import pool
 import pytest
 import torch
 import torch.nn as nn
-from claims import plainly
+from claims.activation_checkpoint import plainly
 from shared import loss_of, make_batch
 from torch.multiprocessing.reductions import StorageWeakRef
 

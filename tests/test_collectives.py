@@ -8,7 +8,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
-from claims import numbers_of
+from claims.all_reduce import numbers_of
 from shared import fake_world
 
 import collectives as c

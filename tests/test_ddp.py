@@ -1,4 +1,4 @@
-"""ddp.py: what the claims about data parallelism in claims.py leave open."""
+"""ddp.py: what the claims about data parallelism in tests/claims leave open."""
 
 import copy
 import weakref
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from claims import one_device
+from claims.training import one_device
 from hypothesis import example, given
 from hypothesis import strategies as st
 from shared import assert_equal, assert_same_parameters, fake_world, loss_of, make_batch, make_model

@@ -1,11 +1,11 @@
-"""flash_attention.py: what claims.py leaves open: blocks of any size, what only ours offers, and what it costs."""
+"""flash_attention.py: what tests/claims leaves open: blocks of any size, what only ours offers, and what it costs."""
 
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from claims import dense_weights
+from claims.attention import dense_weights
 from hypothesis import example, given
 from hypothesis import strategies as st
 from shared import assert_equal

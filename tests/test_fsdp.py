@@ -1,4 +1,4 @@
-"""fsdp.py bit by bit against one device, and in 16 bits against PyTorch's own; its costs. The rest says claims.py."""
+"""fsdp.py bit by bit against one device, and in 16 bits against PyTorch's own; its costs. The rest says tests/claims."""
 
 import copy
 import functools
@@ -6,13 +6,13 @@ import itertools
 from contextlib import nullcontext
 from dataclasses import make_dataclass
 
-import claims
 import pool
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as pytorchs
 import torch.nn as nn
+from claims.training import one_device
 from shared import (
     HOW,
     Block,
@@ -90,7 +90,7 @@ def train(ours, plain, loss=batch_loss, steps=3, micro_batches=1, saved=None, **
                     loss(ours, pool.rank(), number).backward()
             assert_at_rest(ours)
             batches = [[(rank, number) for number in numbers] for rank in range(pool.world_size())]
-            claims.one_device(plain, batches, lambda model, batch: loss(model, *batch))
+            one_device(plain, batches, lambda model, batch: loss(model, *batch))
             for o in optimizers:
                 o.step()
     saved = fsdp.full_state_dict(ours), fsdp.full_optimizer_state_dict(ours, optimizers[0])
@@ -113,7 +113,7 @@ def test_naive_form():
     loss_of(
         fsdp.forward_sharded(ours, pieces, make_batch(rank, 0), process_group=pool.group())
     ).backward()
-    claims.one_device(plain, [[make_batch(r, 0)] for r in range(N)])
+    one_device(plain, [[make_batch(r, 0)] for r in range(N)])
     for name, p in plain.named_parameters():
         assert torch.equal(pieces[name].grad, pad(p.grad).chunk(N)[rank])
 

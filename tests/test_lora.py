@@ -1,4 +1,4 @@
-"""lora.py against dense weights W + (α/r) B A, peft and bitsandbytes; of whole models claims.py says more."""
+"""lora.py against dense weights W + (α/r) B A, peft and bitsandbytes; of whole models tests/claims says more."""
 
 import copy
 import json
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from claims import registry
+from claims.training import Trainer, trains_as_one_device
 from hypothesis import given
 from hypothesis import strategies as st
 from shared import Collectives, make_batch, make_model
@@ -286,16 +288,16 @@ def test_average_adapters_is_the_mean_also_where_a_rank_has_not_used_one_and_onl
 @pool.on(2, 3)
 def test_an_adapted_model_trains_under_ddp_and_fsdp_as_on_one_device(kind, quantize):
     make, exact = (
-        partial(claims.Trainer, kind, claims.resolve(claims.OURS[kind])),
+        partial(Trainer, kind, claims.resolve(claims.OURS[kind])),
         pool.world_size() == 2,
     )
-    claims._problems.clear()
+    registry._problems.clear()
     with claims.default_group(pool.group()):
         plain, adapter = (
             trained(inject(make_model("plain"), quantize=quantize)),
             lora.adapter_state_dict,
         )
-        claims.trains_as_one_device(
+        trains_as_one_device(
             make, plain, "adamw", exact, after=lambda t: adapter(t.module, t.whole())
         )
-    assert not claims._problems
+    assert not registry._problems

@@ -1,4 +1,4 @@
-"""pipeline.py against micro-batch accumulation on one device, its schedules against PyTorch's; more is in claims.py."""
+"""pipeline.py against micro-batch accumulation on one device, its schedules against PyTorch's; more is in tests/claims."""
 
 import copy
 import gc

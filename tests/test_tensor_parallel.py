@@ -1,4 +1,4 @@
-"""tensor_parallel.py against one device; each linear layer alone, ours and PyTorch's, is in claims.py."""
+"""tensor_parallel.py against one device; each linear layer alone, ours and PyTorch's, is in tests/claims."""
 
 import copy
 import itertools

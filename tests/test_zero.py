@@ -1,4 +1,4 @@
-"""zero.py against one device, bit by bit. What is true of any such implementation, claims.py says; here is the rest."""
+"""zero.py against one device, bit by bit. What is true of any such implementation, tests/claims says; here is the rest."""
 
 import contextlib
 import copy

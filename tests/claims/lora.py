@@ -1,0 +1,85 @@
+"""An implementation of --lora is called as function(model, r=4, lora_alpha=16, target_modules=["0", "2"]).
+
+It returns the model. Its only trainable parameters are A (r × in) and B (out × r), in this order, for
+each layer that `target_modules` names.
+"""
+
+import copy
+
+import torch
+from shared import loss_of, make_batch, make_model
+
+from claims.registry import (
+    add_kind,
+    check,
+    claim,
+    same,
+)
+
+
+def make_lora(implementation, model):
+    return implementation(model, r=4, lora_alpha=16, target_modules=["0", "2"])
+
+
+add_kind(
+    "lora",
+    called=__doc__,
+    make=make_lora,
+    ours="lora:inject_lora",
+    pytorchs="pytorchs:inject_lora",
+)
+
+
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@claim("lora", 1)
+def unchanged_at_first(make):
+    """Before the first step the output is bitwise that of the model: B is zero."""
+    model, x = make_model("plain"), make_batch(0, 0)
+    expected = model(x)
+    same(make(model)(x), expected, "output", exact=True)
+
+
+@claim("lora", 1)
+def dense_equivalent(make):
+    """Trained, the model is that of the weights W + (α/r)BA, in outputs and in the gradients of A and B."""
+    plain = make_model("plain", torch.float64)
+    model = make(copy.deepcopy(plain)).double()
+    factors = [
+        torch.randn(factor.shape, dtype=torch.float64, requires_grad=True)
+        for factor in trained(model)
+    ]
+    for ours, factor in zip(trained(model), factors, strict=True):
+        ours.data = factor.detach().clone()
+    dense, (A0, B0, A2, B2) = dict(plain.named_parameters()), factors
+    dense["0.weight"] = dense["0.weight"].detach() + 16 / 4 * B0 @ A0
+    dense["2.weight"] = dense["2.weight"].detach() + 16 / 4 * B2 @ A2
+    x = make_batch(0, 0, torch.float64)
+    output, expected = model(x), torch.func.functional_call(plain, dense, x)
+    same(output, expected, "output")
+    loss_of(output).backward()
+    loss_of(expected).backward()
+    for ours, factor in zip(trained(model), factors, strict=True):
+        same(ours.grad, factor.grad, "gradient of A or B")
+
+
+@claim("lora", 1)
+def base_stays(make):
+    """r(d + k) parameters train for each adapted matrix; the model's own stay, bitwise."""
+    plain = make_model("plain")
+    model = make(copy.deepcopy(plain))
+    found, expected = (
+        sum(parameter.numel() for parameter in trained(model)),
+        4 * (6 + 33) + 4 * (33 + 17),
+    )
+    check(found == expected, f"{found} parameters train, not {expected}")
+    optimizer = torch.optim.AdamW(trained(model), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(make_batch(0, step))).backward()
+        optimizer.step()
+    kept = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for name, parameter in plain.named_parameters():
+        check(any(torch.equal(parameter, other) for other in kept), f"{name} has changed")
