@@ -36,6 +36,7 @@ import graphlib
 import itertools
 import json
 import os
+import pickle
 import re
 import sys
 import time
@@ -56,6 +57,24 @@ from torch.utils._pytree import tree_leaves
 # 1. The idea: GPipe with blocking sends.
 
 
+def start_transfer(operation, tensor, peer, group):
+    """Start one dist.isend or dist.irecv. -> works to wait for
+
+    Over NCCL a bare isend makes a communicator for each pair of ranks in the middle of a step; a batch takes the
+    group's. On that one the transfers of a rank run one after another, in the order in which it starts them. Each is a
+    batch of its own, and all ranks start them in one global order: the first that has not ended is the next one of its
+    sender and of its receiver, so it can always run. A batch of several would have to be cut alike on both sides.
+    """
+    return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)])
+
+
+def transfer(operation, tensor, peer, group):
+    """The same, and wait for it."""
+    for work in start_transfer(operation, tensor, peer, group):
+        work.wait()
+    return tensor
+
+
 def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_group=None):
     """Forward and backward of a batch; -> its mean loss on the last rank. A stage receives tensors such as `like`."""
     rank, last = dist.get_rank(process_group), dist.get_world_size(process_group) - 1
@@ -65,21 +84,21 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
     ):
         x = part if rank == 0 else torch.empty_like(like)
         if rank > 0:
-            dist.recv(x, group=process_group, group_src=rank - 1)
+            transfer(dist.irecv, x, rank - 1, process_group)
             x.requires_grad_()
         y = stage(x)
         if rank < last:
-            dist.send(y.detach(), group=process_group, group_dst=rank + 1)
+            transfer(dist.isend, y.detach(), rank + 1, process_group)
         else:
             y = loss_fn(y, target) / num_microbatches
         alive.append((x, y))
     for x, y in alive:
         gradient = torch.ones_like(y)
         if rank < last:
-            dist.recv(gradient, group=process_group, group_src=rank + 1)
+            transfer(dist.irecv, gradient, rank + 1, process_group)
         y.backward(gradient)
         if rank > 0:
-            dist.send(x.grad, group=process_group, group_dst=rank - 1)
+            transfer(dist.isend, x.grad, rank - 1, process_group)
     return sum(y.detach() for _, y in alive) if rank == last else None
 
 
@@ -251,6 +270,31 @@ class SplitLinear(torch.autograd.Function):
 # 4. One interpreter runs any schedule.
 
 
+def wire_device(device, backend_config):
+    """-> where messages between stages on `device` lie. Gloo sends from the host's memory.
+
+    The name of the backend does not tell: it is "undefined" after init_process_group() without one.
+    """
+    return torch.device("cpu") if f"{device.type}:gloo" in backend_config else device
+
+
+def now(device):
+    """A moment: of the host's clock, or, because a GPU works after the host, an event in its stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start, end):
+    """Between two moments."""
+    if isinstance(end, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 class Pipeline(nn.Module):
     """Runs this rank's stages, forward and backward, in the order that a schedule gives.
 
@@ -259,7 +303,6 @@ class Pipeline(nn.Module):
     num_microbatches: the batch is cut into so many along dimension 0, as torch.chunk does.
     loss_fn(output, target) -> a micro-batch's mean loss.
     weight(target) -> how much a micro-batch counts in the batch's: its samples, or its tokens not masked.
-    `timeline` is the last step's: (action, start, end) in seconds of the host's clock.
     """
 
     def __init__(
@@ -275,15 +318,16 @@ class Pipeline(nn.Module):
             )
         self.schedule = flat(schedule)
         given = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(
-            given, (self.schedule, num_microbatches, len(stages)), group=process_group
-        )
+        device = next((p.device for stage in stages for p in stage.parameters()), None)
+        mine = (self.schedule, num_microbatches, len(stages)), device and device.type
+        dist.all_gather_object(given, mine, group=process_group)
+        given, device_types = zip(*given, strict=True)
         end, owned = (
             simulate(self.schedule).end,
             [sorted({parse(a)[0] for a in actions}) for actions in self.schedule],
         )
         m = 1 + max(parse(action)[2] for action in end)
-        if given != [(self.schedule, m, len(numbers)) for numbers in owned]:
+        if list(given) != [(self.schedule, m, len(numbers)) for numbers in owned]:
             text = f"micro-batches and stages by rank are {[numbers for _, *numbers in given]}, or schedules differ"
             raise ValueError(
                 f"{text}; the schedule needs {[(m, len(numbers)) for numbers in owned]}"
@@ -305,10 +349,9 @@ class Pipeline(nn.Module):
         self._program = [
             step for step in steps if self._rank in step
         ]  # action, its rank, that of who takes its output
-        self._wire = (
-            "cpu" if dist.get_backend(process_group) == "gloo" else "cuda"
-        )  # gloo sends from the host's memory
-        self.device = next((parameter.device for parameter in self.parameters()), self._wire)
+        # A stage without parameters runs where the other ranks' stages do.
+        self.device = device or torch.device(next(filter(None, device_types), "cpu"))
+        self._wire = wire_device(self.device, dist.get_backend_config(process_group))
         self._batch, self._forms = (
             None,
             {},
@@ -321,7 +364,7 @@ class Pipeline(nn.Module):
         -> the mean loss where the last stage is, None elsewhere. Forward only under torch.no_grad().
         An error on one rank is raised there, and as a RuntimeError on all others. Gradients are incomplete then.
         """
-        self._start(inputs if isinstance(inputs, tuple) else (inputs,), targets)
+        self._start(inputs, targets)
         for action, src, dst in self._program:
             if torch.is_grad_enabled() or "F" in action:
                 if src == self._rank:
@@ -331,13 +374,7 @@ class Pipeline(nn.Module):
         for transfer, _ in self._leaving:
             transfer.wait()
         if self._sum(self._failure is not None) != [0]:
-            (error, text), texts, self._forms = (
-                self._failure or (None, None),
-                [None] * len(self.schedule),
-                {},
-            )
-            dist.all_gather_object(texts, text, group=self.process_group)
-            raise error or RuntimeError(next(filter(None, texts)))
+            self._raise(RuntimeError)
         if str(self._last) not in self.stages:
             return None
         results = [self._values.pop((self._last + 1, "F", i)) for i in range(self.num_microbatches)]
@@ -346,30 +383,79 @@ class Pipeline(nn.Module):
             return outputs[0] if len(outputs) == 1 else tuple(outputs)
         return torch.stack([loss.detach() for (loss,) in results]).sum()
 
+    @property
+    def timeline(self):
+        """(action, start, end) of the last step's, in seconds; on a GPU this waits for it."""
+        return [
+            (action, seconds(self._began, start), seconds(self._began, end))
+            for action, start, end in self._timeline
+        ]
+
     @torch.no_grad()
     def eval_step(self, inputs=None, targets=None):
         """Forward only; -> where the last stage is the mean loss, or without targets its outputs, concatenated."""
         return self.step(inputs, targets)
 
     def _start(self, inputs, targets):
-        """Hear from all ranks whether the batch is like the one before."""
+        """Hear from all ranks whether the batch is right, and like the one before."""
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         grad, before, tensors = torch.is_grad_enabled(), self._batch, (*inputs, *self.parameters())
         self._batch = grad, [form(tensor) for tensor in tensors if torch.is_tensor(tensor)]
-        with_grad, changed = self._sum(grad, self._batch != before)
-        if with_grad not in (0, len(self.schedule)):
-            raise ValueError(
-                f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must"
-            )
-        self._forms = {} if changed else self._forms
-        self._values = {
-            (0, "F", i): inputs for i in range(self.num_microbatches)
-        }  # by who takes it, as taker() says
         self._arriving, self._leaving = (
             {},
             [],
         )  # transfers to wait for before that; transfers and their tensors, kept
-        self._targets, self._shares, self._failure, self.timeline = targets, [], None, []
-        self._began = time.perf_counter()  # on all ranks at about one time
+        self._values, self._failure, self._timeline = {}, None, []
+        try:
+            self._cut(inputs, targets)
+        except Exception as error:
+            self._failure = error, f"rank {self._rank}: {error}"
+        with_grad, changed, failed = self._sum(
+            grad, self._batch != before, self._failure is not None
+        )
+        if with_grad not in (0, len(self.schedule)):
+            raise ValueError(
+                f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must"
+            )
+        if failed:
+            self._raise(ValueError)
+        self._forms = {} if changed else self._forms
+        self._began = now(self.device)  # on all ranks at about one time
+
+    def _cut(self, inputs, targets):
+        """Cut the batch into micro-batches: on the first stage's rank the inputs, on the last one's the targets."""
+        m = self.num_microbatches
+        if "0" in self.stages:
+            parts = [self._chunks("inputs", x) for x in inputs]
+            self._values = {(0, "F", i): [part[i] for part in parts] for i in range(m)}
+        self._targets = None
+        if str(self._last) in self.stages and (torch.is_grad_enabled() or targets is not None):
+            self._targets = self._chunks("targets", targets)
+            weights = [float(self.weight(target)) for target in self._targets]
+            self._shares = [weight / sum(weights) for weight in weights]
+
+    def _chunks(self, name, tensor):
+        m = self.num_microbatches
+        if not torch.is_tensor(tensor):
+            raise ValueError(
+                f"{name} must be a tensor on the rank that takes them, not {type(tensor).__name__}"
+            )
+        pieces = tensor.chunk(m)
+        if len(pieces) != m:
+            raise ValueError(
+                f"torch.chunk cuts {len(tensor)} samples into {len(pieces)} micro-batches, not into {m}"
+            )
+        return pieces
+
+    def _raise(self, elsewhere):
+        """Raise this rank's failure, or tell that of another."""
+        (error, text), texts, self._forms = (
+            self._failure or (None, None),
+            [None] * len(self.schedule),
+            {},
+        )
+        dist.all_gather_object(texts, text, group=self.process_group)
+        raise error or elsewhere(next(filter(None, texts)))
 
     def _run(self, action):
         """Run an action on what others have left for it."""
@@ -382,27 +468,31 @@ class Pipeline(nn.Module):
             given is None or self._failure
         ):  # here, or where it should come from: only messages go on
             return
-        began, F.linear = time.perf_counter() - self._began, self._linear
+        began, F.linear = now(self.device), self._linear
         try:
             (self._forward if kind == "F" else self._backward)(stage, kind, i, given)
         except Exception as error:
             self._failure = error, f"rank {self._rank} failed in {action} with {error!r}"
         finally:
             F.linear = linear
-        self.timeline.append((action, began, time.perf_counter() - self._began))
+        self._timeline.append((action, began, now(self.device)))
 
     def _forward(self, stage, kind, i, x):
-        x = x if stage else [self._chunks(t)[i] for t in x]
         x = [t.to(self.device).detach().requires_grad_(t.requires_grad) for t in x]
         y = self.stages[str(stage)](*x)
-        if stage == self._last and (torch.is_grad_enabled() or self._targets is not None):
-            targets = self._chunks(self._targets)
-            if not self._shares:  # of each micro-batch in the batch's mean
-                weights = [float(self.weight(target)) for target in targets]
-                self._shares = [weight / sum(weights) for weight in weights]
-            y = self.loss_fn(y, targets[i]) * self._shares[i]  # scaled only here
-            self._values[stage, "B", i] = [torch.ones_like(y)]
+        who = f"stage {stage}"
+        if stage == self._last and self._targets is not None:
+            y = (
+                self.loss_fn(y, self._targets[i].to(self.device)) * self._shares[i]
+            )  # scaled only here
+            who = "loss_fn"
         y = y if isinstance(y, tuple) else (y,)
+        if not all(map(torch.is_tensor, y)):
+            raise ValueError(
+                f"{who} returned {', '.join(type(t).__name__ for t in y)}; a stage returns a tensor or a tuple of tensors"
+            )
+        if who == "loss_fn":
+            self._values[stage, "B", i] = [torch.ones_like(y[0])]
         if torch.is_grad_enabled():
             self._values[stage, "graph", i] = x, [t for t in y if t.requires_grad]
         y = [t.detach().requires_grad_(t.requires_grad) for t in y]
@@ -412,14 +502,6 @@ class Pipeline(nn.Module):
                 f"the output was {was} for inputs of the same shapes, and is now {now}"
             )
         self._values[stage + 1, "F", i] = y
-
-    def _chunks(self, tensor):
-        pieces = tensor.chunk(m := self.num_microbatches)
-        if len(pieces) != m:
-            raise ValueError(
-                f"torch.chunk cuts {len(tensor)} samples into {len(pieces)} micro-batches, not into {m}"
-            )
-        return pieces
 
     def _backward(self, stage, kind, i, given):
         if kind != "W":
@@ -443,14 +525,17 @@ class Pipeline(nn.Module):
     def _message(self, action, src, dst):
         """Start to send, or to receive, the output of an action of rank `src`, where rank `dst` takes it."""
         taken, group, sending = taker(action), self.process_group, src == self._rank
-        peer = dist.get_global_rank(group or dist.group.WORLD, dst if sending else src)
+        peer = dst if sending else src
         value = self._values.pop(taken, None)
         if (
             taken not in self._forms
         ):  # for a new kind of batch, what is passed on is preceded by what it is like
-            box = [None if value is None else [form(t) for t in value]]  # None after a failure
-            (dist.send_object_list if sending else dist.recv_object_list)(box, peer, group)
-            self._forms[taken] = box[0]
+            if sending:  # None after a failure
+                forms = None if value is None else [form(t) for t in value]
+                self._forms[taken] = forms
+                self._send_object(forms, peer)
+            else:
+                self._forms[taken] = self._recv_object(peer)
         if value is None:
             forms = self._forms[taken]
             value = [
@@ -458,13 +543,36 @@ class Pipeline(nn.Module):
                 for s, d, grad in forms or ()
             ]
         if sending:
-            tensors = [t.detach().to(self._wire).contiguous() for t in value]
-            self._leaving += [(dist.isend(t, peer, group), t) for t in tensors]
+            for t in [t.detach().to(self._wire).contiguous() for t in value]:
+                self._leaving += [(work, t) for work in start_transfer(dist.isend, t, peer, group)]
             while len(self._leaving) > 4:  # a sender is seldom further ahead of its receiver
                 self._leaving.pop(0)[0].wait()
         else:
-            self._arriving[taken] = [dist.irecv(t.detach(), peer, group) for t in value]
+            self._arriving[taken] = [
+                work for t in value for work in start_transfer(dist.irecv, t.detach(), peer, group)
+            ]
             self._values[taken] = None if self._forms[taken] is None else value
+
+    def _send_object(self, obj, peer):
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]).to(self._wire), data.to(self._wire)):
+            works = start_transfer(dist.isend, tensor, peer, self.process_group)
+            self._leaving += [(work, tensor) for work in works]
+
+    def _recv_object(self, peer):
+        size = transfer(
+            dist.irecv,
+            torch.empty(1, dtype=torch.int64, device=self._wire),
+            peer,
+            self.process_group,
+        )
+        data = transfer(
+            dist.irecv,
+            torch.empty(size.item(), dtype=torch.uint8, device=self._wire),
+            peer,
+            self.process_group,
+        )
+        return pickle.loads(bytes(data.tolist()))
 
     def _sum(self, *numbers):
         sums = torch.tensor(numbers, dtype=torch.int64, device=self._wire)
