@@ -69,7 +69,7 @@ class Grid:
     `groups["ends"]` are the first and the last of pp. ValueError when tp · pp does not divide the world.
     """
 
-    def __init__(self, tp=1, pp=1):
+    def __init__(self, tp, pp):
         world = dist.get_world_size()
         if tp < 1 or pp < 1 or world % (tp * pp):
             raise ValueError(
@@ -685,6 +685,8 @@ class Session(ddp.Demo):
             if args.save and os.path.exists(os.path.join(args.save, "latest"))
             else args.load
         )
+        if directory and not os.path.exists(os.path.join(directory, "latest")):
+            raise ValueError(f"--load {directory}: it has no checkpoint")
         if directory:
             load(trainer, directory)
             self.show(f"loaded      {directory} after step {trainer.steps}")

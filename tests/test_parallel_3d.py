@@ -25,6 +25,7 @@ from parallel_3d import GPT2, MODELS, Grid, Trainer, build_layer, plain_model, t
 FILE = ROOT / "parallel_3d.py"
 SMALL = GPT2(2, 32, 4, V=37, P=16)  # a vocabulary that neither 2 nor 4 ranks can split evenly
 DEEP = SMALL._replace(L=4)
+PADDED = SMALL._replace(V=5)  # the last of 4 ranks has padding only
 
 
 def options(flags="", dtype="float64"):
@@ -36,16 +37,105 @@ def options(flags="", dtype="float64"):
     return parser.parse_args([*sizes.split(), dtype, *flags.split()])
 
 
-def batches():
-    """Four global batches, with targets of -100 where masked: more of them in the first sequences than in the last."""
+def batches(config=SMALL, length=8):
+    """Four global batches. Targets are -100 where masked, more often in the first sequences than in the last."""
     generator = torch.Generator().manual_seed(7)
     for masked in (0.4, 1.4, 0.0, 100.0):  # some, all of the first sequences, none, all
-        tokens = torch.randint(SMALL.V, (8, 9), generator=generator)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
-        targets[
-            torch.rand(8, 8, generator=generator) < masked * torch.linspace(1.5, 0.1, 8)[:, None]
-        ] = -100
+        tokens = torch.randint(config.V, (8, length + 1), generator=generator)
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:].clone()
+        probability = masked * torch.linspace(1.5, 0.1, 8)[:, None]
+        targets[torch.rand(8, length, generator=generator) < probability] = -100
         yield inputs, targets
+
+
+def reference_logits(weights, tokens_bs, config, dropout):
+    """GPT-2 as its paper says, with no code of parallel_3d.py. `dropout(x, layer)` seeds itself at each new layer."""
+
+    def norm(x, name):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    length = tokens_bs.shape[1]
+    hidden = weights["0.word.weight"][tokens_bs.T.contiguous()]
+    hidden = hidden + weights["0.position.weight"][:length, None]
+    hidden = dropout(hidden, 0)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    for i in range(1, config.L + 1):
+        qkv = linear(norm(hidden, f"{i}.norm1"), f"{i}.qkv")
+        q, k, v = qkv.unflatten(-1, (3, config.heads, -1)).permute(2, 1, 3, 0, 4)
+        scores = q @ k.mT / math.sqrt(config.h / config.heads)
+        attention = scores.masked_fill(future, -math.inf).softmax(-1)
+        mixed = (dropout(attention, i) @ v).permute(2, 0, 1, 3).flatten(2)
+        hidden = hidden + dropout(linear(mixed, f"{i}.proj"))
+        y = linear(norm(hidden, f"{i}.norm2"), f"{i}.linear1")
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        hidden = hidden + dropout(linear(y, f"{i}.linear2"))
+    return norm(hidden, f"{config.L + 1}.norm") @ weights["0.word.weight"].T
+
+
+def reference_training(config, args, batches):
+    """Yields (loss, gradients' norm, weights) after each step: optimizers, warm-up and clipping by their formulas."""
+    state_dict = plain_model(config, seed=args.seed).double().state_dict()
+    state_dict.pop(f"{config.L + 1}.linear.weight")  # the tied embedding
+    weights = {name: weight.clone().requires_grad_() for name, weight in state_dict.items()}
+    mean = {name: 0.0 for name in weights}
+    square = {name: 0.0 for name in weights}
+    micro_batch = 0
+    for step, (inputs, targets) in enumerate(batches, start=1):
+        tokens = max(1, int((targets != -100).sum()))
+        loss = 0.0
+        for x, y in zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size)):
+
+            def dropout(values, layer=None, number=micro_batch):
+                if layer is not None:
+                    torch.manual_seed(args.seed * 2**40 + number * 2**10 + layer)
+                return torch.nn.functional.dropout(values, args.dropout)
+
+            logits = reference_logits(weights, x, config, dropout).transpose(0, 1)
+            logs = logits - logits.logsumexp(-1, keepdim=True)
+            losses = -logs.gather(-1, y.clamp(min=0)[..., None])[..., 0]
+            loss = loss + losses[y != -100].sum() / tokens
+            micro_batch += 1
+        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
+        factor = min(1.0, args.clip_grad / (norm + 1e-6)) if args.clip_grad else 1.0
+        lr = args.lr * (step / args.warmup if step < args.warmup else 1.0)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                gradient = gradients[name] * factor
+                if args.optimizer == "SGD":
+                    weight -= lr * gradient
+                    continue
+                mean[name] = 0.9 * mean[name] + 0.1 * gradient
+                square[name] = 0.999 * square[name] + 0.001 * gradient**2
+                weight *= 1 - lr * 0.01
+                root = (square[name] / (1 - 0.999**step)).sqrt() + 1e-8
+                weight -= lr * mean[name] / (1 - 0.9**step) / root
+        yield loss.item(), norm, weights
+
+
+ONE_DEVICE = [
+    "--optimizer SGD --lr 0.5 --warmup 3 --micro-batch-size 3",
+    "--warmup 4 --clip-grad 0 --dropout 0.3 --seed 5",
+    "--warmup 0 --clip-grad 0.1 --micro-batch-size 8 --sequence-length 5",
+]
+
+
+@pytest.mark.parametrize("flags", ONE_DEVICE)
+def test_one_device_trains_gpt2_by_its_formulas(flags):
+    args = options(flags)
+    data = list(batches(SMALL, args.sequence_length))
+    ours = train_on_one_device(SMALL, args, data)
+    theirs = reference_training(SMALL, args, data)
+    for (loss, norm, model), expected in zip(ours, theirs, strict=True):
+        assert (loss, norm) == pytest.approx(expected[:2], rel=1e-12, abs=1e-15)
+        for name, weight in model.named_parameters():
+            torch.testing.assert_close(weight, expected[2][name], rtol=0, atol=1e-12)
 
 
 def along(trainer, axis, tensor):  # -> every rank's
@@ -136,7 +226,14 @@ RUNS = [  # options of all the run, of its first two steps, and of the next two,
         "--tp 4 --micro-batch-size 4",
         "--tp 2 --pp 2 --schedule zero_bubble --sequence-parallel",
     ),
-    (SMALL, "--dropout 0.3", "--zero1", "--pp 2 --schedule zero_bubble --zero1"),
+    (PADDED, "--warmup 3 --sequence-length 16", "--tp 4", "--pp 2 --zero1"),
+    (PADDED, "--warmup 0 --sequence-length 7", "--tp 2 --pp 2", "--tp 4 --zero1"),
+    (
+        SMALL,
+        "--dropout 0.3 --sequence-length 1",
+        "--zero1",
+        "--pp 2 --schedule zero_bubble --zero1",
+    ),
     (DEEP, "--dropout 0.3", "--pp 4", ""),  # the masks of one device, on any stage and pipeline
     (
         DEEP,
@@ -168,7 +265,8 @@ def test_trains_and_goes_on_at_another_grid_as_one_device(run, tmp_path):
     """Loss, norm and parameters, up to the order of sums; in 16 bits, loss and norm up to a few units of roundoff."""
     config, shared, *parts = run
     args = options(f"{shared} {parts[0]}")
-    steps = zip(batches(), train_on_one_device(config, args, batches()), strict=True)
+    data = list(batches(config, args.sequence_length))
+    steps = zip(data, train_on_one_device(config, args, data), strict=True)
     for part in parts:
         args = options(f"{shared} {part}")
         trainer = start(args, config, tmp_path if part is parts[1] else None)
@@ -250,6 +348,7 @@ WRONG = [  # options, what is another of the model, what is said when it goes on
     ("--micro-batch-size 0", {}, "multiple of --micro-batch-size 0"),
     ("--pp 4", {}, "4 stages on 4 ranks; the model has 2 blocks"),
     ("--sequence-length 17", {}, "--sequence-length 17; the model has 16 positions"),
+    ("--sequence-length 0", {}, "--sequence-length 0; the model has 16 positions"),
     (
         "--tp 4 --sequence-parallel --sequence-length 6",
         {},
@@ -314,6 +413,8 @@ def test_compare():
         r"^vs 1 device loss, .* and parameters equal within 1e-09: \de-1\d over", done.stdout, re.M
     )
     assert len(equal) == len(re.findall(r" × .* ok$", done.stdout, re.M)) == 2
+    done = fork(FILE, "--load", "nowhere")
+    assert (done.returncode, done.stderr) == (2, "error: --load nowhere: it has no checkpoint\n")
     done = fork(FILE, "--compare", "--save", "nowhere")
     assert (done.returncode, done.stderr.count("at least 1; --save not with --compare\n")) == (2, 1)
 
