@@ -78,44 +78,56 @@ def reference_logits(weights, tokens_bs, config, dropout):
     return norm(hidden, f"{config.L + 1}.norm") @ weights["0.word.weight"].T
 
 
+def reference_losses(weights, inputs, targets, config, args, micro_batch):
+    """The losses of a micro-batch's unmasked tokens: -log softmax."""
+
+    def dropout(values, layer=None):
+        if layer is not None:
+            torch.manual_seed(args.seed * 2**40 + micro_batch * 2**10 + layer)
+        return torch.nn.functional.dropout(values, args.dropout)
+
+    logits = reference_logits(weights, inputs, config, dropout).transpose(0, 1)
+    logs = logits - logits.logsumexp(-1, keepdim=True)
+    losses = -logs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return losses[targets != -100]
+
+
+@torch.no_grad()
+def reference_update(weight, gradient, state, args, step):
+    """SGD, or AdamW with PyTorch's defaults; the learning rate rises linearly over the first `warmup` steps."""
+    lr = args.lr * (step / args.warmup if step < args.warmup else 1.0)
+    if args.optimizer == "SGD":
+        weight -= lr * gradient
+        return
+    state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * gradient
+    state["square"] = 0.999 * state.get("square", 0.0) + 0.001 * gradient**2
+    mean = state["mean"] / (1 - 0.9**step)
+    square = state["square"] / (1 - 0.999**step)
+    weight -= lr * 0.01 * weight
+    weight -= lr * mean / (square.sqrt() + 1e-8)
+
+
 def reference_training(config, args, batches):
-    """Yields (loss, gradients' norm, weights) after each step: optimizers, warm-up and clipping by their formulas."""
-    state_dict = plain_model(config, seed=args.seed).double().state_dict()
-    state_dict.pop(f"{config.L + 1}.linear.weight")  # the tied embedding
-    weights = {name: weight.clone().requires_grad_() for name, weight in state_dict.items()}
-    mean = {name: 0.0 for name in weights}
-    square = {name: 0.0 for name in weights}
+    """Yields (loss, gradients' norm, weights) after each step."""
+    weights = plain_model(config, seed=args.seed).double().state_dict()
+    del weights[f"{config.L + 1}.linear.weight"]  # the tied embedding
+    weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    states = {name: {} for name in weights}
     micro_batch = 0
     for step, (inputs, targets) in enumerate(batches, start=1):
-        tokens = max(1, int((targets != -100).sum()))
         loss = 0.0
-        for x, y in zip(inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size)):
-
-            def dropout(values, layer=None, number=micro_batch):
-                if layer is not None:
-                    torch.manual_seed(args.seed * 2**40 + number * 2**10 + layer)
-                return torch.nn.functional.dropout(values, args.dropout)
-
-            logits = reference_logits(weights, x, config, dropout).transpose(0, 1)
-            logs = logits - logits.logsumexp(-1, keepdim=True)
-            losses = -logs.gather(-1, y.clamp(min=0)[..., None])[..., 0]
-            loss = loss + losses[y != -100].sum() / tokens
+        for first in range(0, len(inputs), args.micro_batch_size):
+            part = slice(first, first + args.micro_batch_size)
+            losses = reference_losses(
+                weights, inputs[part], targets[part], config, args, micro_batch
+            )
+            loss = loss + losses.sum() / max(1, int((targets != -100).sum()))
             micro_batch += 1
-        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
-        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
         factor = min(1.0, args.clip_grad / (norm + 1e-6)) if args.clip_grad else 1.0
-        lr = args.lr * (step / args.warmup if step < args.warmup else 1.0)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                gradient = gradients[name] * factor
-                if args.optimizer == "SGD":
-                    weight -= lr * gradient
-                    continue
-                mean[name] = 0.9 * mean[name] + 0.1 * gradient
-                square[name] = 0.999 * square[name] + 0.001 * gradient**2
-                weight *= 1 - lr * 0.01
-                root = (square[name] / (1 - 0.999**step)).sqrt() + 1e-8
-                weight -= lr * mean[name] / (1 - 0.9**step) / root
+        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
+            reference_update(weight, gradient * factor, states[name], args, step)
         yield loss.item(), norm, weights
 
 
