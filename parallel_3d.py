@@ -485,11 +485,11 @@ def places_of(parameter, layer, name):
     local, places, at = list(parameter.shape), [], 0
     if layer is None:
         return [(0, local, local, [0] * len(local))]
-    dim = layer.dims[name]
-    whole = [n * layer.t - layer.padding if d == dim else n for d, n in enumerate(local)]
+    dim = layer.split_dims[name]
+    whole = [n * layer.world_size - layer.padding if d == dim else n for d, n in enumerate(local)]
     for share in layer.stack:
         n, shape, offset = local[dim] * share // sum(layer.stack), list(local), [0] * len(local)
-        offset[dim] = at * layer.t + n * layer.rank
+        offset[dim] = at * layer.world_size + n * layer.rank
         shape[dim] = max(0, min(n, whole[dim] - offset[dim]))  # padding is nobody's
         places.append((at * math.prod(local[dim + 1 :]), shape, whole, offset))
         at += n

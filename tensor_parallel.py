@@ -42,6 +42,7 @@ from datetime import timedelta
 from fnmatch import filter as names_like
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -154,6 +155,14 @@ def parallel_mlp(x, A, B, process_group=None):
 # 2. The layers. `**split` is process_group=None, sequence_parallel=False; `**linear` that and bias=True.
 
 
+class Span(NamedTuple):
+    """Some rows, or columns, of a whole parameter that lie in a rank's shard."""
+
+    shard_start: int  # where they begin in the shard
+    start: int  # where they begin in the whole
+    length: int
+
+
 class ParallelLayer(nn.Module):
     """A plain layer's attributes, and this rank's slices of its parameters, under their names: along `dims`; what has
     none is the same on all ranks. A `stack` has parts of these relative sizes, (1, 1, 1) for q, k and v, and a rank
@@ -166,13 +175,18 @@ class ParallelLayer(nn.Module):
         self.__dict__ |= {
             name: value for name, value in vars(plain).items() if not name.startswith("_")
         }
-        self.rank, self.t = rank_and_size(process_group)
+        self.rank, self.world_size = rank_and_size(process_group)
         self.process_group, self.sequence_parallel = process_group, sequence_parallel
-        self.dims, self.stack, self.padding = dims, stack, -len(plain.weight) % self.t if pad else 0
+        self.split_dims = dims
+        self.stack = stack
+        self.padding = -len(plain.weight) % self.world_size if pad else 0
+        self.whole_shapes = {name: whole.shape for name, whole in plain.named_parameters()}
         self._parameters |= plain._parameters
         for name, whole in plain.named_parameters():
-            mine = self.cut(name, whole) if name in dims else whole.clone()
-            self.register_parameter(name, nn.Parameter(mine.detach(), whole.requires_grad))
+            if name in dims:
+                self.check_divides(name)
+            mine = self.shard(name, whole.detach()) if name in dims else whole.detach().clone()
+            self.register_parameter(name, nn.Parameter(mine, whole.requires_grad))
 
     @classmethod
     def from_full(
@@ -180,21 +194,47 @@ class ParallelLayer(nn.Module):
     ):  # leaves the plain layer alone; the keywords are the constructor's
         return cls(None, None, plain=plain, **keywords)
 
-    def cut(self, name, whole):  # -> this rank's slice of a parameter
-        dim, zeros = self.dims[name], whole.new_zeros(self.padding, *whole.shape[1:])
-        whole = torch.cat((whole, zeros)) if self.padding else whole
-        parts = whole.split([whole.shape[dim] * n // sum(self.stack) for n in self.stack], dim)
-        for part in parts:
-            check_divides(("output", "input")[dim] + " features", part.shape[dim], self.t)
-        return torch.cat([part.chunk(self.t, dim)[self.rank] for part in parts], dim)
+    def check_divides(self, name):
+        dim = self.split_dims[name]
+        for share in self.stack:
+            size = (self.whole_shapes[name][dim] + self.padding) * share // sum(self.stack)
+            check_divides(("output", "input")[dim] + " features", size, self.world_size)
 
-    def join(self, name, slices):  # (t, …), of all ranks -> the whole parameter
-        dim = self.dims[name]
-        parts = slices.split(
-            [slices.shape[dim + 1] * n // sum(self.stack) for n in self.stack], dim + 1
-        )
-        whole = torch.cat([part.movedim(0, dim).flatten(dim, dim + 1) for part in parts], dim)
-        return whole.narrow(dim, 0, whole.shape[dim] - self.padding)
+    def spans(self, name, rank=None):
+        """Where this rank's shard of a parameter (or `rank`'s) lies in the whole: a Span for each part of the stack,
+        none for what is only padding."""
+        rank = self.rank if rank is None else rank
+        whole_size = self.whole_shapes[name][self.split_dims[name]]
+        padded_size = whole_size + self.padding
+        shard_start = 0
+        spans = []
+        for share in self.stack:
+            part_size = padded_size * share // sum(self.stack)
+            length = part_size // self.world_size
+            start = shard_start * self.world_size + length * rank
+            if start < whole_size:
+                spans.append(Span(shard_start, start, min(length, whole_size - start)))
+            shard_start += length
+        return spans
+
+    def shard(self, name, whole):
+        """This rank's shard of a whole parameter."""
+        dim = self.split_dims[name]
+        shape = list(whole.shape)
+        shape[dim] = (shape[dim] + self.padding) // self.world_size
+        shard = whole.new_zeros(shape)
+        for shard_start, start, length in self.spans(name):
+            shard.narrow(dim, shard_start, length).copy_(whole.narrow(dim, start, length))
+        return shard
+
+    def unshard(self, name, shards):
+        """The whole parameter, from all ranks' shards."""
+        dim = self.split_dims[name]
+        whole = shards[0].new_empty(self.whole_shapes[name])
+        for rank, shard in enumerate(shards):
+            for shard_start, start, length in self.spans(name, rank):
+                whole.narrow(dim, start, length).copy_(shard.narrow(dim, shard_start, length))
+        return whole
 
     def shared(
         self, name
@@ -252,7 +292,11 @@ class ColumnParallelLinear(ParallelLayer):
             else (keep, begin_all_reduce)
         )
         y = ColumnLinear.apply(
-            x, self.weight, self.bias, *(f if self.t > 1 else (keep, keep)), self.process_group
+            x,
+            self.weight,
+            self.bias,
+            *(f if self.world_size > 1 else (keep, keep)),
+            self.process_group,
         )
         rows = len(self.weight)
         if (padding := min(rows, (self.rank + 1) * rows - self.out_features)) > 0:
@@ -292,18 +336,29 @@ class ParallelLayerNorm(
         )
 
 
-def locate(
-    integers, V, rows, rank
-):  # -> which of this rank's rows, 0 if elsewhere; whether it is. IndexError beyond V
-    row = integers - rank * rows
-    elsewhere = (row < 0) | (row >= rows)
-    return row.masked_fill(elsewhere, 0).masked_fill(
-        (integers < 0) | (integers >= V), rows
-    ), elsewhere
+def check_in_vocabulary(indices, V):
+    """IndexError for an index on the CPU. On a GPU the host would have to wait for the answer in every step."""
+    if indices.is_cpu and indices.numel():
+        smallest, largest = torch.stack(indices.aminmax()).tolist()
+        if smallest < 0 or largest >= V:
+            wrong = smallest if smallest < 0 else largest
+            raise IndexError(f"token {wrong} is not in the vocabulary of {V}: use 0 to {V - 1}")
+
+
+def locate(indices, V, rows, rank):
+    """-> the row of this rank's shard for each index, 0 if there is none; whether there is one; and whether the
+    index is outside the vocabulary."""
+    start = rank * rows
+    here = (indices >= start) & (indices < start + rows)
+    return (indices - start).where(here, 0), here, (indices < 0) | (indices >= V)
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its rows split over the ranks, and padded to a multiple of t. All see the same integers."""
+    """nn.Embedding with its rows split over the ranks, and padded to a multiple of t. All see the same integers.
+
+    A token outside the vocabulary is an IndexError on the CPU. On a GPU its embedding is NaN, and so are the loss and
+    the gradients: no kernel asserts, and the host does not wait for the GPU.
+    """
 
     def __init__(self, num_embeddings, embedding_dim, *, plain=None, **split):
         plain = plain or nn.Embedding(num_embeddings, embedding_dim)
@@ -312,8 +367,15 @@ class VocabParallelEmbedding(ParallelLayer):
         super().__init__(plain, **split, pad=True, weight=0)
 
     def forward(self, tokens):
-        row, elsewhere = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
-        x = F.embedding(row, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        check_in_vocabulary(tokens, self.num_embeddings)
+        return self.masked_lookup(tokens)
+
+    def masked_lookup(self, tokens):
+        rows = len(self.weight)
+        row, here, outside = locate(tokens, self.num_embeddings, rows, self.rank)
+        other_ranks = torch.zeros_like(here, dtype=self.weight.dtype)
+        other_ranks = other_ranks.masked_fill(outside, math.nan).unsqueeze(-1)
+        x = F.embedding(row, self.weight).where((here & ~outside).unsqueeze(-1), other_ranks)
         return reduce_from_region(x, self.process_group)
 
 
@@ -322,7 +384,8 @@ def vocab_parallel_cross_entropy(
 ):
     """F.cross_entropy(logits, target, reduction="none") where logits, (…, V), are split over the ranks: the loss (…).
     `logits_shard` is (…, V/t), -inf where there is no such entry; `target` is (…), the same on all ranks. It is
-    log Σ exp x - x_target, of x less its maximum, in float32 or more: a few numbers per token to send, never logits."""
+    log Σ exp x - x_target, of x less its maximum, in float32 or more: a few numbers per token to send, never logits.
+    A target outside the vocabulary is an IndexError on the CPU, and a loss and gradients of NaN on a GPU."""
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(
             f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}: one target per token"
@@ -332,18 +395,20 @@ def vocab_parallel_cross_entropy(
         logits_shard.shape[-1],
         target == ignore_index,
     )
+    target = target.masked_fill(ignored, 0)
+    check_in_vocabulary(target, t * rows)
+    column, here, outside = locate(target, t * rows, rows, rank)
     x = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
     maximum = x.detach().amax(-1, keepdim=True)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-    x = x - maximum
-    column, elsewhere = locate(target.masked_fill(ignored, 0), t * rows, rows, rank)
+    x = x - maximum.masked_fill(outside.unsqueeze(-1), math.nan)
     tokens = torch.arange(target.numel(), device=x.device)
     x_target = x.reshape(-1, rows)[tokens, column.flatten()].view_as(
         target
     )  # gather() would keep x too
     loss = reduce_from_region(x.exp().sum(-1), process_group).log()
     loss = loss - (1 - label_smoothing) * reduce_from_region(
-        x_target.masked_fill(elsewhere, 0.0), process_group
+        x_target.where(here, 0.0), process_group
     )
     if label_smoothing:
         exist = x > -math.inf  # what does not is padding, and not in the mean
@@ -367,7 +432,7 @@ def parallel_region(process_group=None):
     """Random numbers in here differ by rank, and afterwards agree again. The seed is drawn from the default generator:
     who restores that, as torch.utils.checkpoint does, gets the same dropout. (Megatron-LM keeps a second one.)"""
     rank, t = rank_and_size(process_group)
-    seed = torch.randint(2**48, (), device="cpu").item() + rank if t > 1 else None
+    seed = torch.randint(2**48, (1,), device="cpu").tolist()[0] + rank if t > 1 else None
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(gpus, enabled=t > 1):
         if t > 1:
@@ -520,7 +585,7 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
 def split_parameters(module):
     """(name, the layer that holds it, its name there) of each parameter of `module` that is split."""
     for path, layer in module.named_modules(remove_duplicate=False):
-        for name in getattr(layer, "dims", {}):
+        for name in getattr(layer, "split_dims", {}):
             if layer._parameters[name] is not None:
                 yield f"{path}.{name}".strip("."), layer, name
 
@@ -555,7 +620,7 @@ def full_state_dict(module, gradients=False):
     )
     for name, layer, own in split_parameters(module):
         if whole.get(name) is not None:
-            whole[name] = layer.join(
+            whole[name] = layer.unshard(
                 own, begin_all_gather(whole[name][None], layer.process_group)()
             )
     return whole
@@ -563,10 +628,14 @@ def full_state_dict(module, gradients=False):
 
 def load_full_state_dict(module, state_dict):
     """Load this rank's slices of what full_state_dict(), with any number of ranks, or the plain module returned."""
-    slices = {
-        name: layer.cut(own, state_dict[name]) for name, layer, own in split_parameters(module)
-    }
-    return module.load_state_dict({**state_dict, **slices})
+    shards = {}
+    for name, layer, own in split_parameters(module):
+        whole = state_dict[name]
+        if whole.shape != layer.whole_shapes[own]:
+            shape = tuple(layer.whole_shapes[own])
+            raise ValueError(f"{name} is {tuple(whole.shape)} in state_dict, {shape} in the model")
+        shards[name] = layer.shard(own, whole)
+    return module.load_state_dict({**state_dict, **shards})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

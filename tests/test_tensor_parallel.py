@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from shared import OPTIMIZERS, Collectives, fake_world, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel as tp
@@ -240,15 +241,16 @@ REFUSED = {
     "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
     "tp.ParallelMLP(4, 7, activation='swiglu', **g)": "7 output features do not divide by 2 .* of 1 or 7",
     "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": "use a world size of 1 or 3",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": "out of range",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([7]))": "out of range",  # on all ranks, the one with padding too
+    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": "-1 is not in the vocabulary of 7",
+    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([7]))": "7 is not in .* use 0 to 6",  # a row of padding
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(8, 4, padding_idx=0), **g)": "no padding_idx",
     "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"targets \(1,\), logits \(3, 4\)",
     "tp.parallelize(tied, {'nothing': 'column'}, **g)": "'nothing'",
     "tp.parallelize(nn.Sequential(nn.LayerNorm(4)), {'0': 'row'}, **g)": "'0' .*LayerNorm.* 'row'",
     "tp.parallelize(tied, {'first': 'row'}, **g)": "second.weight is tied",
     "tp.copy_to_region(ones(2), others)": "rank [01] is not a member",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": "out of bounds",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": "8 is not in the vocabulary of 8",
+    "tp.load_full_state_dict(tp.VocabParallelEmbedding(7, 4, **g), {'weight': ones(8, 4)})": r"\(8, 4\) in state",
     "tp.parallelize(nn.Sequential(linear), {'0': 'column'}, **g)": r"models differ: 0.bias \(4,\) .*, 0.bias \(6,\)",
 }
 
@@ -274,9 +276,78 @@ def test_what_is_wrong_is_an_error():
     for call, words in REFUSED.items():
         with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
             eval(call, names)
-        assert not seen.calls or words.startswith(("out of bounds", "models")), (
-            call
-        )  # after the same one on all
+        assert not seen.calls or words.startswith("models"), call
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pool.on(2, 3)
+def test_a_token_outside_the_vocabulary_is_nan_where_the_cpu_check_is_not_made(smoothing):
+    """As on a GPU: no index that a kernel would assert on, and the other tokens' losses are right."""
+    group, V = pool.group(), 7
+    embedding = tp.VocabParallelEmbedding(V, 4, process_group=group).double()
+    tokens = torch.tensor([3, -1, V, 10**6, 6])
+    target = torch.tensor([2, 6, -7, 8**9, -100])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tp, "check_in_vocabulary", lambda *_: None)
+        found = embedding(tokens)
+        logits = randn(5, V).requires_grad_()
+        shard = F.pad(logits, (0, -V % pool.world_size()), value=-torch.inf)
+        shard = shard.chunk(pool.world_size(), -1)[pool.rank()]
+        loss = tp.vocab_parallel_cross_entropy(shard, target, group, label_smoothing=smoothing)
+    (gradient,) = torch.autograd.grad(loss[[0, 1, 2, 3, 4]].sum(), logits)
+    within(found[[0, 4]], tp.full_state_dict(embedding)["weight"][[3, 6]])
+    assert found[1:4].isnan().all()
+    expected = F.cross_entropy(logits[:2], target[:2], reduction="none", label_smoothing=smoothing)
+    within(loss[[0, 1, 4]], F.pad(expected, (0, 1)))
+    assert loss[2:4].isnan().all()
+    mine = shard.shape[-1] * pool.rank(), min(V, shard.shape[-1] * (pool.rank() + 1))
+    assert gradient[2:4, slice(*mine)].isnan().all()
+    assert gradient[[0, 1, 4]].isfinite().all()
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the reads of a tensor's value by the host, and the copies between devices."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        moves = func.__name__.startswith("_to_copy") and kwargs.get("device") is not None
+        self.reads += moves or func.__name__.startswith("_local_scalar_dense")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # a meta tensor has no value to read
+def test_the_host_reads_nothing_from_the_device_in_a_step(sp, device):
+    with fake_world(2, 0), torch.device(device):
+        embedding, head = tp.VocabParallelEmbedding(9, 8), nn.Linear(8, 9)
+        head = tp.ColumnParallelLinear.from_full(head, pad=True, sequence_parallel=sp)
+        layer = tp.ParallelTransformerLayer(8, 4, dropout=0.5, sequence_parallel=sp)
+        model = nn.Sequential(embedding, layer, head)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.zeros(4, 3, dtype=torch.long)
+        with HostReads() as host:
+            x = embedding(tokens)
+            logits = head(layer(tp.scatter_to_sequence(x) if sp else x))
+            tp.vocab_parallel_cross_entropy(logits, tokens).mean().backward()
+            tp.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+    assert host.reads == 0
+
+
+@pytest.mark.parametrize(("V", "t"), [(5, 4), (1, 3), (7, 2)])
+def test_spans_say_where_a_shard_lies_in_the_whole(V, t):
+    """Together the ranks' spans are each row once; a rank that has only padding has none."""
+    rows = []
+    for rank in range(t):
+        with fake_world(t, rank):
+            layer = tp.VocabParallelEmbedding(V, 2)
+            spans = layer.spans("weight")
+        assert all(span.length > 0 for span in spans)
+        rows += [row for _, start, length in spans for row in range(start, start + length)]
+        assert layer.weight[sum(span.length for span in spans) :].count_nonzero() == 0
+    assert rows == list(range(V))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
