@@ -373,9 +373,9 @@ class VocabParallelEmbedding(ParallelLayer):
     def masked_lookup(self, tokens):
         rows = len(self.weight)
         row, here, outside = locate(tokens, self.num_embeddings, rows, self.rank)
-        other_ranks = torch.zeros_like(here, dtype=self.weight.dtype)
-        other_ranks = other_ranks.masked_fill(outside, math.nan).unsqueeze(-1)
-        x = F.embedding(row, self.weight).where((here & ~outside).unsqueeze(-1), other_ranks)
+        # where() would give the result the layout of `here`; dropout draws its masks in that order.
+        x = F.embedding(row, self.weight).masked_fill(~here.unsqueeze(-1), 0.0)
+        x = x.masked_fill(outside.unsqueeze(-1), math.nan)
         return reduce_from_region(x, self.process_group)
 
 
