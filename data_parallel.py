@@ -20,8 +20,8 @@ Mirrors:  torch.nn.DataParallel; left out: output_device and dim, small paramete
 
 import argparse
 import copy
-import functools
 import os
+import signal
 import sys
 import threading
 import time
@@ -222,32 +222,35 @@ def main():
     return status
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Demo, set-up: a small language model on real text, in this world and on one device. The same text in every file.
+# --------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, trained by all ranks and by one device.
+# This section is the same in every file.
 
 
 class Block(nn.Module):
     def __init__(self, C, heads):
         super().__init__()
-        self.head_dim, self.norm1, self.norm2 = C // heads, nn.LayerNorm(C), nn.LayerNorm(C)
-        self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
-        self.linear1, self.linear2 = nn.Linear(C, 4 * C), nn.Linear(4 * C, C)
+        self.head_dim = C // heads
+        self.norm1 = nn.LayerNorm(C)
+        self.norm2 = nn.LayerNorm(C)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.proj = nn.Linear(C, C)
+        self.linear1 = nn.Linear(C, 4 * C)
+        self.linear2 = nn.Linear(4 * C, C)
 
-    def forward(self, x):  # (batch, time, C); q, k, v: (batch, heads, time, head_dim)
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for y in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        x = x + self.proj(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+    def forward(self, x):  # (batch, time, C)
+        q, k, v = map(self.split_heads, self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
+    def split_heads(self, x):  # (batch, time, C) to (batch, heads, time, head_dim)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-def language_model(
-    C=192, heads=6, layers=4, V=256
-):  # knows of positions what the causal mask tells
+
+def language_model(C=192, heads=6, layers=4, V=256):
     blocks = [Block(C, heads) for _ in range(layers)]
+    # No position embedding: the causal mask alone tells positions apart.
     return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
 
 
@@ -256,202 +259,225 @@ def language_loss(logits, targets):
 
 
 class SentBytes(TorchDispatchMode):
-    """Adds up the bytes that this rank sends; those of collectives as their ring algorithms send them."""
+    """Adds up the bytes that this rank sends. A collective counts as its ring algorithm sends."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {
-        "allreduce_": (2, 0),
-        "broadcast_": (1, 0),
-        "_allgather_base_": (1, 0),
-        "_reduce_scatter_base_": (1, 1),
-    }
-    RING = RING | {"alltoall_base_": (1, 1), "send": (1, 0), "recv_": (0, 0)}
-    total = 0.0
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0)}
+    RING |= {"_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace:
-            rounds, payload = self.RING[
-                func.__name__.split(".")[0]
-            ]  # KeyError: what is not known is not 0 bytes
-            N = next(
-                dist.ProcessGroup.unbox(arg).size()
-                for arg in args
-                if isinstance(arg, torch.ScriptObject)
-            )
-            times = 1 if func.__name__.startswith("send") else rounds * (N - 1) / N
-            self.total += times * sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+            self.total += self.sent_by(func.__name__.split(".")[0], args)
         return func(*args, **(kwargs or {}))
+
+    def sent_by(self, operator, args):
+        if operator in ("send", "recv_"):
+            return args[0][0].nbytes if operator == "send" else 0
+        rounds, payload = self.RING[operator]  # KeyError: an unknown operator is not 0 bytes
+        handle = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(handle)
+        if operator == "alltoall_base_" and args[4]:  # the rows that each rank gets
+            rows = sum(args[4]) - args[4][group.rank()]
+            return rows * args[payload][:1].nbytes
+        size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+        return rounds * size * (group.size() - 1) / group.size()
 
 
 def held_bytes(tensors):
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
+    """The bytes of the storages behind `tensors`. A storage that several of them share counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def held(
-    parameters, optimizer
-):  # -> bytes of the storages behind parameters, gradients and optimizer state
-    parameters, state = (
-        list(parameters),
-        filter(torch.is_tensor, tree_leaves(list(optimizer.state.values()))),
-    )
-    return (
-        held_bytes(parameters),
-        held_bytes([p.grad for p in parameters if p.grad is not None]),
-        held_bytes(state),
-    )
+def held(parameters, optimizer):
+    """The bytes of parameters, of gradients, and of optimizer state."""
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes(gradients), held_bytes(state)
+
+
+def choose_device(name):
+    """This rank's device, and the backend that it can use: NCCL wants a GPU for each local rank."""
+    if name == "cpu":
+        return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    enough = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 or newer
+    return device, "nccl" if enough or may_share else "gloo"
+
+
+def join_world(device, backend):
+    """Initialize the default group: NCCL if all ranks on all machines can use it, else gloo."""
+    timeout = timedelta(seconds=120)
+    if "RANK" in os.environ:
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+    else:  # without torchrun
+        store, rank, ranks = dist.HashStore(), 0, 1
+    store.set(f"backend/{rank}", backend)
+    backends = {store.get(f"backend/{peer}") for peer in range(ranks)}
+    backend = "nccl" if backends == {b"nccl"} else "gloo"
+    options = {"store": store, "rank": rank, "world_size": ranks, "timeout": timeout}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend == "nccl":
+        options["device_id"] = device
+    dist.init_process_group(backend, **options)
 
 
 class Demo:
-    """Trains a technique and the same model on one device, step by step, and compares: in float64 where not bitwise."""
+    """Trains with a technique and, beside it, the same model on one device, and compares the two.
 
-    def __init__(self, flags=None):
+    If the technique claims to be bitwise equal, they train in float32, otherwise in float64.
+    """
+
+    def __init__(self, flags=None, steps=30):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-        parser.error, devices = self.stop, ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-        parser.add_argument(
-            "--data", metavar="FILE", default=argparse.__file__, help="text to train on"
-        )
+        parser.error = self.stop
+        parser.add_argument("--steps", type=int, default=steps)
+        parser.add_argument("--seed", type=int, default=0)
         parser.add_argument("--device", choices=devices, default=devices[-1])
-        numbers = {"--steps": {"type": int, "default": 30}, "--seed": {"type": int, "default": 0}}
-        for flag, options in {**numbers, **(flags or {})}.items():
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="a text")
+        for flag, options in (flags or {}).items():
             parser.add_argument(flag, **options)
         self.args = parser.parse_args()
-        text = Path(self.args.data).read_bytes() if Path(self.args.data).is_file() else b""
-        if self.args.steps < 1 or len(text) < 66:
-            self.stop(
-                f"--steps {self.args.steps}, --data {self.args.data}, {len(text)} bytes: needs 1 step, 66 bytes"
-            )
-        self.text, self.device = (
-            torch.frombuffer(bytearray(text), dtype=torch.uint8),
-            torch.device(self.args.device),
-        )
-        if gpus := torch.cuda.device_count() if self.args.device == "cuda" else 0:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-        backend = (
-            "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"
-        )  # NCCL: one GPU a rank
-        alone = (
-            {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        )
-        dist.init_process_group(backend, timeout=timedelta(seconds=120), **alone)
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.show = (
-            functools.partial(print, flush=True) if self.rank == 0 else lambda *args, **kwargs: None
-        )
-        self.part = lambda batch: batch.chunk(self.ranks)[self.rank]
+        self.text = self.read(self.args.data)
+        if self.args.steps < 1:
+            self.stop(f"--steps {self.args.steps}: give 1 or more")
+        self.device, backend = choose_device(self.args.device)
+        join_world(self.device, backend)
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+
+    def read(self, name):
+        try:
+            text = Path(name).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {name}: {error.strerror.lower()}")
+        if len(text) < 66:
+            self.stop(f"--data {name}: {len(text)} bytes; a sequence and its targets need 66")
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def stop(self, message):
         print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(2)  # with the group as it is: it is wrong on all ranks
+        os._exit(2)  # at once: every rank finds the same error
 
-    def start(
-        self, name, bitwise=False, parts=None
-    ):  # -> a copy of the plain model, which takes `parts` of a batch
-        self.parts, self.tolerance = (
-            parts or self.ranks,
-            0.0 if bitwise and self.device.type == "cpu" else 1e-9,
-        )
+    def show(self, line="", end="\n"):
+        if self.rank == 0:
+            print(line, end=end, flush=True)
+
+    def start(self, name, bitwise=False, parts=None):
+        """Make the plain model, and return a copy of it. One device takes the batch in `parts`."""
+        self.parts = parts or self.ranks
+        self.tolerance = 0.0 if bitwise and self.device.type == "cpu" else 1e-9
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(
-            self.device, torch.float64 if self.tolerance else torch.float32
-        )
+        dtype = torch.float64 if self.tolerance else torch.float32
+        self.model = language_model().to(self.device, dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = (
-            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
-        )
+        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        world += f" · {self.device.type}/{dist.get_backend()}"
         size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
-    def batch(
-        self, number
-    ):  # -> inputs, targets of a step, (batch, time): 8 sequences of 64 bytes for each rank
+    def batch(self, number):
+        """Inputs and targets of step `number`, (batch, time): 8 sequences of 64 bytes a rank."""
         generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
         starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
         window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
         return window[:, :-1], window[:, 1:]
 
-    def step_on_one_device(self, *batch):  # -> [loss, *gradients, *parameters]
-        losses, parameters = (
-            [],
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
-        )
+    def part(self, batch):
+        return batch.chunk(self.ranks)[self.rank]
+
+    def step_on_one_device(self, inputs, targets):
+        """Return the loss, the gradients and the parameters, in one list."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        losses = []
         self.optimizer.zero_grad()
-        for inputs, targets in zip(*(tensor.chunk(self.parts) for tensor in batch), strict=True):
-            losses.append(language_loss(self.model(inputs), targets))
-            losses[-1].backward()
+        for x, y in zip(inputs.chunk(self.parts), targets.chunk(self.parts), strict=True):
+            loss = language_loss(self.model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
         for parameter in parameters:
-            parameter.grad /= (
-                self.parts
-            )  # after the sum: before it, 3 parts would round differently
+            parameter.grad /= self.parts  # after the sum: 3 parts would round differently before it
         self.optimizer.step()
-        return [
-            torch.stack(losses).mean().cpu(),
-            *(parameter.grad for parameter in parameters),
-            *parameters,
-        ]
+        gradients = [parameter.grad for parameter in parameters]
+        return [torch.stack(losses).mean().cpu(), *gradients, *parameters]
 
-    def train(
-        self, step, whole
-    ):  # step(inputs, targets) -> this rank's loss or None; whole() -> gradients, parameters
-        self.losses, self.times, self.differences, terminal = [], [], [0.0], sys.stdout.isatty()
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def train(self, step, whole):
+        """Compare after each `step(inputs, targets)`, which returns this rank's loss, or None.
+
+        `whole()` returns the gradients and the parameters as the plain model has them.
+        """
+        self.losses = []  # of the whole batch, one per step
+        self.times = []  # per step, in seconds: (the technique's, one device's)
+        self.differences = [0.0]
         for number in range(self.args.steps):
-            batch, losses, start = self.batch(number), [None] * self.ranks, time.perf_counter()
-            with (
-                SentBytes() if number == self.args.steps - 1 else nullcontext() as self.sent
-            ):  # it takes time
+            batch = self.batch(number)
+            is_last = number + 1 == self.args.steps
+            start = self.now()
+            with SentBytes() if is_last else nullcontext() as self.sent:  # counting takes time
                 loss = step(*batch)
-            loss, middle = None if loss is None else loss.item(), time.perf_counter()
+            middle = self.now()
             plain = self.step_on_one_device(*batch)
-            self.times.append((middle - start, time.perf_counter() - middle))
-            dist.all_gather_object(losses, loss)
-            loss = torch.tensor(
-                [loss for loss in losses if loss is not None], dtype=plain[0].dtype
-            ).mean()
+            self.times.append((middle - start, self.now() - middle))
+            losses = [None] * self.ranks
+            dist.all_gather_object(losses, None if loss is None else loss.item())
+            losses = [loss for loss in losses if loss is not None]
+            loss = torch.tensor(losses, dtype=plain[0].dtype).mean()
             self.losses.append(loss.item())
-            pairs = zip(
-                [loss, *(tensor for kind in whole() for tensor in kind)], plain, strict=True
-            )
-            self.differences += [
-                (a - b).abs().max().item() for a, b in pairs if not torch.equal(a, b)
-            ]
-            if terminal or number % -(-self.args.steps // 3) == 0:
-                self.show(
-                    f"step {number + 1}/{self.args.steps}   loss {loss:.3f}",
-                    end="\r" if terminal else "\n",
-                )
+            gradients, parameters = whole()
+            for ours, theirs in zip([loss, *gradients, *parameters], plain, strict=True):
+                if not torch.equal(ours, theirs):
+                    self.differences.append((ours - theirs).abs().max().item())
+            self.show_progress(number + 1)
 
-    def report(
-        self, held_here, formula, sent
-    ):  # -> the exit status: 1 where any rank differs from one device
-        largest = torch.tensor(self.differences, device=self.device).nan_to_num(nan=torch.inf).max()
+    def show_progress(self, done):
+        line = f"step {done}/{self.args.steps}   loss {self.losses[-1]:.3f}"
+        if sys.stdout.isatty():
+            self.show(line, end="\r")
+        elif (done - 1) % -(-self.args.steps // 3) == 0:  # a log gets three lines
+            self.show(line)
+
+    def report(self, held_here, formula, sent):
+        """Print what the README explains. Return the exit status: 1 if a rank found a difference."""
+        differences = torch.tensor(self.differences, device=self.device)
+        largest = differences.nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        agree = bool(largest <= self.tolerance)
-        words = (
-            f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
-            if largest
-            else "bitwise equal"
-        )
-        params, grads, state = (f"{n / 1e6:.1f} MB" for n in held_here)
-        plain = " / ".join(f"{n / 1e6:.1f}" for n in held(self.model.parameters(), self.optimizer))
-        ms = 1e3 * torch.tensor(self.times).median(dim=0).values
+        agree = largest.item() <= self.tolerance
+        verdict = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+        if largest == 0:
+            verdict = "bitwise equal"
+        verdict = f"loss, gradients and parameters {verdict} over {self.args.steps} steps"
+        params, grads, state = (f"{size / 1e6:.1f} MB" for size in held_here)
+        plain_held = held(self.model.parameters(), self.optimizer)
+        plain = " / ".join(f"{size / 1e6:.1f}" for size in plain_held)
+        measured = f"{self.sent.total / 1e6:.1f} MB per step"
+        ms, plain_ms = (1e3 * torch.tensor(self.times)).median(dim=0).values.tolist()
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(
-            f"vs 1 device loss, gradients and parameters {words} over {self.args.steps} steps"
-        )
-        self.show(
-            f"held/rank   params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
-        )
-        self.show(
-            f"sent/rank   {self.sent.total / 1e6:.1f} MB per step      formula {formula} = {sent / 1e6:.1f} MB"
-        )
-        self.show(f"time        {ms[0]:.0f} ms per step      (1 device: {ms[1]:.0f})")
+        self.show(f"vs 1 device {verdict}")
+        held_line = f"params {params}   grads {grads}   optimizer {state}"
+        self.show(f"held/rank   {held_line}      (1 device: {plain})")
+        self.show(f"sent/rank   {measured}      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms:.0f} ms per step      (1 device: {plain_ms:.0f})")
         return 0 if agree else 1
 
 
 if __name__ == "__main__":
     status = main()
-    dist.barrier()  # who leaves early breaks the others' connections
+    dist.barrier()  # a rank that exits early drops its peers' connections
     dist.destroy_process_group()
     sys.exit(status)

@@ -590,7 +590,6 @@ FLAGS = {
     },
     "--clip-grad": {"type": float, "default": 1.0, "metavar": "NORM", "help": "0: do not clip"},
     "--dropout": {"type": float, "default": 0.0},
-    "--steps": {"type": int, "default": 10},
     "--metrics": {"metavar": "FILE", "help": "write a JSON object a line and step"},
     "--save": {
         "metavar": "DIR",
@@ -624,7 +623,7 @@ class Session(ddp.Demo):
         self.prefix = parser.parse_known_args()[0].data
         self.is_indexed = os.path.exists(f"{self.prefix}.idx")
         sys.argv += ["--data", __file__] if self.is_indexed else []  # a text, which is not used
-        super().__init__(FLAGS)
+        super().__init__(FLAGS, steps=10)
         args, self.config = self.args, MODELS[self.args.model]
         with torch.device("meta"):
             self.psi = sum(parameter.numel() for parameter in plain_model(self.config).parameters())

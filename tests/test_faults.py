@@ -1,6 +1,9 @@
 """What goes wrong ends with one clear message and a non-zero status, soon, and leaves no process behind."""
 
+import os
 import re
+import signal
+import subprocess
 
 import pytest
 import torch
@@ -74,12 +77,12 @@ def test_a_rank_with_one_batch_fewer(tmp_path):
     assert "finished 0" not in done.stdout
 
 
-NEEDS = "error: --steps 30, --data text, {} bytes: needs 1 step, 66 bytes"
-BAD = [
-    (None, "--data text", NEEDS.format(0)),
-    (0, "--data text", NEEDS.format(0)),
-    (65, "--data text", NEEDS.format(65)),
-    (66, "--data text --steps 0", "--steps 0, "),
+BAD = [  # bytes in the file "text", arguments, words of the error
+    (None, "--data text", "error: --data text: no such file or directory"),
+    (None, "--data .", "error: --data .: is a directory"),
+    (0, "--data text", "error: --data text: 0 bytes; a sequence and its targets need 66"),
+    (65, "--data text", "error: --data text: 65 bytes; "),
+    (66, "--data text --steps 0", "error: --steps 0: give 1 or more"),
     (66, "--steps many", "argument --steps: invalid int value: 'many'"),
     (66, "--device cuda", "argument --device: invalid choice: 'cuda' (choose from"),
 ]
@@ -100,3 +103,14 @@ def test_data_of_one_sequence_is_enough(tmp_path):
     (tmp_path / "text").write_bytes(b"x" * 66)
     done = fork(ROOT / "ddp.py", "--data", "text", "--steps", 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_under_torchrun_prints_no_traceback_of_ours(tmp_path):
+    command = [*TORCHRUN, "--nproc-per-node", "2", str(ROOT / "ddp.py"), "--steps", "100000"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **streams)
+    assert "ddp" in process.stdout.readline()  # the ranks are running
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert 'ddp.py", line' not in stderr  # torchrun's own traceback does not name our files
