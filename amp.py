@@ -23,7 +23,7 @@ Bytes per parameter, with Adam (Ψ parameters, N ranks); step() takes 4 more, fo
 Run:      torchrun --nproc-per-node 2 amp.py          (python amp.py is a world of one)
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's mixed-precision optimizer
-Left out: fp8, bf16 without masters (arXiv 2010.06192), closures, autocast of recurrent layers, weights written by .data
+Left out: fp8, bf16 without masters (arXiv 2010.06192), closures, autocast of recurrent layers
 """
 
 import argparse
@@ -70,6 +70,18 @@ def mixed_precision_step(model, masters, optimizer, loss_of, scale):
 # 2. The scale: the largest that does not overflow, found by trying.
 
 
+NO_GRADIENT = (
+    -1.0
+)  # below finite (0) and inf or NaN (1), so that MAX over ranks keeps it only if all have none
+
+
+def device_to_reduce_on(device, process_group):
+    """`device`, or one that the group's backend can reduce on: NCCL takes no tensor on the CPU."""
+    backends = dist.get_backend_config(process_group).split(",")  # "cpu:gloo", "cuda:nccl"
+    kinds = [backend.partition(":")[0] for backend in backends]
+    return device if device.type in kinds else torch.device(kinds[0])
+
+
 class GradScaler:
     """torch.amp.GradScaler, with its arguments, state and exceptions; one rank's inf or NaN skips the step on all.
 
@@ -88,9 +100,6 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
-        self._device = (
-            device if torch.cuda.is_available() else "cpu"
-        )  # where a rank without gradients has found nothing
         self._enabled, self._process_group = enabled, process_group
         self._state = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
         self._state |= {
@@ -126,16 +135,26 @@ class GradScaler:
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
             )
-        found = torch.zeros(
-            (), dtype=torch.float32, device=gradients[0].device if gradients else self._device
-        )
-        inverse = torch.full_like(found, 1.0 / self._state["scale"])
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            gradients, found, inverse
-        )  # found = 1 where one is not finite
+        # Parameters are on one kind of device on all ranks; gradients may be missing on some.
+        device = optimizer.param_groups[0]["params"][0].device
+        found = torch.zeros((), dtype=torch.float32, device=device)
+        if gradients:
+            inverse = torch.full_like(found, 1.0 / self._state["scale"])
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        else:
+            found.fill_(NO_GRADIENT)
         if dist.is_initialized():
+            found = found.to(device_to_reduce_on(device, self._process_group))
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._process_group)
         self._found[optimizer] = found
+
+    def record_found_inf(self, optimizer, found_inf):
+        """Record whether a gradient is inf or NaN, the same on all ranks, instead of unscale_().
+
+        For gradients that the caller divides by get_scale() itself.
+        """
+        if self._enabled:
+            self._found[optimizer] = torch.as_tensor(found_inf, dtype=torch.float32)
 
     def step(self, optimizer, *args, **kwargs):
         """-> optimizer.step(*args, **kwargs); or None, and no step, where a gradient is not finite."""
@@ -147,8 +166,15 @@ class GradScaler:
             )
         if optimizer not in self._found:
             self.unscale_(optimizer)
+        found = self._found[optimizer].item()
+        if found == NO_GRADIENT:  # on any rank, so all ranks raise
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: no rank has a .grad to unscale. Call backward first. "
+                f"If {type(optimizer).__name__} keeps gradients elsewhere, as zero.py's Zero2 and Zero3 do, "
+                "train in bf16 without a scaler, or use Zero1"
+            )
         self._stepped.add(optimizer)
-        return None if self._found[optimizer].item() else optimizer.step(*args, **kwargs)
+        return None if found else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale=None):
         """Set the scale to `new_scale`, or adapt it to what was found since the last update."""
@@ -158,7 +184,7 @@ class GradScaler:
             if not self._found:
                 raise AssertionError("No inf checks were recorded prior to update")
             new_scale, good_steps = self._state["scale"], self._state["_growth_tracker"] + 1
-            if any(self._found.values()):
+            if any(found > 0 for found in self._found.values()):
                 new_scale, good_steps = new_scale * self._state["backoff_factor"], 0
             elif good_steps == self._state["growth_interval"]:
                 new_scale, good_steps = new_scale * self._state["growth_factor"], 0
@@ -210,32 +236,55 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 wide = torch.promote_types(weight.dtype, torch.float32)
                 group["params"][i] = self._masters[weight] = weight.detach().to(wide, copy=True)
                 weight.data = weight.data.to(dtype)
-        optimizer.load_state_dict(
-            state
-        )  # moments of the weights are those of the masters now, and in their dtype
-        self._write_weights()
+        # The moments of the weights are now those of the masters, in the masters' dtype.
+        optimizer.load_state_dict(state)
+        self.write_model_params()
+        self._as_constructed = (
+            True  # no step, no load_state_dict: the masters are the model's weights
+        )
 
     def __getattr__(self, name):  # param_groups, state, defaults, hooks: those of the optimizer
         return getattr(self.__dict__["optimizer"], name)
 
     @torch.no_grad()
-    def _write_weights(self):
+    def write_model_params(self):
+        """Round the masters into the model's weights, after the caller has written to the masters, for example."""
         torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        self._versions = [weight._version for weight in self._masters]
+        self._as_constructed = False
+
+    @torch.no_grad()
+    def reload_model_params(self):
+        """Make the masters equal to the model's weights. All ranks of a replicated model must call it."""
+        torch._foreach_copy_(list(self._masters.values()), list(self._masters))
         self._versions = [weight._version for weight in self._masters]
 
     @torch.no_grad()
-    def _read_weights(
-        self,
-    ):  # those that others wrote since; where one agrees with its master, that has more bits
+    def _adopt_written_weights(self):
+        """Take into the masters what other code has written to the weights: DDP's broadcast, load_state_dict."""
         for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
-            if weight._version != version:
+            if weight._version == version:
+                continue
+            if (
+                self._as_constructed
+            ):  # the source of a broadcast must drop the bits that nobody received
+                master.copy_(weight)
+            else:  # a weight that was written back as it was keeps its master's bits
                 master.copy_(torch.where(master.to(self.dtype) == weight, master, weight))
+
+    def _check_masters(self):
+        """Raise RuntimeError if the weights were written through .data, which leaves their versions as they were."""
+        for weight, master in self._masters.items():
+            if not torch.equal(master.to(self.dtype), weight):
+                raise RuntimeError(
+                    "the model's weights were written through .data after MixedPrecisionOptimizer was made; "
+                    "make it afterwards, or call its reload_model_params() on all ranks"
+                )
 
     def unscale_(self):
         """Cast the gradients up, into the masters' .grad, and divide by the scale; step() does it where you do not."""
         if any(master.grad is not None for master in self._masters.values()):
             return  # it is done
-        self._read_weights()
         for weight, master in self._masters.items():
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype, copy=True)
         self.scaler.unscale_(self.optimizer)
@@ -247,12 +296,15 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def step(self):
         """Update the masters, unless a gradient is not finite, and round them into the model."""
+        self._adopt_written_weights()
+        if self._as_constructed:
+            self._check_masters()
         self.unscale_()
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if self.scaler.is_enabled() or nn.utils.get_total_norm(gradients).isfinite():
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        self._write_weights()
+        self.write_model_params()
         self.optimizer.zero_grad()  # 4 bytes per parameter that nobody needs before the next step
 
     def zero_grad(self, set_to_none=True):
@@ -262,7 +314,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def state_dict(self):
         """The optimizer's own, and besides "master_weights" and "scaler": loading it resumes bit for bit."""
-        self._read_weights()
+        self._adopt_written_weights()
         masters = list(self._masters.values())
         return self.optimizer.state_dict() | {
             "master_weights": masters,
@@ -273,7 +325,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
         self.scaler.load_state_dict(state_dict["scaler"])
         torch._foreach_copy_(list(self._masters.values()), state_dict["master_weights"])
-        self._write_weights()
+        self.write_model_params()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

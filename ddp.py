@@ -118,9 +118,8 @@ def broadcast(tensors, process_group):
         for tensor, values in zip(
             bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True
         ):
-            tensor.data.copy_(
-                values.view_as(tensor)
-            )  # not a new version: a running graph may have saved the buffer
+            # A new version of the tensor: fp32 masters that were made before see that it has changed.
+            tensor.detach().copy_(values.view_as(tensor))
 
 
 def verify_same_model(module, process_group):
@@ -150,20 +149,27 @@ class DistributedDataParallel(nn.Module):
         self,
         module,
         device_ids=None,
-        *,
+        output_device=None,
+        dim=0,
+        broadcast_buffers=True,
+        init_sync=True,
         process_group=None,
         bucket_cap_mb=25,
-        broadcast_buffers=True,
         find_unused_parameters=False,
+        check_reduction=False,
         gradient_as_bucket_view=False,
         **others,
     ):
         super().__init__()
+        others |= {"dim": dim, "init_sync": init_sync, "check_reduction": check_reduction}
         theirs = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         for name, value in others.items():
-            default = name in theirs and value == theirs[name].default
-            if not default and (name, [value]) != ("output_device", device_ids):
+            if name not in theirs or value != theirs[name].default:
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
+        if output_device is not None and [output_device] != device_ids:
+            raise ValueError(
+                f"output_device={output_device} is not supported by ddp.py; it must be the one of device_ids={device_ids}"
+            )
         if (
             dist.get_rank(process_group) < 0
         ):  # its world size is -1 here, and dividing by that reverses gradients
@@ -171,6 +177,11 @@ class DistributedDataParallel(nn.Module):
                 f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
             )
         verify_same_model(module, process_group)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter "
+                "that requires a gradient"
+            )
         broadcast([*module.parameters(), *module.buffers()], process_group)
         self.module, self.process_group = module, process_group
         self._device = (
@@ -192,6 +203,7 @@ class DistributedDataParallel(nn.Module):
         self._buckets = [
             Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)
         ]
+        self._flags = self._buckets[0].flat.new_tensor([0, 1]).unbind()
         self._bucket_of = {
             parameter: bucket for bucket in self._buckets for parameter in bucket.views
         }
@@ -225,7 +237,8 @@ class DistributedDataParallel(nn.Module):
                 f"{', '.join(missing)} on rank {dist.get_rank(self.process_group)}; try find_unused_parameters=True"
             )
         if self.broadcast_buffers and self.training and self.require_forward_param_sync:
-            broadcast(list(self.module.buffers()), self.process_group)
+            # .data: no new version, since a running graph may have saved the buffer for its backward.
+            broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
         self.require_forward_param_sync = synchronised = self.require_backward_grad_sync
         self._backward = "expected" if synchronised else "local"
         output = self.module(*inputs, **kwargs)
@@ -284,7 +297,9 @@ class DistributedDataParallel(nn.Module):
     def _finish_backward(self):
         """Wait for all buckets and hand out the means."""
         if self.find_unused_parameters:
-            used = self._buckets[0].flat.new_tensor([p.grad is not None for p in self._bucket_of])
+            no, yes = self._flags  # on the device already: a list would be copied from the host
+            has_grad = [parameter.grad is not None for parameter in self._bucket_of]
+            used = torch.stack([yes if used_here else no for used_here in has_grad])
             for parameter in self._bucket_of.keys() - self._filled:
                 self._on_gradient(parameter)
         self._backward = "local"
@@ -301,6 +316,8 @@ class DistributedDataParallel(nn.Module):
         self._waiting, self._filled = list(self._buckets), set()
         if self.find_unused_parameters:
             dist.all_reduce(used, group=self.process_group)
+            if all(has_grad):
+                return  # the host need not wait for the sums
             for parameter, ranks in zip(self._bucket_of, used.tolist(), strict=True):
                 if ranks == 0:
                     parameter.grad = None

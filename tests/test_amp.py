@@ -6,6 +6,7 @@ from functools import partial
 import pool
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F  # noqa: F401 (in ALIKE and UNLIKE)
 from hypothesis import given
@@ -14,6 +15,8 @@ from shared import OPTIMIZERS, Collectives, loss_of, make_batch, make_model
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 import amp
+import ddp
+import zero
 
 INF, NAN = float("inf"), float("nan")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -55,6 +58,7 @@ def two_optimizers():
 SCALE = "[(weight.grad,)] = scaler.scale([(torch.full_like(weight, value),)])"
 STEP, UPDATE = "scaler.step(optimizer)", "scaler.update()"
 OTHERS = "scaler.unscale_(optimizer)", "scaler.step(optimizer, closure=float)", "scaler.update(7.0)"
+OTHERS += ("weight.grad = None",)  # no gradient, no inf check: step() raises
 CALLS = [[SCALE, STEP, UPDATE]] * 6 + [[call] for call in (SCALE, STEP, UPDATE, *OTHERS)]
 VALUES = st.sampled_from([0.5, 3.0, INF, -INF, NAN, 1e38])
 # The first scale, its growth and its fall, after how many good steps it grows, whether it is enabled.
@@ -126,6 +130,80 @@ def test_an_overflow_of_one_optimizer_on_one_rank():
     assert seen.calls == [("allreduce_", 4)] * 2
     assert (scaler.get_scale(), weights[0].tolist()) == (2.0, [1.0, 1.0])
     assert weights[1].tolist() == ([2.0] * 3 if pool.rank() else [1.75] * 3)
+
+
+@pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])
+@pool.on(2)
+def test_an_optimizer_without_grad_is_an_error_on_all_ranks(stage):
+    """Zero2 and Zero3 would train on scaled gradients; a rank that alone has none takes part (above)."""
+    model = make_model("plain")
+    optimizer = stage(model, torch.optim.SGD, process_group=pool.group(), lr=0.1)
+    scaler = amp.GradScaler("cpu", 1024.0, process_group=pool.group())
+    scaler.scale(loss_of(model(make_batch(pool.rank(), 0)))).backward()
+    with pytest.raises(AssertionError, match=f"No inf checks were recorded.* {stage.__name__} "):
+        scaler.step(optimizer)
+
+
+def test_a_caller_that_unscales_records_what_it_found():
+    (weights, optimizers), scaler = two_optimizers(), amp.GradScaler("cpu", 8.0)
+    for weight, optimizer, found_inf in zip(
+        weights, optimizers, (True, torch.zeros(1)), strict=True
+    ):
+        weight.grad = torch.ones_like(weight)
+        scaler.record_found_inf(optimizer, found_inf)
+        scaler.step(optimizer)
+    scaler.update()
+    assert (weights[0].tolist(), weights[1].tolist()) == ([1.0] * 2, [1.75] * 3)
+    assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+@pytest.mark.parametrize("backends", ["meta:nccl", "cpu:gloo,meta:nccl"])
+@pool.on(1)
+def test_an_overflow_is_reduced_on_a_device_of_the_groups_backend(backends, has_gradient):
+    """The same on all ranks, with gradients or without. NCCL reduces nothing on the CPU; meta stands for CUDA."""
+    reduced, (weights, optimizers) = [], two_optimizers()
+    weights[0].grad = torch.ones(2) if has_gradient else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group=None: backends)
+        patch.setattr(dist, "all_reduce", lambda tensor, **_: reduced.append(tensor.device.type))
+        amp.GradScaler(process_group=pool.group()).unscale_(optimizers[0])
+    assert reduced == [backends.partition(":")[0]]
+
+
+WRAPPERS = {"ours": ddp.DDP, "torch": nn.parallel.DistributedDataParallel}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pool.on(2)
+def test_replicas_agree_if_ddp_broadcasts_after_the_masters_were_made(wrapper, dtype):
+    """Ranks start with different weights; rank 0 drops the bits of its masters that no broadcast in bf16 carries."""
+    model = make_model("plain", dtype, seed=pool.rank())
+    optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["adamw"](model.parameters()), BF16)
+    replica = WRAPPERS[wrapper](model, process_group=pool.group())
+    start = next(model.parameters()).detach().clone()
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(replica(make_batch(pool.rank(), step, BF16))).backward()
+        optimizer.step()
+    masters = torch.cat([master.flatten() for master in optimizer.param_groups[0]["params"]])
+    of_rank_0 = masters.clone()
+    dist.broadcast(of_rank_0, group=pool.group(), group_src=0)
+    bitwise(masters, of_rank_0)
+    assert not torch.equal(start, next(model.parameters()))
+
+
+def test_weights_written_through_data_before_the_first_step_are_an_error():
+    model = make_model("plain")
+    optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](model.parameters()), BF16)
+    model[0].weight.data.fill_(3.0)
+    loss_of(model(make_batch(0, 0, BF16))).backward()
+    with pytest.raises(RuntimeError, match=r"reload_model_params\(\) on all ranks"):
+        optimizer.step()
+    optimizer.reload_model_params()
+    assert (optimizer.param_groups[0]["params"][0] == 3.0).all()
+    optimizer.step()
 
 
 @pytest.mark.parametrize(

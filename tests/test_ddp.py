@@ -1,6 +1,7 @@
 """ddp.py: what the claims about data parallelism in tests/claims leave open."""
 
 import copy
+import inspect
 import weakref
 from contextlib import nullcontext, suppress
 
@@ -12,7 +13,15 @@ import torch.nn as nn
 from claims.training import one_device
 from hypothesis import example, given
 from hypothesis import strategies as st
-from shared import assert_equal, assert_same_parameters, fake_world, loss_of, make_batch, make_model
+from shared import (
+    Watch,
+    assert_equal,
+    assert_same_parameters,
+    fake_world,
+    loss_of,
+    make_batch,
+    make_model,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import ddp
@@ -279,6 +288,7 @@ WRONG = {  # the message: on one rank the model is changed so, or options are th
     "nothing=1 is not supported": (id, {"nothing": 1}),
     "rank . is not in process_group": (id, {"process_group": dist.GroupMember.NON_GROUP_MEMBER}),
     "output_device=1 is not supported": (id, {"device_ids": [0], "output_device": 1}),
+    "check_reduction=True is not supported": (id, {"check_reduction": True}),
 }
 
 
@@ -290,6 +300,41 @@ def test_another_model_on_one_rank_and_unknown_options_are_errors_on_all(words):
         change(model)
     with pytest.raises(ValueError, match=words):
         ddp.DDP(model, **{"process_group": pool.group(), **options})
+
+
+@pool.on(2)
+def test_positional_arguments_are_in_pytorchs_order():
+    ours, theirs = (
+        list(inspect.signature(each).parameters)
+        for each in (ddp.DDP, nn.parallel.DistributedDataParallel)
+    )
+    model = ddp.DDP(
+        make_model("batchnorm"), [pool.rank()], pool.rank(), 0, False, True, pool.group()
+    )
+    assert ours[:-1] == theirs[: len(ours) - 1]
+    assert (model.broadcast_buffers, model.process_group) == (False, pool.group())
+
+
+@pool.on(2)
+def test_a_model_that_does_not_train_is_an_error_as_pytorchs():
+    model = make_model("plain").requires_grad_(False)
+    for each in (ddp.DDP, nn.parallel.DistributedDataParallel):
+        with pytest.raises(
+            RuntimeError, match="doesn't have any parameter that requires a gradient"
+        ):
+            each(model, process_group=pool.group())
+
+
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_a_step_neither_waits_for_the_device_nor_copies_from_the_host(find_unused_parameters):
+    """A tensor on the meta device has no values that the host could read."""
+    with fake_world(2, 0), torch.device("meta"):
+        model = ddp.DDP(make_model("batchnorm"), find_unused_parameters=find_unused_parameters)
+        with Watch(lambda: None) as watch:
+            loss_of(model(torch.ones(5, 6))).backward()
+    operators = {operator for operator, _ in watch.seen}
+    assert "c10d::allreduce_" in operators
+    assert not operators & {"aten::_local_scalar_dense", "aten::lift_fresh"}
 
 
 @pytest.mark.parametrize(("N", "rank"), [(8, 3), (1024, 0)])
