@@ -133,7 +133,9 @@ def train(
     same_parameters(optimizer, model, plain)
     bitwise(state, saved[1])  # also now: it is a copy
     optimizer.load_state_dict(state)
-    assert zero.held_by(optimizer) == held  # a shard, and nothing of the whole
+    # A shard, and nothing of the whole: torch.optim casts a scalar of NAdam's to the parameter's type.
+    numbers = 8 * len(list(model.parameters()))
+    assert all(0 <= a - b <= numbers for a, b in zip(zero.held_by(optimizer), held, strict=True))
     assert stage is not zero.Zero3 or whole_bytes(optimizer) == 0
     places = [
         view.storage_offset() * view.itemsize
