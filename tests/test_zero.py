@@ -277,7 +277,7 @@ def test_shards_are_all_of_the_model_and_may_be_written(stage):
     optimizer = stage(model, torch.optim.AdamW, pool.group(), bucket_cap_mb=1e-3)
     batch_loss(model, pool.rank(), 0).backward()
     optimizer.step()
-    for parameter, start, shard, state in optimizer.shards():
+    for _, start, shard, state in optimizer.shards():
         assert shard.shape == state["exp_avg"].shape
         numbers = start + torch.arange(shard.numel(), dtype=torch.float32)
         shard.data.copy_(numbers % 128)
