@@ -1,39 +1,47 @@
-"""FSDP: every rank keeps 1/N of the parameters, and gathers the rest of a block only while the block computes.
+"""FSDP: each rank keeps 1/N of the parameters, and gathers the others' while a block needs them.
 
-The model is cut into units: what one call of `fully_shard` covers. A unit's parameters lie end to end in one flat
-buffer, cut into N equal pieces wherever the cuts fall. One step of a unit on N = 2 ranks:
+The model is cut into units. Each call of `fully_shard` makes one. In a step, a unit's parameters
+are all-gathered before its forward and freed after it. They are gathered again before its backward.
+Then its gradients are reduce-scattered, and the optimizer updates this rank's shard of everything.
+A unit with the parameters w on N = 2 ranks; w₀ and w₁ are its halves, g are gradients:
 
-               forward                                    backward
-    rank 0   w₀ ┐            ┌ w₀w₁ compute ─ free   w₀ ┐            ┌ w₀w₁ compute ─ free ─ g ┐                ┌ ḡ₀
-                ├ all-gather ┤                          ├ all-gather ┤                         ├ reduce-scatter ┤
-    rank 1   w₁ ┘            └ w₀w₁ compute ─ free   w₁ ┘            └ w₀w₁ compute ─ free ─ g ┘                └ ḡ₁
+           forward                               backward
+    rank 0 w₀ ┐            ┌ w₀w₁ compute, free  w₀ ┐            ┌ w₀w₁ compute, free, g ┐      ┌ ḡ₀
+              ├ all-gather ┤                        ├ all-gather ┤         reduce-scatter ┤      │
+    rank 1 w₁ ┘            └ w₀w₁ compute, free  w₁ ┘            └ w₀w₁ compute, free, g ┘      └ ḡ₁
 
-ḡᵣ is rank r's piece of the mean gradient, which is all that its optimizer needs. Communication hides behind the units
-next to it: the next unit is gathered while this one computes, and reduced while the one after it does.
+ḡ₀ is rank 0's half of the mean gradient. The next unit is gathered while this one computes. Its
+gradients travel while the next unit in backward computes.
 
-Cost per rank in elements, with Adam; Ψ parameters, u those of the largest unit:
+Cost per rank in elements, with Adam. Ψ parameters, T of which train, u in the largest unit:
 
-                                  parameters   gradients   optimizer   sent per step
-    DDP                               Ψ           2Ψ          2Ψ       2Ψ(N-1)/N
-    FSDP, at rest                    Ψ/N         Ψ/N         2Ψ/N
-          in forward, backward     + 2u         + 3u                   3Ψ(N-1)/N: two all-gathers, one reduce-scatter
-          reshard_after_forward=False: + Ψ      + 3u                   2Ψ(N-1)/N: no all-gather in backward
+                                     parameters  gradients  optimizer  sent per step, times (N-1)/N
+    DDP                                  Ψ          T          2T      2T
+    FSDP between steps                  Ψ/N        T/N        2T/N
+         in forward and backward       + 2u       + 3u                 2Ψ + T, or 3Ψ if all train
+         reshard_after_forward=False   + Ψ        + 3u                 Ψ + T
 
-2u: the unit that computes and the one being gathered. 3u: the gradient being made, the one sent, and what arrives.
+2u: one unit computes while another is gathered. 3u: one unit's gradients are computed while
+another's are sent and received. A unit whose inputs need no gradient, such as an embedding or the
+root, is gathered until backward ends. Shards start at multiples of 16 bytes, so a rank may hold up
+to 8 elements more for each unit. A frozen unit that backward does not pass is gathered once.
 
-Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py is a world of one)
-Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3; Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
-Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), on the flat buffer of FSDP1 (§3.2): a gather lands in place. FSDP2
-          cuts the rows of each parameter: shards keep their dimensions, but all is copied apart and together again
-Left out: ranks that run different units or in another order (as in PyTorch); outputs but tensors in lists, tuples and
-          dicts; .to() after sharding; second-order gradients; loading from rank 0 alone
+Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
+Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
+          Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
+Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), with the flat buffers of FSDP1 (§3.2), into
+          which a gather writes directly. FSDP2 shards the rows of each parameter. Its shards keep
+          their dimensions, but each gather and each reduction copies everything once more.
+Left out: hybrid sharding over a two-dimensional mesh (FSDP2); ranks that call different units, or
+          the same units in another order (FSDP2 needs that, too); units that change their input
+          in place, such as one that begins with ReLU(inplace=True); .to() after sharding; gradients
+          of gradients; loading a checkpoint on rank 0 alone
 """
 
 import argparse
 import copy
 import functools
 import itertools
-import math
 import os
 import signal
 import sys
@@ -46,375 +54,506 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # an import after init_process_group keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-# torch 2.13 renames both, and warns about the old names
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea: an all-gather whose gradient is a reduce-scatter, and nobody who keeps what was gathered.
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: an all-gather whose gradient is a reduce-scatter, and a checkpoint around it.
 
 
 class AllGather(torch.autograd.Function):
-    """This rank's piece to the whole; its gradient, this rank's piece of the mean of all ranks'."""
+    """Join all ranks' shards. The gradient of a shard is its part of the mean gradient."""
 
     @staticmethod
-    def forward(ctx, piece, group):
-        ctx.group, pieces = (
-            group,
-            [torch.empty_like(piece) for _ in range(dist.get_world_size(group))],
-        )
-        dist.all_gather(pieces, piece, group=group)
-        return torch.cat(pieces)
+    def forward(ctx, shard, group):
+        ctx.group = group
+        shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, shard, group=group)
+        return torch.cat(shards)
 
     @staticmethod
     def backward(ctx, gradient):
-        received, N = torch.empty_like(gradient), dist.get_world_size(ctx.group)
-        dist.all_to_all_single(
-            received, gradient.contiguous(), group=ctx.group
-        )  # part r of everyone's goes to rank r,
-        return sum(
-            received.chunk(N)
-        ) / N, None  # which adds them in rank order, as one device would
+        N = dist.get_world_size(ctx.group)
+        received = torch.empty_like(gradient)
+        # Each rank sends part r to rank r, which adds the parts in rank order.
+        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)
+        return sum(received.chunk(N)) / N, None
 
 
-def forward_sharded(module, pieces, *inputs, process_group=None):
-    """`module(*inputs)` with the parameters {name: this rank's 1/N of the elements, the last ranks' padded}."""
+def forward_sharded(module, shards, *inputs, process_group=None):
+    """`module(*inputs)` from `shards`, by name: this rank's 1/N of each parameter, padded."""
 
     def forward(*inputs):
-        whole = {name: AllGather.apply(piece, process_group) for name, piece in pieces.items()}
-        whole = {
-            name: whole[name][: p.numel()].view(p.shape) for name, p in module.named_parameters()
-        }
-        return functional_call(module, whole, inputs)
+        parameters = {}
+        for name, parameter in module.named_parameters():
+            full = AllGather.apply(shards[name], process_group)
+            parameters[name] = full[: parameter.numel()].view(parameter.shape)
+        return functional_call(module, parameters, inputs)
 
-    return checkpoint(
-        forward, *inputs, use_reentrant=False
-    )  # forgets what was gathered, and gathers again in backward
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. The real one: units, whose parameters are gathered, freed and reduced together. Nothing is computed twice.
+    # The checkpoint frees the full parameters after forward and gathers them again in backward.
+    return checkpoint(forward, *inputs, use_reentrant=False)
 
 
-def exchange(works, sent, received, group):
-    """Begin to send sent[r] to each other rank r, and to fill received[r] from it."""
-    for r in range(len(received)):
-        if r != dist.get_rank(group) and received[r].numel():
-            works.append(dist.isend(sent[r], group=group, group_dst=r))
-            works.append(dist.irecv(received[r], group=group, group_src=r))
+# --------------------------------------------------------------------------------------------------
+# 2. How parameters move: several at once, from one flat shard on each rank into one flat buffer.
+
+# torch 2.13 renames all_gather_into_tensor and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# In elements of at least 16 bits. Products round differently if a matrix does not start at a
+# multiple of 64 bytes. NCCL is slower if a message does not start at a multiple of 16 bytes.
+PARAMETER_ALIGNMENT = 32
+SHARD_ALIGNMENT = 8
 
 
-def wait(works):
-    while works:
-        works[-1].wait()  # if it raises, `works` still says that memory is in use
-        works.pop()
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
 
 
-class Place:
-    """A parameter of a unit. The optimizer knows of its `shard`; `whole` is in the module while it computes."""
+def all_gather(output, shard, group):
+    """Begin to fill `output` with all ranks' shards; `shard` is its part of this rank."""
+    if not shard.is_cpu:
+        return [all_gather_single(output, shard, group=group, async_op=True)]
+    # Messages, because gloo's own all-gather takes 1.7 times as long, and a step 1.12 times.
+    messages = []
+    for peer, part in enumerate(output.chunk(dist.get_world_size(group))):
+        if peer != dist.get_rank(group):
+            messages.append(dist.P2POp(dist.isend, shard, group=group, group_peer=peer))
+            messages.append(dist.P2POp(dist.irecv, part, group=group, group_peer=peer))
+    return dist.batch_isend_irecv(messages) if messages else []
 
-    def __init__(self, unit, parameter, slots, offset):
-        self.unit, self.slots = unit, slots  # [(module, attribute), …], several where it is tied
-        # Dimensions keep their order in memory: products of transposed matrices round as they did.
-        self.layout = parameter.shape, torch.empty_like(parameter, device="meta").stride(), offset
-        whole = unit.gathered.as_strided(*self.layout)
-        self.whole = nn.Parameter(
-            whole.data
-        )  # .data: gathering anew is no change of what autograd has saved
-        start = offset - unit.rank * unit.chunk
-        self.here = slice(max(start, 0), max(start + parameter.numel(), 0))  # in this rank's piece
-        self.shard = nn.Parameter(unit.flat[self.here], parameter.requires_grad)
-        parameter._place = self.shard._place = self
 
-    def cut(self, whole):
-        """This rank's elements, 1-D."""
-        if whole.shape != self.whole.shape:
-            raise ValueError(
-                f"{self.slots[0][1]} is {tuple(self.whole.shape)}, not {tuple(whole.shape)}"
+class ShardedParameter:
+    """A parameter in two forms: `sharded` for the optimizer, `unsharded` while it is needed."""
+
+    def __init__(self, group, parameter, owners, start):
+        self.group = group  # the ParameterGroup that it moves with
+        self.owners = owners  # [(module, attribute), …]; several if the parameter is tied
+        self.shape = parameter.shape
+        # Dimensions keep their order in memory: products of a transposed matrix round differently.
+        self.stride = torch.empty_like(parameter, device="meta").stride()
+        self.start = start  # its first element in `group.unsharded`
+        offset = start - group.rank * group.shard_size
+        # This rank's elements, in `group.shard`: perhaps none.
+        self.slice = slice(max(offset, 0), max(offset + parameter.numel(), 0))
+        self.sharded = nn.Parameter(group.shard[self.slice], parameter.requires_grad)
+        # .data has a version of its own, so that a gather is no change of what autograd has saved.
+        self.unsharded = nn.Parameter(self.view(group.unsharded).data)
+        self.has_gradient = False  # in `group.gradients`
+        parameter._sharded_parameter = self
+        self.sharded._sharded_parameter = self
+
+    def view(self, flat):
+        """This parameter in a flat buffer of the whole group."""
+        return flat.as_strided(self.shape, self.stride, self.start)
+
+    def shard_of(self, full):
+        """This rank's elements of `full`, which has the shape of the whole parameter."""
+        if full.shape != self.shape:
+            name = self.owners[0][1]
+            raise ValueError(f"{name} is {tuple(self.shape)}, not {tuple(full.shape)}")
+        flat = full.new_empty(self.group.unsharded.shape)
+        self.view(flat).copy_(full)
+        return flat.chunk(self.group.world_size)[self.group.rank][self.slice].clone()
+
+    def show(self, parameter):
+        """Let the module have `parameter`, which is `sharded` or `unsharded`."""
+        for module, name in self.owners:
+            module._parameters[name] = parameter
+
+    def check(self):
+        module, name = self.owners[0]
+        storage = module._parameters[name].untyped_storage()
+        if storage.data_ptr() != self.group.shard.untyped_storage().data_ptr():
+            name = f"{type(module).__name__}.{name}"
+            raise ValueError(f"{name} was moved or replaced; call .to() before fully_shard")
+
+
+class ParameterGroup:
+    """Parameters that move together. A weight of 40 elements and a bias of 30 on two ranks:
+
+    unsharded    │ weight           │ padding │ bias         │ padding │
+                 0                  40        64             94        96
+    shard        │ rank 0                │ rank 1                      │
+                 0                       48                            96
+    """
+
+    @torch.no_grad()
+    def __init__(self, parameters, process_group, device, mp_policy, offload):
+        first = next(iter(parameters))
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+        self.dtype = first.dtype  # of shards and their .grad
+        self.reduce_dtype = mp_policy.reduce_dtype or mp_policy.param_dtype or first.dtype
+        sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in parameters]
+        *starts, end = itertools.accumulate(sizes, initial=0)
+        self.shard_size = round_up(-(-max(end, 1) // self.world_size), SHARD_ALIGNMENT)
+        self.shard = torch.empty(
+            self.shard_size,
+            dtype=first.dtype,
+            device="cpu" if offload else device,
+            pin_memory=offload and device.type != "cpu",
+        )
+        self.unsharded = torch.empty(
+            self.world_size * self.shard_size,
+            dtype=mp_policy.param_dtype or first.dtype,
+            device=device,
+        )
+        self.is_sharded = True  # `unsharded` has no memory
+        self.gathering = []  # handles of the all-gather under way
+        self.gradients = None  # this rank's, as `unsharded`, until they are sent
+        self.received = None  # all ranks' gradients of this rank's shard, in rank order
+        self.reducing = None  # handle of the reduction under way
+        # After the last copy between the GPU and pinned memory.
+        self.copied = torch.cuda.Event() if self.shard.is_pinned() else None
+        self.parameters = []
+        for (parameter, owners), start in zip(parameters.items(), starts, strict=True):
+            self.parameters.append(ShardedParameter(self, parameter, owners, start))
+        self.unsharded.untyped_storage().resize_(0)
+        self.take_values_of_rank_0()
+
+    def take_values_of_rank_0(self):
+        values = torch.zeros_like(self.unsharded, dtype=self.dtype)
+        for parameter in self.parameters:
+            module, name = parameter.owners[0]
+            parameter.view(values).copy_(module._parameters[name])
+        dist.broadcast(values, group=self.process_group, group_src=0)
+        self.shard.copy_(values.chunk(self.world_size)[self.rank])
+        self.show_shards()
+
+    def show_shards(self):
+        for parameter in self.parameters:
+            parameter.show(parameter.sharded)
+
+    def unshard(self):
+        """Begin to gather all ranks' shards, if that has not begun."""
+        if not self.is_sharded:
+            return
+        for parameter in self.parameters:
+            parameter.check()
+        # It stays the same storage, because autograd has saved views of it.
+        self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
+        self.is_sharded = False
+        own = self.unsharded.chunk(self.world_size)[self.rank]
+        own.copy_(self.shard, non_blocking=True)
+        if self.copied:
+            self.copied.record()
+        self.gathering = all_gather(self.unsharded, own, self.process_group)
+
+    def wait_for_unshard(self):
+        while self.gathering:
+            self.gathering[-1].wait()  # if it raises, the message still uses the memory
+            self.gathering.pop()
+        for parameter in self.parameters:
+            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
+            parameter.show(parameter.unsharded)
+
+    def reshard(self):
+        """Free the unsharded parameters."""
+        if not self.is_sharded:
+            self.wait_for_unshard()  # it may have begun in vain
+            self.show_shards()
+            self.unsharded.untyped_storage().resize_(0)
+            self.is_sharded = True
+
+    @torch.no_grad()
+    def reduce(self, send):
+        """Collect this rank's gradients. If `send`, begin to send each rank its part of them."""
+        if self.gradients is None:
+            if not any(parameter.sharded.requires_grad for parameter in self.parameters):
+                return
+            self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
+        for parameter in self.parameters:
+            if parameter.unsharded.grad is not None:
+                self.collect(parameter)
+            elif send and not parameter.has_gradient:
+                # -0.0 means "no gradient": a sum is -0.0 only if all ranks send -0.0.
+                parameter.view(self.gradients).fill_(-0.0)
+        if send:
+            self.received = torch.empty_like(self.gradients)
+            self.reducing = dist.all_to_all_single(
+                self.received, self.gradients, group=self.process_group, async_op=True
             )
-        flat = whole.new_empty(self.unit.N * self.unit.chunk)
-        flat.as_strided(*self.layout).copy_(whole)
-        return flat.chunk(self.unit.N)[self.unit.rank][self.here].clone()
+
+    def collect(self, parameter):
+        gradient = parameter.unsharded.grad
+        view = parameter.view(self.gradients)
+        total = view if parameter.has_gradient else gradient.new_zeros(())
+        # float16 is divided before the sum, which overflows above 65504.
+        scale = 1 / self.world_size if self.reduce_dtype == torch.float16 else 1
+        torch.add(total, gradient, alpha=scale, out=view)  # 0.0 + -0.0 is 0.0
+        parameter.has_gradient = True
+        parameter.unsharded.grad = None
+
+    @torch.no_grad()
+    def wait_for_reduce(self):
+        """Add this rank's part of the mean gradient to .grad of the shards."""
+        if self.reducing is None:
+            return
+        self.reducing.wait()
+        # In rank order, as one device adds its micro-batches.
+        total = functools.reduce(torch.add, self.received.chunk(self.world_size))
+        used = [p for p in self.parameters if p.has_gradient or is_used(total[p.slice])]
+        self.forget_gradients()
+        if self.reduce_dtype != torch.float16:
+            total /= self.world_size
+        mean = self.to_device_of_shard(total.to(self.dtype))
+        for parameter in used:
+            if parameter.sharded.grad is None:
+                parameter.sharded.grad = mean[parameter.slice]
+            else:
+                self.wait_for_copies()
+                parameter.sharded.grad += mean[parameter.slice]
+
+    def forget_gradients(self):
+        self.reducing = None
+        self.gradients = None
+        self.received = None
+        for parameter in self.parameters:
+            parameter.has_gradient = False
+
+    def to_device_of_shard(self, tensor):
+        if self.copied is None:
+            return tensor.to(self.shard.device)
+        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        self.copied.record()
+        return pinned
+
+    def wait_for_copies(self):
+        """After this, the host may read and write the shards and .grad."""
+        if self.copied:
+            self.copied.synchronize()
+
+
+def is_used(total):
+    """Whether any rank had a gradient for these elements."""
+    return not bool(((total == 0) & total.signbit()).all())
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. When they move. A model of the units 0, 1 and 2; "wait" means that the move must have ended:
+#
+#   forward    pre_forward 0       unshard 0, wait   unshard 1
+#              post_forward 0      reshard 0
+#              pre_forward 1       wait unshard 1    unshard 2
+#              post_forward 1      reshard 1
+#              …
+#   backward   pre_backward 2      unshard 2, wait   unshard 1
+#              post_backward 2     reshard 2         reduce 2
+#              pre_backward 1      wait unshard 1    unshard 0
+#              post_backward 1     wait reduce 2     reshard 1     reduce 1
+#              pre_backward 0      wait unshard 0
+#              finish_backward     wait reduce 1     reshard 0     reduce 0     wait reduce 0
+#
+# All ranks make the same moves in the same order. The first pass records which unit comes next.
+# Later passes unshard that unit early.
+
+
+def in_backward():
+    """Whether autograd is running. A forward in it is a checkpoint's recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Schedule:
+    """Which units of a model come next, and what has to happen when a backward ends."""
+
+    def __init__(self, units):
+        self.units = units  # the outermost first
+        self.outermost = None  # the unit whose call is under way; others are called within it
+        self.final_callback = None  # weak reference to what autograd calls when backward ends
+        self.previous = None  # (unit, phase) that was unsharded last
+        self.next_unit = {}  # {(unit, phase): the unit that came after it the last time}
+        for unit in units:
+            unit.schedule = self
+
+    def unshard(self, unit, phase):
+        """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
+        unit.unshard()
+        unit.wait_for_unshard()
+        if (unit, phase) in self.next_unit:
+            self.next_unit[unit, phase].unshard()
+        self.next_unit[self.previous] = unit
+        self.previous = (unit, phase)
+
+    def start_backward(self):
+        """Have autograd call finish_backward when the backward that is running ends."""
+        if self.final_callback and self.final_callback() is None:
+            self.reset()  # autograd has dropped the callback, because an earlier backward raised
+        if self.final_callback is None:
+            callback = functools.partial(Schedule.finish_backward, self)
+            self.final_callback = weakref.ref(callback)
+            self.previous = None
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def finish_backward(self):
+        """Reduce also the units that had no post_backward: their inputs need no gradient."""
+        for unit in self.units:
+            if unit.needs_reduce:
+                unit.post_backward()
+        self.final_callback = None
+        self.reset()
+
+    def reset(self):
+        """Bring all units to rest: sharded, nothing under way. Forget a backward that raised."""
+        for unit in self.units:
+            unit.reshard()
+            if self.final_callback:
+                unit.forget_backward()
+            unit.wait_for_reduce()
+        self.outermost = None
+        self.previous = None
+        self.final_callback = None
+        self.wait_for_copies()
+
+    def wait_for_copies(self):
+        for unit in self.units:
+            for group in unit.groups:
+                group.wait_for_copies()
+
+
+class PostBackward(torch.autograd.Function):
+    """The identity on a unit's inputs. Its backward runs when that of the unit is over.
+
+    Autograd runs nodes in the reverse order of their creation. This node is made before those of
+    the unit's operations.
+    """
+
+    @staticmethod
+    def forward(ctx, unit, *inputs):
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)  # an input that is not used gets no gradient, not zeros
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        if ctx.unit.needs_reduce:
+            ctx.unit.post_backward()
+        return None, *gradients
+
+
+# Outputs of these types hide no tensor from post_forward.
+PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Unit:
-    """What moves together: gather, unshard, reshard, and in backward reduce, add_gradients. `Order` says when."""
+    """A module that fully_shard was called on: its parameters, and the hooks that move them."""
 
-    @torch.no_grad()
-    def __init__(self, module, groups, reshard_after_forward, mp_policy, offload_policy):
-        self.groups, self.group, nccl = groups, groups[-1], dist.get_backend(groups[-1]) == "nccl"
-        self.N, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        self.ranks, self.reshard_after_forward = (
-            math.prod(map(dist.get_world_size, groups)),
-            reshard_after_forward,
-        )
-        found = find_parameters(module, groups)
-        first = next(iter(found), torch.empty(0))
-        self.device = torch.device("cuda" if nccl else "cpu" if first.is_meta else first.device)
-        self.inputs_dtype, reduce_dtype = mp_policy or (None, None)
-        self.dtype, self.param_dtype = first.dtype, self.inputs_dtype or first.dtype
-        self.reduce_dtype = reduce_dtype or self.param_dtype
-        # float16 is divided before the sum, which would be inf above 65504; others after it, and rounded as one device
-        self.early = 1 / self.ranks if self.reduce_dtype == torch.float16 else 1
-        # 64 bytes, as torch aligns what it allocates: products of matrices that start elsewhere may round differently.
-        align = 64 // self.param_dtype.itemsize
-        *offsets, end = itertools.accumulate(
-            (-(-p.numel() // align) * align for p in found), initial=0
-        )
-        self.chunk = -(-end // self.N)
-        home = torch.device("cpu") if offload_policy else self.device
-        self.flat = torch.empty(
-            self.chunk, dtype=self.dtype, device=home, pin_memory=home != self.device
-        )
-        self.gathered = torch.empty(self.N * self.chunk, dtype=self.param_dtype, device=self.device)
-        self.places = [
-            Place(self, *item, at) for item, at in zip(found.items(), offsets, strict=True)
-        ]
-        self.gathered.untyped_storage().resize_(0)
-        self.works = None  # at rest; else what `gathered` waits for
-        self.sync, self.kept = (
-            True,
-            None,
-        )  # False within no_sync, and the gradients that it has kept
-        self.sent, self.reached = (
-            None,
-            -1,
-        )  # gradients on their way; when the call began that backward is in
-        whole = torch.zeros(self.N * self.chunk, dtype=self.dtype, device=self.device)
-        for place in self.places:
-            owner, name = place.slots[0]
-            if owner._parameters[name].is_meta:
-                owner.to_empty(device=self.device, recurse=False).reset_parameters()
-            whole.as_strided(*place.layout).copy_(owner._parameters[name])
-        for group in groups:  # the first rank's count
-            dist.broadcast(whole, group=group, group_src=0)
-        self.flat.copy_(whole.chunk(self.N)[self.rank])
-        self.show("shard")
+    def __init__(self, groups, process_group, reshard_after_forward, input_dtype):
+        self.groups = groups  # one for each dtype; the parameters that train apart from the frozen
+        self.process_group = process_group
+        self.reshard_after_forward = reshard_after_forward
+        self.input_dtype = input_dtype  # of floating-point inputs; None: they stay
+        self.schedule = None  # the outermost unit's
+        self.sends = True  # False in no_sync()
+        self.needs_reduce = False  # there may be gradients that were not sent
 
-    def gather(self):
-        """Send this rank's piece to the others, and let theirs come."""
-        for place in self.places:
-            owner, name = place.slots[0]
-            if (
-                owner._parameters[name].untyped_storage().data_ptr()
-                != self.flat.untyped_storage().data_ptr()
-            ):
+    def pre_forward(self, module, args, kwargs):
+        """Unshard. Return the inputs, cast, those that need a gradient through PostBackward."""
+        schedule = self.schedule
+        if not in_backward() and schedule.outermost in (None, self):
+            schedule.reset()
+            schedule.outermost = self
+        schedule.unshard(self, "recomputation" if in_backward() else "forward")
+        leaves, structure = tree_flatten((args, kwargs))
+        need_gradient = []  # positions in `leaves`
+        for i, leaf in enumerate(leaves):
+            if torch.is_tensor(leaf):
+                if self.input_dtype and leaf.is_floating_point():
+                    leaves[i] = leaf.to(self.input_dtype)
+                if leaf.requires_grad:
+                    need_gradient.append(i)
+        outputs = PostBackward.apply(self, *[leaves[i] for i in need_gradient])
+        for i, output in zip(need_gradient, outputs, strict=True):
+            leaves[i] = output
+        return tree_unflatten(leaves, structure)
+
+    def post_forward(self, module, args, output):
+        """Reshard. Have pre_backward called when backward reaches an output."""
+        for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
+            if leaf is not None and not isinstance(leaf, PLAIN):
+                name = type(leaf).__name__
                 raise ValueError(
-                    f"{type(owner).__name__}.{name} was moved or replaced; call .to() before fully_shard"
-                )
-            place.whole.requires_grad_(place.shard.requires_grad)
-        self.gathered.untyped_storage().resize_(
-            self.gathered.nbytes
-        )  # the same storage: autograd has saved views
-        pieces, self.works = self.gathered.chunk(self.N), []
-        mine = pieces[self.rank].copy_(self.flat, non_blocking=True)
-        if mine.is_cpu:
-            exchange(self.works, [mine] * self.N, pieces, self.group)
-        else:
-            self.works += [all_gather_single(self.gathered, mine, group=self.group, async_op=True)]
-
-    def unshard(self):
-        if self.works is None:
-            self.gather()
-        wait(self.works)
-        self.show("whole")
-
-    def reshard(self):
-        if self.works is not None:
-            self.show("shard")
-            wait(self.works)
-            self.gathered.untyped_storage().resize_(0)
-            self.works = None
-
-    def show(self, what):
-        for place in self.places:
-            for owner, name in place.slots:
-                owner._parameters[name] = getattr(place, what)
-
-    @torch.no_grad()
-    def reduce(self):
-        """Begin to add all ranks' gradients; within no_sync, keep this rank's."""
-        if not any(place.shard.requires_grad for place in self.places):
-            return
-        if (
-            self.kept is None
-        ):  # -0.0: "no gradient". x + -0.0 is x for every x, so it stays where no rank has one
-            self.kept = torch.full(
-                (self.N * self.chunk,), -0.0, dtype=self.reduce_dtype, device=self.device
-            )
-        unused = [place for place in self.places if place.whole.grad is None]
-        for place in self.places:
-            if place.whole.grad is not None:
-                self.kept.as_strided(*place.layout).add_(place.whole.grad, alpha=self.early).add_(
-                    0.0
-                )  # not -0.0
-                place.whole.grad = None
-        if not self.sync:
-            return
-        parts, works, terms = self.kept.chunk(self.N), [], []
-        self.sent = works, terms, unused
-        if self.kept.is_cpu:  # in rank order, as one device adds them
-            terms += [
-                part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)
-            ]
-            exchange(works, parts, terms, self.group)
-        else:
-            terms += [torch.empty_like(parts[self.rank])]
-            works += [reduce_scatter_single(terms[0], self.kept, group=self.group, async_op=True)]
-        self.kept = None
-
-    def add_gradients(self):
-        """What reduce began: this rank's piece of the mean -> .grad of its shards; None where no rank has one."""
-        works, terms, unused = self.sent
-        wait(works)
-        total = functools.reduce(torch.add, terms)
-        for group in self.groups[:-1]:
-            dist.all_reduce(total, group=group)
-        nobodys = [p for p in unused if ((total[p.here] == 0) & total[p.here].signbit()).all()]
-        total /= self.ranks * self.early
-        total = total.to(self.flat.device, self.dtype)
-        for place in self.places:
-            if place not in nobodys:
-                mean, shard = total[place.here], place.shard
-                shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
-        self.sent = None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. The order of the moves, the same on all ranks. Three blocks, units 0 1 2; what begins travels until its wait:
-#
-#   forward        gather 0, wait 0   gather 1   compute 0   free 0   wait 1   gather 2   compute 1   free 1   wait 2 …
-#   backward       gather 2, wait 2   gather 1   compute 2
-#     reaches 1    free 2, reduce 2   wait 1     gather 0   compute 1
-#     reaches 0    wait for reduce 2, free 1, reduce 1      wait 0   compute 0
-#     ends         wait for reduce 1, free 0, reduce 0      wait for reduce 0
-#
-# Blocks nest, and are called in any order: when is 2 past? Autograd runs nodes in reverse order of creation. So once it
-# reaches a call that had ended before this one of unit 2 began, it is past this one. If unit 2 had been called before,
-# too, it is reached once more, and has gradients only then: autograd makes a gradient when it has all its terms.
-
-clock = itertools.count()
-running_backward = (
-    torch._C._current_graph_task_id
-)  # -1: none. In one, a forward is a checkpoint's that computes again
-
-
-class Order:
-    """When the units of a model are gathered and reduced."""
-
-    def __init__(self, units):
-        self.units, self.outermost, self.backward = (
-            units,
-            None,
-            None,
-        )  # whose call, which backward is under way
-        self.latest, self.following = (
-            None,
-            {},
-        )  # (unit, how it came up); {(unit, how): who came after it the last time}
-        for number, unit in enumerate(units):
-            unit.order, unit.number = self, number
-
-    def begin(self, unit, inputs):
-        """A call of `unit` begins; -> its inputs."""
-        if running_backward() == -1 and self.outermost in (None, unit):
-            self.settle()
-            self.outermost = unit
-        unit.start = next(clock)
-        self.advance(unit, "called" if running_backward() == -1 else "called again")
-        cast = lambda x: x.to(unit.inputs_dtype) if x.is_floating_point() else x  # noqa: E731
-        return tree_map_only(torch.Tensor, cast, inputs) if unit.inputs_dtype else inputs
-
-    def end(self, unit, output):
-        for leaf in tree_leaves(output):
-            if hasattr(leaf, "__dataclass_fields__"):  # in which nobody looks for tensors
-                raise ValueError(
-                    f"a unit returns a {type(leaf).__name__}; return tensors in lists, tuples or dicts"
+                    f"a unit returns a {name}; return tensors in lists, tuples or dicts, "
+                    f"where they are found for its backward"
                 )
             if torch.is_tensor(leaf) and leaf.grad_fn:
-                leaf.grad_fn.register_prehook(
-                    functools.partial(self.reach, unit, unit.start, next(clock))
-                )
-        if running_backward() == -1:
-            unit.show("shard")  # to an optimizer, even if they are whole
-            if unit.reshard_after_forward or not torch.is_grad_enabled():
-                unit.reshard()
-        if unit is self.outermost:
-            self.outermost = None
+                leaf.grad_fn.register_prehook(self.pre_backward)
+        if not in_backward():
+            for group in self.groups:
+                group.show_shards()  # to an optimizer, even if reshard() comes later
+            if self.reshard_after_forward or not torch.is_grad_enabled():
+                self.reshard()
+        if self.schedule.outermost is self:
+            self.schedule.outermost = None
+            self.schedule.wait_for_copies()
 
-    def reach(self, unit, start, end, _):
-        """Autograd is about to run through a call of `unit`."""
-        if (
-            self.backward and self.backward() is None
-        ):  # autograd has dropped its callback: it raised
-            self.settle()
-        if self.backward is None:
-            finish = functools.partial(self.settle, ended=True)
-            self.backward, self.latest = weakref.ref(finish), None
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
-        self.reduce_past(end)
-        unit.reached = start
-        self.advance(unit, "reached")
+    def pre_backward(self, gradients):
+        """Unshard."""
+        self.schedule.start_backward()
+        self.needs_reduce = True
+        self.schedule.unshard(self, "backward")
 
-    def advance(self, unit, how):
-        """Have `unit`, and begin to gather the one that came after it the last time."""
-        unit.unshard()
-        following = self.following.get((unit, how))
-        if following and following.works is None:
-            following.gather()
-        self.following[self.latest], self.latest = unit, (unit, how)
+    def post_backward(self):
+        """Reshard and reduce."""
+        for unit in self.schedule.units:
+            unit.wait_for_reduce()  # its gradients have travelled while this unit computed
+        self.reshard()
+        self.reduce()
+        self.needs_reduce = not self.sends  # a later backward sends what no_sync() keeps
 
-    def reduce_past(self, end):
-        """Free and begin to reduce the units that are past, once backward is where a call ended at `end`."""
-        for unit in self.units:
-            if unit.reached > end:
-                for other in self.units:
-                    if other.sent:  # it has travelled while `unit` computed
-                        other.add_gradients()
-                unit.reshard()
-                unit.reduce()
-                unit.reached = (
-                    -1 if unit.sync else 0
-                )  # 0: until a backward outside no_sync ends, at the latest
+    def pre_state_dict(self, module, prefix, keep_vars):
+        if not keep_vars:  # full_state_dict() sets it
+            raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
+        self.schedule.reset()
 
-    def settle(self, ended=False):
-        """All units at rest. What is left of a backward that `ended` is reduced, of one that raised forgotten."""
-        if ended:
-            self.reduce_past(-1)
-            self.backward = None
-        for unit in self.units:
-            unit.reshard()
-            if self.backward:
-                wait(unit.sent[0] if unit.sent else [])
-                unit.sent, unit.kept, unit.reached = None, None, -1
-                for place in unit.places:
-                    place.whole.grad = None
-            elif unit.sent:
-                unit.add_gradients()
-        self.outermost, self.latest, self.backward = None, None, None
+    def unshard(self):
+        for group in self.groups:
+            group.unshard()
+
+    def wait_for_unshard(self):
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def reshard(self):
+        for group in self.groups:
+            group.reshard()
+
+    def reduce(self):
+        for group in self.groups:
+            group.reduce(self.sends)
+
+    def wait_for_reduce(self):
+        for group in self.groups:
+            group.wait_for_reduce()
+
+    def forget_backward(self):
+        self.needs_reduce = False
+        for group in self.groups:
+            if group.reducing is not None:
+                group.reducing.wait()
+            group.forget_gradients()
+            for parameter in group.parameters:
+                parameter.unsharded.grad = None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. What users call, on all ranks: units and their policies; accumulation, clipping, whole state dicts.
+# --------------------------------------------------------------------------------------------------
+# 4. What users call, on all ranks: units and their policies, accumulation, clipping.
 
 
 class MixedPrecisionPolicy(NamedTuple):
-    param_dtype: torch.dtype | None = (
-        None  # to gather and compute, and of inputs; None: the parameters'
-    )
+    param_dtype: torch.dtype | None = None  # to gather and compute, also of inputs; None: as it is
     reduce_dtype: torch.dtype | None = None  # to add gradients; None: param_dtype
 
 
 class CPUOffloadPolicy:
-    """Shards, .grad and so the optimizer's state in host memory, pinned where there is a GPU."""
+    """Keep shards, .grad and optimizer state in host memory; shards and .grad pinned for a GPU."""
 
 
 def fully_shard(
@@ -423,187 +562,228 @@ def fully_shard(
     mesh=None,
     process_group=None,
     reshard_after_forward=True,
-    mp_policy=None,
+    mp_policy=MixedPrecisionPolicy(),  # noqa: B008  a NamedTuple does not change
     offload_policy=None,
 ):
-    """Make one unit of `module`'s parameters, without those of submodules that are units already; -> `module`.
+    """Make a unit of `module`'s parameters, without those of submodules that are units already.
 
-    Call it on the blocks first, then on the whole model; then make the optimizer. `module.parameters()` are now this
-    rank's shards: 1-D, under their old names, perhaps empty; after backward .grad are pieces of the mean gradient, None
-    where no rank has one. Use clip_grad_norm_ of this file and, for fp16, amp.py's GradScaler: PyTorch's would see each
-    rank's own norm, or its own inf. Parameters start as the first rank has them, or as reset_parameters() draws those
-    on the meta device; buffers stay each rank's own.
-    mesh, instead of process_group: the last dimension shards, one before it replicates (hybrid sharding).
-    reshard_after_forward: False keeps what was gathered until backward has used it.
+    Call it on the blocks first and then on the whole model. Make the optimizer after that.
+    `module.parameters()` are now this rank's shards: 1-D, under their old names, perhaps empty.
+    After backward, .grad is this rank's part of the mean gradient, or None if no rank has one.
+
+    A unit is unsharded only while its own forward or backward runs. If `self.pos` is a unit, a
+    forward must call `self.pos(...)`: in `self.pos.weight[:T]` it would find a 1-D shard.
+    Freeze parameters before fully_shard, so that no gradients are sent for them. It sends zeros for
+    a parameter that is frozen later.
+    Use clip_grad_norm_ of this file and, for float16, GradScaler of amp.py: PyTorch's see only this
+    rank's norm and this rank's overflow.
+
+    Parameters start as rank 0 has them. Those on the meta device become real, unit by unit, by
+    reset_parameters() of the modules that own them. Buffers stay each rank's own.
+    mesh: a DeviceMesh of one dimension, instead of process_group.
+    reshard_after_forward: False keeps parameters unsharded from forward to backward.
     """
+    name = type(module).__name__
     if type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{type(module).__name__} has no forward that could gather its parameters; shard its children"
-        )
-    groups = [process_group] if mesh is None else mesh.get_all_groups()
-    groups = [
-        None if group is dist.group.WORLD else group for group in groups
-    ]  # held, its threads outlive the world
-    inner = units_of(module)
-    if hasattr(module, "_fsdp_unit") or any(unit.groups != groups for unit in inner):
-        raise ValueError(f"{type(module).__name__} is a unit already, or has one over other ranks")
-    module._fsdp_unit = unit = Unit(
-        module, groups, reshard_after_forward, mp_policy, offload_policy
-    )
-    Order([unit, *inner])
-
-    def before_state_dict(module, prefix, keep_vars):
-        if not keep_vars:  # with keep_vars: full_state_dict asks
-            raise RuntimeError(
-                "each rank has shards of these parameters: call full_state_dict(model) instead"
+        raise ValueError(f"{name} has no forward that could unshard it; shard its children")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"the mesh has {mesh.ndim} dimensions; give one that has 1: mesh[name]"
             )
-        unit.order.settle()
-
-    module.register_forward_pre_hook(
-        lambda _, *both: unit.order.begin(unit, both), prepend=True, with_kwargs=True
-    )
-    module.register_forward_hook(lambda _, inputs, output: unit.order.end(unit, output))
-    module.register_state_dict_pre_hook(before_state_dict)
+        process_group = mesh.get_group()
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its ranks may call")
+    if process_group is dist.group.WORLD:
+        process_group = None  # a reference would keep its threads alive after it is destroyed
+    inner = units_of(module)
+    if hasattr(module, "_fsdp_unit") or any(u.process_group != process_group for u in inner):
+        raise ValueError(f"{name} is a unit already, or has one over other ranks")
+    groups = make_groups(module, process_group, mp_policy, offload_policy is not None)
+    unit = Unit(groups, process_group, reshard_after_forward, mp_policy.param_dtype)
+    Schedule([unit, *inner])
+    module._fsdp_unit = unit
+    module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(unit.post_forward)
+    module.register_state_dict_pre_hook(unit.pre_state_dict)
     return module
 
 
-def find_parameters(module, groups):
-    """-> {parameter: [(module, attribute), …]} of a unit to be, several where it is tied. The same on all ranks."""
-    found, mine = {}, set()
+def make_groups(module, process_group, mp_policy, offload):
+    """A group of the parameters that train and one of the frozen parameters, of each dtype."""
+    parameters = find_parameters(module, process_group)
+    device = next(iter(parameters), torch.empty(0)).device
+    backends = dist.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
+    if f"{device.type}:" not in backends:  # the meta device, or the CPU over NCCL
+        has_gpu = torch.cuda.is_available() and "cuda:nccl" in backends
+        device = torch.device("cuda" if has_gpu else "cpu")
+    materialize(module, device)
+    kinds = {}
+    for parameter, owners in parameters.items():
+        kind = parameter.dtype, parameter.requires_grad
+        kinds.setdefault(kind, {})[parameter] = owners
+    return [
+        ParameterGroup(of_kind, process_group, device, mp_policy, offload)
+        for of_kind in kinds.values()
+    ]
+
+
+def find_parameters(module, process_group):
+    """{parameter: [(module, attribute), …]} of a unit to be. An error if ranks do not agree."""
+    found = {}
+    descriptions = set()
     for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
-        place, (owner, _, name) = getattr(parameter, "_place", None), path.rpartition(".")
-        if place is None:
+        sharded_parameter = getattr(parameter, "_sharded_parameter", None)
+        if sharded_parameter is None:
+            owner, _, name = path.rpartition(".")
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
-            mine.add(
-                f"{i} {path}: {tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}"
-            )
-        elif place.shard is not parameter:
-            raise ValueError(
-                f"{path} of {type(module).__name__} is tied to another unit's; one unit must have both"
-            )
-    if len(dtypes := {parameter.dtype for parameter in found}) > 1:
-        raise ValueError(
-            f"{type(module).__name__} has parameters of {dtypes}; make a unit for each dtype"
-        )
-    everyone = [mine]
-    for group in groups:
-        theirs = [None] * dist.get_world_size(group)
-        dist.all_gather_object(theirs, everyone, group=group)
-        everyone = list(itertools.chain(*theirs))
+            kind = f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}"
+            descriptions.add(f"{i} {path}: {kind}")
+        elif sharded_parameter.sharded is not parameter:
+            name = type(module).__name__
+            raise ValueError(f"{path} of {name} is tied to another unit's; put both into one unit")
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, descriptions, group=process_group)
     if differ := set.union(*everyone) - set.intersection(*everyone):
         raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
     return found
+
+
+def materialize(module, device):
+    """Make what is on the meta device real, module by module."""
+    for path, owner in module.named_modules():
+        on_meta = []
+        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
+            if tensor is not None and tensor.is_meta:
+                on_meta.append(f"{path}.{name}")
+        if on_meta and not hasattr(owner, "reset_parameters"):
+            raise ValueError(
+                f"{on_meta[0]} is on the meta device, and {type(owner).__name__} has no "
+                f"reset_parameters() that could fill it; add one, or make it on a real device"
+            )
+        if on_meta:
+            owner.to_empty(device=device, recurse=False)
+            owner.reset_parameters()
 
 
 def units_of(module):
     """The units in `module`, all at rest."""
     units = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
     for unit in units:
-        unit.order.settle()
+        unit.schedule.reset()
     return units
 
 
 @contextmanager
 def no_sync(module):
-    """A backward in here keeps whole gradients on this rank, and sends nothing; the first one outside adds them."""
-    for unit in units_of(module):
-        unit.sync = False
+    """A backward in here sends nothing. The next one outside adds the gradients of both."""
+    units = units_of(module)
+    for unit in units:
+        unit.sends = False
     try:
         yield
     finally:
-        for unit in units_of(module):
-            unit.sync = True
+        for unit in units:
+            unit.sends = True
 
 
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm):
-    """Scale all gradients so that their total 2-norm, over all ranks' shards, is at most `max_norm`. -> that norm."""
-    if alone := [
-        n for n, p in module.named_parameters() if p.requires_grad and not hasattr(p, "_place")
-    ]:
-        raise ValueError(
-            f"{', '.join(alone)}: in no unit, so no rank has the mean gradient; fully_shard the root, too"
-        )
-    unit = next(unit for unit in units_of(module) if unit.places)
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients]
-    total = sum(squares, torch.zeros((), dtype=torch.float64, device=unit.flat.device)).to(
-        unit.device
-    )
-    dist.all_reduce(total, group=unit.group)
-    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total.sqrt())
-    return total.sqrt().to(unit.dtype)
-
-
-def whole_of(shard, state):
-    """From all ranks' {key: a piece like `shard`, or a number}: the same of the whole parameter, in host memory."""
-    place, states = shard._place, [None] * shard._place.unit.N
-    if not shard.numel() and place.whole.numel():
-        state = None  # who has no elements may have made fewer steps
-    state = tree_map_only(
-        torch.Tensor, lambda x: x.to("cpu", copy=True), state
-    )  # without the rest of a view
-    dist.all_gather_object(states, state, group=place.unit.group)
-    states = [state for state in states if state] or [{}]
-    for key, value in states[0].items():
-        if torch.is_tensor(value) and value.dim():
-            states[0][key] = torch.cat([state[key] for state in states]).as_strided(
-                *place.layout[:2]
+    """Scale the gradients so that their norm over all ranks is at most `max_norm`. Return it."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "_sharded_parameter"):
+            raise ValueError(
+                f"{name}: in no unit, so no rank has its mean gradient; shard the root"
             )
-    return states[0]
+    group = next(group for unit in units_of(module) for group in unit.groups)
+    total = torch.zeros((), dtype=torch.float64, device=group.shard.device)
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+    total = total.to(group.unsharded.device)
+    dist.all_reduce(total, group=group.process_group)
+    norm = total.sqrt()
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
+    return norm.to(group.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. State dicts of the whole model and of its optimizer, the same on every rank, in host memory.
+
+
+def gather_full(sharded, state):
+    """From all ranks' {key: a tensor like the shard, or a number}, those of the whole parameter."""
+    parameter = sharded._sharded_parameter
+    states = [None] * parameter.group.world_size
+    # A copy, because a view would be sent with the whole storage behind it.
+    state = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), state)
+    if parameter.shape.numel() and not sharded.numel():
+        state = None  # the optimizer of a rank without elements may have made fewer steps
+    dist.all_gather_object(states, state, group=parameter.group.process_group)
+    states = [state for state in states if state]
+    full = states[0] if states else {}
+    for key, value in full.items():
+        if torch.is_tensor(value) and value.dim():
+            flat = torch.cat([state[key] for state in states])
+            full[key] = flat.as_strided(parameter.shape, parameter.stride)
+    return full
 
 
 @torch.no_grad()
 def full_state_dict(module):
-    """What the plain module's state_dict() would be, in host memory, on every rank."""
-    state = module.state_dict(keep_vars=True)
-    return {
-        k: whole_of(t, {0: t})[0] if hasattr(t, "_place") else t.to("cpu", copy=True)
-        for k, t in state.items()
-    }
+    """What the plain module's state_dict() would be."""
+    full = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if hasattr(tensor, "_sharded_parameter"):
+            full[name] = gather_full(tensor, {"value": tensor})["value"]
+        else:
+            full[name] = tensor.to("cpu", copy=True)
+    return full
 
 
 def load_full_state_dict(module, state_dict):
-    """Load what full_state_dict() or the plain module's state_dict() returned at any world size. All ranks have it."""
-    places = {
-        name: getattr(t, "_place", None) for name, t in module.state_dict(keep_vars=True).items()
-    }
-    module.load_state_dict(
-        {name: places[name].cut(t) if places.get(name) else t for name, t in state_dict.items()}
-    )
+    """Load what full_state_dict(), or the plain module's state_dict(), returned on every rank."""
+    state_dict = dict(state_dict)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name in state_dict and hasattr(tensor, "_sharded_parameter"):
+            state_dict[name] = tensor._sharded_parameter.shard_of(state_dict[name])
+    module.load_state_dict(state_dict)
 
 
 def full_optimizer_state_dict(module, optimizer):
-    """What the plain optimizer's state_dict() would be, if elementwise: Adafactor or Muon differ on shards anyway."""
-    state_dict, shards = (
-        optimizer.state_dict(),
-        itertools.chain(*(group["params"] for group in optimizer.param_groups)),
-    )
-    whole = {i: whole_of(shard, state_dict["state"].get(i)) for i, shard in enumerate(shards)}
-    return state_dict | {"state": {i: state for i, state in whole.items() if state}}
+    """What the plain optimizer's state_dict() would be, if it treats each element by itself."""
+    state_dict = optimizer.state_dict()
+    shards = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    full = {}
+    for i, sharded in enumerate(shards):
+        if state := gather_full(sharded, state_dict["state"].get(i)):
+            full[i] = state
+    return {**state_dict, "state": full}
 
 
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
-    """Load what full_optimizer_state_dict() or the plain optimizer's state_dict() returned at any world size."""
+    """Load what full_optimizer_state_dict(), or the plain optimizer's state_dict(), returned."""
     state_dict = copy.deepcopy(state_dict)
-    for i, shard in enumerate(
-        itertools.chain(*(group["params"] for group in optimizer.param_groups))
-    ):
-        for key, value in state_dict["state"].get(i, {}).items():
-            if torch.is_tensor(value) and value.shape == shard._place.whole.shape and key != "step":
-                state_dict["state"][i][key] = shard._place.cut(value)
+    shards = itertools.chain(*(group["params"] for group in optimizer.param_groups))
+    for i, sharded in enumerate(shards):
+        parameter = sharded._sharded_parameter
+        state = state_dict["state"].get(i, {})
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.shape == parameter.shape and key != "step":
+                state[key] = parameter.shard_of(value)
     optimizer.load_state_dict(state_dict)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
 def main():
     demo = Demo()
     model = demo.start("fsdp", bitwise=True)
-    for layer in (*model, model):
+    for layer in model:
         fully_shard(layer)
+    fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
@@ -614,43 +794,64 @@ def main():
         return loss
 
     def whole():
-        gradients = [whole_of(shard, {0: shard.grad})[0] for shard in model.parameters()]
-        return [
-            [t.to(demo.device) for t in tensors]
-            for tensors in (gradients, full_state_dict(model).values())
-        ]
+        gradients = []
+        for sharded in model.parameters():
+            full = gather_full(sharded, {"gradient": sharded.grad})
+            gradients.append(full["gradient"].to(demo.device))
+        parameters = [value.to(demo.device) for value in full_state_dict(model).values()]
+        return gradients, parameters
 
     demo.train(step, whole)
-    psi, N = held_bytes(demo.model.parameters()), demo.ranks
-    status = demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", 3 * psi * (N - 1) / N)
-    demo.show(timeline(units_of(model)[1:], lambda: step(*demo.batch(0))))
+    psi = held_bytes(demo.model.parameters())
+    sent = 3 * psi * (demo.ranks - 1) / demo.ranks
+    status = demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", sent)
+    units = {f"{i} {type(layer).__name__}": layer._fsdp_unit for i, layer in enumerate(model)}
+    moves = record_moves(units, lambda: step(*demo.batch(0)))
+    demo.show(timeline(moves))
     return status
 
 
-def timeline(units, step, width=100):
-    """A line for each unit: what it is doing once it has made a move, in forward and in backward, during `step`."""
-    signs_of = {
-        "gather": "··",
-        "unshard": "FB",
-        "reshard": "  ",
-        "reduce": "--",
-        "add_gradients": "  ",
-    }
-    moves, lines = [], {unit.number: " " * width for unit in units}
+def record_moves(units, step):
+    """[(seconds, unit, sign of what the unit does from then on), …] of a step."""
+    signs = {"unshard": "·", "wait_for_unshard": "F", "reshard": " "}
+    signs |= {"reduce": "-", "wait_for_reduce": " "}
+    moves = []
 
-    def noted(unit, move, signs):
+    def record(label, name, move):
+        group = units[label].groups[0]
+        does_nothing = {
+            "unshard": not group.is_sharded,
+            "reshard": group.is_sharded,
+            "wait_for_reduce": group.reducing is None,
+        }.get(name, False)
         move()
-        moves.append((time.perf_counter(), unit.number, signs[running_backward() != -1]))
+        sign = "B" if name == "wait_for_unshard" and in_backward() else signs[name]
+        if not does_nothing:
+            moves.append((time.perf_counter(), label, sign))
 
-    for unit, (name, signs) in itertools.product(units, signs_of.items()):
-        setattr(unit, name, functools.partial(noted, unit, getattr(unit, name), signs))
+    for label, unit in units.items():
+        for name in signs:
+            setattr(unit, name, functools.partial(record, label, name, getattr(unit, name)))
     step()
-    start, end = moves[0][0], moves[-1][0]
-    for at, number, sign in moves:
-        column = round(width * (at - start) / (end - start))
-        lines[number] = lines[number][:column] + sign * (width - column)
-    title = f"\nunit  a step of {1e3 * (end - start):.0f} ms: F forward, B backward, · gather and - reduce in flight"
-    return "\n".join([title, *(f"{number:4}  {line}" for number, line in lines.items())])
+    return moves
+
+
+def timeline(moves, width=100):
+    """A line for each unit. Everything that a unit does takes at least one column."""
+    start = moves[0][0]
+    end = moves[-1][0]
+    lines = {label: "" for _, label, _ in moves}
+    doing = dict.fromkeys(lines, " ")
+    for seconds, label, sign in moves:
+        column = round(width * (seconds - start) / (end - start))
+        at_least = 0 if doing[label] == " " else 1
+        lines[label] += doing[label] * max(column - len(lines[label]), at_least)
+        doing[label] = sign
+    legend = (
+        "· gather in flight, F forward, B backward, - reduce in flight; at least one column each"
+    )
+    title = f"\nunit         a step of {1e3 * (end - start):.0f} ms: {legend}"
+    return "\n".join([title, *(f"{label:11}  {line}" for label, line in lines.items())])
 
 
 # --------------------------------------------------------------------------------------------------

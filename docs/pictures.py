@@ -212,7 +212,7 @@ def in_fp32(run):
 def main():
     runs = demo("ddp") | demo("zero") | demo("fsdp")
     text = runs["fsdp"]
-    took = re.search(r"^unit  a step of (\d+) ms", text, re.MULTILINE).group(1)
+    took = re.search(r"^unit +a step of (\d+) ms", text, re.MULTILINE).group(1)
     units = {
         f"unit {number}": line
         for number, line in re.findall(
