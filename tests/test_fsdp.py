@@ -26,7 +26,7 @@ from shared import (
     make_batch,
     make_model,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp
@@ -233,6 +233,7 @@ def of_all_kinds():
 MODELS = {
     "all kinds": (of_all_kinds, batch_loss),
     "16 bits": (functools.partial(make_model, "plain", torch.bfloat16), batch_loss),
+    "two dtypes in one unit": (functools.partial(make_model, "mixed"), batch_loss),
     "outputs of every kind, nested units": (Outer, batch_loss),
     "used by some ranks": (functools.partial(Reader, [6, 1, 40, 3, 1, 17]), Reader.__call__),
 }
@@ -399,9 +400,10 @@ def test_errors_on_every_rank():
         moved[1].double(),
         nn.Parameter(torch.zeros(3)),
     )
-    dtypes = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    grid = DeviceMesh("cpu", torch.arange(2).view(1, 2), _init_backend=False)
     less, short = {"0.one.bias": saved["0.one.bias"]}, saved | {"4.bias": torch.ones(1)}
     for error, words, do in [
+        (ValueError, "has 2 dimensions", lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh=grid)),
         (ValueError, r"differ in .*weight: \(2, 3\)", lambda: fully_shard(nn.Linear(3 + late, 2))),
         (
             ValueError,
