@@ -7,6 +7,7 @@ if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
     sed -n '2,4s/^# //p' -- "${BASH_SOURCE[0]}"
     exit
 fi
+called_from=$PWD
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" || exit 1
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -37,7 +38,7 @@ set_up() {
 if [ "${1-}" = tests ]; then
     shift
     set_up
-    exec "$python" -m pytest "$@"
+    CALLED_FROM=$called_from exec "$python" -m pytest "$@"
 fi
 
 given=

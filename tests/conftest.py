@@ -1,7 +1,13 @@
-import claims
+"""The suite's options: `--device`, and one for each kind of implementation that the oracle can try."""
+
+from collections import Counter
+
+import environment  # before torch: it hides the GPUs, unless they are asked for
 import hypothesis
 import pool
 import pytest
+import torch
+from claims import KINDS, registry, verdicts
 
 # No shrinking: a failing example already names its arguments, and each try may restart the workers.
 hypothesis.settings.register_profile(
@@ -22,52 +28,122 @@ def _workers():
     pool.shut_down()
 
 
-# ---- the oracle: an option for each kind of implementation (README, "Is yours right?")
-
-VERDICTS = {}  # (kind, claim): "" where it holds, None where it is not offered, else why not
+@pytest.fixture(autouse=True)
+def _device(request):
+    """Tests that run in this process use the GPU as well, unless they are about the CPU."""
+    if request.node.get_closest_marker("cpu") is None:
+        pool.use_device(0)
+    yield
+    torch.set_default_device(None)
 
 
 def pytest_addoption(parser):
-    for kind, ours in claims.OURS.items():
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where tests run")
+    for name, kind in KINDS.items():
         parser.addoption(
-            f"--{kind}",
+            f"--{name}",
             metavar="MODULE:NAME",
-            help=f"run the claims about {ours} on this, and no others",
+            nargs="?",
+            const="",
+            help=f"try the claims about {kind.ours} on this, and run no other tests; "
+            f"`--{name} --help` says how it is called",
         )
 
 
 def chosen(config):
-    return {kind: spec for kind in claims.OURS if (spec := config.getoption(f"--{kind}"))}
+    """-> {kind: specification} of the implementations that the user wants to try."""
+    specs = {kind: config.getoption(f"--{kind}") for kind in KINDS}
+    return {kind: spec for kind, spec in specs.items() if spec is not None}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    arguments = config.invocation_params.args
+    if not {"--help", "-h"}.intersection(arguments):
+        return None
+    kinds = [kind for kind in KINDS if any(a.split("=")[0] == f"--{kind}" for a in arguments)]
+    for kind in kinds:
+        print(*verdicts.how_to_call(kind), sep="\n")
+    return 0 if kinds else None
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "cpu: a test that does not run under --device cuda")
+    if config.getoption("--device") != environment.DEVICE_TYPE:
+        raise pytest.UsageError("write --device cuda on the command line")
+    if environment.DEVICE_TYPE == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch finds no GPU here")
+    for kind, spec in chosen(config).items():
+        try:
+            registry.resolve(spec)
+        except ValueError as error:
+            raise pytest.UsageError(f"--{kind} {spec}: {error}") from None
     if chosen(config):
         config.option.tbstyle = "no"  # the table says why
+        config.option.reportchars = ""
+        pool.HANGS_AFTER = 12.0  # and with a restart of the workers at most 15
 
 
 def pytest_collection_modifyitems(config, items):
     if chosen(config):
         items[:] = [item for item in items if item.name.startswith("test_claim[")]
+    elif environment.DEVICE_TYPE == "cuda":
+        items[:] = [item for item in items if item.get_closest_marker("cpu") is None]
 
 
 def pytest_generate_tests(metafunc):
     if metafunc.function.__name__ == "test_claim":
-        specs = chosen(metafunc.config) or claims.OURS
-        cases = [(kind, name, specs[kind]) for kind, name in claims.CLAIMS if kind in specs]
+        specs = chosen(metafunc.config) or {name: kind.ours for name, kind in KINDS.items()}
+        cases = [(kind, name, specs[kind]) for kind, name in registry.CLAIMS if kind in specs]
         metafunc.parametrize(
             ("kind", "name", "spec"), cases, ids=["-".join(case[:2]) for case in cases]
         )
 
 
+# ---- what the suite prints
+
+VERDICTS = {}  # (kind, claim): Verdict
+
+
 @pytest.fixture
-def verdicts():
-    return VERDICTS
+def remember():
+    return VERDICTS.__setitem__
+
+
+def pytest_collection_finish(session):
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    terminal.write_line(pool.header())
+    if chosen(session.config):
+        limit = f"a claim that does not end is stopped after {pool.HANGS_AFTER:.0f} s"
+        terminal.write_line(f"{len(session.items)} claims; {limit}")
+
+
+def pytest_report_teststatus(report, config):
+    """One line for each claim about the user's implementation, instead of dots."""
+    if not chosen(config) or report.when != "call":
+        return None
+    kind, name = report.verdict_of
+    verdict = VERDICTS[kind, name]
+    word = verdicts.WORDS[verdict.outcome][registry.CLAIMS[kind, name].about == "property"]
+    return report.outcome, f"{name}: {word}\n", word
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if item.name.startswith("test_claim["):
+        parameters = item.callspec.params
+        report.verdict_of = parameters["kind"], parameters["name"]
+    return report
 
 
 def pytest_terminal_summary(terminalreporter, config):
     for kind, spec in chosen(config).items():
         terminalreporter.section(f"{kind}: {spec}")
-        for (of, name), answer in VERDICTS.items():
-            if of == kind:
-                verdict = {"": "holds", None: "not offered"}.get(answer, f"DOES NOT HOLD: {answer}")
-                terminalreporter.write_line(f"{claims.CLAIMS[of, name].sentence}\n    {verdict}")
+        answers = {name: verdict for (of, name), verdict in VERDICTS.items() if of == kind}
+        for line in verdicts.table(kind, answers):
+            terminalreporter.write_line(line)
+    skipped = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
+    if skipped and not chosen(config):
+        reasons = [f"{n} ({reason.removeprefix('Skipped: ')})" for reason, n in skipped.items()]
+        terminalreporter.write_line(f"skipped: {', '.join(reasons)}")

@@ -1,16 +1,20 @@
-"""Four worker processes for the whole test run: `run(world_size, body, *args)` runs `body(*args)` on each of them.
+"""Worker processes for the whole test run: `run(world_size, body, *args)` runs `body(*args)` on each.
 
-A body is a function of a test module. It finds itself in a gloo world: `group()` is the process group of the ranks
-that take part, and torch.distributed's default group when all four do. Its return values come back in rank order.
+A body is a function of a test module. `group()` is the process group of the ranks that take part; it
+is torch.distributed's default group when all workers do. Its return values come back in rank order.
 `@on(2, 3)` makes a test of a body: it runs in a world of two ranks, then in one of three.
+
+The suite runs on CPUs, also on a machine with GPUs. Under `--device cuda` the workers create their
+tensors on a GPU by default, `device()`, with deterministic kernels: what is bitwise on CPUs is then
+bitwise there. A test marked `cpu` runs on CPUs only.
 """
 
+import contextlib
 import faulthandler
 import functools
 import importlib
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -18,30 +22,44 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
-# Inherited by every process that a test starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "TORCH_CPP_LOG_LEVEL", "ERROR"
-)  # PyTorch's DDP warns where it finds no unused parameter
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the technique files
-
+import environment
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 torch.set_num_threads(1)
 
-# What costs a process most is to import torch: once, in the process that the others are forked from.
+# The import of torch costs a process most. It happens once, in the process that the others are forked from.
 forkserver = mp.get_context("forkserver")
 forkserver.set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.testing", "pytest"]
 )
 
-MAX_WORLD = 4
 HANGS_AFTER = 60.0  # seconds
-TIMEOUT = timedelta(seconds=HANGS_AFTER / 3)  # of a collective whose other ranks do not come
+TIMEOUT = timedelta(seconds=20)  # of a collective that some ranks do not join
 _groups = {}  # in a worker: world size -> process group
 _current = None  # in a worker: the world size of the running body
+
+
+def plan(device_type, gpus, may_share):
+    """-> the backend, and the largest world that it allows. NCCL wants a GPU for each rank, unless ranks may share one."""
+    if device_type == "cpu":
+        return "gloo", 4
+    if gpus > 1 or may_share:
+        return "nccl", min(4, max(2, gpus))
+    return "gloo", 4  # with tensors on the one GPU, for what gloo can do
+
+
+@functools.cache
+def planned():
+    gpus = torch.cuda.device_count() if environment.DEVICE_TYPE == "cuda" else 0
+    return plan(environment.DEVICE_TYPE, gpus, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+
+
+def header():
+    backend, largest = planned()
+    return f"device {environment.DEVICE_TYPE}, backend {backend}, worlds of up to {largest} ranks"
 
 
 def group():
@@ -57,46 +75,91 @@ def world_size():
     return _current
 
 
+def device():
+    """Where the running body's tensors are."""
+    return torch.get_default_device()
+
+
+def use_device(number):
+    """Make a GPU the default device of this process, if the suite runs on GPUs."""
+    if environment.DEVICE_TYPE == "cpu":
+        return
+    index = number % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    torch.set_default_device(f"cuda:{index}")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _join_world(worker_rank, folder):
+    backend, largest = planned()
+    torch.set_num_threads(1)
+    use_device(worker_rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        store=dist.FileStore(str(folder / "store"), largest),
+        rank=worker_rank,
+        world_size=largest,
+        timeout=TIMEOUT,
+    )
+    for size in range(1, largest):
+        _groups[size] = dist.new_group(range(size), timeout=TIMEOUT)
+    _groups[largest] = dist.group.WORLD
+
+
+def _forget_earlier_groups(number):
+    world = dist.distributed_c10d._world
+    # New groups are named by a count. Ranks that took no part in earlier bodies would be behind with it.
+    world.group_count = 1000 * number
+    for old in set(world.pg_map) - set(_groups.values()):
+        dist.destroy_process_group(old)  # each has three threads
+
+
 def _worker(worker_rank, connection, folder):
     global _current
-    torch.set_num_threads(1)
-    stacks = (Path(folder) / f"stacks{worker_rank}").open("w")
+    stacks = (folder / f"stacks{worker_rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    store = dist.FileStore(str(Path(folder) / "store"), MAX_WORLD)
-    dist.init_process_group(
-        "gloo", store=store, rank=worker_rank, world_size=MAX_WORLD, timeout=TIMEOUT
-    )
-    for size in range(1, MAX_WORLD):
-        _groups[size] = dist.new_group(range(size), timeout=TIMEOUT)
-    _groups[MAX_WORLD] = dist.group.WORLD
+    _join_world(worker_rank, folder)
     connection.send("ready")
     while (task := connection.recv()) is not None:
         number, _current, body, args = task
-        # New groups are named by a count, which ranks that take no part in a body would be behind with.
-        dist.distributed_c10d._world.group_count = 1000 * number
-        for old in set(dist.distributed_c10d._world.pg_map) - set(_groups.values()):
-            dist.destroy_process_group(
-                old
-            )  # of earlier bodies, which are over on all ranks: each has three threads
+        _forget_earlier_groups(number)
         try:
             torch.manual_seed(0)
-            connection.send((True, body(*args)))
+            result = body(*args)
+            if environment.DEVICE_TYPE == "cuda":
+                torch.cuda.synchronize()  # an error on the GPU belongs to this body
+            connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
     dist.barrier()
     dist.destroy_process_group()
 
 
+class BodyFailed(AssertionError):
+    """A body raised, died or hung on some ranks. The text has all that is known of every rank."""
+
+    def __init__(self, problem, errors, stacks=""):
+        texts = [f"--- rank {rank}:\n{text}" for rank, text in errors.items()]
+        super().__init__("\n".join([problem, *texts, stacks]))
+        self.problem = problem  # in one line
+        self.errors = errors  # rank: traceback
+
+
 class Pool:
     def __init__(self):
-        self.workers, self.number = [], 0
+        self.workers = []  # (process, connection), by rank
+        self.number = 0  # of bodies that have run
 
     def start(self):
-        self.folder = tempfile.TemporaryDirectory()
-        for worker_rank in range(MAX_WORLD):
+        self.temporary = tempfile.TemporaryDirectory()
+        self.folder = Path(self.temporary.name)
+        for worker_rank in range(planned()[1]):
             here, there = forkserver.Pipe()
             process = forkserver.Process(
-                target=_worker, args=(worker_rank, there, self.folder.name), daemon=True
+                target=_worker, args=(worker_rank, there, self.folder), daemon=True
             )
             process.start()
             there.close()
@@ -116,74 +179,88 @@ class Pool:
                 process.kill()
                 process.join()
         self.workers = []
-        self.folder.cleanup()
+        self.temporary.cleanup()
 
     def run(self, world_size, body, *args):
-        """-> [body(*args) on rank 0, …]; AssertionError with rank and traceback where one raises, dies or hangs."""
+        """-> [body(*args) on rank 0, …]. BodyFailed if it raises, dies or hangs on a rank."""
+        if world_size > planned()[1]:
+            pytest.skip(f"needs a world of {world_size} ranks ({header()})")
         if not self.workers:
             self.start()
         workers = self.workers[:world_size]
         self.number += 1
         for _, connection in workers:
             connection.send((self.number, world_size, body, args))
-        results, end = {}, time.monotonic() + HANGS_AFTER
+        results = {}  # rank: (whether it returned, what it returned or its traceback)
+        end = time.monotonic() + HANGS_AFTER
         while len(results) < world_size:
-            waiting = {
-                connection: r for r, (_, connection) in enumerate(workers) if r not in results
-            }
+            waiting = {workers[rank][1]: rank for rank in range(world_size) if rank not in results}
             ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                problem = f"ranks {sorted(waiting.values())} hang"
-                self.fail(problem + "\n" + self.stacks(workers), results)
+                self.fail(f"ranks {sorted(waiting.values())} hang", results, self.stacks(workers))
             for connection in ready:
+                rank = waiting[connection]
                 try:
-                    results[waiting[connection]] = connection.recv()
+                    results[rank] = connection.recv()
                 except EOFError:
-                    self.fail(f"rank {waiting[connection]} died", results)
-            if not all(
-                ok for ok, _ in results.values()
-            ):  # the others may wait for the failed rank: not for long
-                end = min(end, time.monotonic() + 5)
-        if not all(ok for ok, _ in results.values()):
+                    self.fail(f"rank {rank} died", results)
+                if not results[rank][0]:  # the others may wait for this rank: not for long
+                    end = min(end, time.monotonic() + 5 * HANGS_AFTER / 60)
+        if not all(returned for returned, _ in results.values()):
             self.fail("the body raised", results)
-        return [results[r][1] for r in range(world_size)]
+        return [results[rank][1] for rank in range(world_size)]
 
-    def fail(self, problem, results):
-        self.stop(kill=True)  # what is left in flight would disturb the next body
-        errors = [f"--- rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
-        raise AssertionError("\n".join([problem, *errors]))
+    def fail(self, problem, results, stacks=""):
+        self.stop(kill=True)  # messages in flight would disturb the next body
+        errors = {rank: text for rank, (returned, text) in sorted(results.items()) if not returned}
+        raise BodyFailed(problem, errors, stacks)
 
     def stacks(self, workers):
         for process, _ in workers:
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return "\n".join(
-            f"--- rank {r}:\n" + (Path(self.folder.name) / f"stacks{r}").read_text()
-            for r in range(len(workers))
+            f"--- rank {rank}:\n" + (self.folder / f"stacks{rank}").read_text()
+            for rank in range(len(workers))
         )
 
 
 _pool = Pool()
 run = _pool.run
 
-_bodies = {}  # (module, name): what `on` has decorated
+_bodies = {}  # (module, name): a function that `on` has decorated
 
 
 def on(*world_sizes):
-    """Its arguments may be parametrized; they are sent to the workers."""
+    """The decorated function's arguments may be parametrized. They are sent to the workers."""
 
     def decorate(body):
         place = body.__module__, body.__qualname__
         _bodies[place] = body
 
-        @functools.wraps(body)  # and so pytest and hypothesis see its arguments
+        @functools.wraps(body)  # pytest and hypothesis see its arguments
         def test(**arguments):
-            for size in world_sizes:
-                run(size, _call, place, arguments)
+            possible = [size for size in world_sizes if size <= planned()[1]]
+            for size in possible or world_sizes:
+                with skipped_if_gloo_cannot():
+                    run(size, _call, place, arguments)
 
         return test
 
     return decorate
+
+
+@contextlib.contextmanager
+def skipped_if_gloo_cannot():
+    """gloo offers some collectives for tensors on a GPU, not all."""
+    try:
+        yield
+    except BodyFailed as failure:
+        words = ("unsupported device", "Invalid device", "invalid device type")
+        refused = [text for text in failure.errors.values() if any(w in text for w in words)]
+        if planned()[0] == "gloo" and environment.DEVICE_TYPE == "cuda" and refused:
+            pytest.skip(f"gloo, on a GPU: {refused[0].strip().splitlines()[-1]}")
+        raise
 
 
 def _call(place, arguments):

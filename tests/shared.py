@@ -1,4 +1,4 @@
-"""What several test files use: models, data, and what equal means (DESIGN: bitwise, or 1e-12 in float64)."""
+"""Models, data and comparisons that several test files use. Equal is bitwise, or 1e-12 in float64."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -82,11 +82,16 @@ OPTIMIZERS = {
 }
 
 
+def randn(shape, seed, dtype=torch.float64):
+    """The same numbers on every rank and device."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(shape, dtype=dtype, generator=generator, device="cpu")
+    return numbers.to(torch.get_default_device())
+
+
 def make_batch(rank, step, dtype=torch.float32, rows=5):
     """Inputs (rows, 6) that differ on every rank and step."""
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(100 * step + rank)).to(
-        dtype
-    )
+    return randn((rows, 6), seed=100 * step + rank, dtype=torch.float32).to(dtype)
 
 
 def loss_of(output):

@@ -288,7 +288,7 @@ def test_average_adapters_is_the_mean_also_where_a_rank_has_not_used_one_and_onl
 @pool.on(2, 3)
 def test_an_adapted_model_trains_under_ddp_and_fsdp_as_on_one_device(kind, quantize):
     make, exact = (
-        partial(Trainer, kind, claims.resolve(claims.OURS[kind])),
+        partial(Trainer, kind, claims.resolve(claims.KINDS[kind].ours)),
         pool.world_size() == 2,
     )
     registry._problems.clear()

@@ -1,93 +1,164 @@
-"""Each claim of tests/claims, of our implementations or of the one that an option names; and that it can fail."""
+"""Each claim of tests/claims, about our implementations or the one that an option names; and that it can fail."""
 
 import importlib.util
 import re
 import sys
 
-import claims
+import environment
 import pool
 import pytest
 import torch
 import wrong
+from claims import KINDS
+from claims.registry import CLAIMS, resolve
+from claims.verdicts import judge, names_of_claims
 from launch import ROOT
 
 
-def why_not(kind, name, spec, worlds=None):
-    """-> "" where the claim holds, None where it is not offered, else why not, in a line."""
-    for N in worlds or claims.CLAIMS[kind, name].worlds:
-        try:
-            answers = pool.run(N, claims.run, kind, name, spec)
-        except AssertionError as error:  # it raised, died, or hung
-            return (
-                str(error).strip().splitlines()[-1]
-                if "hang" not in str(error).splitlines()[0]
-                else "it hangs"
-            )
-        finally:
-            if name == "different_models":  # the ranks' connections may not survive it
-                pool.shut_down(kill=True)
-        if None in answers:
-            return None
-        if any(answers):
-            return f"{next(filter(None, answers))} ({N} ranks)"
-    return ""
-
-
-def test_claim(kind, name, spec, verdicts):
+def test_claim(kind, name, spec, remember):
     """`spec` is ours, or what --KIND names."""
-    verdicts[kind, name] = answer = why_not(kind, name, spec)
-    if answer is None:
-        pytest.skip("not offered by this implementation")
-    assert not answer, claims.CLAIMS[kind, name].sentence
+    verdict = judge(kind, name, spec)
+
+    remember((kind, name), verdict)
+    if verdict.outcome in ("not offered", "not run"):
+        pytest.skip(f"{verdict.outcome}: {verdict.why}")
+    if verdict.outcome != "holds" and CLAIMS[kind, name].about == "property":
+        assert spec != KINDS[kind].ours, verdict.why  # the user's lacks it, which is not wrong
+    else:
+        assert verdict.outcome == "holds", verdict.why
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("kind", "implementation", "claim"), wrong.MISTAKES)
 def test_a_wrong_implementation_is_caught(kind, implementation, claim, monkeypatch):
-    monkeypatch.setattr(pool, "HANGS_AFTER", 4.0)
-    assert why_not(kind, claim, implementation)
+    """By a claim that looks and finds something wrong, not by a crash."""
+    monkeypatch.setattr(pool, "HANGS_AFTER", 8.0)
+
+    verdict = judge(kind, claim, implementation)
+
+    assert verdict.outcome == "fails", verdict
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("kind", "implementation", "lacking"), wrong.RIGHT)
 def test_what_the_mistakes_are_made_in_is_right(kind, implementation, lacking):
-    """But for what is said there."""
-    names = [name for of, name in claims.CLAIMS if of == kind and name not in lacking]
-    assert not {name: why for name in names if (why := why_not(kind, name, implementation))}
+    """It lacks what is listed beside it, and nothing else."""
+    verdicts = {name: judge(kind, name, implementation) for name in names_of_claims(kind)}
+
+    bad = {name: verdict for name, verdict in verdicts.items() if verdict.is_bad}
+    assert bad.keys() == set(lacking), bad
 
 
-def test_another_file_by_its_path(tmp_path):
-    """As a user names his own: path/to/file.py:Name."""
-    (tmp_path / "mine.py").write_text((ROOT / "ddp.py").read_text())
-    assert why_not("ddp", "mean_gradient", f"{tmp_path}/mine.py:DDP", [2]) == ""
+# ---- how it fails
+
+
+MINE = """
+import torch
+import torch.distributed as dist
+
+class {name}(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        {forward}
+        return self.module(x)
+"""
+CRASHES = "assert dist.get_rank() == 0, 'rank 1 is broken'"
+HANGS = "while dist.get_rank() == 0: pass"
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Writes the user's own class, into the directory that the user stands in."""
+    monkeypatch.setattr(environment, "CALLED_FROM", str(tmp_path))
+
+    def write(forward):
+        (tmp_path / "mine.py").write_text(MINE.format(name="MyDDP", forward=forward))
+        return f"{tmp_path}/mine.py:MyDDP"
+
+    return write
+
+
+@pytest.mark.cpu
+def test_a_class_that_crashes_on_one_rank_shows_that_ranks_own_exception(mine):
+    verdict = judge("ddp", "mean_gradient", mine(CRASHES), [2])
+
+    assert verdict.outcome == "raises"
+    assert "AssertionError: rank 1 is broken, at " in verdict.why
+    assert "mine.py:11 in forward (rank 1 of 2)" in verdict.why
+
+
+@pytest.mark.cpu
+def test_a_class_that_hangs_costs_its_own_claim_only(mine, monkeypatch):
+    monkeypatch.setattr(pool, "HANGS_AFTER", 2.0)
+
+    verdicts = [judge("ddp", "mean_gradient", mine(forward), [2]) for forward in (HANGS, "pass")]
+
+    assert verdicts[0].outcome == "hangs"
+    assert "hang after 2 s, of 2" in verdicts[0].why
+    assert verdicts[1].outcome == "fails"  # and the workers are there again
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    {
+        "mine.py": "with a colon between",
+        "mine:": "with a colon between",
+        "nowhere.py:MyDDP": "there is no file {folder}/nowhere.py",
+        "nowhere.ddp:MyDDP": "there is no module nowhere in {folder}",
+        "mine.py:Yours": "mine.py has no class or function Yours; it has MyDDP",
+        "broken.py:MyDDP": "broken.py raised ZeroDivisionError: division by zero",
+    }.items(),
+)
+def test_a_name_that_is_not_there_is_an_error(mine, tmp_path, spec, words):
+    mine("pass")
+    (tmp_path / "broken.py").write_text("1 / 0")
+
+    with pytest.raises(ValueError, match=re.escape(words.format(folder=tmp_path))):
+        resolve(spec)
+
+
+def test_the_users_file_does_not_take_the_place_of_ours(mine, tmp_path):
+    mine("pass")
+    (tmp_path / "mine.py").rename(tmp_path / "pool.py")
+
+    assert resolve("pool.py:MyDDP").__name__ == "MyDDP"
+    assert sys.modules["pool"] is pool
+
+
+# ---- README's table
 
 
 HEADER = f"| kind | claims | ours | PyTorch {torch.__version__.partition('+')[0]}, peft |"
 
 
-def verdict(kind, spec):
-    """In a cell of README's table: what does not hold, and what is not offered."""
-    answers = {name: why_not(kind, name, spec) for of, name in claims.CLAIMS if of == kind}
-    print(
-        *(f"{kind} {name}: {answer}" for name, answer in answers.items() if answer),
-        sep="\n",
-        file=sys.stderr,
-    )
-    fails = [name for name, answer in answers.items() if answer]
-    missing = [name for name, answer in answers.items() if answer is None]
-    parts = [
-        f"{text}: {', '.join(names)}"
-        for text, names in (("fails", fails), ("not offered", missing))
-        if names
-    ]
+def cell(kind, spec):
+    """Which claims do not hold, and which properties it lacks."""
+    verdicts = {name: judge(kind, name, spec) for name in names_of_claims(kind)}
+    for name, verdict in verdicts.items():
+        if verdict.outcome != "holds":
+            print(kind, name, *verdict, file=sys.stderr)
+    bad = [name for name, verdict in verdicts.items() if verdict.is_bad]
+    groups = {
+        "fails": [name for name in bad if CLAIMS[kind, name].about == "result"],
+        "lacks": [name for name in bad if CLAIMS[kind, name].about == "property"],
+        "not offered": [name for name, each in verdicts.items() if each.outcome == "not offered"],
+    }
+    parts = [f"{words}: {', '.join(names)}" for words, names in groups.items() if names]
     return "; ".join(parts) or "all hold"
 
 
 def row(kind):
-    number = sum(of == kind for of, _ in claims.CLAIMS)
-    theirs = verdict(kind, claims.PYTORCHS[kind]) if kind in claims.PYTORCHS else "has none"
-    return f"| `--{kind}` | {number} | {verdict(kind, claims.OURS[kind])} | {theirs} |"
+    number = len(names_of_claims(kind))
+    theirs = cell(kind, KINDS[kind].pytorchs) if KINDS[kind].pytorchs else "has none"
+    return f"| `--{kind}` | {number} | {cell(kind, KINDS[kind].ours)} | {theirs} |"
 
 
-@pytest.mark.parametrize("kind", claims.PYTORCHS)
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.pytorchs])
 def test_readme_says_what_holds_for_pytorchs_own(kind):
     readme = (ROOT / "README.md").read_text()
     if HEADER not in readme:
@@ -96,9 +167,10 @@ def test_readme_says_what_holds_for_pytorchs_own(kind):
         pytest.skip("peft is not installed")
     (line,) = re.findall(rf"^\| `--{kind}` .*$", readme, re.MULTILINE)
     _, number, *_, theirs = line.split(" | ")
-    assert number == str(sum(of == kind for of, _ in claims.CLAIMS))
-    assert theirs == f"{verdict(kind, claims.PYTORCHS[kind])} |"
+
+    assert number == str(len(names_of_claims(kind)))
+    assert theirs == f"{cell(kind, KINDS[kind].pytorchs)} |"
 
 
 if __name__ == "__main__":
-    print(HEADER, "|---|---|---|---|", *map(row, claims.OURS), sep="\n")
+    print(HEADER, "|---|---|---|---|", *map(row, KINDS), sep="\n")

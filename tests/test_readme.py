@@ -33,7 +33,7 @@ EXPERIMENT = [command for command in COMMANDS if "my-gpt2" in command]
 HOW = {  # each is run: here as it stands, or by what is named
     "./run_all.sh": ".ci/run",
     "./run_all.sh tests": ".ci/run",
-    "./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel": "test_another_class_by_an_option",
+    "./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel": "test_oracle",
     "./run_all.sh ddp": "test_run_all_by_name",
     "torchrun --nproc-per-node 2 ddp.py": "run_all.sh",
     "torchrun --nproc-per-node 2 ddp.py --device cuda": "here",
@@ -160,18 +160,58 @@ def test_readme_is_short_and_its_pictures_are_there():
         assert "<svg" in (ROOT / picture).read_text()
 
 
-def test_another_class_by_an_option():
-    """The table, of two claims here, and no traceback."""
-    arguments = [
-        "tests",
-        "--ddp",
-        "torch.nn.parallel:DistributedDataParallel",
-        "tests/test_oracle.py",
-    ]
-    done = run_script(ROOT / "run_all.sh", *arguments, "-k", "mean_gradient or overlap")
+MINE = """
+import torch
+import torch.distributed as dist
+
+
+class MyDDP(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+    def finish_gradient_synchronization(self):
+        for parameter in self.module.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+"""
+
+
+@pytest.mark.cpu
+def test_another_class_by_an_option(tmp_path):
+    """Its path is relative to where the user stands. To send after backward is not an error."""
+    (tmp_path / "mine.py").write_text(MINE)
+    arguments = ["tests", "--ddp", "mine.py:MyDDP", "-k", "mean_gradient or overlap"]
+
+    done = run_script(ROOT / "run_all.sh", *arguments, cwd=tmp_path)
+
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("    holds") == 2
-    assert "Communication begins while backward still runs." in done.stdout
+    assert re.search(r"^mean_gradient: holds$", done.stdout, re.MULTILINE)  # while it runs
+    assert re.search(r"^  mean_gradient +holds +A step of SGD moves", done.stdout, re.MULTILINE)
+    assert re.search(r"^  overlap +no +Communication begins", done.stdout, re.MULTILINE)
+    assert "Results that do not hold: none." in done.stdout
+    assert "Properties that it lacks: overlap." in done.stdout
+
+
+@pytest.mark.cpu
+def test_a_class_that_is_not_there_is_one_error(tmp_path):
+    done = run_script(ROOT / "run_all.sh", "tests", "--ddp", "mine.py:MyDDP", cwd=tmp_path)
+
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    expected = f"ERROR: --ddp mine.py:MyDDP: there is no file {tmp_path}/mine.py"
+    assert (done.stdout, done.stderr.strip()) == ("", expected)
+
+
+@pytest.mark.cpu
+def test_help_says_how_an_implementation_is_called():
+    done = run_script(ROOT / "run_all.sh", "tests", "--pipeline-schedule", "--help")
+
+    assert done.returncode == 0, done.stderr
+    assert "function that returns lists of actions. It runs nothing." in done.stdout
+    assert "Ours is pipeline:build_schedule" in done.stdout
 
 
 # ---- run_all.sh

@@ -23,7 +23,4 @@ FILES = [  # in the order of the README's table
 for _file in FILES:
     importlib.import_module(f"claims.{_file}")
 
-OURS = {name: kind.ours for name, kind in KINDS.items()}
-PYTORCHS = {name: kind.pytorchs for name, kind in KINDS.items() if kind.pytorchs}
-
-__all__ = ["CLAIMS", "KINDS", "OURS", "PYTORCHS", "default_group", "resolve", "run"]
+__all__ = ["CLAIMS", "KINDS", "default_group", "resolve", "run"]

@@ -1,20 +1,14 @@
-"""An implementation of --all-reduce is called as function(tensor), and changes the tensor in place.
+"""An implementation of --all-reduce is called as function(tensor). It changes the tensor in place.
 
-It also gets process_group= or group=, if it has such a name.
+It also gets process_group=group or group=group, if it has such a name.
 """
 
 import pool
 import torch
 import torch.distributed as dist
+from shared import randn
 
-from claims.registry import (
-    NotOffered,
-    add_kind,
-    claim,
-    names_of,
-    same,
-    same_on_all,
-)
+from claims.registry import NotOffered, add_kind, claim, names_of, same, same_on_all
 
 
 def all_reduce(implementation, tensor, group=None):
@@ -35,74 +29,71 @@ add_kind(
 
 
 def numbers_of(rank, shape, dtype=torch.float64):
-    return (
-        100 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    ).to(dtype)
+    """The tensor that this rank adds."""
+    return (100 * randn(shape, seed=rank)).to(dtype)
 
 
-def total_of(ranks, *what):
-    return sum(numbers_of(r, *what) for r in ranks)
+def total_of(ranks, shape, dtype=torch.float64):
+    return sum(numbers_of(rank, shape, dtype) for rank in ranks)
+
+
+def everyone():
+    return range(pool.world_size())
 
 
 @claim("all-reduce", 1, 2, 3, 4)
 def summed(make):
-    """Every rank ends with the sum of all ranks' tensors, of any shape: those that N does not divide, empty, scalar."""
-    shapes = [(12,), (7,), (1,), (), (0,), (5, 0), (2, 3, 5), (10_007,)]
-    shapes += [(2**21 + 1,)] * (pool.world_size() == 2)  # in no buffer
-    for shape, dtype in [
-        *((shape, torch.float64) for shape in shapes),
-        ((101,), torch.int64),
-        ((101,), torch.int32),
-    ]:
-        total = total_of(range(pool.world_size()), shape, dtype)
-        same(
-            make(numbers_of(pool.rank(), shape, dtype)),
-            total,
-            f"the sum of shape {shape} in {dtype}",
-        )
+    """Every rank ends with the sum of all ranks' tensors: scalar, empty, or of a size that N does not divide."""
+    cases = [((101,), torch.int64), ((101,), torch.int32)]
+    for shape in [(12,), (7,), (1,), (), (0,), (5, 0), (2, 3, 5), (10_007,)]:
+        cases.append((shape, torch.float64))
+    if pool.world_size() == 2:
+        cases.append(((2**21 + 1,), torch.float64))  # 16 MB: fits into no buffer
+    for shape, dtype in cases:
+        ours = make(numbers_of(pool.rank(), shape, dtype))
+        same(ours, total_of(everyone(), shape, dtype), f"the sum of shape {shape} in {dtype}")
 
 
 @claim("all-reduce", 2, 3)
 def strided(make):
-    """A tensor that is not contiguous becomes the sum, all of it, and what lies between its elements stays."""
-    for view in (torch.t, lambda x: x[:, 1], lambda x: x[::2, 1::2]):
-        mine, before = (numbers_of(pool.rank(), (6, 8)) for _ in range(2))
+    """A tensor that is not contiguous becomes the sum, and the memory between its elements stays."""
+    views = [lambda x: x.t(), lambda x: x[:, 1], lambda x: x[::2, 1::2]]
+    for view in views:
+        mine = numbers_of(pool.rank(), (6, 8))
+        expected = numbers_of(pool.rank(), (6, 8))
+        view(expected).copy_(view(total_of(everyone(), (6, 8))))
         make(view(mine))
-        view(before).copy_(view(total_of(range(pool.world_size()), (6, 8))))
-        same(mine, before, "a strided tensor's whole memory")
+        same(mine, expected, "the whole memory of a strided tensor")
 
 
 @claim("all-reduce", 2, 3, 4)
 def same_bits(make):
-    """In float32 all ranks end with the same bits; two, with those of the one's plus the other's."""
-    same_on_all(ours := make(numbers_of(pool.rank(), (1001,), torch.float32)), "their sums")
+    """In float32 all ranks end with the same bits. At two ranks they are the bits of the one sum there is."""
+    ours = make(numbers_of(pool.rank(), (1001,), torch.float32))
+    same_on_all(ours, "their sums")
     if pool.world_size() == 2:
-        same(ours, total_of(range(2), (1001,), torch.float32), "the sum", exact=True)
+        same(ours, total_of(everyone(), (1001,), torch.float32), "the sum", exact=True)
 
 
 @claim("all-reduce", 4)
 def all_reduces_apart(make):
-    """Two groups side by side never meet, whatever their members' order."""
-    rank, groups = dist.get_rank(), [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    """Two process groups do not mix, in whatever order their members are listed."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     for shape in ((5,), (10_007,)):
-        same(
-            make(numbers_of(rank, shape), groups[rank % 2]),
-            total_of((rank % 2, rank % 2 + 2), shape),
-            "the sum",
-        )
+        ours = make(numbers_of(rank, shape), groups[rank % 2])
+        same(ours, total_of((rank % 2, rank % 2 + 2), shape), "the sum")
 
 
 @claim("all-reduce", 2, 3)
 def reused(make):
-    """The tensor may be overwritten right after: nothing of it is still to be sent."""
-    shape, ranks = (2**21 + 1,), range(pool.world_size())  # 16 MB: takes longer than the next line
-    for call in range(2):
-        total, mine = (
-            total_of(ranks, shape) + call * len(ranks),
-            numbers_of(pool.rank(), shape) + call,
-        )
+    """The caller may overwrite the tensor at once, because nothing of it is still to be sent."""
+    shape = (2**21 + 1,)  # 16 MB: sending takes longer than the next line
+    for number in range(2):
+        total = total_of(everyone(), shape) + number * pool.world_size()
+        mine = numbers_of(pool.rank(), shape) + number
         make(mine)
-        if (pool.rank() + call) % 2 == 0:
-            mine[-1] = torch.nan  # at once, and what would be sent last
+        if (pool.rank() + number) % 2 == 0:
+            mine[-1] = torch.nan  # at once, and in the part that would be sent last
         else:
-            same(mine, total, f"the sum of call {call + 1}")
+            same(mine, total, f"the sum of call {number + 1}")

@@ -1,28 +1,20 @@
 """An implementation of --grad-scaler is called as torch.amp.GradScaler: class(init_scale=, growth_interval=).
 
-It also gets process_group= and device="cpu", if it has such names.
+It also gets process_group=group and device="cpu" or "cuda", if it has such names. The methods are
+PyTorch's: scale, step, update, get_scale, state_dict, load_state_dict, and unscale_ if it has one.
 """
 
-from functools import partial
-
+import environment
 import pool
 import torch
 import torch.nn as nn
 
-from claims.registry import (
-    NotOffered,
-    add_kind,
-    call,
-    check,
-    claim,
-    error_from,
-    same,
-    say,
-)
+from claims.registry import NotOffered, add_kind, call, check, claim, error_from, same, say
 
 
 def make_scaler(implementation, **arguments):
-    return call(implementation, needed=arguments, process_group=pool.group(), device="cpu")
+    where = {"process_group": pool.group(), "device": environment.DEVICE_TYPE}
+    return call(implementation, needed=arguments, **where)
 
 
 add_kind(
@@ -35,6 +27,7 @@ add_kind(
 
 
 def one_weight():
+    """-> a parameter of two ones, and SGD over it"""
     weight = nn.Parameter(torch.ones(2))
     return weight, torch.optim.SGD([weight], lr=0.25)
 
@@ -47,25 +40,24 @@ def iterate(scaler, weight, optimizer, gradient):
 
 @claim("grad-scaler", 1)
 def scaled_and_unscaled(make):
-    """The step is that of the unscaled gradient, bitwise: a scale that is a power of two costs no bit."""
-    scaler, (weight, optimizer), (plain, theirs) = (
-        make(init_scale=2.0**16),
-        one_weight(),
-        one_weight(),
-    )
+    """The step is bitwise that of the unscaled gradient, because the scale is a power of two."""
+    scaler = make(init_scale=2.0**16)
+    weight, optimizer = one_weight()
+    plain, plain_optimizer = one_weight()
     for step in range(3):
-        gradient = torch.randn(2, generator=torch.Generator().manual_seed(step)).tolist()
-        iterate(scaler, weight, optimizer, gradient)
-        plain.grad = torch.tensor(gradient)
-        theirs.step()
+        gradient = torch.randn(2)
+        iterate(scaler, weight, optimizer, gradient.tolist())
+        plain.grad = gradient
+        plain_optimizer.step()
         same(weight, plain, f"weight after step {step + 1}", exact=True)
     check(scaler.scale(torch.ones(())).item() == 2.0**16, "scale() does not multiply by the scale")
 
 
 @claim("grad-scaler", 1)
 def clipped(make):
-    """unscale_ leaves the true gradient in .grad, to be clipped, and step does not divide again."""
-    scaler, (weight, optimizer) = make(init_scale=1024.0), one_weight()
+    """unscale_ leaves the true gradient in .grad for clipping, and step does not divide again."""
+    scaler = make(init_scale=1024.0)
+    weight, optimizer = one_weight()
     if not hasattr(scaler, "unscale_"):
         raise NotOffered("no unscale_")
     weight.grad = scaler.scale(torch.tensor([3.0, 4.0]))
@@ -73,71 +65,74 @@ def clipped(make):
     norm = nn.utils.clip_grad_norm_([weight], 1.0)
     check(norm.item() == 5.0, f"the norm is {norm.item()}, not 5")
     scaler.step(optimizer)
-    check(
-        (weight - torch.tensor([0.85, 0.8])).abs().max() < 1e-5, f"the weight is {weight.tolist()}"
-    )
+    error = (weight - torch.tensor([0.85, 0.8])).abs().max()
+    check(error < 1e-5, f"the weight is {weight.tolist()}")
 
 
 def overflow_on_the_last_rank(make):
-    last = pool.rank() == pool.world_size() - 1
+    is_last = pool.rank() == pool.world_size() - 1
     for bad in (float("inf"), float("-inf"), float("nan")):
-        scaler, (weight, optimizer) = make(init_scale=1024.0), one_weight()
-        iterate(scaler, weight, optimizer, [1.0, bad if last else 1.0])
-        check(
-            weight.tolist() == [1.0, 1.0],
-            f"rank {pool.rank()} made the step, of a gradient of {bad}",
-        )
-        check(
-            scaler.get_scale() == 512.0,
-            f"rank {pool.rank()} has a scale of {scaler.get_scale()}, not 512",
-        )
+        scaler = make(init_scale=1024.0)
+        weight, optimizer = one_weight()
+        iterate(scaler, weight, optimizer, [1.0, bad if is_last else 1.0])
+        check(weight.tolist() == [1.0, 1.0], f"it steps although one gradient is {bad}")
+        scale = scaler.get_scale()
+        check(scale == 512.0, f"the scale is {scale} after a gradient of {bad}, not 512")
 
 
-overflows = partial(say, kinds="grad-scaler", check=overflow_on_the_last_rank)
-overflows("skipped", "An inf or NaN in any gradient skips the step, and the scale is halved.", [1])
-overflows(
+say(
+    "skipped",
+    "An inf or NaN in any gradient skips the step and halves the scale.",
+    [1],
+    "grad-scaler",
+    overflow_on_the_last_rank,
+)
+say(
     "shared_overflow",
-    "One rank's overflow skips the step on all: gradients are parts of one model's.",
+    "An overflow on one rank skips the step on all ranks.",
     [2],
+    "grad-scaler",
+    overflow_on_the_last_rank,
+    about="property",
 )
 
 
 @claim("grad-scaler", 1)
 def grown(make):
-    """The scale doubles after growth_interval good steps in a row; an overflow begins the count anew."""
-    scaler, (weight, optimizer) = make(init_scale=1024.0, growth_interval=3), one_weight()
+    """The scale doubles after growth_interval good steps in a row. An overflow restarts the count."""
+    scaler = make(init_scale=1024.0, growth_interval=3)
+    weight, optimizer = one_weight()
     scales = []
     for gradient in (1.0, 1.0, float("inf"), 1.0, 1.0, 1.0, 1.0):
         iterate(scaler, weight, optimizer, [gradient, 1.0])
         scales.append(scaler.get_scale())
-    check(scales == [1024, 1024, 512, 512, 512, 1024, 1024], f"scales {scales}")
-
-
-@claim("grad-scaler", 1)
-def refused(make):
-    """unscale_ twice, step twice, and update without a step are errors."""
-    for calls in (["unscale_", "unscale_"], ["step", "step"], ["update"]):
-        scaler, (weight, optimizer) = make(init_scale=4.0), one_weight()
-        weight.grad = scaler.scale(torch.ones(2))
-        with error_from(" and ".join(calls)):
-            for name in calls:
-                getattr(scaler, name)(*[] if name == "update" else [optimizer])
+    check(scales == [1024, 1024, 512, 512, 512, 1024, 1024], f"the scales are {scales}")
 
 
 @claim("grad-scaler", 1)
 def resumed(make):
-    """The state dict restores scale and count, and is PyTorch's."""
-    first, (weight, optimizer) = make(init_scale=1024.0, growth_interval=3), one_weight()
+    """The state dict is PyTorch's, and restores the scale and the count."""
+    first = make(init_scale=1024.0, growth_interval=3)
+    weight, optimizer = one_weight()
     for _ in range(2):
         iterate(first, weight, optimizer, [1.0, 1.0])
     second = make(init_scale=2.0, growth_interval=7)
     second.load_state_dict(first.state_dict())
     iterate(second, weight, optimizer, [1.0, 1.0])
-    check(
-        second.get_scale() == 2048.0,
-        f"the scale is {second.get_scale()} after the third good step, not 2048",
-    )
-    check(
-        set(first.state_dict()) == set(torch.amp.GradScaler("cpu").state_dict()),
-        f"keys {list(first.state_dict())}",
-    )
+    scale = second.get_scale()
+    check(scale == 2048.0, f"the scale is {scale} after the third good step, not 2048")
+    keys = set(torch.amp.GradScaler("cpu").state_dict())
+    check(set(first.state_dict()) == keys, f"the keys are {list(first.state_dict())}")
+
+
+@claim("grad-scaler", 1, about="property")
+def refused(make):
+    """Calling unscale_ twice, step twice, or update without a step is an error."""
+    for calls in (["unscale_", "unscale_"], ["step", "step"], ["update"]):
+        scaler = make(init_scale=4.0)
+        weight, optimizer = one_weight()
+        weight.grad = scaler.scale(torch.ones(2))
+        with error_from(" and ".join(calls)):
+            for name in calls:
+                arguments = [] if name == "update" else [optimizer]
+                getattr(scaler, name)(*arguments)

@@ -1,8 +1,8 @@
-"""An implementation of --fsdp is called as PyTorch's function is: function(module, process_group=group).
+"""An implementation of --fsdp is called as PyTorch's function: function(module, process_group=group).
 
-It is called on submodules first and then on the root. A function that has no `process_group` gets
-`mesh=`, a DeviceMesh, if it has that name. Its file has a function `full_state_dict(module)`, unless
-parameters have a method `full_tensor()`.
+It is called on submodules first and then on the root, and returns the module. A function without
+`process_group` gets `mesh`, a DeviceMesh of one dimension. Its file has a function
+`full_state_dict(module)`, unless the sharded parameters have a method `full_tensor()`.
 """
 
 from functools import partial
@@ -12,12 +12,7 @@ import torch.nn as nn
 from shared import loss_of
 from torch.autograd.graph import saved_tensors_hooks
 
-from claims.registry import (
-    add_kind,
-    check,
-    claim,
-)
-from claims.tensor_parallel import local
+from claims.registry import add_kind, check, claim
 from claims.training import Trainer
 
 add_kind(
@@ -29,33 +24,38 @@ add_kind(
 )
 
 
-@claim("fsdp", 4)
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@claim("fsdp", 4, about="property")
 def parameters_are_shards(make):
     """A rank holds 1/N of the parameters and gradients, up to a row of each."""
     trainer = make(nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)]))
     trainer.backward([torch.randn(2, 16)])
     parameters = list(trainer.model.parameters())
-    for what, held in (("parameters", parameters), ("gradients", [p.grad for p in parameters])):
-        elements = sum(local(tensor).numel() for tensor in held if tensor is not None)
-        check(
-            0 < elements <= 3 * 16 * 16 // 4 + 16,
-            f"{elements} elements of {what}, of {3 * 16 * 16}",
-        )
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    whole = 3 * 16 * 16
+    for what, held in (("parameters", parameters), ("gradients", gradients)):
+        elements = sum(local(tensor).numel() for tensor in held)
+        check(0 < elements <= whole // 4 + 16, f"a rank holds {elements} of {whole} {what}")
 
 
-@claim("fsdp", 2)
+@claim("fsdp", 2, about="property")
 def nothing_whole_is_kept(make):
-    """Between forward and backward no whole parameter is in memory, saved for backward or not."""
-    model, saved = nn.Sequential(*[nn.Linear(50, 50, bias=False) for _ in range(5)]), []
+    """No whole parameter is in memory between forward and backward, saved for backward or not."""
+    model = nn.Sequential(*[nn.Linear(50, 50, bias=False) for _ in range(5)])
     trainer = make(model)
-    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = loss_of(trainer.model(torch.randn(3, 50)))
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
-    whole, own = (
-        sum(size >= 50 * 50 * 4 for size in storages.values()),
-        len(model) - len(trainer.units),
-    )
-    check(
-        whole <= own, f"{whole} layers' whole weights are alive"
-    )  # the root's own may stay until backward
+    whole = sum(size >= 50 * 50 * 4 for size in storages.values())
+    own = len(model) - len(trainer.units)  # the root's own may stay until backward
+    check(whole <= own, f"the whole weights of {whole} layers are alive")
     loss.backward()

@@ -1,7 +1,7 @@
 """An implementation of --lora is called as function(model, r=4, lora_alpha=16, target_modules=["0", "2"]).
 
-It returns the model. Its only trainable parameters are A (r × in) and B (out × r), in this order, for
-each layer that `target_modules` names.
+It returns the model. Its only trainable parameters are A, (r, in_features), and B, (out_features, r),
+in this order, for each layer that `target_modules` names.
 """
 
 import copy
@@ -9,12 +9,7 @@ import copy
 import torch
 from shared import loss_of, make_batch, make_model
 
-from claims.registry import (
-    add_kind,
-    check,
-    claim,
-    same,
-)
+from claims.registry import add_kind, check, claim, same
 
 
 def make_lora(implementation, model):
@@ -36,50 +31,54 @@ def trained(model):
 
 @claim("lora", 1)
 def unchanged_at_first(make):
-    """Before the first step the output is bitwise that of the model: B is zero."""
-    model, x = make_model("plain"), make_batch(0, 0)
+    """Before the first step the output is bitwise that of the model, because B is zero."""
+    model = make_model("plain")
+    x = make_batch(0, 0)
     expected = model(x)
     same(make(model)(x), expected, "output", exact=True)
 
 
 @claim("lora", 1)
 def dense_equivalent(make):
-    """Trained, the model is that of the weights W + (α/r)BA, in outputs and in the gradients of A and B."""
+    """Outputs and the gradients of A and B are those of a model with the weights W + (α/r)BA."""
     plain = make_model("plain", torch.float64)
     model = make(copy.deepcopy(plain)).double()
-    factors = [
-        torch.randn(factor.shape, dtype=torch.float64, requires_grad=True)
-        for factor in trained(model)
-    ]
-    for ours, factor in zip(trained(model), factors, strict=True):
+    factors = []
+    for ours in trained(model):
+        factor = torch.randn(ours.shape, dtype=torch.float64, requires_grad=True)
+        factors.append(factor)
         ours.data = factor.detach().clone()
-    dense, (A0, B0, A2, B2) = dict(plain.named_parameters()), factors
+    A0, B0, A2, B2 = factors
+    dense = dict(plain.named_parameters())
     dense["0.weight"] = dense["0.weight"].detach() + 16 / 4 * B0 @ A0
     dense["2.weight"] = dense["2.weight"].detach() + 16 / 4 * B2 @ A2
     x = make_batch(0, 0, torch.float64)
-    output, expected = model(x), torch.func.functional_call(plain, dense, x)
-    same(output, expected, "output")
+
+    output = model(x)
+    expected = torch.func.functional_call(plain, dense, x)
     loss_of(output).backward()
     loss_of(expected).backward()
+
+    same(output, expected, "output")
     for ours, factor in zip(trained(model), factors, strict=True):
         same(ours.grad, factor.grad, "gradient of A or B")
 
 
 @claim("lora", 1)
 def base_stays(make):
-    """r(d + k) parameters train for each adapted matrix; the model's own stay, bitwise."""
+    """r(d + k) parameters of each adapted matrix train. The model's own do not change by a bit."""
     plain = make_model("plain")
     model = make(copy.deepcopy(plain))
-    found, expected = (
-        sum(parameter.numel() for parameter in trained(model)),
-        4 * (6 + 33) + 4 * (33 + 17),
-    )
+    found = sum(parameter.numel() for parameter in trained(model))
+    expected = 4 * (6 + 33) + 4 * (33 + 17)
     check(found == expected, f"{found} parameters train, not {expected}")
+
     optimizer = torch.optim.AdamW(trained(model), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
         loss_of(model(make_batch(0, step))).backward()
         optimizer.step()
+
     kept = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     for name, parameter in plain.named_parameters():
         check(any(torch.equal(parameter, other) for other in kept), f"{name} has changed")

@@ -1,8 +1,11 @@
-"""How a kind of implementation and a claim about it are declared, and how a claim says what does not hold.
+"""How a kind of implementation and a claim about it are declared, and how a claim says what is wrong.
 
-A claim is a function. Its docstring's first sentence is what it claims. It takes `make`, which calls
-the implementation under test, and runs on every rank of a world of so many. `same` and `check` write
-down what does not hold and go on: a rank that left early would leave the others waiting.
+A claim is a function that runs on every rank of a world. Its argument `make` calls the implementation
+under test. `same` and `check` write down what does not hold and go on, because a rank that left early
+would leave the others waiting.
+
+A claim is about results, or about a property. A result that does not hold makes an implementation
+wrong. A property, such as overlap or memory, it has or has not.
 """
 
 import importlib
@@ -14,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import environment
 import pool
 import torch
 import torch.distributed as dist
@@ -22,13 +26,13 @@ import torch.distributed as dist
 class Kind(NamedTuple):
     called: str  # how an implementation is called, for --help
     make: callable  # make(implementation, …) calls it
-    ours: str  # runs when no option names another
+    ours: str  # the implementation that runs when no option names another
     pytorchs: str | None  # PyTorch's own (lora: peft's)
 
 
 class Claim(NamedTuple):
-    kind: str
     sentence: str
+    about: str  # "result" or "property"
     check: callable  # check(make)
     worlds: tuple  # the numbers of ranks to run it on
 
@@ -42,38 +46,72 @@ def add_kind(name, *, called, make, ours, pytorchs=None):
     KINDS[name] = Kind(called, make, ours, pytorchs)
 
 
-def say(name, sentence, worlds, kinds, check, **how):
-    """The claim that `check`, called `how`, finds nothing."""
-    for each in kinds.split():
-        CLAIMS[each, name] = Claim(each, sentence, partial(check, **how), worlds)
+def say(name, sentence, worlds, kinds, check, about="result", **how):
+    """The claim that `check(make, **how)` finds nothing."""
+    for kind in kinds.split():
+        CLAIMS[kind, name] = Claim(sentence, about, partial(check, **how), worlds)
 
 
-def claim(kinds, *worlds, of=None):
-    """The decorated function is a claim; with `of`, it builds what the check `of` looks at."""
+def claim(kinds, *worlds, of=None, about="result"):
+    """The decorated function is a claim. With `of`, it builds what the check `of` looks at."""
 
     def register(function):
         check = partial(of, build=function) if of else function
-        say(function.__name__, " ".join(function.__doc__.split()), worlds, kinds, check)
+        sentence = " ".join(function.__doc__.split())
+        say(function.__name__, sentence, worlds, kinds, check, about)
         return function
 
     return register
 
 
 class NotOffered(Exception):
-    """The implementation has no such argument or method, which is not wrong."""
+    """The implementation has no such argument or method. That is not wrong."""
 
 
 def resolve(spec):
-    """'package.module:name' or 'path/to/file.py:name' -> the object."""
-    place, _, name = spec.rpartition(":")
-    if place.endswith(".py"):
-        found = importlib.util.spec_from_file_location(Path(place).stem, place)
-        module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-        sys.path.append(str(Path(place).resolve().parent))
+    """'package.module:name' or 'path/to/file.py:name' -> the object. ValueError says what is missing."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise ValueError(
+            "give a module or file and a name with a colon between, as in mine.py:MyDDP"
+        )
+    module = _load_file(place) if place.endswith(".py") else _import(place)
+    found = getattr(module, name, None)
+    if not callable(found):
+        names = [each for each, value in vars(module).items() if _defined_in(module, value)]
+        raise ValueError(f"{place} has no class or function {name}; it has {', '.join(names)}")
+    return found
+
+
+def _defined_in(module, value):
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
+
+
+def _load_file(place):
+    path = Path(environment.CALLED_FROM) / place  # where the user stands
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    # Under a name of its own: a user's ddp.py or pool.py must not take the place of this project's.
+    found = importlib.util.spec_from_file_location(f"under_test_{path.stem}", path)
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    try:
         found.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    return getattr(module, name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import(place):
+    try:
+        return importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{place}.".startswith(f"{missing}."):
+            where = f"{environment.CALLED_FROM} or among the installed packages"
+            raise ValueError(f"there is no module {missing} in {where}") from error
+        raise ValueError(f"{place} raised {type(error).__name__}: {error}") from error
 
 
 def names_of(function):
@@ -81,19 +119,20 @@ def names_of(function):
 
 
 def call(function, *args, needed=None, **welcome):
-    """function(*args) with the `needed` keywords, and with those of the `welcome` ones that it has a name for."""
-    names, needed = names_of(function), needed or {}
+    """function(*args) with the `needed` keywords, and with those `welcome` ones that it has a name for."""
+    names = names_of(function)
+    needed = needed or {}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
-    if lacking := [name for name in needed if not takes_any and name not in names]:
-        raise NotOffered(f"no argument {lacking[0]}")
-    return function(
-        *args, **needed, **{name: value for name, value in welcome.items() if name in names}
-    )
+    for name in needed:
+        if not takes_any and name not in names:
+            raise NotOffered(f"no argument {name}")
+    known = {name: value for name, value in welcome.items() if name in names}
+    return function(*args, **needed, **known)
 
 
 @contextmanager
 def default_group(group):
-    """Who takes no process_group finds himself in a world of the body's ranks."""
+    """An implementation without process_group then communicates among the body's ranks."""
     before = dist.group.WORLD
     dist.distributed_c10d._update_default_pg(group)
     try:
@@ -102,7 +141,7 @@ def default_group(group):
         dist.distributed_c10d._update_default_pg(before)
 
 
-_problems = []
+_problems = []  # what the running claim has found
 
 
 def check(holds, what):
@@ -112,38 +151,34 @@ def check(holds, what):
 
 @contextmanager
 def error_from(what):
-    """What is done inside must be an error."""
+    """The statements inside must raise an error."""
     try:
         yield
-    except (RuntimeError, ValueError, AssertionError):
+    except (RuntimeError, ValueError, LookupError, AssertionError):
         return
     check(False, f"no error from {what}")
 
 
 def same(ours, plain, what, exact=False):
-    """Bitwise when `exact`, else to 1e-12 of the largest element."""
-    if ours is None or ours.shape != plain.shape:
-        check(
-            False,
-            f"{what} is {ours if ours is None else tuple(ours.shape)}, not {tuple(plain.shape)}",
-        )
+    """Bitwise if `exact`, else to 1e-12 of the largest element."""
+    shape = None if ours is None else tuple(ours.shape)
+    if shape != tuple(plain.shape):
+        check(False, f"{what} is {shape}, not {tuple(plain.shape)}")
     elif not torch.equal(ours, plain):
-        error, bound = (
-            (ours.double() - plain.double()).abs().max().item(),
-            1e-12 * max(1.0, plain.abs().max().item()),
-        )
-        check(error <= bound and not exact, f"{what} is off by {error:.1e}")
+        error = (ours.double() - plain.double()).abs().max().item()
+        bound = 0.0 if exact else 1e-12 * max(1.0, plain.abs().max().item())
+        check(0 < error <= bound, f"{what} is off by {error:.1e}")
 
 
 def same_on_all(tensor, what):
     """Bitwise."""
     everyone = [None] * pool.world_size()
-    dist.all_gather_object(everyone, tensor.detach(), group=pool.group())
-    check(all(torch.equal(everyone[0], theirs) for theirs in everyone), f"ranks differ in {what}")
+    dist.all_gather_object(everyone, tensor.detach().cpu(), group=pool.group())
+    check(all(torch.equal(everyone[0], other) for other in everyone), f"ranks differ in {what}")
 
 
 def run(kind, name, spec):
-    """On a worker: -> "" where the claim holds, else in a word why not; None where it is not offered."""
+    """On a worker: -> "" if the claim holds, else what does not; None if it is not offered."""
     _problems.clear()
     try:
         with default_group(pool.group()):

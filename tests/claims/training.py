@@ -1,10 +1,11 @@
-"""The claims that --ddp, --zero1, --zero2, --zero3 and --fsdp share: training equals one device."""
+"""What --ddp, --zero1, --zero2, --zero3 and --fsdp share: the claim that training equals one device."""
 
 import copy
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
+import environment
 import pool
 import torch
 import torch.distributed as dist
@@ -12,50 +13,55 @@ import torch.nn as nn
 from shared import HOW, OPTIMIZERS, Blocks, loss_of, make_batch, make_model
 from torch.distributed.device_mesh import DeviceMesh
 
-from claims.registry import (
-    NotOffered,
-    call,
-    check,
-    claim,
-    names_of,
-    same,
-    same_on_all,
-    say,
-)
+from claims.registry import NotOffered, call, check, claim, names_of, same, same_on_all, say
+
+ZERO = "zero1 zero2 zero3"
+SHARDED = f"{ZERO} fsdp"
+ALL = f"ddp {SHARDED}"
 
 
 class Trainer:
-    """A module in training: by DDP, by a sharded optimizer, or by fully_shard. `whole()` are parameters by name."""
+    """A module in training, by DDP, by a sharded optimizer or by fully_shard."""
 
     def __init__(self, kind, implementation, module, optimizer="sgd", group=None, **options):
         names = names_of(implementation)
-        averages = kind in ("zero2", "zero3") or (
-            "module" in names and kind == "zero1"
-        )  # by itself: ours
-        if group and not (averages or {"process_group", "mesh"} & set(names)):
+        # ZeRO-1 of PyTorch's form steps on gradients that DDP has averaged. Ours averages them itself.
+        self.averages = kind in ("zero2", "zero3") or (kind == "zero1" and "module" in names)
+        if group and not (self.averages or {"process_group", "mesh"} & set(names)):
             raise NotOffered("no argument process_group")
-        group, make_optimizer = group or dist.group.WORLD, OPTIMIZERS[optimizer]
-        where = {"process_group": group} if averages or "process_group" in names else {}
-        self.kind, self.module, self.model = kind, module, module
+        self.kind = kind
+        self.module = module
+        self.model = module  # what is called in forward
         self.file = sys.modules[getattr(implementation, "func", implementation).__module__]
-        # What fsdp wraps: every second child with parameters; none where they are tied, or used by name.
-        children = list(module.children())[::2] if isinstance(module, nn.Sequential) else []
-        self.units = [child for child in children if list(child.parameters())]
+        self.units = []  # what fsdp wraps, but for the root
+
+        group = group or dist.group.WORLD
+        takes_group = self.averages or "process_group" in names
+        where = {"process_group": group} if takes_group else {}
+        make_optimizer = OPTIMIZERS[optimizer]
         if kind == "ddp":
             self.model = call(implementation, module, process_group=group, **options)
         elif kind == "fsdp":
-            where = where or {"mesh": DeviceMesh.from_group(group, "cpu")}
-            for unit in [*self.units, module]:
-                self.model = call(implementation, unit, **where)
-        elif not averages:
+            where = where or {"mesh": DeviceMesh.from_group(group, environment.DEVICE_TYPE)}
+            self.shard(partial(call, implementation, **where))
+        elif not self.averages:
             self.model = nn.parallel.DistributedDataParallel(module, process_group=group, **options)
+
         if kind in ("ddp", "fsdp"):
             self.optimizer = make_optimizer(self.model.parameters())
         else:
-            trained = module if averages else module.parameters()
-            self.optimizer = implementation(
-                trained, make_optimizer.func, **where, **make_optimizer.keywords
-            )
+            trained = module if self.averages else module.parameters()
+            arguments = where | make_optimizer.keywords
+            self.optimizer = implementation(trained, make_optimizer.func, **arguments)
+
+    def shard(self, fully_shard):
+        """Every second child with parameters is a unit. There is none if they are tied, or used by name."""
+        if isinstance(self.module, nn.Sequential):
+            children = list(self.module)[::2]
+            self.units = [child for child in children if list(child.parameters())]
+        for unit in self.units:
+            fully_shard(unit)
+        self.model = fully_shard(self.module)
 
     def find(self, name):
         """The implementation's method, or the function of its file that takes the module."""
@@ -78,13 +84,12 @@ class Trainer:
 
     def backward(self, batches, loss=loss_of, sync="last"):
         finish = getattr(self.model, "finish_gradient_synchronization", None)
-        for i, batch in enumerate(batches):
-            with (
-                nullcontext()
-                if finish or sync == "each" or i == len(batches) - 1
-                else self.no_sync()
-            ):
+        for batch in batches:
+            if finish or sync == "each" or batch is batches[-1]:
                 loss(self.model(batch)).backward()
+            else:
+                with self.no_sync():
+                    loss(self.model(batch)).backward()
         if finish:
             finish()
 
@@ -93,7 +98,7 @@ class Trainer:
             return self.find("clip_grad_norm_")(max_norm)
         except NotOffered:
             norm = nn.utils.clip_grad_norm_(list(self.model.parameters()), max_norm)
-            return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            return full(norm)
 
     def step(self, batches):
         self.optimizer.zero_grad()
@@ -101,19 +106,21 @@ class Trainer:
         self.optimizer.step()
 
     def whole(self):
+        """-> the unsharded parameters, by name."""
         found = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
-        if self.kind in ("zero3", "fsdp") and not any(
-            hasattr(p, "full_tensor") for p in found.values()
-        ):
-            state = self.find("full_state_dict" if self.kind == "fsdp" else "module_state_dict")()
-            return {name: state[name] for name in found}
-        return {
-            name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in found.items()
-        }
+        is_torchs = any(hasattr(parameter, "full_tensor") for parameter in found.values())
+        if self.kind not in ("zero3", "fsdp") or is_torchs:
+            return {name: full(parameter) for name, parameter in found.items()}
+        state = self.find("full_state_dict" if self.kind == "fsdp" else "module_state_dict")()
+        return {name: state[name] for name in found}
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def one_device(plain, batches, loss=lambda model, batch: loss_of(model(batch))):
-    """Accumulate the ranks' gradients in rank order, then divide; batches[rank] are its micro-batches."""
+    """Accumulate the ranks' gradients in rank order, then divide. batches[rank] are its micro-batches."""
     total = {}
     for micro_batches in batches:
         plain.zero_grad()
@@ -126,6 +133,10 @@ def one_device(plain, batches, loss=lambda model, batch: loss_of(model(batch))):
         parameter.grad = total[name] / len(batches) if name in total else None
 
 
+def do_nothing(trainer):
+    pass
+
+
 def trains_as_one_device(
     make,
     model="plain",
@@ -134,53 +145,69 @@ def trains_as_one_device(
     micro=1,
     sync="last",
     start=0,
-    before=None,
-    after=None,
+    before=do_nothing,
+    after=do_nothing,
     **options,
 ):
-    """Four steps on data of its own for each rank and step; parameters compared after each, DDP's gradients as well.
+    """Train for four steps, with other data on each rank in each step, and compare after each step.
 
-    The trainer, and in it what trains on one device, is shown to `before` and `after` before and after each step.
+    `before(trainer)` and `after(trainer)` are called around the optimizer's step. `trainer.plain` is
+    the model on one device, `trainer.plain_optimizer` its optimizer.
     """
-    ranks, rank = dist.get_process_group_ranks(options.get("group", pool.group())), dist.get_rank()
+    ranks = dist.get_process_group_ranks(options.get("group", pool.group()))
+    rank = dist.get_rank()
     dtype = torch.float32 if exact else torch.float64
-    plain = (make_model(model) if isinstance(model, str) else copy.deepcopy(model)).to(dtype)
+    plain = make_model(model) if isinstance(model, str) else model()
+    plain = plain.to(dtype)
     module = copy.deepcopy(plain)
     for parameter in module.parameters():
         parameter.data += start * rank  # rank 0's are those that count
     trainer = make(module, optimizer, **options)
-    trainer.plain, trainer.plain_optimizer = plain, OPTIMIZERS[optimizer](plain.parameters())
+    trainer.plain = plain
+    trainer.plain_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     for step in range(4):
         batches = {r: [make_batch(r, 10 * step + i, dtype) for i in range(micro)] for r in ranks}
         one_device(plain, batches.values())
         trainer.optimizer.zero_grad()
         trainer.backward(batches[rank], sync=sync)
-        if before:
-            before(trainer)
+        before(trainer)
         trainer.optimizer.step()
         trainer.plain_optimizer.step()
-        if after:
-            after(trainer)
-        ours = trainer.whole()
-        check(ours.keys() == dict(plain.named_parameters()).keys(), f"parameters are {list(ours)}")
-        for name, parameter in plain.named_parameters():
-            same(ours.get(name), parameter, f"{name} after step {step + 1}", exact)
-            grad = module.get_parameter(name).grad if trainer.kind == "ddp" else None
+        after(trainer)
+        compare(trainer, step + 1, exact)
+
+
+def compare(trainer, step, exact):
+    ours = trainer.whole()
+    plain = dict(trainer.plain.named_parameters())
+    check(ours.keys() == plain.keys(), f"parameters are {list(ours)}")
+    for name, parameter in plain.items():
+        same(ours.get(name), parameter, f"{name} after step {step}", exact)
+        if trainer.kind == "ddp":
+            grad = trainer.module.get_parameter(name).grad
             if grad is not None and parameter.grad is not None:
-                same(grad, parameter.grad, f"gradient of {name}", exact)
+                same(grad, parameter.grad, f"gradient of {name} in step {step}", exact)
+
+
+# ---- the claims
 
 
 class Uses(nn.Module):
-    """Nobody uses `nobody`; `first` is used where the data say so, which differs by rank and step, or never."""
+    """Never uses `nobody`. If `ranks_differ`, the data decide which of two layers a rank uses."""
 
-    def __init__(self, differ):
+    def __init__(self, ranks_differ):
         super().__init__()
         torch.manual_seed(1)  # on every rank
-        self.first, self.second, self.nobody = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(2, 2)
-        self.differ = differ
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 6)
+        self.nobody = nn.Linear(2, 2)
+        self.ranks_differ = ranks_differ
 
     def forward(self, x):
-        return self.second(x) + (self.first(x) if self.differ and x[0, 0] > 0 else 0)
+        uses_first = self.ranks_differ and x[0, 0] > 0
+        layer = self.first if uses_first else self.second
+        return self.last(layer(x))
 
 
 class Twice(Blocks):
@@ -207,12 +234,13 @@ def clip(trainer):
     same(trainer.clip_grad_norm_(0.01), norm, "norm")
 
 
-ZERO = "zero1 zero2 zero3"
-ALL, SHARDED = f"ddp {ZERO} fsdp", f"{ZERO} fsdp"
-trains = partial(say, check=trains_as_one_device)
+def trains(name, sentence, worlds, kinds, **how):
+    say(name, sentence, worlds, kinds, trains_as_one_device, **how)
+
+
 trains(
     "mean_gradient",
-    "A step of SGD moves by the mean of the ranks' gradients, each from its own data.",
+    "A step of SGD moves the parameters by the mean of the ranks' gradients.",
     [2, 3],
     ALL,
 )
@@ -220,49 +248,61 @@ trains("momentum", "SGD with momentum trains as on one device.", [3], ALL, optim
 trains("adamw", "AdamW trains as on one device.", [3], ALL, optimizer="adamw")
 trains(
     "bitwise",
-    "At two ranks, in float32, it trains bitwise as on one.",
+    "Two ranks train bitwise as one device does, in float32.",
     [2],
     ALL,
     optimizer="adamw",
     exact=True,
+    about="property",
 )
 trains(
     "bitwise_at_four",
-    "At four ranks, too, bitwise: it adds in rank order.",
+    "Four ranks train bitwise as one device does, because gradients are added in rank order.",
     [4],
     SHARDED,
     exact=True,
+    about="property",
 )
 trains(
     "start_of_rank_0",
-    "Ranks seeded differently start from rank 0's weights.",
+    "Ranks that were seeded differently start from the weights of rank 0.",
     [3],
     f"ddp {ZERO}",
     start=1,
 )
-trains("tied", "A parameter that two layers share stays one.", [2], ALL, model="tied")
-trains("frozen", "Frozen parameters stay, and the others train.", [2], ALL, model="frozen")
+trains("tied", "A parameter that two layers share stays one parameter.", [2], ALL, model="tied")
+trains("frozen", "Frozen parameters do not change, and the others train.", [2], ALL, model="frozen")
 trains(
-    "odd_shapes", "Scalar, empty, strided and one-element parameters train.", [3], ALL, model="odd"
+    "odd_shapes",
+    "Scalar, empty, strided and one-element parameters train.",
+    [3],
+    ALL,
+    model="odd",
 )
-trains("called_twice", "A layer that forward calls twice trains.", [2], ALL, model=Twice("plainly"))
 trains(
-    "checkpointed",
-    "A layer that is recomputed in backward trains.",
+    "called_twice",
+    "A layer that forward calls twice trains.",
     [2],
     ALL,
-    model=Twice("checkpointed"),
+    model=partial(Twice, "plainly"),
+)
+trains(
+    "checkpointed",
+    "A layer that backward computes again trains.",
+    [2],
+    ALL,
+    model=partial(Twice, "checkpointed"),
 )
 trains(
     "accumulation",
-    "All micro-batches count, when all but the last run under no_sync.",
+    "Gradients of all micro-batches count if all but the last run under no_sync.",
     [2, 3],
     ALL,
     micro=3,
 )
 trains(
     "accumulation_synchronised",
-    "All count, too, when each is synchronised.",
+    "Gradients of all micro-batches count if each is synchronised.",
     [2],
     ALL,
     micro=3,
@@ -271,19 +311,31 @@ trains(
 UNUSED = {"optimizer": "adamw", "find_unused_parameters": True}
 trains(
     "unused",
-    "What nobody uses stays, under weight decay, too.",
+    "A parameter that no rank uses does not change, weight decay or not.",
     [2],
     ALL,
-    model=Uses(False),
+    model=partial(Uses, False),
     **UNUSED,
 )
-sentence = "What some ranks use is averaged with the others' zeros, and nobody hangs."
-trains("unused_on_one_rank", sentence, [3], "ddp zero1 zero2", model=Uses(True), **UNUSED)
-sentence = "A forward without gradients, between backward and step and after it, sees the weights of that moment."
-trains("evaluation", sentence, [2], ALL, before=evaluate, after=evaluate)
+trains(
+    "unused_on_one_rank",
+    "A parameter that some ranks use gets the mean over all ranks, and no rank hangs.",
+    [3],
+    "ddp zero1 zero2",
+    model=partial(Uses, True),
+    **UNUSED,
+)
+trains(
+    "evaluation",
+    "An evaluation between backward and step, or after it, uses the weights of that moment.",
+    [2],
+    ALL,
+    before=evaluate,
+    after=evaluate,
+)
 trains(
     "clipping",
-    "The norm to clip by is that of the whole gradient, on every rank.",
+    "Clipping uses the norm of the whole gradient on every rank.",
     [3],
     SHARDED,
     before=clip,
@@ -292,17 +344,18 @@ trains(
 
 @claim(ALL, 4)
 def replicas(make):
-    """After each step all ranks hold the same bits, in float32, too."""
+    """All ranks hold the same bits after each step, in float32."""
     trainer = make(make_model("plain"), "adamw")
     for step in range(3):
         trainer.step([make_batch(pool.rank(), step)])
-        same_on_all(
-            torch.cat([p.detach().flatten() for p in trainer.whole().values()]), "parameters"
-        )
+        flat = torch.cat([p.detach().flatten() for p in trainer.whole().values()])
+        same_on_all(flat, f"parameters after step {step + 1}")
 
 
 @claim(ALL, 4)
 def groups_apart(make):
-    """Two groups side by side never meet."""
-    groups, side = [dist.new_group([0, 2]), dist.new_group([1, 3])], dist.get_rank() % 2
-    trains_as_one_device(make, make_model("plain", seed=side), group=groups[side])
+    """Two process groups train side by side and do not mix."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    side = dist.get_rank() % 2
+    model = partial(make_model, "plain", seed=side)
+    trains_as_one_device(make, model, group=groups[side])

@@ -1,6 +1,7 @@
-"""Wrong on purpose: common mistakes, each in a few lines, and the claim that catches it.
+"""Wrong on purpose: common mistakes, each in a few lines, and the claim that catches each.
 
-Most of them shipped somewhere. A class or function named Plain… is right; the mistakes are made in it.
+Most of them shipped somewhere. The implementations in RIGHT are right. Mistakes are made in them, and
+the claims listed with them say what they lack.
 """
 
 import importlib
@@ -13,13 +14,13 @@ FILES = [
     "pipeline",
     "amp",
     "lora",
-    "attention",
     "activation_checkpoint",
+    "attention",
     "all_reduce",
 ]
 
-MISTAKES = []  # (kind, specification of the implementation, claim that does not hold for it)
-RIGHT = []  # (kind, specification of the implementation, claims that do not hold for it)
+MISTAKES = []  # (kind, "wrong.file:name", the claim that does not hold)
+RIGHT = []  # (kind, "wrong.file:name", the claims that do not hold)
 for _file in FILES:
     _module = importlib.import_module(f"wrong.{_file}")
     for _kind, _claims in _module.MISTAKES.items():

@@ -1,4 +1,4 @@
-"""Mistakes people make in activation checkpointing, and the claim that catches each."""
+"""Mistakes in computing activations again, and the claim that catches each."""
 
 import itertools
 from contextlib import nullcontext
@@ -9,29 +9,34 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 def plain_checkpoint(
-    function, *args, grad_mode=torch.enable_grad, random=True, autocast=True, **kwargs
+    function, *args, same_random=True, fork=True, autocast_dtype=torch.bfloat16, **kwargs
 ):
-    """Right, but that it holds its inputs, runs to the end each time, and compares nothing."""
-    state, again = (
-        torch.get_rng_state(),
-        torch.autocast("cpu", torch.bfloat16, torch.is_autocast_enabled("cpu")),
-    )
-    saved, numbers = [], itertools.count()
+    """Right, but it compares nothing: neither what is saved nor the versions of its inputs."""
+    random_state = torch.get_rng_state()
+    had_autocast = torch.is_autocast_enabled("cpu")
+    saved = []  # what the recomputation saves
+    numbers = itertools.count()
 
-    def recompute(number):
+    def remember(tensor):
+        return next(numbers), tensor.dtype
+
+    def save(tensor):
+        saved.append(tensor.detach())
+
+    def recompute(remembered):
+        number, dtype = remembered
         if not saved:
-            with torch.random.fork_rng(), again if autocast else nullcontext(), grad_mode():
-                if random:
-                    torch.set_rng_state(state)
-                with saved_tensors_hooks(
-                    lambda tensor: saved.append(tensor.detach()), lambda tensor: tensor
-                ):
+            autocast = torch.autocast("cpu", autocast_dtype, had_autocast)
+            with torch.random.fork_rng() if fork else nullcontext(), autocast, torch.enable_grad():
+                if same_random:
+                    torch.set_rng_state(random_state)
+                with saved_tensors_hooks(save, lambda tensor: tensor):
                     function(*args, **kwargs)
-        return saved[number]
+        return saved[number].to(dtype)
 
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    with saved_tensors_hooks(lambda _: next(numbers), recompute):
+    with saved_tensors_hooks(remember, recompute):
         return function(*args, **kwargs)
 
 
@@ -39,13 +44,13 @@ def keeps_everything(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 
-draws_anew = partial(plain_checkpoint, random=False)
-forgets_autocast = partial(plain_checkpoint, autocast=False)
-recomputes_without_grad = partial(plain_checkpoint, grad_mode=torch.no_grad)
+draws_anew = partial(plain_checkpoint, same_random=False)
+leaves_its_random_state = partial(plain_checkpoint, fork=False)
+forgets_autocasts_dtype = partial(plain_checkpoint, autocast_dtype=torch.float16)
 
 
 class OnlyInputs(torch.autograd.Function):
-    """Asks for gradients of the inputs alone."""
+    """Computes gradients of the inputs alone."""
 
     @staticmethod
     def forward(ctx, function, *inputs):
@@ -65,18 +70,14 @@ def without_parameters(function, *args):
     return OnlyInputs.apply(function, *args)
 
 
-MISTAKES = {  # of each kind: an implementation, and the claim that does not hold for it
+MISTAKES = {
     "activation-checkpoint": {
         "draws_anew": "random_numbers",
-        "forgets_autocast": "autocast_again",
-        "recomputes_without_grad": "recomputed",
+        "leaves_its_random_state": "random_numbers",
+        "forgets_autocasts_dtype": "autocast_again",
         "without_parameters": "recomputed",
         "keeps_everything": "forgotten",
         "plain_checkpoint": "differs",
     },
 }
-RIGHT = {  # what the mistakes are made in, and the claims that do not hold for it
-    "activation-checkpoint": {
-        "plain_checkpoint": ["differs"],
-    },
-}
+RIGHT = {"activation-checkpoint": {"plain_checkpoint": ["differs"]}}

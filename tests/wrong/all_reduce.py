@@ -1,4 +1,4 @@
-"""Mistakes people make in all-reduce, and the claim that catches each."""
+"""Mistakes in all-reducing, and the claim that catches each."""
 
 import time
 
@@ -10,51 +10,59 @@ from wrong.common import gathered
 
 
 def plain_all_reduce(tensor):
-    """Right: every rank adds up all of them in rank order."""
+    """Every rank adds up all tensors in rank order."""
     first, *others = gathered(tensor)
     tensor.copy_(sum(others, first))
 
 
 def own_first(tensor):
-    """Each rank adds the others' to its own: replicas drift apart, by roundings."""
-    everyone, rank = gathered(tensor), dist.get_rank()
-    tensor.copy_(sum(everyone[:rank] + everyone[rank + 1 :], everyone[rank]))
+    """Each rank adds the others' to its own, so replicas drift apart by rounding."""
+    everyone = gathered(tensor)
+    own = everyone.pop(dist.get_rank())
+    tensor.copy_(sum(everyone, own))
 
 
 def ring_off_by_one(tensor):
-    """The second round begins where the first began, one part too early."""
-    rank, N = dist.get_rank(), dist.get_world_size()
+    """The second round begins one part too early, where the first began."""
+    if tensor.numel() == 0:
+        return
+    rank = dist.get_rank()
+    N = dist.get_world_size()
     parts = list(F.pad(tensor.flatten(), (0, -tensor.numel() % N)).chunk(N))
-    for step in range(2 * (N - 1)) if tensor.numel() else ():
-        first, incoming = rank - (step if step < N - 1 else step - 1), torch.empty_like(parts[0])
+    for step in range(2 * (N - 1)):
+        is_reducing = step < N - 1
+        first = rank - (step if is_reducing else step - 1)
+        incoming = torch.empty_like(parts[0])
         sent = dist.isend(parts[first % N], (rank + 1) % N)
         dist.recv(incoming, (rank - 1) % N)
         sent.wait()
-        parts[(first - 1) % N] = incoming + (parts[(first - 1) % N] if step < N - 1 else 0)
+        before = (first - 1) % N
+        parts[before] = incoming + parts[before] if is_reducing else incoming
     tensor.copy_(torch.cat(parts)[: tensor.numel()].view_as(tensor))
 
 
 def never_folds_in(tensor):
-    """As of recursive doubling among the first two of three ranks: the third takes the sum, and gives nothing."""
+    """Recursive doubling among the first two of three ranks. The third takes the sum and adds nothing."""
     everyone = gathered(tensor)
-    tensor.copy_(sum(everyone[: 1 << (len(everyone).bit_length() - 1)]))
+    power_of_two = 1 << (len(everyone).bit_length() - 1)
+    tensor.copy_(sum(everyone[:power_of_two]))
+
+
+in_flight = []  # without its handle a message might not arrive at all
 
 
 def leaves_before_it_is_sent(tensor):
-    """Rank 0 hands the sum out, and returns while it is on its way."""
+    """Rank 0 returns while the sum is on its way to the others."""
     dist.reduce(tensor, 0)
     if dist.get_rank() == 0:
-        kept.extend(dist.isend(tensor, to) for to in range(1, dist.get_world_size()))
+        in_flight.extend(dist.isend(tensor, to) for to in range(1, dist.get_world_size()))
     else:
-        time.sleep(0.2)  # so that it is not luck whether it is still on its way
+        time.sleep(0.2)  # so that it is certainly still on its way
         dist.recv(tensor, 0)
 
 
-kept = []  # what is in flight: without its handle it might not arrive at all
-
-
 def forgets_the_strides(tensor):
-    """A contiguous copy is summed up, and the tensor stays as it was."""
+    """Sums up a contiguous copy and leaves the tensor as it was."""
     plain_all_reduce(tensor.contiguous())
 
 
@@ -62,7 +70,7 @@ def whole_world(tensor, process_group=None):
     plain_all_reduce(tensor)
 
 
-MISTAKES = {  # of each kind: an implementation, and the claim that does not hold for it
+MISTAKES = {
     "all-reduce": {
         "ring_off_by_one": "summed",
         "never_folds_in": "summed",
@@ -72,8 +80,4 @@ MISTAKES = {  # of each kind: an implementation, and the claim that does not hol
         "whole_world": "all_reduces_apart",
     },
 }
-RIGHT = {  # what the mistakes are made in, and the claims that do not hold for it
-    "all-reduce": {
-        "plain_all_reduce": [],
-    },
-}
+RIGHT = {"all-reduce": {"plain_all_reduce": []}}

@@ -1,4 +1,4 @@
-"""Mistakes people make in GradScaler, and the claim that catches each."""
+"""Mistakes in scaling the loss, and the claim that catches each."""
 
 import torch
 
@@ -6,8 +6,7 @@ import amp
 from wrong.common import changed
 
 Scaler = amp.GradScaler
-EachRankForItself = torch.amp.GradScaler  # leaves it to who has summed the gradients
-NeverUnscales = changed(Scaler, step=lambda self, optimizer: optimizer.step())
+EachRankForItself = torch.amp.GradScaler  # it expects gradients that are the same on all ranks
 StepsAnyway = changed(
     Scaler, step=lambda self, optimizer: (Scaler.step(self, optimizer), optimizer.step())
 )
@@ -15,7 +14,19 @@ ForgetsItsCount = changed(
     Scaler, state_dict=lambda self: {**Scaler.state_dict(self), "_growth_tracker": 0}
 )
 
-MISTAKES = {  # of each kind: an implementation, and the claim that does not hold for it
+
+class NeverUnscales(Scaler):
+    """Looks for an overflow, and steps with the scaled gradients."""
+
+    def step(self, optimizer):
+        (weight,) = optimizer.param_groups[0]["params"]
+        scaled = weight.grad.clone()
+        self.unscale_(optimizer)
+        weight.grad = scaled
+        super().step(optimizer)
+
+
+MISTAKES = {
     "grad-scaler": {
         "EachRankForItself": "shared_overflow",
         "StepsAnyway": "skipped",

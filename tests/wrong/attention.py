@@ -1,10 +1,22 @@
-"""Mistakes people make in attention, and the claim that catches each."""
+"""Mistakes in attention by blocks, and the claim that catches each."""
 
 from functools import partial
 
 import torch
 
 from flash_attention import FlashAttention
+
+
+def from_the_end(S, Skv):
+    return Skv - S
+
+
+def largest_of(scores):
+    return scores.amax(-1, keepdim=True)
+
+
+def consecutive(x, groups):
+    return x.repeat_interleave(groups, 1)
 
 
 def plain_attention(
@@ -14,37 +26,43 @@ def plain_attention(
     causal=False,
     scale=None,
     *,
-    offset=lambda S, Skv: Skv - S,
-    largest=lambda scores: scores.amax(-1, keepdim=True),
-    rescaled=torch.mul,
-    least=1.0,
-    share=lambda x, groups: x.repeat_interleave(groups, 1),
+    offset=from_the_end,  # of the causal mask's diagonal
+    largest=largest_of,  # what is subtracted from the scores
+    rescale=torch.mul,  # the running sum, when the maximum grows
+    least=1.0,  # the smallest sum to divide by
+    share=consecutive,  # heads of keys among heads of queries
 ):
-    """Online softmax over blocks of 64 keys; autograd keeps all of them."""
-    k, v = (share(x, q.shape[1] // k.shape[1]) for x in (k, v))
+    """Online softmax over blocks of 64 keys. Autograd keeps all blocks."""
+    k = share(k, q.shape[1] // k.shape[1])
+    v = share(v, q.shape[1] // v.shape[1])
     S, Skv = q.shape[2], k.shape[2]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     hidden = torch.ones(S, Skv, dtype=torch.bool).triu(offset(S, Skv) + 1) & causal
-    m, l, O = torch.tensor(-1e300, dtype=torch.float64), torch.zeros(()), torch.zeros(())
+    m = torch.tensor(-1e300, dtype=torch.float64)  # the running maximum
+    l = torch.zeros(())  # the running sum of exponentials
+    O = torch.zeros(())  # the running output
     for k_j, v_j, hidden_j in zip(k.split(64, 2), v.split(64, 2), hidden.split(64, 1), strict=True):
-        scores = q @ k_j.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-        scores = scores.masked_fill(hidden_j, -torch.inf)
-        before, m = m, torch.maximum(m, largest(scores)).detach()
-        P, correction = (scores - m).exp(), (before - m).exp()
-        l, O = rescaled(l, correction) + P.sum(-1, keepdim=True), O * correction + P @ v_j
+        scores = (q @ k_j.mT * scale).masked_fill(hidden_j, -torch.inf)
+        m_new = torch.maximum(m, largest(scores)).detach()
+        P = (scores - m_new).exp()
+        correction = (m - m_new).exp()
+        l = rescale(l, correction) + P.sum(-1, keepdim=True)
+        O = O * correction + P @ v_j
+        m = m_new
     return O / l.clamp(min=least)
 
 
-# The running maximum scales O, but not the sum that is there already.
-forgets_to_scale_the_sum = partial(plain_attention, rescaled=lambda sum, correction: sum)
+# A new maximum rescales the output, but not the sum so far.
+forgets_to_scale_the_sum = partial(plain_attention, rescale=lambda total, correction: total)
 # The first query sees the first key only, however many keys there are.
 aligned_at_the_start = partial(plain_attention, offset=lambda S, Skv: 0)
 # A query that sees nothing is 0/0.
 divides_zero_by_zero = partial(plain_attention, least=0.0)
-# e^score, of any score.
+# The exponential of a large score overflows.
 knows_no_maximum = partial(
     plain_attention, largest=lambda scores: torch.zeros_like(scores[..., :1])
 )
-# Query heads take the heads of keys in turns.
+# Heads of queries take the heads of keys in turns.
 shares_heads_in_turns = partial(plain_attention, share=lambda x, groups: x.repeat(1, groups, 1, 1))
 
 
@@ -60,7 +78,7 @@ def draws_its_mask_anew(q, k, v, causal=False, dropout_p=0.0):
     return DrawsItsMaskAnew.apply(q, k, v, causal, None, dropout_p, torch.randint(2**62, ()), 64)
 
 
-MISTAKES = {  # of each kind: an implementation, and the claim that does not hold for it
+MISTAKES = {
     "attention": {
         "forgets_to_scale_the_sum": "as_dense",
         "aligned_at_the_start": "causal_at_the_end",
@@ -68,11 +86,6 @@ MISTAKES = {  # of each kind: an implementation, and the claim that does not hol
         "shares_heads_in_turns": "shared_heads",
         "knows_no_maximum": "large_scores",
         "draws_its_mask_anew": "dropout",
-        "plain_attention": "no_matrix_is_kept",
     },
 }
-RIGHT = {  # what the mistakes are made in, and the claims that do not hold for it
-    "attention": {
-        "plain_attention": ["no_matrix_is_kept"],
-    },
-}
+RIGHT = {"attention": {"plain_attention": ["no_matrix_is_kept"]}}

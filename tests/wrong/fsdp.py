@@ -1,4 +1,4 @@
-"""Mistakes people make in fully_shard, and the claim that catches each."""
+"""Mistakes in sharding parameters, and the claim that catches each."""
 
 from functools import partial
 
@@ -17,9 +17,8 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return (
-            summed(gradient).chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
-        )
+        N = dist.get_world_size()
+        return summed(gradient).chunk(N)[dist.get_rank()] / N
 
 
 SummingGather = changed(
@@ -28,28 +27,35 @@ SummingGather = changed(
 
 
 def shard(parameter, gather):
-    flat, shape, N = parameter.detach().flatten(), parameter.shape, dist.get_world_size()
+    """-> this rank's piece as a parameter, with `whole()`"""
+    N = dist.get_world_size()
+    flat = parameter.detach().flatten()
+    shape = parameter.shape
     piece = F.pad(flat, (0, -len(flat) % N)).chunk(N)[dist.get_rank()].clone()
     piece = nn.Parameter(piece, parameter.requires_grad)
     piece.whole = lambda: gather.apply(piece)[: shape.numel()].view(shape)
     return piece
 
 
-def keeps_what_it_gathers(
-    module, gather=Gather, start=lambda parameter: parameter, due=lambda: True
-):
-    """Right, and all that there is to FSDP, but for memory: autograd keeps what has been gathered until backward."""
-    pieces, wholes = (
-        {},
-        {},
-    )  # (a module, a parameter's name): what it holds outside of forward, and in forward
+def unchanged(parameter):
+    return parameter
+
+
+def always():
+    return True
+
+
+def keeps_what_it_gathers(module, gather=Gather, start=unchanged, is_due=always):
+    """FSDP's results, but not its memory: autograd keeps what has been gathered until backward."""
+    pieces = {}  # (a module, a parameter's name): what the module holds outside of forward
+    wholes = {}  # and in forward
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if not hasattr(parameter, "whole"):
                 pieces[owner, name] = owner._parameters[name] = shard(start(parameter), gather)
 
     def gather_all(*_):
-        if due():
+        if is_due():
             wholes.update({place: piece.whole() for place, piece in pieces.items()})
         hold(wholes)
 
@@ -58,9 +64,8 @@ def keeps_what_it_gathers(
             owner._parameters[name] = tensor
 
     module.register_forward_pre_hook(gather_all)
-    module.register_forward_hook(
-        lambda *_: hold(pieces), always_call=True
-    )  # a recomputation may end before its end
+    # always_call: a recomputation may stop before its end.
+    module.register_forward_hook(lambda *_: hold(pieces), always_call=True)
     return module
 
 
@@ -69,11 +74,11 @@ def full_state_dict(module):
 
 
 sums_shards = partial(keeps_what_it_gathers, gather=SummingGather)
-# The weights that are given are thrown away.
+# It throws the given weights away.
 initialises_again = partial(keeps_what_it_gathers, start=nn.init.uniform_)
-# Gathers for training only: an evaluation after the step finds what forward had.
-stale_in_evaluation = partial(keeps_what_it_gathers, due=torch.is_grad_enabled)
-# nn.utils.clip_grad_norm_ over pieces: every rank divides by another norm.
+# It gathers for training only, so an evaluation after the step uses the weights before it.
+stale_in_evaluation = partial(keeps_what_it_gathers, is_due=torch.is_grad_enabled)
+# Without a clip_grad_norm_ of its own, every rank clips by the norm of its pieces.
 clips_by_its_own_norm = keeps_what_it_gathers
 
 
@@ -81,7 +86,7 @@ def shards_nothing(module):
     return module
 
 
-MISTAKES = {  # of each kind: an implementation, and the claim that does not hold for it
+MISTAKES = {
     "fsdp": {
         "sums_shards": "mean_gradient",
         "initialises_again": "mean_gradient",
@@ -91,8 +96,8 @@ MISTAKES = {  # of each kind: an implementation, and the claim that does not hol
         "shards_nothing": "parameters_are_shards",
     },
 }
-RIGHT = {  # what the mistakes are made in, and the claims that do not hold for it
+RIGHT = {
     "fsdp": {
-        "keeps_what_it_gathers": ["bitwise_at_four", "clipping", "nothing_whole_is_kept", "tied"],
+        "keeps_what_it_gathers": ["nothing_whole_is_kept", "tied", "clipping", "bitwise_at_four"],
     },
 }

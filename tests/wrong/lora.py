@@ -1,4 +1,4 @@
-"""Mistakes people make in LoRA, and the claim that catches each."""
+"""Mistakes in adapters, and the claim that catches each."""
 
 import torch.nn as nn
 
@@ -6,7 +6,7 @@ import lora
 
 
 def starts_changed(model, r, lora_alpha, target_modules):
-    """B is drawn at random, as A is."""
+    """Draws B at random, as A."""
     model = lora.inject_lora(model, r, lora_alpha, target_modules=target_modules)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -22,7 +22,7 @@ def forgets_alpha_over_r(model, r, lora_alpha, target_modules):
     return lora.inject_lora(model, r, lora_alpha=r, target_modules=target_modules)
 
 
-MISTAKES = {  # of each kind: an implementation, and the claim that does not hold for it
+MISTAKES = {
     "lora": {
         "starts_changed": "unchanged_at_first",
         "trains_the_base_too": "base_stays",

@@ -1,4 +1,4 @@
-"""Mistakes people make in column and row linear, and the claim that catches each."""
+"""Mistakes in splitting a linear layer, and the claim that catches each."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from wrong.common import changed, summed
 
 
 class Column(nn.Linear):
-    """Computes its features right; its backward knows of no others."""
+    """Computes its features right, but each rank's gradient of the input knows no other rank."""
 
     def __init__(self, in_features, out_features, bias=True):
         super().__init__(in_features, out_features // dist.get_world_size(), bias)
@@ -25,38 +25,29 @@ class Sum(torch.autograd.Function):
         return gradient
 
 
-# The sum's conjugate is the identity: every rank has the whole gradient of the output already.
+# The conjugate of the sum is the identity, because every rank has the output's whole gradient.
 SumBothWays = changed(Sum, backward=Sum.forward)
 
 
-class Row(nn.Linear):
-    """Right."""
-
+class PlainRow(nn.Linear):
     sum = Sum
 
     def __init__(self, in_features, out_features, bias=True):
         super().__init__(in_features // dist.get_world_size(), out_features, bias)
 
     def forward(self, x):
-        return self.sum.apply(F.linear(x, self.weight)) + (0 if self.bias is None else self.bias)
+        y = self.sum.apply(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
 
 
 AddsTheBiasOnEveryRank = changed(
-    Row, forward=lambda self, x: Sum.apply(F.linear(x, self.weight, self.bias))
+    PlainRow, forward=lambda self, x: Sum.apply(F.linear(x, self.weight, self.bias))
 )
-SumsGradientsToo = changed(Row, sum=SumBothWays)
+SumsGradientsToo = changed(PlainRow, sum=SumBothWays)
 
-MISTAKES = {  # of each kind: an implementation, and the claim that does not hold for it
-    "column-linear": {
-        "Column": "column",
-    },
-    "row-linear": {
-        "AddsTheBiasOnEveryRank": "row",
-        "SumsGradientsToo": "row",
-    },
+
+MISTAKES = {
+    "column-linear": {"Column": "column"},
+    "row-linear": {"AddsTheBiasOnEveryRank": "row", "SumsGradientsToo": "row"},
 }
-RIGHT = {  # what the mistakes are made in, and the claims that do not hold for it
-    "row-linear": {
-        "Row": [],
-    },
-}
+RIGHT = {"row-linear": {"PlainRow": []}}

@@ -1,4 +1,4 @@
-"""Mistakes people make in ZeRO-1, over gradients that are averaged already, and the claim that catches each."""
+"""Mistakes in ZeRO-1 over gradients that are averaged already, and the claim that catches each."""
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,13 @@ class PlainZero1(torch.optim.Optimizer):
     def make(self, optimizer_class, arguments):
         return optimizer_class(self.mine, **arguments)
 
-    def tell(self):
-        self.optimizer.param_groups[0].update(
-            {k: v for k, v in self.param_groups[0].items() if k != "params"}
-        )
+    def pass_on_options(self):
+        group = dict(self.param_groups[0])
+        del group["params"]
+        self.optimizer.param_groups[0].update(group)
 
     def step(self):
-        self.tell()
+        self.pass_on_options()
         self.optimizer.step()
         for i, parameter in enumerate(self.parameters):
             self.send(parameter, i % dist.get_world_size())
@@ -35,13 +35,13 @@ class PlainZero1(torch.optim.Optimizer):
 
 SavesItsOwnPart = changed(PlainZero1, state_dict=lambda self: self.optimizer.state_dict())
 KeepsItsUpdates = changed(PlainZero1, send=lambda self, parameter, src: None)
-# A scheduler changes the groups of the outer optimizer; nobody tells the inner one.
-FixedLearningRate = changed(PlainZero1, tell=lambda self: None)
+# A scheduler changes the groups of the outer optimizer, and the inner one does not notice.
+FixedLearningRate = changed(PlainZero1, pass_on_options=lambda self: None)
 KeepsTheWholeState = changed(
     PlainZero1, make=lambda self, optimizer, options: optimizer(self.parameters, **options)
 )
 
-MISTAKES = {  # of each kind: an implementation, and the claim that does not hold for it
+MISTAKES = {
     "zero1": {
         "KeepsItsUpdates": "mean_gradient",
         "SavesItsOwnPart": "whole_state_dict",
@@ -49,8 +49,4 @@ MISTAKES = {  # of each kind: an implementation, and the claim that does not hol
         "KeepsTheWholeState": "state_is_sharded",
     },
 }
-RIGHT = {  # what the mistakes are made in, and the claims that do not hold for it
-    "zero1": {
-        "PlainZero1": ["bitwise_at_four", "whole_state_dict"],
-    },
-}
+RIGHT = {"zero1": {"PlainZero1": ["whole_state_dict", "bitwise_at_four"]}}
