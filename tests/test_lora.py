@@ -287,17 +287,17 @@ def test_average_adapters_is_the_mean_also_where_a_rank_has_not_used_one_and_onl
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pool.on(2, 3)
 def test_an_adapted_model_trains_under_ddp_and_fsdp_as_on_one_device(kind, quantize):
-    make, exact = (
-        partial(Trainer, kind, claims.resolve(claims.KINDS[kind].ours)),
-        pool.world_size() == 2,
-    )
+    make = partial(Trainer, kind, claims.resolve(claims.KINDS[kind].ours))
+    exact = pool.world_size() == 2
+
+    def adapted():
+        return trained(inject(make_model("plain"), quantize=quantize))
+
+    def adapter(trainer):
+        return lora.adapter_state_dict(trainer.module, trainer.whole())
+
     registry._problems.clear()
     with claims.default_group(pool.group()):
-        plain, adapter = (
-            trained(inject(make_model("plain"), quantize=quantize)),
-            lora.adapter_state_dict,
-        )
-        trains_as_one_device(
-            make, plain, "adamw", exact, after=lambda t: adapter(t.module, t.whole())
-        )
+        trains_as_one_device(make, adapted, "adamw", exact, after=adapter)
+
     assert not registry._problems
