@@ -1,31 +1,37 @@
-"""DDP: every rank holds the whole model, trains on its own part of the batch, and averages gradients with the others.
+"""DDP: every rank holds the whole model and trains it on its own part of the batch.
 
-One step on N = 2 ranks. Backward produces the gradients of the last layers first; they are collected in that order into
-buckets, and a full bucket is all-reduced while backward goes on with the layers below:
+In a step, each rank runs forward and backward on its part. While backward runs, the ranks average
+their gradients. Then every rank makes the same update, so the replicas stay equal.
 
-    rank 0   batch 0 → forward → backward   layer 4 │ layer 3 │ layer 2 │ layer 1 │      │ optimizer step
-                                 all-reduce                   └── bucket 0 ──┘    └ bucket 1 ┘
-    rank 1   batch 1 → forward → backward   layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
+Backward computes the gradients of the last layers first. They fill buckets in that order. A full
+bucket is all-reduced while backward computes the gradients of earlier layers. Two ranks:
 
-The loss is a mean over the batch, of which all ranks have as much, so the mean of their gradients is that of the whole
-batch. All ranks start with rank 0's weights and make the same updates: replicas stay bitwise equal, no weight travels.
+    rank 0   forward → backward: layer 4 │ layer 3 │ layer 2 │ layer 1 │      │ optimizer step
+                    all-reduce:                    └── bucket 0 ──┘    └ bucket 1 ┘
+    rank 1   forward → backward: layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
 
-Cost per rank in elements, with Adam; Ψ parameters:
+The loss is a mean over samples. Ranks hold equal shares of the batch, so the average of their
+gradients is the gradient of the whole batch. Parameters are sent once, when DDP is constructed.
 
-                               parameters   gradients   optimizer   sent per step
-    one device                 Ψ            Ψ           2Ψ          0
-    DDP                        Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
-    gradient_as_bucket_view    Ψ            Ψ           2Ψ          the same; .grad is a view into its bucket
+Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
 
-Run:      torchrun --nproc-per-node 2 ddp.py          (python ddp.py is a world of one)
-Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, §3.2: buckets, overlap, no_sync, unused parameters
+                              parameters   gradients   optimizer   sent per step
+    one device                Ψ            Ψ           2Ψ          0
+    DDP                       Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
+    gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad is in the bucket
+
+Run:      torchrun --nproc-per-node 2 ddp.py
+          python ddp.py runs one rank
+Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 3.2
 Mirrors:  torch.nn.parallel.DistributedDataParallel
-Left out: uneven inputs (join), static_graph, sparse gradients, gradients of gradients, (un)freezing after construction.
-          Sharded optimizer state is zero.py, sharded weights fsdp.py
+Left out: join() for uneven inputs; static_graph; sparse gradients; gradients of gradients;
+          parameters that are frozen or unfrozen after construction
+See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 """
 
 import argparse
 import copy
+import functools
 import inspect
 import os
 import signal
@@ -38,111 +44,251 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # if torch.optim imports it later, it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea: call this between loss.backward() and optimizer.step(). Section 2 has the same result.
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: average all gradients between loss.backward() and optimizer.step().
 
 
 def all_reduce_gradients(module, process_group=None):
-    """Replace each gradient of `module` by its mean over the ranks of `process_group`."""
+    """Replace each gradient of `module` by its mean over the ranks."""
     for parameter in module.parameters():
-        if parameter.requires_grad:
-            if (
-                parameter.grad is None
-            ):  # unused on this rank only? All ranks must issue the same collectives
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= dist.get_world_size(process_group)
-            mean = (
-                parameter.grad.contiguous()
-            )  # the all-reduce of a strided tensor changes only part of it
-            dist.all_reduce(mean, group=process_group)
-            parameter.grad.copy_(mean)
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            # Other ranks may have used it, and every rank must issue the same collectives.
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad /= dist.get_world_size(process_group)
+        # A strided tensor would be reduced only in part.
+        mean = parameter.grad.contiguous()
+        dist.all_reduce(mean, group=process_group)
+        parameter.grad.copy_(mean)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 2. The real one: the same mean, bucket by bucket, while backward is still running.
 
 
 def assign_buckets(tensors, cap_bytes):
-    """`tensors`, last first, in lists of one dtype and device; a new list begins once one holds `cap_bytes` or more."""
-    buckets, size = [], cap_bytes
+    """Split `tensors`, in reverse, into lists of one dtype and device.
+
+    A list is closed once it holds `cap_bytes` or more.
+    """
+    buckets = []
+    size = 0  # bytes in the last list
+    kind_of_bucket = None
     for tensor in reversed(tensors):
-        if size >= cap_bytes or (tensor.dtype, tensor.device) != (
-            buckets[-1][0].dtype,
-            buckets[-1][0].device,
-        ):
+        kind = tensor.dtype, tensor.device
+        if kind != kind_of_bucket or size >= cap_bytes:
             buckets.append([])
+            kind_of_bucket = kind
             size = 0
         buckets[-1].append(tensor)
         size += tensor.nbytes
     return buckets
 
 
-class Bucket:
-    """The gradients of some parameters, side by side in one flat buffer; to a communication hook, a dist.GradBucket."""
-
-    def __init__(self, index, is_last, parameters):
-        self.index, self.is_last, self.parameters = (
-            lambda: index,
-            lambda: is_last,
-            lambda: list(parameters),
-        )
-        self.flat = parameters[0].new_zeros(
-            sum(parameter.numel() for parameter in parameters), requires_grad=False
-        )
-        self.set_buffer(self.flat)
-        self.views = dict(zip(parameters, self.gradients(), strict=True))
-        self.missing = len(parameters)  # gradients that are not in the buffer yet
-
-    def set_buffer(self, buffer):  # a communication hook may send another, in 16 bits for example
-        pieces = buffer.split([parameter.numel() for parameter in self.parameters()])
-        views = [
-            piece.view(parameter.shape)
-            for piece, parameter in zip(pieces, self.parameters(), strict=True)
-        ]
-        self.buffer, self.gradients = lambda: buffer, lambda: views
+def views_of(flat, tensors):
+    """Consecutive parts of `flat`, in the shapes of `tensors`."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def broadcast(tensors, process_group):
     """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
     for bucket in assign_buckets(tensors, 25 * 2**20):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-        dist.broadcast(
-            flat.view(torch.uint8), group=process_group, group_src=0
-        )  # bytes: gloo has no int16, no float8
-        for tensor, values in zip(
-            bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True
-        ):
-            # A new version of the tensor: fp32 masters that were made before see that it has changed.
-            tensor.detach().copy_(values.view_as(tensor))
+        # As bytes, because gloo has no int16 and no float8.
+        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
+        for tensor, values in zip(bucket, views_of(flat, bucket), strict=True):
+            # Not .data: a new tensor version tells fp32 master weights that the weight has changed.
+            tensor.detach().copy_(values)
+
+
+class Bucket:
+    """The gradients of some parameters, in one flat buffer."""
+
+    def __init__(self, index, parameters):
+        self.index = index
+        numel = sum(parameter.numel() for parameter in parameters)
+        self.flat = parameters[0].new_zeros(numel, requires_grad=False)  # what is all-reduced
+        views = views_of(self.flat, parameters)
+        self.views = dict(zip(parameters, views, strict=True))  # {parameter: its part of `flat`}
+        self.missing = len(parameters)  # gradients that are not in `flat` yet
+        self.work = None  # handle of the all-reduce while it runs
+
+
+class BucketedDataParallel(nn.Module):
+    """The core of DistributedDataParallel: `module`, with gradients averaged during backward."""
+
+    def __init__(self, module, process_group, bucket_cap_mb, gradient_as_bucket_view):
+        super().__init__()
+        broadcast([*module.parameters(), *module.buffers()], process_group)
+        self.module = module
+        self.process_group = process_group
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        lists = assign_buckets(trained, bucket_cap_mb * 2**20)
+        self._buckets = [Bucket(index, parameters) for index, parameters in enumerate(lists)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
+        self._unsent = list(self._buckets)  # buckets that this backward has yet to send, in order
+        self._filled = set()  # parameters whose gradients are in their buckets
+        self._divisor = dist.get_world_size(process_group)
+        # "idle": gradients stay in .grad. "expected": a forward has run. "running": its backward
+        # runs, and at its end autograd calls _finish_backward.
+        self._backward = "idle"
+
+        # Weak, because parameters keep their hooks: `del model` must free the buckets.
+        on_gradient = weakref.WeakMethod(self._on_gradient)
+
+        def hook(parameter):
+            if on_gradient() is not None:
+                on_gradient()(parameter)
+
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    def forward(self, *inputs, **kwargs):
+        if torch.is_grad_enabled():  # otherwise nothing is sent: one rank may evaluate alone
+            self._pre_forward()
+        output = self.module(*inputs, **kwargs)
+        if self._backward == "expected":
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(self._start_backward)  # it may reach no parameter
+        return output
+
+    def _pre_forward(self):
+        if self._filled:
+            missing = self._bucket_of.keys() - self._filled
+            names = [name for name, p in self.module.named_parameters() if p in missing]
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration: backward raised, or "
+                f"did not reach {', '.join(names)} on rank {dist.get_rank(self.process_group)}; "
+                "try find_unused_parameters=True"
+            )
+        self._backward = "expected"
+
+    def _start_backward(self, _=None):
+        if self._backward != "running":
+            self._backward = "running"
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._finish_backward)
+
+    def _on_gradient(self, parameter):
+        if self._backward == "idle":
+            return
+        self._start_backward()
+        if parameter in self._filled:
+            raise RuntimeError(
+                f"Expected to mark a variable ready only once, but a gradient of {parameter.shape} "
+                "came twice in one backward: add the losses up before backward"
+            )
+        self._fill(parameter)
+
+    def _fill(self, parameter):
+        """Copy parameter.grad into its bucket, and send the buckets that are full."""
+        bucket = self._bucket_of[parameter]
+        view = bucket.views[parameter]
+        # Divide before the sum: N fp16 gradients overflow at 65504.
+        torch.mul(parameter.grad, 1 / self._divisor, out=view)
+        if self.gradient_as_bucket_view:
+            parameter.grad = view  # at once, which frees the tensor that autograd allocated
+        self._filled.add(parameter)
+        bucket.missing -= 1
+        # In the order of buckets, not as they fill: that order may differ between ranks, and then
+        # an all-reduce would add different buckets to each other.
+        while self._unsent and self._unsent[0].missing == 0:
+            self._send(self._unsent.pop(0))
+
+    def _send(self, bucket):
+        bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
+
+    def _finish_backward(self):
+        """Wait for the all-reduces, and copy the means into .grad."""
+        self._backward = "idle"
+        if self._unsent:  # backward did not reach every parameter: the next forward raises
+            return
+        for bucket in self._buckets:
+            bucket.work.wait()
+            for parameter, mean in bucket.views.items():
+                parameter.grad.copy_(mean)  # does nothing if .grad is this view
+            bucket.missing = len(bucket.views)
+            bucket.work = None  # the handle would keep gloo's threads alive
+        self._unsent = list(self._buckets)
+        self._filled = set()
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Refinements: checks, buffers, gradient accumulation, unused parameters, communication hooks.
 
 
 def verify_same_model(module, process_group):
-    """Raise ValueError on all ranks where one holds other states than rank 0: their sum would abort, or be garbage."""
-    states = [*module.named_parameters(), *module.named_buffers()]
-    mine = [
-        f"{name!r}: {tuple(s.shape)}, {s.dtype}, requires_grad={s.requires_grad}"
-        for name, s in states
-    ]
+    """Raise ValueError on all ranks if one of them holds another model than rank 0.
+
+    An all-reduce of different sizes or dtypes would abort the process or return garbage.
+    """
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
+        )
+    mine = []
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        shape = tuple(tensor.shape)
+        mine.append(f"{name!r}: {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}")
+    mine.append("nothing more")
     everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, [*mine, "nothing more"], group=process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
     for rank, theirs in enumerate(everyone):
-        for first, other in zip(everyone[0], theirs, strict=False):
-            if first != other:
+        for expected, found in zip(everyone[0], theirs, strict=False):
+            if found != expected:
                 raise ValueError(
-                    f"ranks must hold the same model, but rank 0 has {first}; rank {rank} has {other}"
+                    "ranks must hold the same model, "
+                    f"but rank 0 has {expected}; rank {rank} has {found}"
                 )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter "
+            "that requires a gradient"
+        )
 
 
-class DistributedDataParallel(nn.Module):
-    """Averages `module`'s gradients over the ranks of `process_group` during each backward; arguments as PyTorch's.
+class GradBucket:
+    """What a communication hook gets: `bucket`, with the methods of dist.GradBucket."""
 
-    Backward must reach all parameters; with find_unused_parameters, those that have no .grad on any rank keep None.
+    def __init__(self, bucket, is_last):
+        self._bucket = bucket
+        self._is_last = is_last
+        self._buffer = bucket.flat
+
+    def index(self):
+        return self._bucket.index
+
+    def is_last(self):
+        return self._is_last
+
+    def parameters(self):
+        return list(self._bucket.views)
+
+    def buffer(self):
+        return self._buffer
+
+    def set_buffer(self, buffer):  # a hook may send another one, in 16 bits for example
+        self._buffer = buffer
+
+    def gradients(self):
+        return views_of(self._buffer, self.parameters())
+
+
+class DistributedDataParallel(BucketedDataParallel):
+    """torch.nn.parallel.DistributedDataParallel, with its arguments in its order.
+
+    Every backward must reach all parameters, unless `find_unused_parameters` is set. Then the
+    .grad of a parameter that has none on any rank stays None.
     """
 
     def __init__(
@@ -154,239 +300,179 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers=True,
         init_sync=True,
         process_group=None,
-        bucket_cap_mb=25,
+        bucket_cap_mb=None,
         find_unused_parameters=False,
         check_reduction=False,
         gradient_as_bucket_view=False,
         **others,
     ):
-        super().__init__()
         others |= {"dim": dim, "init_sync": init_sync, "check_reduction": check_reduction}
-        theirs = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        if output_device not in (None, *(device_ids or ())):
+            others["output_device"] = output_device
+        torchs = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         for name, value in others.items():
-            if name not in theirs or value != theirs[name].default:
+            if name not in torchs or value != torchs[name].default:
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
-        if output_device is not None and [output_device] != device_ids:
-            raise ValueError(
-                f"output_device={output_device} is not supported by ddp.py; it must be the one of device_ids={device_ids}"
-            )
-        if (
-            dist.get_rank(process_group) < 0
-        ):  # its world size is -1 here, and dividing by that reverses gradients
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
-            )
         verify_same_model(module, process_group)
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter "
-                "that requires a gradient"
-            )
-        broadcast([*module.parameters(), *module.buffers()], process_group)
-        self.module, self.process_group = module, process_group
-        self._device = (
-            next(module.parameters()).device if device_ids else None
-        )  # inputs are moved there
-        self.broadcast_buffers, self.find_unused_parameters = (
-            broadcast_buffers,
-            find_unused_parameters,
-        )
-        self.gradient_as_bucket_view, self._hook = gradient_as_bucket_view, None
+        super().__init__(module, process_group, bucket_cap_mb or 25, gradient_as_bucket_view)
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.device_ids = device_ids  # if given, inputs are moved to the device of the module
+        self._zero_and_one = torch.arange(2.0, device=self._buckets[0].flat.device).unbind()
+        self._hook = None  # set by register_comm_hook
         self.require_backward_grad_sync = True  # False inside no_sync()
-        self.require_forward_param_sync = (
-            True  # the latest forward's; buffers do not travel between micro-batches
-        )
-        self._backward = "local"  # or "expected", a synchronised one; or "running", and _finish_backward is queued
-        buckets = assign_buckets(
-            [p for p in module.parameters() if p.requires_grad], (bucket_cap_mb or 25) * 2**20
-        )
-        self._buckets = [
-            Bucket(index, index == len(buckets) - 1, bucket) for index, bucket in enumerate(buckets)
-        ]
-        self._flags = self._buckets[0].flat.new_tensor([0, 1]).unbind()
-        self._bucket_of = {
-            parameter: bucket for bucket in self._buckets for parameter in bucket.views
-        }
-        self._waiting, self._filled = (
-            list(self._buckets),
-            set(),
-        )  # buckets to send, in this order; parameters in theirs
-        hook = weakref.WeakMethod(
-            self._on_gradient
-        )  # a strong one would keep a discarded wrapper, and its buckets
-        for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(
-                lambda parameter: hook() and hook()(parameter)
-            )
+        self.require_forward_param_sync = True  # the value of the above in the last forward
 
     def forward(self, *inputs, **kwargs):
-        if self._device:
+        if self.device_ids:
+            device = self._buckets[0].flat.device
             inputs, kwargs = tree_map_only(
-                torch.Tensor, lambda tensor: tensor.to(self._device), (inputs, kwargs)
+                torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs)
             )
-        if not torch.is_grad_enabled():  # nothing is sent: one rank may evaluate alone
-            return self.module(*inputs, **kwargs)
-        if self._filled:
-            missing = [
-                name
-                for name, p in self.module.named_parameters()
-                if p in self._bucket_of.keys() - self._filled
-            ]
-            raise RuntimeError(
-                "Expected to have finished reduction in the prior iteration: backward raised, or did not reach "
-                f"{', '.join(missing)} on rank {dist.get_rank(self.process_group)}; try find_unused_parameters=True"
-            )
-        if self.broadcast_buffers and self.training and self.require_forward_param_sync:
-            # .data: no new version, since a running graph may have saved the buffer for its backward.
+        return super().forward(*inputs, **kwargs)
+
+    def _pre_forward(self):
+        super()._pre_forward()
+        if self.training and self.broadcast_buffers and self.require_forward_param_sync:
+            # .data: no new version, because a graph may have saved the buffer for its backward.
             broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
-        self.require_forward_param_sync = synchronised = self.require_backward_grad_sync
-        self._backward = "expected" if synchronised else "local"
-        output = self.module(*inputs, **kwargs)
-        for tensor in (
-            tree_leaves(output) if synchronised else ()
-        ):  # backward begins here, and may reach no parameter
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(self._start_backward)
-        return output
-
-    def _start_backward(self, _=None):
-        if self._backward != "running":
-            self._backward = "running"
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-
-    def _on_gradient(self, parameter):
-        """Autograd has added to parameter.grad: copy it into its bucket, and send what is full."""
-        if self._backward == "local":
-            return  # no_sync: it stays in .grad, where the next synchronised backward adds to it
-        self._start_backward()
-        if parameter in self._filled:
-            raise RuntimeError(
-                f"Expected to mark a variable, {parameter.shape}, ready only once: add losses up first"
-            )
-        bucket = self._bucket_of[parameter]
-        if (
-            parameter.grad is None
-        ):  # called by _finish_backward: unused here, but the other ranks wait for it
-            parameter.grad = torch.zeros_like(parameter)
-        # Divide before the sum: N fp16 gradients overflow at 65504. A communication hook divides for itself.
-        divisor = 1 if self._hook else dist.get_world_size(self.process_group)
-        torch.mul(parameter.grad, 1 / divisor, out=bucket.views[parameter])
-        if self.gradient_as_bucket_view:
-            parameter.grad = bucket.views[
-                parameter
-            ]  # now: it frees autograd's own tensor, for those still to come
-        self._filled.add(parameter)
-        bucket.missing -= 1
-        # Buckets leave by number, not as they fill: ranks that issue them in different orders add the wrong tensors.
-        while self._waiting and not self._waiting[0].missing:
-            self._send(self._waiting.pop(0))
-
-    def _send(self, bucket):
-        if self._hook is None:
-            bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
-        else:
-            if (
-                bucket.index() > 0
-            ):  # the hook before may still issue collectives, at times that differ between ranks
-                self._buckets[bucket.index() - 1].work.wait()
-            bucket.set_buffer(bucket.flat)
-            bucket.work = self._hook(bucket).then(
-                lambda mean: bucket.flat.copy_(mean.value().view_as(bucket.flat))
-            )
-
-    def _finish_backward(self):
-        """Wait for all buckets and hand out the means."""
-        if self.find_unused_parameters:
-            no, yes = self._flags  # on the device already: a list would be copied from the host
-            has_grad = [parameter.grad is not None for parameter in self._bucket_of]
-            used = torch.stack([yes if used_here else no for used_here in has_grad])
-            for parameter in self._bucket_of.keys() - self._filled:
-                self._on_gradient(parameter)
-        self._backward = "local"
-        if self._waiting:
-            return  # the next forward raises
-        for bucket in self._buckets:
-            bucket.work.wait()
-            for parameter, view in bucket.views.items():
-                parameter.grad.copy_(view)  # does nothing where .grad is that view
-            bucket.missing, bucket.work = (
-                len(bucket.views),
-                None,
-            )  # who keeps it keeps gloo's threads
-        self._waiting, self._filled = list(self._buckets), set()
-        if self.find_unused_parameters:
-            dist.all_reduce(used, group=self.process_group)
-            if all(has_grad):
-                return  # the host need not wait for the sums
-            for parameter, ranks in zip(self._bucket_of, used.tolist(), strict=True):
-                if ranks == 0:
-                    parameter.grad = None
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        if not self.require_backward_grad_sync:
+            self._backward = "idle"
 
     @contextmanager
     def no_sync(self):
-        """Gradients of forwards in here, wherever their backward runs, stay local until the next forward outside."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        """Leave the gradients of forwards in here in .grad, to accumulate over micro-batches.
+
+        The backward of the next forward outside adds to them, and averages the sum.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
 
+    def _finish_backward(self):
+        if not self.find_unused_parameters:
+            super()._finish_backward()
+            return
+        # Built on the device: a list would be copied from the host, which waits for the device.
+        zero, one = self._zero_and_one
+        flags = [zero if parameter.grad is None else one for parameter in self._bucket_of]
+        used = torch.stack(flags)  # on how many ranks each parameter has a .grad
+        for parameter in self._bucket_of.keys() - self._filled:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._fill(parameter)
+        super()._finish_backward()
+        dist.all_reduce(used, group=self.process_group)
+        if any(flag is zero for flag in flags):  # otherwise the host need not wait for the sum
+            for parameter, ranks in zip(self._bucket_of, used.tolist(), strict=True):
+                if ranks == 0:
+                    parameter.grad = None
+
     def register_comm_hook(self, state, hook):
-        """Reduce each bucket by `hook(state, bucket)`, -> a future of the mean of its undivided gradients."""
-        self._hook = lambda bucket: hook(state, bucket)
+        """Average each bucket by `hook(state, bucket)`, which returns a future of the mean."""
+        self._hook = functools.partial(hook, state)
+        self._divisor = 1  # the hook divides
+
+    def _send(self, bucket):
+        if self._hook is None:
+            super()._send(bucket)
+            return
+        if bucket.index > 0:
+            # A hook may issue more collectives when its first is done, at a time that differs
+            # between ranks. They must not mix with those of this bucket.
+            self._buckets[bucket.index - 1].work.wait()
+        future = self._hook(GradBucket(bucket, is_last=bucket is self._buckets[-1]))
+
+        def copy(mean):  # a future that holds a tensor waits for the stream that writes it
+            return bucket.flat.copy_(mean.value().view_as(bucket.flat))
+
+        bucket.work = future.then(copy)
 
 
 DDP = DistributedDataParallel
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
 def main():
     demo = Demo()
-    model = DDP(
-        demo.start("ddp", bitwise=demo.ranks <= 2), bucket_cap_mb=2, gradient_as_bucket_view=True
-    )
+    module = demo.start("ddp", bitwise=demo.ranks <= 2)
+    model = DDP(module, bucket_cap_mb=2, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+        logits = model(demo.part(inputs))
+        loss = language_loss(logits, demo.part(targets))
         loss.backward()
         optimizer.step()
         return loss
 
-    demo.train(
-        step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters())
-    )
-    psi, N = held_bytes(demo.model.parameters()), demo.ranks
-    status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", 2 * psi * (N - 1) / N)
+    def whole():
+        return [parameter.grad for parameter in model.parameters()], model.parameters()
+
+    demo.train(step, whole)
+    psi = held_bytes(demo.model.parameters())
+    sent = 2 * psi * (demo.ranks - 1) / demo.ranks
+    status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
     show_overlap(demo, model)
     return status
 
 
 def show_overlap(demo, model, width=80):
-    """When each bucket was full and left, and when its mean was there, measured in one more backward (on a CPU)."""
-    sent, send = [], model._send
+    """Run one more backward, and draw when each bucket was sent and when its mean was there."""
+    sent = {}  # bucket: the time when it was full
+    arrived = {}  # bucket: the time when its mean was there
+    send = model._send
 
     def timed_send(bucket):
-        left = time.perf_counter()
+        sent[bucket] = mark_time(demo.device)
         send(bucket)
-        sent.append((bucket, left, bucket.work.get_future().then(lambda _: time.perf_counter())))
 
+        def on_arrival(_):
+            arrived[bucket] = mark_time(demo.device)
+
+        bucket.work.get_future().then(on_arrival)
+
+    inputs, _ = demo.batch(0)
     model._send = timed_send
-    loss = model(demo.part(demo.batch(0)[0])).mean()
-    begin = start = time.perf_counter()
+    loss = model(demo.part(inputs)).mean()
+    start = mark_time(demo.device)
     loss.backward()
-    took = time.perf_counter() - start
-    demo.show(
-        f"overlap     a backward of {1e3 * took:.0f} ms: = a bucket fills and leaves, ~ its mean comes back"
-    )
-    for bucket, left, arrived in sent:
-        a, b, c = (round(width * (at - start) / took) for at in (begin, left, arrived.wait()))
-        demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {' ' * a}{'=' * (b - a)}{'~' * (c - b)}")
-        begin = left
+    end = mark_time(demo.device)
+    model._send = send
+    took = seconds(start, end)
+    legend = "= a bucket fills and leaves, ~ its mean comes back"
+    demo.show(f"overlap     a backward of {1e3 * took:.0f} ms: {legend}")
+    column = 0
+    for bucket, time_sent in sent.items():
+        leaves = round(width * seconds(start, time_sent) / took)
+        returns = round(width * seconds(start, arrived[bucket]) / took)
+        row = " " * column + "=" * (leaves - column) + "~" * (returns - leaves)
+        demo.show(f"  {bucket.flat.nbytes / 1e6:.1f} MB    {row}")
+        column = leaves
+
+
+def mark_time(device):
+    """Now; on a GPU, when the current stream gets here."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start, end):
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 # --------------------------------------------------------------------------------------------------

@@ -97,13 +97,13 @@ def test_gradients_are_those_of_one_device_that_starts_as_rank_0(
         model.register_comm_hook(pool.group(), hook)
     assert module.short.tolist() == [7, 7, 7]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    assert [id(p) for bucket in model._buckets for p in bucket.parameters()] == [
+    assert [id(p) for bucket in model._buckets for p in bucket.views] == [
         id(p) for p in reversed(trained)
     ]
     assert N == 3 or len(model._buckets) == buckets
     for parameter in trained:  # once the wrapper has seen the gradient
         parameter.register_post_accumulate_grad_hook(lambda p: during.update({p: p.grad}))
-    psi, flat = ddp.held_bytes(trained), [bucket.buffer() for bucket in model._buckets]
+    psi, flat = ddp.held_bytes(trained), [bucket.flat for bucket in model._buckets]
     for step in range(4):
         steps = range(10 * step, 10 * step + micro_batches)
         model.zero_grad(set_to_none=step % 2 == 0)

@@ -22,7 +22,7 @@ LINES = [
 
 
 SCALED = {  # a line of each file's technique, and the same with a gradient that is a thousandth off
-    "ddp": ("1 / divisor", "1.001 / divisor"),
+    "ddp": ("1 / self._divisor", "1.001 / self._divisor"),
     "data_parallel": ("sum(losses) / N  # as one", "sum(losses) * 1.001 / N  # as one"),
     "zero": ("= sum(self.parts, self.grad)", "= 1.001 * sum(self.parts, self.grad)"),
     "fsdp": ("(total.to(self.dtype))", "(1.001 * total.to(self.dtype))"),
