@@ -1,33 +1,40 @@
-"""Data: JSONL in, Megatron-LM's files of tokens out, and from them the same batches on every grid and in every run.
+"""Data: JSON lines to Megatron-LM's token files, and the same batches from them on every grid.
 
-    oscar.jsonl                 {"text": "It was…"} ⏎ …   several processes tokenise a MiB each, one writes, in order
-    PREFIX_text_document.bin    document 0 │ document 1 │ …   tokens back to back, 16 bits each, 32 from 65,500 on
-    PREFIX_text_document.idx    header │ lengths │ byte offsets │ the sequence that each document begins with
+Tokenising takes hours, and training needs any sample at once. So the text is tokenised once, into
+files that can be mapped into memory. Several processes tokenise a MiB each; one writes, in order:
 
-GPTDataset takes the documents of an epoch, in a shuffled order, as one long text, which it cuts every s tokens:
+    oscar.jsonl                 {"text": "It was…"} ⏎ …
+    PREFIX_text_document.bin    document 0 │ document 1 │ …   tokens of 16 bits, or of 32 bits if
+                                the vocabulary has 65,500 or more
+    PREFIX_text_document.idx    header │ lengths │ byte offsets │ first sequence of each document
 
-    document index   that order            │ 7      │ 2             │ 9   │ 0            │ 4 …
-    sample index     place in it, offset   (0, 0)  (0, 8)  (1, 7)  (1, 15) (3, 1)  (3, 9)  …
-                     of each cut           ├── s ──├── s ──├── s ──├── s ──├── s ──├── s ──┼
-    sample 1         s inputs and a target         └───────┘ s + 1 tokens: the last is sample 2's first
-    shuffle index    [i] is sample shuffle[i]; after the last one comes the next epoch, shuffled anew
+GPTDataset shuffles an epoch's documents, joins them to one long text, and cuts it every s tokens:
 
-All this follows from a seed, so any step can be the first; its global batch is cut among data-parallel ranks in order.
+    document index   the order             │ 7      │ 2             │ 9   │ 0            │ 4 …
+    sample index     place in the order    (0, 0)  (0, 8)  (1, 7)  (1, 15) (3, 1)  (3, 9)  …
+                     and offset of a cut   ├── s ──├── s ──├── s ──├── s ──├── s ──├── s ──┼
+    sample 1         s inputs + 1 target           └───────┘ the target is also sample 2's first input
+    shuffle index    [i] is sample shuffle[i]; the next epoch comes after the last sample
 
-Cost:     a second of a core for 80 MB, or 1.7 MB by GPT-2's vocabulary; some 30 MB in each process, whatever the input
-          8 bytes a document and 16 a sample for the indices of an epoch; 2.6 s for 10 million of both, every epoch
-Run:      python data.py --input oscar.jsonl --output-prefix my-gpt2 --append-eod --workers 2       (no flags: a demo)
-          --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt: GPT-2's tokens, by the package tokenizers
-Mirrors:  Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): tools/preprocess_data.py, IndexedDataset, GPTDataset
-Left out: sentences, splits, blends; masks and positions that end with a document. Megatron's shuffle mixes epochs, and
-          depends on how many steps are planned; ours are whole, and less than a sample at the end of one is not read
+A seed decides all of this, so training can resume at any step. The samples of a step are cut among
+the data-parallel ranks in order.
+
+Cost:     one second of a core for 80 MB of bytes, or for 1.7 MB with GPT-2's vocabulary; some 30 MB
+          of memory per process, however long the input. The indices of an epoch take 8 bytes per
+          document and 16 per sample, and 2.6 s for 10 million of both.
+Run:      python data.py --input oscar.jsonl --output-prefix my-gpt2 --append-eod --workers 2
+          with --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt for GPT-2's tokens (needs
+          the package tokenizers); without any flags a demonstration
+Mirrors:  Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): tools/preprocess_data.py,
+          IndexedDataset, GPTDataset
+Left out: input that is a pipe; splitting into sentences; blends of data sets; masks and positions
+          that end with a document. Megatron's shuffle depends on the number of planned steps. Here
+          each epoch is shuffled alone, and its last tokens, fewer than a sample, are not read.
 """
 
 import argparse
 import functools
-import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -36,97 +43,113 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
+from multiprocessing import parent_process
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The format: tokens in PREFIX.bin, where each document lies in PREFIX.idx; little endian, nothing aligned.
+# --------------------------------------------------------------------------------------------------
+# 1. The format: tokens in PREFIX.bin, where each document lies in PREFIX.idx. It is little endian.
 
-HEADER = struct.Struct(
-    "<9sQBQQ"
-)  # MAGIC, version 1, dtype's code, number of sequences, number of documents + 1
-MAGIC, DTYPES = (
-    b"MMIDIDX\0\0",
-    {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"},
-)
+# magic, version 1, code of the dtype, number of sequences, number of documents + 1
+HEADER = struct.Struct("<9sQBQQ")
+MAGIC = b"MMIDIDX\0\0"
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
 class IndexedWriter:
-    """PREFIX.bin and .idx, in constant memory; until `publish` by other names, which `stack`, an ExitStack, removes."""
+    """Writes PREFIX.bin and PREFIX.idx in constant memory.
+
+    Until publish() the files have other names, and `stack`, an ExitStack, removes them.
+    """
 
     def __init__(self, stack, prefix, vocab_size):
-        self.prefix, self.vocab_size, self.code = prefix, vocab_size, 8 if vocab_size < 65500 else 4
-        self.names = {
-            f"{prefix}.{kind}": f"{prefix}.{kind}.{os.getpid()}.tmp" for kind in ("bin", "idx")
-        }
-        for name in self.names.values():
-            stack.callback(Path(name).unlink, missing_ok=True)
-        self.bin, self.idx = (stack.enter_context(open(name, "wb")) for name in self.names.values())  # noqa: SIM115
-        self.folder, self.documents, self.tokens = Path(self.idx.name).parent, 0, 0
-        self.parts = [
-            stack.enter_context(tempfile.TemporaryFile(dir=self.folder))  # noqa: SIM115
-            for _ in range(3)
-        ]
+        self.prefix = prefix
+        self.folder = Path(prefix).parent
+        self.vocab_size = vocab_size
+        self.code = 8 if vocab_size < 65500 else 4
+        self.dtype = np.dtype(DTYPES[self.code])
+        self.documents = 0  # written so far
+        self.tokens = 0
+        self.names = {}  # {final name: name until then}
+        files = []
+        for kind in ("bin", "idx"):
+            hidden = f"{prefix}.{kind}.{os.getpid()}.tmp"
+            stack.callback(Path(hidden).unlink, missing_ok=True)
+            files.append(stack.enter_context(open(hidden, "wb")))  # noqa: SIM115
+            self.names[f"{prefix}.{kind}"] = hidden
+        self.bin, self.idx = files
+        # The index has lengths, offsets and numbers one after the other, and all three grow with
+        # each document, so each has a file of its own until the end.
+        self.columns = []
+        for _ in range(3):
+            column = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
+            self.columns.append(stack.enter_context(column))
 
     def add(self, tokens, lengths):
-        """Append documents of these lengths, their tokens in one array, back to back."""
-        tokens, lengths = np.asarray(tokens), np.asarray(lengths, np.int64)
-        if len(tokens) and not (
-            tokens.dtype.kind in "iu" and 0 <= tokens.min() <= tokens.max() < self.vocab_size
-        ):
+        """Append documents of these lengths, whose tokens are back to back in one array."""
+        tokens = np.asarray(tokens)
+        lengths = np.asarray(lengths, np.int64)
+        is_integer = tokens.dtype.kind in "iu"
+        if len(tokens) and not (is_integer and 0 <= tokens.min() <= tokens.max() < self.vocab_size):
             raise ValueError(
-                f"{self.prefix}: tokens must be integers from 0 to {self.vocab_size - 1}, unlike {tokens}"
+                f"{self.prefix}: tokens must be integers from 0 to {self.vocab_size - 1}, "
+                f"unlike {tokens}"
             )
-        self.bin.write(tokens.astype(DTYPES[self.code], copy=False).data)
-        offsets = (self.tokens + np.cumsum(lengths) - lengths) * np.dtype(
-            DTYPES[self.code]
-        ).itemsize
-        numbers = np.arange(
-            self.documents, self.documents + len(lengths)
-        )  # each document is one sequence
-        # in the index these stand one after the other, and all grow with each document: three files until the end
-        for part, array, dtype in zip(
-            self.parts, (lengths, offsets, numbers), ("<i4", "<i8", "<i8"), strict=True
+        self.bin.write(tokens.astype(self.dtype, copy=False).data)
+        starts = self.tokens + np.cumsum(lengths) - lengths
+        numbers = self.documents + np.arange(len(lengths))  # each document is one sequence
+        offsets = starts * self.dtype.itemsize
+        for column, values, dtype in zip(
+            self.columns, (lengths, offsets, numbers), ("<i4", "<i8", "<i8"), strict=True
         ):
-            part.write(array.astype(dtype).data)
-        self.documents, self.tokens = self.documents + len(lengths), self.tokens + len(tokens)
+            column.write(values.astype(dtype).data)
+        self.documents += len(lengths)
+        self.tokens += len(tokens)
 
     def finish(self):
-        """Put the index together, and both files on the disk."""
+        """Put the index together, and sync both files to the disk."""
         if self.tokens == 0:
             raise ValueError(f"{self.prefix}: there is no text to write")
-        self.idx.write(HEADER.pack(MAGIC, 1, self.code, self.documents, self.documents + 1))
-        self.parts[-1].write(np.array([self.documents], "<i8").data)
-        for part in self.parts:
-            part.seek(0)
-            shutil.copyfileobj(part, self.idx)
+        header = HEADER.pack(MAGIC, 1, self.code, self.documents, self.documents + 1)
+        self.idx.write(header)
+        self.columns[-1].write(np.array([self.documents], "<i8").data)
+        for column in self.columns:
+            column.seek(0)
+            shutil.copyfileobj(column, self.idx)
         for file in (self.bin, self.idx):
             file.flush()
             os.fsync(file.fileno())
 
 
 def publish(*writers):
-    """Finish and rename all or none; old indices go first and new ones come last, so that none has another's tokens."""
+    """Finish and rename the files of all writers, or of none.
+
+    The old index goes first and the new one comes last: an index never lies beside other tokens.
+    """
     for writer in writers:
         writer.finish()
-    with ExitStack() as stack:  # between two names it is too late to stop
-        for number in (signal.SIGINT, signal.SIGTERM) * (
-            threading.current_thread() is threading.main_thread()
-        ):
-            stack.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):  # do not stop between two renames
+                before = signal.signal(number, signal.SIG_IGN)
+                stack.callback(signal.signal, number, before)
         for writer in writers:
             Path(f"{writer.prefix}.idx").unlink(missing_ok=True)
             for name, hidden in writer.names.items():
                 os.replace(hidden, name)
             folder = os.open(writer.folder, os.O_RDONLY)
-            os.fsync(folder)  # names are lost with the power as well
+            os.fsync(folder)  # a crash may lose new names, too
             os.close(folder)
 
 
 def write_indexed(prefix, documents, vocab_size):
-    """Write `documents`, an iterable of sequences of tokens below `vocab_size`, to PREFIX.bin and PREFIX.idx."""
+    """Write `documents`, an iterable of sequences of tokens, to PREFIX.bin and PREFIX.idx."""
     with ExitStack() as stack:
         writer = IndexedWriter(stack, prefix, vocab_size)
         for document in documents:
@@ -135,66 +158,71 @@ def write_indexed(prefix, documents, vocab_size):
 
 
 class IndexedDataset:
-    """The documents of PREFIX.bin and .idx, mapped: `[i]` is an array. ValueError: truncated, or foreign."""
+    """The documents of PREFIX.bin and PREFIX.idx, mapped into memory: `[i]` is an array.
+
+    ValueError if the files are truncated, or are not Megatron-LM's.
+    """
 
     def __init__(self, prefix):
-        self.prefix, (idx, bin) = (
-            prefix,
-            (os.path.getsize(f"{prefix}.{kind}") for kind in ("idx", "bin")),
-        )
-        start = np.fromfile(f"{prefix}.idx", np.uint8, HEADER.size).tobytes()
+        self.prefix = prefix
+        name = f"{prefix}.idx"
+        idx_size = os.path.getsize(name)
+        bin_size = os.path.getsize(f"{prefix}.bin")
+        start = np.fromfile(name, np.uint8, HEADER.size).tobytes()
         if len(start) < HEADER.size or not start.startswith(MAGIC):
             raise ValueError(
-                f"{prefix}.idx: {idx} bytes that begin with {start[:9]}, not {HEADER.size} with {MAGIC}"
+                f"{name}: {idx_size} bytes that begin with {start[:9]}, "
+                f"but an index has {HEADER.size} or more and begins with {MAGIC}"
             )
-        _, version, code, n, documents = HEADER.unpack(start)
-        if version != 1 or code not in DTYPES or n == 0:
+        _, version, code, sequences, documents = HEADER.unpack(start)
+        if version != 1 or code not in DTYPES or sequences == 0:
             raise ValueError(
-                f"{prefix}.idx: version {version}, not 1; dtype {code}, not 1 to 8; or {n} sequences"
+                f"{name}: version {version}, not 1; dtype {code}, not 1 to 8; "
+                f"or {sequences} sequences, not 1 or more"
             )
-        if idx != (whole := HEADER.size + 12 * n + 8 * documents):
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if idx_size != expected:
             raise ValueError(
-                f"{prefix}.idx: {idx} bytes; {n} sequences in {documents - 1} documents are {whole}"
+                f"{name}: {idx_size} bytes; {sequences} sequences in {documents - 1} documents "
+                f"are {expected}"
             )
-        parts = np.split(
-            np.asarray(np.memmap(f"{prefix}.idx", mode="r"))[HEADER.size :], [4 * n, 12 * n]
-        )
-        self.sequence_lengths, self._offsets, self.document_indices = map(
-            np.ndarray.view, parts, ("<i4", "<i8", "<i8")
-        )
-        ends = np.cumsum(self.sequence_lengths, dtype=np.int64) * np.dtype(DTYPES[code]).itemsize
-        if (
-            self.sequence_lengths.min() < 0
-            or self._offsets[0] != 0
-            or (self._offsets[1:] != ends[:-1]).any()
-        ):
+        index = np.asarray(np.memmap(name, mode="r"))[HEADER.size :]
+        lengths, offsets, starts = np.split(index, [4 * sequences, 12 * sequences])
+        self.sequence_lengths = lengths.view("<i4")  # tokens
+        self.offsets = offsets.view("<i8")  # bytes
+        self.document_indices = starts.view("<i8")  # each document's first sequence
+        itemsize = np.dtype(DTYPES[code]).itemsize
+        ends = itemsize * np.cumsum(self.sequence_lengths, dtype=np.int64)
+        is_contiguous = self.offsets[0] == 0 and np.array_equal(self.offsets[1:], ends[:-1])
+        if self.sequence_lengths.min() < 0 or not is_contiguous:
             raise ValueError(
-                f"{prefix}.idx: the offsets of its {n} sequences are not the sums of their lengths"
+                f"{name}: the offsets of its {sequences} sequences are not sums of their lengths"
             )
-        if bin != ends[-1] or bin == 0:
-            raise ValueError(f"{prefix}.bin: {bin} bytes; by {prefix}.idx they must be {ends[-1]}")
-        self._tokens = np.asarray(np.memmap(f"{prefix}.bin", DTYPES[code], "r"))
+        if bin_size != ends[-1] or bin_size == 0:
+            raise ValueError(f"{prefix}.bin: {bin_size} bytes; {name} says {ends[-1]}")
+        self.tokens = np.asarray(np.memmap(f"{prefix}.bin", DTYPES[code], "r"))
 
     def __len__(self):
         return len(self.sequence_lengths)
 
     def __getitem__(self, i):
-        start = self._offsets[i] // self._tokens.itemsize
-        return self._tokens[start : start + self.sequence_lengths[i]]
+        start = self.offsets[i] // self.tokens.itemsize
+        return self.tokens[start : start + self.sequence_lengths[i]]
 
-    def __reduce__(self):  # the workers of a DataLoader map the files themselves
+    def __reduce__(self):  # a DataLoader's worker maps the files itself
         return IndexedDataset, (self.prefix,)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Text to tokens: lines of JSON, a MiB at a time, by several processes, in the order of the file.
+# --------------------------------------------------------------------------------------------------
+# 2. Text to tokens: one chunk of lines, in one process.
 
 
-@functools.cache  # one in each process
+@functools.cache  # once per process
 def tokenizer(vocab_file=None, merge_file=None):
-    """-> function of UTF-8 to tokens, size of the vocabulary, the token of a document's end (or None).
+    """-> function from UTF-8 to tokens, size of the vocabulary, token for the end of a document
 
-    Without files a token is a byte, and 256 the end; with GPT-2's, byte-level BPE. <|endoftext|> in a text is but text.
+    Without files a token is a byte, and 256 the end. With GPT-2's files it is byte-level BPE, and
+    the end is None if the vocabulary lacks it. "<|endoftext|>" within a text is text.
     """
     if vocab_file is None:
         return lambda utf8: np.frombuffer(utf8, np.uint8), 257, 256
@@ -204,120 +232,178 @@ def tokenizer(vocab_file=None, merge_file=None):
         bpe = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
     except ImportError:
         raise ValueError(
-            "a vocabulary file takes the package tokenizers: pip install tokenizers"
+            "a vocabulary file needs the package tokenizers: pip install tokenizers"
         ) from None
-    except Exception as error:  # tokenizers raises no other
+    except Exception as error:  # tokenizers raises no other class
         raise ValueError(f"{vocab_file}, {merge_file}: {error}") from None
-    bpe.pre_tokenizer, vocabulary = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        bpe.get_vocab(),
-    )
-    if missing := [
-        letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter not in vocabulary
-    ]:
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = bpe.get_vocab()
+    missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
+    if missing:
         raise ValueError(
-            f"{vocab_file} lacks {len(missing)} of 256 bytes, {missing[0]!r} for one: text would be lost"
+            f"{vocab_file} lacks {len(missing)} of 256 bytes, such as {missing[0]!r}: "
+            "text would be lost"
         )
-    return (
-        lambda utf8: bpe.encode(utf8.decode()).ids,
-        max(vocabulary.values()) + 1,
-        vocabulary.get("<|endoftext|>"),
-    )
+    end = vocabulary.get("<|endoftext|>")
+    return lambda utf8: bpe.encode(utf8.decode()).ids, max(vocabulary.values()) + 1, end
+
+
+class Options(NamedTuple):
+    """What encode() needs besides a chunk."""
+
+    input: str
+    keys: list
+    files: tuple  # vocabulary and merges, or None and None
+    append_eod: bool
+    dtype: str
+    folder: str  # for results
+
+
+class BadLine(ValueError):
+    """args: the number of the line in its chunk, from 0, and what is wrong with it."""
 
 
 def texts_of(line, keys):
-    """-> the texts of a line under `keys`, in UTF-8, or a ValueError that says what is wrong with it."""
+    """-> the texts of a line under `keys`, in UTF-8, or a ValueError that says what is wrong"""
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"not JSON: {str(error).replace('line 1 ', '')}"
-        ) from None  # its one line is not the file's
+        # json counts lines, too, but of this text alone
+        raise ValueError(f"not JSON: {str(error).replace('line 1 ', '')}") from None
     for key in keys:
         if not isinstance(record, dict) or key not in record:
             raise ValueError(f"no key {key!r} in {record!r:.60}".replace("\n", " "))
         if not isinstance(record[key], str):
-            raise ValueError(f"{key!r} is no string, but of type {type(record[key]).__name__}")
-    return [record[key].encode() for key in keys]  # half a surrogate pair is a ValueError, too
+            kind = type(record[key]).__name__
+            raise ValueError(f"{key!r} must be a string, not of type {kind}")
+    return [record[key].encode() for key in keys]  # ValueError for half a surrogate pair
 
 
-def encode(keys, append_eod, files, dtype, name, first, lines):
-    """-> for each key (tokens, lengths) of these lines, the first of which is number `first` of file `name`"""
-    tokenize, _, eod = tokenizer(*files)
-    end = [eod] if append_eod else []
-    found = [([end[:0]], []) for _ in keys]
-    for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), first):
+def lines_that_start_in(path, start, stop):
+    """-> the lines of a file whose first byte is among these, so that each line is in one chunk"""
+    size = stop - start
+    with open(path, "rb") as file:
+        if start > 0:  # skip the rest of a line that starts before
+            file.seek(start - 1)
+            rest = file.readline(size + 1)
+            if not rest.endswith(b"\n"):
+                return b""
+        lines = file.read(stop - file.tell())
+        if lines and not lines.endswith(b"\n"):
+            lines += file.readline()
+    return lines
+
+
+def encode(options, start, stop):
+    """Tokenise the lines of a chunk into a file. -> its name, the number of lines"""
+    tokenize, _, eod = tokenizer(*options.files)
+    end = [eod] if options.append_eod else []
+    tokens = {key: [np.empty(0, options.dtype)] for key in options.keys}
+    lengths = {key: [] for key in options.keys}
+    lines = lines_that_start_in(options.input, start, stop)
+    lines = lines.removesuffix(b"\n").split(b"\n") if lines else []
+    for number, line in enumerate(lines):
         try:
-            texts = texts_of(line, keys)
+            texts = texts_of(line, options.keys)
         except ValueError as error:
-            raise ValueError(f"{name}:{number}: {error}") from None
-        for text, (tokens, lengths) in zip(texts, found, strict=True):
+            raise BadLine(number, str(error)) from None
+        for key, text in zip(options.keys, texts, strict=True):
             if text:
-                tokens += [tokenize(text), end]
-                lengths.append(len(tokens[-2]) + len(end))
-    return [
-        (np.concatenate(tokens, dtype=dtype, casting="unsafe"), lengths)
-        for tokens, lengths in found
-    ]
+                found = tokenize(text)
+                tokens[key] += [found, end]
+                lengths[key].append(len(found) + len(end))
+    name = os.path.join(options.folder, str(start))
+    with open(name, "wb") as file:
+        for key in options.keys:
+            np.save(file, np.concatenate(tokens[key], dtype=options.dtype, casting="unsafe"))
+            np.save(file, np.array(lengths[key], np.int64))
+    return name, len(lines)
 
 
-def work(function, pipe, other):
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # they may reach all processes; the first sees to our end
-        signal.signal(number, signal.SIG_IGN)
-    other.close()  # if the first is killed, nobody is left to hold it, and recv raises
-    with suppress(EOFError, OSError):
-        while job := pipe.recv():
-            try:
-                pipe.send(function(*job))
-            except ValueError as error:
-                pipe.send(error)
+# --------------------------------------------------------------------------------------------------
+# 3. All chunks, by several processes.
+
+CHUNK = 2**20  # bytes of input
+
+
+def start_worker():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent():
+    parent_process().join()
+    os._exit(1)  # it was killed, and nobody else would end us
 
 
 def in_order(function, jobs, workers):
-    """-> (job, function(*job)) for each of `jobs`, in order; `workers` processes have one at a time, in turn."""
-    pool, given = (
-        [],
-        [None] * workers,
-    )  # multiprocessing's own pools read all jobs at once, and hang if one is killed
+    """Yield function(*job) for each of `jobs`, in order. At most 2 · workers of them are ahead.
+
+    multiprocessing.Pool would hang if a worker were killed; here it is an OSError. Jobs and results
+    must be small, 4 kB: a worker killed in the middle of a longer message would hang this one, too.
+    """
+    pool = ProcessPoolExecutor(workers, initializer=start_worker)
+    waiting = deque()
     try:
-        for _ in given:
-            pipe, other = multiprocessing.Pipe()
-            process = multiprocessing.Process(
-                target=work, args=(function, other, pipe), daemon=True
-            )
-            process.start()
-            pool.append((process, pipe))
-            other.close()
-        for job, n in zip(
-            itertools.chain(jobs, given.copy()), itertools.cycle(range(workers)), strict=False
-        ):
-            (_, pipe), before = pool[n], given[n]
-            answer, given[n] = before and pipe.recv(), job
-            if job:
-                pipe.send(job)
-            if isinstance(answer, Exception):
-                raise answer
-            if before:
-                yield before, answer
-    except (EOFError, OSError) as error:
-        if getattr(error, "errno", None) and not isinstance(error, ConnectionError):
-            raise  # the input cannot be read; an answer that ends in the middle has no number
+        for job in jobs:
+            waiting.append(pool.submit(function, *job))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
         raise OSError("a worker was killed; did it run out of memory?") from None
     finally:
-        for process, _ in pool:
-            process.kill()
+        pool.shutdown(cancel_futures=True)
 
 
-def chunks(path, size=2**20):
-    """-> (path, number of the first line, lines), about `size` bytes of whole lines at a time"""
-    first = 1
-    with open(path, "rb") as file:
-        while lines := file.read(size) + file.readline():
-            yield path, first, lines
-            first += lines.count(b"\n")
+class Progress:
+    """A bar on a terminal; in a log a line every 30 seconds."""
+
+    def __init__(self, size):
+        self.size = size  # bytes of input
+        self.start = time.monotonic()
+        self.shown = 0.0  # seconds from the start to the last line
+        self.on_terminal = sys.stdout.isatty()
+
+    def show(self, done, documents):
+        seconds = time.monotonic() - self.start
+        if seconds - self.shown > (0.2 if self.on_terminal else 30):
+            self.shown = seconds
+            part = done / self.size
+            bar = f"{'█' * int(20 * part):·<20} {part:4.0%}   {documents:,} documents"
+            speed = f"{done / 1e6 / seconds:.1f} MB/s   {seconds / part - seconds:.0f} s left"
+            end = "\x1b[K\r" if self.on_terminal else "\n"
+            print(f"{bar}   {speed}", end=end, flush=True)
+
+    def clear(self):
+        print(end="\x1b[K" if self.on_terminal else "", flush=True)
+
+
+def write_all(options, workers, writers):
+    """Tokenise the input, append it to the writers. -> the number of its lines"""
+    size = os.path.getsize(options.input)
+    progress = Progress(size)
+    jobs = ((options, start, start + CHUNK) for start in range(0, size, CHUNK))
+    lines = 0
+    with closing(in_order(encode, jobs, workers)) as results:
+        try:
+            for number, (name, more) in enumerate(results, 1):
+                with open(name, "rb") as file:
+                    for writer in writers:
+                        tokens = np.load(file)
+                        lengths = np.load(file)
+                        writer.add(tokens, lengths)
+                os.unlink(name)
+                lines += more
+                progress.show(min(number * CHUNK, size), lines)
+        except BadLine as error:
+            number, words = error.args
+            raise ValueError(f"{options.input}:{lines + number + 1}: {words}") from None
+        finally:
+            progress.clear()
+    return lines
 
 
 def preprocess(
@@ -329,117 +415,94 @@ def preprocess(
     append_eod=False,
     workers=1,
 ):
-    """Tokenise the JSON lines of `input` to OUTPUT_PREFIX_KEY_document.bin and .idx for each key; print what, how fast.
+    """Tokenise the JSON lines of `input` to OUTPUT_PREFIX_KEY_document.bin and .idx for each key.
 
-    Empty texts are left out. ValueError FILE:LINE for a line that is not as it must be; then no file is new or changed.
+    Empty texts are left out. A line that is not as it must be is a ValueError, FILE:LINE; then no
+    file is new or changed.
     """
-    keys, files, size = (
-        [*dict.fromkeys(json_keys)],
-        (vocab_file, merge_file),
-        os.path.getsize(input),
-    )
+    files = (vocab_file, merge_file)
+    keys = list(dict.fromkeys(json_keys))
+    megabytes = os.path.getsize(input) / 1e6
+    if not os.path.isfile(input):
+        raise ValueError(f"{input} must be a regular file: workers read parts of it")
     _, vocab_size, eod = tokenizer(*files)
     if append_eod and eod is None:
         raise ValueError(f"{vocab_file} has no <|endoftext|>, which --append-eod appends")
-    print(
-        f"data · {input}, {size / 1e6:,.1f} MB · {vocab_size:,} tokens · --workers {workers}",
-        flush=True,
-    )
-    start, shown, documents, done, terminal = time.monotonic(), 0, 0, 0, sys.stdout.isatty()
+    words = f"{megabytes:,.1f} MB · {vocab_size:,} tokens · --workers {workers}"
+    print(f"data · {input}, {words}", flush=True)
+    start = time.monotonic()
     with ExitStack() as stack:
-        stack.callback(
-            print, end="\x1b[K" if terminal else "", flush=True
-        )  # what is left of the bar
-        writers = [
-            IndexedWriter(stack, f"{output_prefix}_{key}_document", vocab_size) for key in keys
-        ]
-        function = functools.partial(encode, keys, append_eod, files, DTYPES[writers[0].code])
-        for (*_, lines), encoded in stack.enter_context(
-            closing(in_order(function, chunks(input), workers))
-        ):
-            for writer, arrays in zip(writers, encoded, strict=True):
-                writer.add(*arrays)
-            documents, done = (
-                documents + lines.count(b"\n") + (lines[-1:] != b"\n"),
-                done + len(lines),
-            )
-            part, seconds = done / max(size, done), time.monotonic() - start
-            if seconds - shown > (0.2 if terminal else 30):
-                shown, speed = (
-                    seconds,
-                    f"{done / 1e6 / seconds:.1f} MB/s   {seconds / part - seconds:.0f} s left",
-                )
-                line = (
-                    f"{'█' * int(20 * part):·<20} {part:4.0%}   {documents:,} documents   {speed}"
-                )
-                print(line, end="\x1b[K\r" if terminal else "\n", flush=True)
+        writers = []
+        for key in keys:
+            writers.append(IndexedWriter(stack, f"{output_prefix}_{key}_document", vocab_size))
+        temporary = tempfile.TemporaryDirectory(dir=writers[0].folder, suffix=".tmp")
+        folder = stack.enter_context(temporary)
+        options = Options(str(input), keys, files, append_eod, writers[0].dtype.str, folder)
+        lines = write_all(options, workers, writers)
         publish(*writers)
-    rate = done / 1e6 / (time.monotonic() - start)
+    rate = megabytes / (time.monotonic() - start)
     for writer in writers:
-        empty = (
-            f", {documents - writer.documents:,} empty left out"
-            if documents > writer.documents
-            else ""
-        )
-        print(
-            f"{writer.prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens{empty}, {rate:.1f} MB/s"
-        )
+        left_out = lines - writer.documents
+        empty = f", {left_out:,} empty left out" if left_out else ""
+        counts = f"{writer.documents:,} documents, {writer.tokens:,} tokens"
+        print(f"{writer.prefix}: {counts}{empty}, {rate:.1f} MB/s")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Tokens to samples, and samples to ranks.
+# --------------------------------------------------------------------------------------------------
+# 4. Tokens to samples, and samples to ranks.
 
 
 class GPTDataset:
-    """`[i]`: sample i of `num_samples`, sequence_length + 1 tokens (int64), from as many epochs of `indexed` as needed.
+    """`[i]` is sample i of `num_samples`: sequence_length + 1 tokens (int64).
 
-    The indices of an epoch are made when a sample of it is asked for after one of another: go through them in order.
+    It takes as many epochs of `indexed` as it needs. Only one epoch's indices are in memory, so
+    read the samples in order.
     """
 
     def __init__(self, indexed, sequence_length, num_samples, seed=0):
-        tokens, documents = (
-            indexed.sequence_lengths.sum(dtype=np.int64),
-            len(indexed.document_indices) - 1,
-        )
+        tokens = int(indexed.sequence_lengths.sum(dtype=np.int64))
+        documents = len(indexed.document_indices) - 1
         if not 1 <= sequence_length < tokens or num_samples < 1 or not 0 <= seed < 2**32:
             raise ValueError(
-                f"{sequence_length=}: 1 to {tokens - 1}; {num_samples=}: from 1; {seed=}: 0 to 4294967295"
+                f"{sequence_length=} must be 1 to {tokens - 1}, {num_samples=} 1 or more, "
+                f"and {seed=} 0 to 4294967295"
             )
         if len(indexed) != documents:
             raise ValueError(
-                f"{len(indexed)} sequences in {documents} documents: preprocess without --split-sentences"
+                f"{len(indexed)} sequences in {documents} documents: "
+                "preprocess without --split-sentences"
             )
-        self.indexed, self.sequence_length, self.num_samples, self.seed = (
-            indexed,
-            sequence_length,
-            num_samples,
-            seed,
-        )
-        self.samples_per_epoch, self._made = int(tokens - 1) // sequence_length, (None, None)
+        self.indexed = indexed
+        self.sequence_length = sequence_length
+        self.num_samples = num_samples
+        self.seed = seed
+        self.samples_per_epoch = (tokens - 1) // sequence_length
+        self.epoch = None  # whose indices these are
+        self.epoch_indices = None
 
     def __len__(self):
         return self.num_samples
 
     def indices(self, epoch):
         """-> document index (documents,), sample index (samples, 2), shuffle index (samples,)"""
-        if self._made[0] != epoch:
-            random = np.random.RandomState(
-                [self.seed, epoch]
-            )  # its numbers are frozen, unlike default_rng's (NEP 19)
-            documents = random.permutation(len(self.indexed))
-            lengths = self.indexed.sequence_lengths[documents]
-            ends, cuts = (
-                np.cumsum(lengths, dtype=np.int64),
-                self.sequence_length * np.arange(self.samples_per_epoch),
-            )
-            places = np.searchsorted(
-                ends, cuts, side="right"
-            )  # the first document to end after the cut
-            samples = np.stack([places, cuts - ends[places] + lengths[places]], axis=1).astype(
-                np.int32
-            )
-            self._made = epoch, (documents, samples, random.permutation(len(samples)))
-        return self._made[1]
+        if self.epoch != epoch:
+            self.epoch_indices = self.make_indices(epoch)
+            self.epoch = epoch
+        return self.epoch_indices
+
+    def make_indices(self, epoch):
+        # RandomState never changes its numbers, unlike default_rng (NEP 19)
+        random = np.random.RandomState([self.seed, epoch])
+        documents = random.permutation(len(self.indexed))
+        lengths = self.indexed.sequence_lengths[documents]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        cuts = self.sequence_length * np.arange(self.samples_per_epoch)
+        places = np.searchsorted(
+            ends, cuts, side="right"
+        )  # the first document to end after the cut
+        offsets = cuts - (ends - lengths)[places]
+        samples = np.stack([places, offsets], axis=1).astype(np.int32)
+        return documents, samples, random.permutation(len(samples))
 
     def __getitem__(self, i):
         if not 0 <= i < self.num_samples:
@@ -447,113 +510,105 @@ class GPTDataset:
         epoch, i = divmod(i, self.samples_per_epoch)
         documents, samples, shuffle = self.indices(epoch)
         place, offset = samples[shuffle[i]].tolist()
-        sample, filled = np.empty(self.sequence_length + 1, np.int64), 0
-        while filled < len(sample):
-            piece = self.indexed[documents[place]][offset : offset + len(sample) - filled]
-            sample[filled : filled + len(piece)] = piece
-            place, offset, filled = place + 1, 0, filled + len(piece)
-        return sample
+        parts = []
+        missing = self.sequence_length + 1
+        while missing:
+            part = self.indexed[documents[place]][offset : offset + missing]
+            parts.append(part)
+            missing -= len(part)
+            place += 1
+            offset = 0
+        return np.concatenate(parts, dtype=np.int64)
 
 
 def part_of_batch(step, size, rank=0, ranks=1):
-    """-> range of what rank has of the samples step·size to (step + 1)·size - 1, cut as torch.chunk cuts a batch"""
+    """-> range of this rank's samples of a step with `size`, cut as torch.chunk cuts a batch"""
     if step < 0 or size < 1 or not 0 <= rank < ranks:
-        raise ValueError(f"{step=} from 0 on, {size=} from 1 on, {rank=} from 0 to {ranks - 1}")
+        raise ValueError(
+            f"{step=} must be 0 or more, {size=} 1 or more, and {rank=} 0 to {ranks - 1}"
+        )
     rows = -(-size // ranks)
-    return range(step * size + min(rank * rows, size), step * size + min((rank + 1) * rows, size))
+    start = min(rank * rows, size)
+    stop = min(start + rows, size)
+    return range(step * size + start, step * size + stop)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. The command line; without flags, a demonstration.
+# --------------------------------------------------------------------------------------------------
+# Demo.
 
 
 def demonstrate():
-    """The standard library to files and back; what step 0 trains on, and who. -> 0 where all came back"""
-    paths = sorted(
-        path for path in Path(argparse.__file__).parent.glob("*.py") if path.stat().st_size
-    )
-    texts = {path.name: path.read_bytes() for path in paths}
+    """Tokenise the standard library, read it back, show step 0. -> 1 if it came back changed"""
+    paths = sorted(Path(argparse.__file__).parent.glob("*.py"))
+    texts = {path.name: path.read_bytes() for path in paths if path.stat().st_size}
     with tempfile.TemporaryDirectory() as folder:
-        source, prefix = Path(folder, "library.jsonl"), Path(folder, "library")
-        source.write_text(
-            "".join(json.dumps({"text": text.decode()}) + "\n" for text in texts.values())
-        )
+        source = Path(folder, "library.jsonl")
+        prefix = Path(folder, "library")
+        lines = [json.dumps({"text": text.decode()}) + "\n" for text in texts.values()]
+        source.write_text("".join(lines))
         preprocess(source, prefix, append_eod=True, workers=2)
         indexed = IndexedDataset(f"{prefix}_text_document")
-        same = [tokens[:-1].astype(np.uint8).tobytes() for tokens in indexed] == list(
-            texts.values()
-        )
-        print(
-            f"read back: each document {'as it was' if same else 'NOT as it was'}, and token 256 at its end"
-        )
+        read_back = [tokens[:-1].astype(np.uint8).tobytes() for tokens in indexed]
+        is_same = read_back == list(texts.values())
+        verdict = "as it was" if is_same else "NOT as it was"
+        print(f"read back: each document {verdict}, with token 256 at its end")
         show_batch(GPTDataset(indexed, 1024, 8), list(texts))
-    return int(not same)
+    return int(not is_same)
 
 
 def show_batch(dataset, names):
-    """Step 0: which data-parallel rank of three grids has each sample, where it begins and ends, and its text."""
-    (documents, samples, shuffle), n = dataset.indices(0), len(dataset)
-    print(
-        f"epoch 0: {len(samples):,} samples of {dataset.sequence_length} + 1 tokens; step 0, a batch of {n}:"
-    )
+    """Print, for each sample of step 0, its rank of 1, 2 and 4, where it lies, how it begins."""
+    documents, samples, shuffle = dataset.indices(0)
+    n = len(dataset)
+    length = dataset.sequence_length
+    print(f"epoch 0: {len(samples):,} samples of {length} + 1 tokens; step 0, a batch of {n}:")
     print("  [i]   rank of 1, 2, 4   sample   begins in              ends in                with")
-    for i in part_of_batch(0, n):
-        ranks = "  ".join(
-            str(rank) for d in (1, 2, 4) for rank in range(d) if i in part_of_batch(0, n, rank, d)
-        )
-        ends = [
-            f"{names[documents[place]]}:{offset:,}"
-            for place, offset in samples[shuffle[i] :][:2].tolist()
-        ]
-        text = bytes(dataset[i][:30].clip(0, 255).astype(np.uint8)).decode("utf-8", "replace")
-        print(
-            f"  [{i}]           {ranks}   {shuffle[i]:>6,}   {ends[0]:20}   {ends[-1]:20}   {text!r}"
-        )
+    for i in range(n):
+        owners = []
+        for ranks in (1, 2, 4):
+            owners += [str(r) for r in range(ranks) if i in part_of_batch(0, n, r, ranks)]
+        ends = []
+        for place, offset in samples[shuffle[i] :][:2].tolist():
+            ends.append(f"{names[documents[place]]}:{offset:,}")
+        text = dataset[i][:30].clip(0, 255).astype(np.uint8).tobytes().decode("utf-8", "replace")
+        where = f"{shuffle[i]:>6,}   {ends[0]:20}   {ends[-1]:20}"
+        print(f"  [{i}]           {'  '.join(owners)}   {where}   {text!r}")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"error: {message}\n")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error, add = lambda message: parser.exit(2, f"error: {message}\n"), parser.add_argument
-    add("--input", required=True, metavar="FILE", help="a JSON object on each line")
-    add(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="for PREFIX_KEY_document.bin and .idx",
-    )
-    add(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="that have the texts; default text",
-    )
-    add("--vocab-file", metavar="FILE", help="gpt2-vocab.json; without it, tokens are bytes")
-    add("--merge-file", metavar="FILE", help="gpt2-merges.txt")
-    add("--append-eod", action="store_true", help="a token at the end of each document")
-    add(
-        "--workers",
-        type=int,
-        default=1,
-        help="processes that tokenise, beside one that reads and writes; default 1",
-    )
     if len(sys.argv) == 1:
         return demonstrate()
-    a = parser.parse_args()
-    if a.workers < 1 or (a.vocab_file is None) != (a.merge_file is None):
-        parser.error("--workers must be positive, --vocab-file and --merge-file come together")
+    parser = Parser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--input", required=True, metavar="FILE", help="a JSON object in each line")
+    add(
+        "--output-prefix", required=True, metavar="PREFIX", help="for PREFIX_KEY_document.bin, .idx"
+    )
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="of texts; default text")
+    add("--vocab-file", metavar="FILE", help="gpt2-vocab.json; without it tokens are bytes")
+    add("--merge-file", metavar="FILE", help="gpt2-merges.txt")
+    add("--append-eod", action="store_true", help="end each document with a token of its own")
+    add("--workers", type=int, default=1, help="processes that tokenise; default 1")
+    args = parser.parse_args()
+    if args.workers < 1 or (args.vocab_file is None) != (args.merge_file is None):
+        parser.error("--workers must be positive, and --vocab-file needs --merge-file")
     try:
-        preprocess(**vars(a))
+        preprocess(**vars(args))
     except (OSError, ValueError, KeyboardInterrupt) as error:
         print(f"error: {str(error) or 'interrupted'}; nothing was written", file=sys.stderr)
         return 1
     return 0
 
 
-if (
-    __name__ == "__main__" and os.environ.get("RANK", "0") == "0"
-):  # under torchrun the first rank does it
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # an exception: what is half-written is removed
+def stop(number, frame):
+    sys.exit(143)  # an exception, so that what is half-written is removed
+
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # the first rank under torchrun
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main())

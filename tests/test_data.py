@@ -1,4 +1,4 @@
-"""data.py: files as Megatron-LM's, byte for byte; nothing half-written; samples by a seed, on any grid."""
+"""data.py: Megatron-LM's files, byte for byte; nothing half-written; samples by a seed, on any grid."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -33,20 +34,15 @@ GOOD = b'{"text": "' + 1000 * b"x" + b'"}\n'
 
 
 def as_megatron_writes(documents, code=8):
-    n, lengths, dtype = len(documents), [*map(len, documents)], {8: "<u2", 4: "<i4"}[code]
+    """-> the bytes of PREFIX.bin and of PREFIX.idx"""
+    n = len(documents)
+    dtype = {8: "<u2", 4: "<i4"}[code]
+    lengths = [len(document) for document in documents]
     offsets = (np.cumsum(lengths) - lengths) * int(dtype[-1])
-    idx = [
-        ("<i8", [1]),
-        ("u1", [code]),
-        ("<i8", [n, n + 1]),
-        ("<i4", lengths),
-        ("<i8", offsets),
-        ("<i8", range(n + 1)),
-    ]
-    index = b"MMIDIDX\0\0" + b"".join(np.array(numbers, kind).tobytes() for kind, numbers in idx)
-    return np.concatenate(documents).astype(
-        dtype
-    ).tobytes(), index  # what is in PREFIX.bin, in PREFIX.idx
+    index = b"MMIDIDX\0\0" + np.array(1, "<i8").tobytes() + bytes([code])
+    index += np.array([n, n + 1], "<i8").tobytes() + np.array(lengths, "<i4").tobytes()
+    index += np.array([*offsets, *range(n + 1)], "<i8").tobytes()
+    return np.concatenate(documents).astype(dtype).tobytes(), index
 
 
 def written(prefix):
@@ -56,20 +52,20 @@ def written(prefix):
 @pytest.mark.parametrize(("vocab_size", "code"), [(257, 8), (65499, 8), (65500, 4)])
 def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, tmp_path, monkeypatch):
     """No index ever stands beside the tokens of another: the old one goes first, the new one comes last."""
-    documents, prefix, replace, there = (
-        [[0, vocab_size - 1, 7], [], [5], [*range(100)]],
-        tmp_path / "x",
-        os.replace,
-        [],
-    )
-    monkeypatch.setattr(
-        os,
-        "replace",
-        lambda *names: there.append(Path(f"{prefix}.idx").exists()) or replace(*names),
-    )
+    documents = [[0, vocab_size - 1, 7], [], [5], [*range(100)]]
+    prefix = tmp_path / "x"
+    replace = os.replace
+    there = []
+
+    def watched(*names):
+        there.append(Path(f"{prefix}.idx").exists())
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", watched)
     for each in ([[1]], documents):
         write_indexed(prefix, iter(each), vocab_size)
-    assert (there, written(prefix)) == ([False] * 4, as_megatron_writes(documents, code))
+    assert there == [False] * 4
+    assert written(prefix) == as_megatron_writes(documents, code)
     indexed, pickled = IndexedDataset(prefix), pickle.dumps(IndexedDataset(prefix))
     assert not Path("/proc").exists() or f"{prefix}.bin" in Path("/proc/self/maps").read_text()
     assert len(pickled) < 300  # the name, not the content, goes to a DataLoader's workers
@@ -77,9 +73,8 @@ def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, tmp_p
         assert [document.tolist() for document in each] == documents
 
 
-TOKENS, INDEX = as_megatron_writes(
-    [[1, 2, 3], [4, 5]]
-)  # header of 34 bytes, lengths 8, offsets 16, documents 24
+# header of 34 bytes, lengths 8, offsets 16, documents 24
+TOKENS, INDEX = as_megatron_writes([[1, 2, 3], [4, 5]])
 
 
 def opened(index=INDEX, tokens=TOKENS):
@@ -88,7 +83,9 @@ def opened(index=INDEX, tokens=TOKENS):
     return IndexedDataset("x")
 
 
-WRONG = {  # what is said of a call; of a line in a file; of arguments. The status of a command is said first
+BE_INTEGERS = "integers from 0 to 256, unlike"
+NOT_JSON = "1 error: in:2001: not JSON:"
+WRONG = {  # what is said of a call; of a line in a file; of arguments. The status of a command is first
     f"{len(INDEX) - 1} bytes; 2 sequences in 2 documents are {len(INDEX)}": lambda: opened(
         INDEX[:-1]
     ),
@@ -96,36 +93,31 @@ WRONG = {  # what is said of a call; of a line in a file; of arguments. The stat
     "version 2, not 1": lambda: opened(INDEX[:9] + b"\2" + INDEX[10:]),
     "dtype 9, not 1 to 8": lambda: opened(INDEX[:17] + b"\x09" + INDEX[18:]),
     "offsets of its 2 sequences": lambda: opened(INDEX[:34] + b"\2" + INDEX[35:]),
-    "9 bytes; by x.idx they must be 10": lambda: opened(INDEX, b"123456789"),
+    "9 bytes; x.idx says 10": lambda: opened(INDEX, b"123456789"),
     "2 sequences in 1 documents": lambda: GPTDataset(
         opened(INDEX[:26] + b"\2" + INDEX[27:-8]), 2, 1
     ),
-    "sequence_length=5: 1 to 4": lambda: GPTDataset(opened(), 5, 1),
-    "num_samples=0: from 1": lambda: GPTDataset(opened(), 4, 0),
-    "rank=2 from 0 to 1": lambda: part_of_batch(0, 8, 2, 2),
-    "integers from 0 to 256, unlike [257]": lambda: write_indexed(
-        "out_text_document", [[1, 2], [257]], 257
-    ),
-    "integers from 0 to 256, unlike [-1]": lambda: write_indexed(
-        "out_text_document", [[1, 2], [-1]], 257
-    ),
-    "integers from 0 to 256, unlike [0.5]": lambda: write_indexed(
-        "out_text_document", [[1, 2], [0.5]], 257
-    ),
-    "1 error: in:2001: not JSON: Expecting ',' delimiter: column 13 (char 12); nothing was written": b'{"text": "a"',
-    "1 error: in:2001: not JSON: 'utf-8' codec can't decode byte 0xff in position 10": b'{"text": "\xff"}',
-    "1 error: in:2001: not JSON: maximum recursion depth": b"[" * 100_000,
+    "sequence_length=5 must be 1 to 4": lambda: GPTDataset(opened(), 5, 1),
+    "num_samples=0 1 or more": lambda: GPTDataset(opened(), 4, 0),
+    "rank=2 0 to 1": lambda: part_of_batch(0, 8, 2, 2),
+    f"{BE_INTEGERS} [257]": lambda: write_indexed("out_text_document", [[1], [257]], 257),
+    f"{BE_INTEGERS} [-1]": lambda: write_indexed("out_text_document", [[1], [-1]], 257),
+    f"{BE_INTEGERS} [0.5]": lambda: write_indexed("out_text_document", [[1], [0.5]], 257),
+    f"{NOT_JSON} Expecting ',' delimiter: column 13 (char 12); nothing was": b'{"text": "a"',
+    f"{NOT_JSON} 'utf-8' codec can't decode byte 0xff in position 10": b'{"text": "\xff"}',
+    f"{NOT_JSON} maximum recursion depth": b"[" * 100_000,
     "1 error: in:2001: no key 'text' in ['text']; nothing was written": b'["text"]',
-    "1 error: in:2001: no key 'text' in {'txt': 'a', 'id': 3}; nothing was written": b'{"txt": "a", "id": 3}',
-    "1 error: in:2001: 'text' is no string, but of type NoneType; nothing was written": b'{"text": null}',
+    "1 error: in:2001: no key 'text' in {'txt': 'a', 'id': 3}; nothing": b'{"txt": "a", "id": 3}',
+    "1 error: in:2001: 'text' must be a string, not of type NoneType; nothing": b'{"text": null}',
     "1 error: in:2001: 'utf-8' codec can't encode character '\\ud800' in position 0": rb'{"text": "\ud800"}',
     "1 error: out_text_document: there is no text to write; nothing was written": b"",
-    "1 error: [Errno 21] Is a directory: '.'; nothing was written": "--input .",
+    "1 error: . must be a regular file: workers read parts of it; nothing": "--input .",
+    "1 error: [Errno 2] No such file or directory: 'no'; nothing": "--input no",
     "2 error: --workers must be positive": "--workers 0",
-    "2 error: --workers must be positive, --vocab-file and --merge-file come together": "--vocab-file part",
-    "takes the package tokenizers: pip install tokenizers": "--vocab-file absent --merge-file merges",
+    "2 error: --workers must be positive, and --vocab-file needs --merge-file": "--merge-file part",
+    "needs the package tokenizers: pip install tokenizers": "--vocab-file absent --merge-file merges",
     "1 error: whole has no <|endoftext|>, which --append-eod": "--vocab-file whole --merge-file merges --append-eod",
-    "1 error: part lacks 255 of 256 bytes": "--vocab-file part --merge-file merges",
+    "1 error: part lacks 255 of 256 bytes, such as": "--vocab-file part --merge-file merges",
     "1 error: whole, nothing: Error while reading BPE files": "--vocab-file whole --merge-file nothing",
 }
 
@@ -134,11 +126,10 @@ WRONG = {  # what is said of a call; of a line in a file; of arguments. The stat
 def test_what_is_wrong_is_an_error_that_says_where_and_changes_nothing(
     words, tmp_path, monkeypatch, capsys
 ):
-    wrong, letters = WRONG[words], map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])
-    arguments, line = (
-        wrong if isinstance(wrong, str) else "--workers 2",
-        wrong if isinstance(wrong, bytes) else b"0",
-    )
+    wrong = WRONG[words]
+    letters = map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])  # byte-level BPE's
+    arguments = wrong if isinstance(wrong, str) else "--workers 2"
+    line = wrong if isinstance(wrong, bytes) else b"0"
     if "absent" in arguments:
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     elif "merge-file" in arguments:
@@ -146,9 +137,7 @@ def test_what_is_wrong_is_an_error_that_says_where_and_changes_nothing(
     monkeypatch.chdir(tmp_path)
     write_indexed("out_text_document", [[1, 2, 3], [4, 5]], 257)
     Path("in").write_bytes(2000 * GOOD + line if line else b'{"text": ""}')
-    Path("whole").write_text(
-        json.dumps({letter: n for n, letter in enumerate(letters)})
-    )  # of byte-level BPE
+    Path("whole").write_text(json.dumps({letter: n for n, letter in enumerate(letters)}))
     Path("part").write_text('{"!": 0}')
     Path("merges").write_text("#version: 0.2\n")
     monkeypatch.setattr(
@@ -176,7 +165,7 @@ def test_documents_are_in_order_whatever_the_number_of_workers(
         encode, end = lambda text: bpe(*files).encode(text).ids, 0
     lines = [{"text": text, "other": str(n), "n": n} for n, text in enumerate(TEXTS)]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
-    monkeypatch.setattr(data, "chunks", lambda path, chunks=data.chunks: chunks(path, 2000))
+    monkeypatch.setattr(data, "CHUNK", 2000)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("time.monotonic", iter(range(10**6)).__next__)
     preprocess(
@@ -197,23 +186,44 @@ def test_documents_are_in_order_whatever_the_number_of_workers(
     assert re.search(bar + end, capsys.readouterr().out)
 
 
+@given(st.lists(st.sampled_from([b"", b"a", b"bcd\r"])), st.booleans(), st.integers(1, 9))
+def test_each_line_is_in_one_chunk(tmp_path, lines, ended, size):
+    text = b"\n".join(lines) + b"\n" * ended
+    (tmp_path / "in").write_bytes(text)
+    starts = range(0, len(text), size)
+    parts = [data.lines_that_start_in(tmp_path / "in", n, n + size) for n in starts]
+    assert b"".join(parts) == text
+    filled = [part for part in parts if part]
+    assert all(part.endswith(b"\n") for part in filled[:-1])
+
+
 def test_memory_does_not_grow_with_the_input(tmp_path, monkeypatch):
     """Neither with its bytes, 460 kB, nor with what the index has of its documents, 400 kB."""
     (tmp_path / "in").write_bytes(b'{"text": "some words"}\n' * 20_000)
-    monkeypatch.setattr(data, "chunks", lambda path, chunks=data.chunks: chunks(path, 2**14))
+    monkeypatch.setattr(data, "CHUNK", 2**14)
     tracemalloc.start()
     preprocess(tmp_path / "in", tmp_path / "out")
     assert tracemalloc.get_traced_memory()[1] < 2**18
     tracemalloc.stop()
 
 
+def test_jobs_are_taken_as_results_are_needed():
+    """At most 2 · workers and the one that is asked for: memory is bounded if the reader is slow."""
+    taken = []
+    jobs = ((n,) for n in range(99) if not taken.append(n))
+    results = data.in_order(abs, jobs, 3)
+    assert [next(results), next(results)] == [0, 1]
+    assert len(taken) == 8
+    results.close()
+
+
+def stop_group(number):
+    return lambda first, worker: os.killpg(first, number)
+
+
 STOPPED = {  # status, what stderr says, what is done to the first process and a worker
-    "SIGTERM": (143, "", lambda first, worker: os.killpg(first, signal.SIGTERM)),
-    "Ctrl-C": (
-        1,
-        "error: interrupted; nothing was written\n",
-        lambda first, worker: os.killpg(first, signal.SIGINT),
-    ),
+    "SIGTERM": (143, "", stop_group(signal.SIGTERM)),
+    "Ctrl-C": (1, "error: interrupted; nothing was written\n", stop_group(signal.SIGINT)),
     "a worker dies": (
         1,
         "a worker was killed",
@@ -224,46 +234,49 @@ STOPPED = {  # status, what stderr says, what is done to the first process and a
         "File too large",
         lambda first, worker: resource.prlimit(first, resource.RLIMIT_FSIZE, (9, 9)),
     ),
-    "killed": (
-        -9,
-        "",
-        lambda first, worker: os.kill(first, signal.SIGKILL),
-    ),  # what is left has hidden names
+    "killed": (-9, "", lambda first, worker: os.kill(first, signal.SIGKILL)),
 }
+
+
+@pytest.fixture(scope="module")
+def long_input(tmp_path_factory):
+    path = tmp_path_factory.mktemp("long") / "in"
+    path.write_bytes(100_000 * GOOD)  # 100 MB take half a second or more
+    return path
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc, to see other processes")
 @pytest.mark.parametrize(("status", "words", "stop"), STOPPED.values(), ids=STOPPED)
 def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(
-    status, words, stop, tmp_path
+    status, words, stop, long_input, tmp_path
 ):
     command = [
         "env",
         "--default-signal=INT",
         sys.executable,
         ROOT / "data.py",
-    ]  # also where pytest is to ignore it
-    command += ["--input", "/dev/stdin", "--output-prefix", "out", "--workers", "2"]
-    options = {"env": {**os.environ, "LAUNCHED_BY_TEST": str(tmp_path)}, "start_new_session": True}
-    pipes = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.PIPE,
-        "bufsize": 0,
-    }
-    process = subprocess.Popen(command, cwd=tmp_path, **options, **pipes)
-    process.stdin.write(3000 * GOOD)  # once it is written, each worker has had a MiB
+    ]  # pytest may ignore it
+    command += ["--input", long_input, "--output-prefix", "out", "--workers", "2"]
+    environment = {**os.environ, "LAUNCHED_BY_TEST": str(tmp_path)}
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    hidden = tmp_path / f"out_text_document.bin.{process.pid}.tmp"
+    while process.poll() is None and not (hidden.exists() and hidden.stat().st_size):
+        time.sleep(0.002)
     workers = {*descendants(f"LAUNCHED_BY_TEST={tmp_path}")} - {process.pid}
-    assert (len(workers), len(os.listdir(tmp_path))) == (2, 2)
     stop(process.pid, min(workers))
-    stderr = process.communicate(timeout=30)[
-        1
-    ].decode()  # when the last process is gone that could write to it
-    assert (process.returncode, words in stderr, stderr.count("\n")) == (
-        status,
-        True,
-        bool(stderr),
-    ), stderr
+    _, stderr = process.communicate(
+        timeout=30
+    )  # ends when the last process that could write is gone
+    assert len(workers) == 2
+    assert (process.returncode, stderr.count(b"\n")) == (status, bool(stderr)), stderr
+    assert words in stderr.decode()
     assert [name for name in os.listdir(tmp_path) if status != -9 or name[-4:] != ".tmp"] == []
 
 
