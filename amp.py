@@ -125,6 +125,16 @@ class GradScaler:
             raise RuntimeError(
                 "unscale_() or step() has already been called on this optimizer since the last update()"
             )
+        if hasattr(optimizer, "unscale_"):  # zero.py's, whose gradients are not in .grad
+            found = optimizer.unscale_(self._state["scale"])
+        else:
+            found = self._unscale_grad(optimizer)
+        if dist.is_initialized():
+            found = found.to(device_to_reduce_on(found.device, self._process_group))
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._process_group)
+        self._found[optimizer] = found
+
+    def _unscale_grad(self, optimizer):
         gradients = [
             p.grad
             for group in optimizer.param_groups
@@ -143,10 +153,7 @@ class GradScaler:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
         else:
             found.fill_(NO_GRADIENT)
-        if dist.is_initialized():
-            found = found.to(device_to_reduce_on(device, self._process_group))
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._process_group)
-        self._found[optimizer] = found
+        return found
 
     def record_found_inf(self, optimizer, found_inf):
         """Record whether a gradient is inf or NaN, the same on all ranks, instead of unscale_().
@@ -170,8 +177,7 @@ class GradScaler:
         if found == NO_GRADIENT:  # on any rank, so all ranks raise
             raise AssertionError(
                 "No inf checks were recorded for this optimizer: no rank has a .grad to unscale. Call backward first. "
-                f"If {type(optimizer).__name__} keeps gradients elsewhere, as zero.py's Zero2 and Zero3 do, "
-                "train in bf16 without a scaler, or use Zero1"
+                f"If {type(optimizer).__name__} keeps gradients elsewhere, train in bf16 without a scaler"
             )
         self._stepped.add(optimizer)
         return None if found else optimizer.step(*args, **kwargs)

@@ -1,12 +1,19 @@
-"""Step time of each technique over that of the library class that it mirrors, interleaved in one run.
+"""Step time of each technique over that of the library class that it mirrors.
 
-    python bench.py                 every row
-    python bench.py ddp             one
-    python bench.py --sequences 4   4 sequences of 64 tokens per rank and step instead of 1: more compute per byte sent
+    python bench.py                              every row, on the GPU if there is one
+    python bench.py ddp zero                     two of them
+    python bench.py --device cuda --dtype bf16   in bf16 instead of fp32
+    python bench.py --sequences 4                4 sequences per rank: more compute per byte sent
 
-A row's variants run in turn, a step each, in the same processes (2 ranks of one thread each on the CPU), so that what
-the machine does meanwhile hits all alike. A step lasts as long as on its slowest rank. Printed are the median step
-time, its quartiles, and the median of the ratios taken round by round; last, for every row, `RATIO name value`.
+The variants of a row take turns, one step each, in the same processes, so that a busy machine slows
+all of them alike. A step lasts as long as on its slowest rank. For each variant the script prints
+the median step time, its quartiles, and the median of the ratios taken round by round; on a GPU
+also the most memory that the variant adds. The last lines are a table, then `RATIO name value`.
+
+On a CPU each rank has one thread and 1 sequence of 64 tokens, and the model has 8 layers of width
+384. On a GPU a rank has 8 sequences of 512 tokens, the model has 8 layers of width 1024, and fp32
+products use TF32. NCCL is the backend if each rank has a GPU of its own, or if
+NCCL_MULTI_RANK_GPU_ENABLE=1 says that ranks may share one; otherwise it is gloo.
 """
 
 import argparse
@@ -19,6 +26,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +36,7 @@ import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -38,6 +47,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import activation_checkpoint
@@ -50,314 +60,350 @@ import pipeline
 import tensor_parallel
 import zero
 
-
-def language_model(parameters="14M"):
-    torch.manual_seed(0)
-    C, heads = {"14M": (384, 6), "27M": (528, 8)}[parameters]
-    return ddp.language_model(C=C, heads=heads, layers=8)
+# --------------------------------------------------------------------------------------------------
+# 1. What every row uses.
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+@dataclass
+class Bench:
+    """What a row needs to know to build its variants."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    dtype: torch.dtype
+    width: int
+    sequences: int  # per rank and step
+    time: int  # tokens in a sequence
+
+    def model(self, dtype=None):
+        """The same language model on every rank: 14 M parameters on a CPU, 101 M on a GPU."""
+        torch.manual_seed(0)
+        model = ddp.language_model(C=self.width, heads=self.width // 64, layers=8)
+        return model.to(self.device, dtype or self.dtype)
+
+    def tokens(self, sequences, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(256, (sequences, self.time + 1), generator=generator).to(self.device)
+
+    def adamw(self, model):
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=self.on_gpu)
+
+    @property
+    def on_gpu(self):
+        return self.device.type == "cuda"
+
+    def mesh(self):
+        return init_device_mesh(self.device.type, (self.ranks,))
+
+    def training_step(self, model, optimizer=None, micro_batches=1, after_backward=None):
+        """Return a function that runs one step on this rank's tokens."""
+        optimizer = optimizer or self.adamw(model)
+        tokens = self.tokens(self.sequences * micro_batches, seed=self.rank)
+
+        def step():
+            optimizer.zero_grad()
+            for part in tokens.chunk(micro_batches):
+                loss = language_loss(model(part[:, :-1]), part[:, 1:])
+                (loss / micro_batches).backward()
+            if after_backward:
+                after_backward(model)
+            optimizer.step()
+
+        return step
 
 
-def training_step(model, optimizer, sequences, seed, micro_batches=1, after_backward=None):
-    """A function that runs one step of `model`, `sequences` of 64 tokens per micro-batch."""
-    tokens = torch.randint(
-        256, (sequences * micro_batches, 65), generator=torch.Generator().manual_seed(seed)
-    )
-
-    def step():
-        optimizer.zero_grad()
-        for part in tokens.chunk(micro_batches):
-            loss = ddp.language_loss(model(part[:, :-1]), part[:, 1:])
-            (loss / micro_batches).backward()
-        if after_backward:
-            after_backward(model)
-        optimizer.step()
-
-    return step
+def language_loss(logits, targets):
+    return ddp.language_loss(logits.float(), targets)
 
 
-def bench_ddp(rank, ranks, sequences):
+def unchanged(model):
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. The rows. Each returns {variant: a function that builds it and returns its step}: first ours,
+#    then the library's, then others to compare with.
+
+
+def bench_ddp(bench):
     """DistributedDataParallel"""
-    TorchDDP = nn.parallel.DistributedDataParallel
 
-    def row(wrap, **kwargs):
-        model = wrap(language_model())
-        return training_step(model, adamw(model), sequences, seed=rank, **kwargs)
+    def variant(wrap, **options):
+        return lambda: bench.training_step(wrap(bench.model()), **options)
 
+    views = {"gradient_as_bucket_view": True}
     return {
-        "ddp": row(ddp.DistributedDataParallel),
-        "torch DistributedDataParallel": row(TorchDDP),
-        "ddp, gradient_as_bucket_view": row(
-            lambda m: ddp.DistributedDataParallel(m, gradient_as_bucket_view=True)
-        ),
-        "torch, gradient_as_bucket_view": row(lambda m: TorchDDP(m, gradient_as_bucket_view=True)),
-        "all_reduce_gradients": row(lambda m: m, after_backward=ddp.all_reduce_gradients),
-        "no communication": row(lambda m: m),
-        "one device, the same global batch": row(lambda m: m, micro_batches=ranks),
+        "ddp": variant(ddp.DistributedDataParallel),
+        "torch DistributedDataParallel": variant(TorchDDP),
+        "ddp, bucket views": variant(partial(ddp.DistributedDataParallel, **views)),
+        "torch, bucket views": variant(partial(TorchDDP, **views)),
+        "all_reduce_gradients": variant(unchanged, after_backward=ddp.all_reduce_gradients),
+        "no communication": variant(unchanged),
+        "one device, the global batch": variant(unchanged, micro_batches=bench.ranks),
     }
 
 
-def zero_step(stage, sequences, seed):
-    model = language_model()
-    return training_step(model, stage(model, torch.optim.AdamW, lr=1e-4), sequences, seed)
+def bench_zero(bench):
+    """Zero1. In bf16 ours keeps fp32 master weights, and the library's does not."""
+    options = {"lr": 1e-4, "fused": bench.on_gpu}
 
+    def ours(stage):
+        model = bench.model()
+        return bench.training_step(model, stage(model, torch.optim.AdamW, **options))
 
-def bench_zero(rank, ranks, sequences):
-    """Zero1"""
-    TorchDDP = nn.parallel.DistributedDataParallel
-    replica, sharded = TorchDDP(language_model()), TorchDDP(language_model())
-    optimizer = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, lr=1e-4)
+    def theirs():
+        model = TorchDDP(bench.model())
+        parameters = model.parameters()
+        optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **options)
+        return bench.training_step(model, optimizer)
+
     return {
-        "Zero1": zero_step(zero.Zero1, sequences, rank),
-        "torch DDP + ZeroRedundancyOptimizer": training_step(sharded, optimizer, sequences, rank),
-        "Zero2": zero_step(zero.Zero2, sequences, rank),
-        "Zero3": zero_step(zero.Zero3, sequences, rank),
-        "torch DDP + AdamW": training_step(replica, adamw(replica), sequences, rank),
+        "Zero1": partial(ours, zero.Zero1),
+        "torch DDP + ZeroRedundancyOptimizer": theirs,
+        "Zero2": partial(ours, zero.Zero2),
+        "Zero3": partial(ours, zero.Zero3),
+        "torch DDP + AdamW": lambda: bench.training_step(TorchDDP(bench.model())),
     }
 
 
-def bench_fsdp(parameters, rank, ranks, sequences):
-    """fully_shard"""
-    mesh = init_device_mesh("cpu", (ranks,))
+def bench_fsdp(bench):
+    """fully_shard. In bf16 both keep fp32 parameters and gather them in bf16."""
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+    dtypes = {} if bench.dtype == torch.float32 else bf16
 
-    def row(wrap):
-        model = wrap(language_model(parameters))
-        return training_step(model, adamw(model), sequences, rank)
+    def variant(fully_shard, policy, **options):
+        options |= {"mesh": bench.mesh(), "mp_policy": policy(**dtypes)}
+        model = bench.model(torch.float32)
+        for block in model[1:-2]:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        return bench.training_step(model)
 
-    def units(fully_shard, **kwargs):
-        def wrap(model):
-            for block in model[1:-2]:
-                fully_shard(block, mesh=mesh, **kwargs)
-            return fully_shard(model, mesh=mesh, **kwargs)
-
-        return row(wrap)
-
+    ours = partial(variant, fsdp.fully_shard, fsdp.MixedPrecisionPolicy)
+    theirs = partial(variant, torch_fully_shard, TorchMixedPrecisionPolicy)
     return {
-        "fsdp": units(fsdp.fully_shard),
-        "torch fully_shard": units(torch_fully_shard),
-        "fsdp, reshard_after_forward=False": units(fsdp.fully_shard, reshard_after_forward=False),
-        "torch, reshard_after_forward=False": units(torch_fully_shard, reshard_after_forward=False),
-        "torch DistributedDataParallel": row(nn.parallel.DistributedDataParallel),
-        "ddp": row(ddp.DistributedDataParallel),
+        "fsdp": ours,
+        "torch fully_shard": theirs,
+        "fsdp, reshard_after_forward=False": partial(ours, reshard_after_forward=False),
+        "torch, reshard_after_forward=False": partial(theirs, reshard_after_forward=False),
+        "torch DistributedDataParallel": lambda: bench.training_step(TorchDDP(bench.model())),
     }
 
 
 class SeparateBlock(ddp.Block):
-    """With matrices that parallelize_module can split: q, k and v are three."""
+    """A block that parallelize_module can split: q, k and v have a matrix each."""
 
     def __init__(self, C, heads):
         super().__init__(C, heads)
         del self.qkv
-        self.q, self.k, self.v = (nn.Linear(C, C) for _ in range(3))
+        self.q = nn.Linear(C, C)
+        self.k = nn.Linear(C, C)
+        self.v = nn.Linear(C, C)
 
     def forward(self, x):
         y = self.norm1(x)
-        q, k, v = (
-            m(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for m in (self.q, self.k, self.v)
-        )
-        x = x + self.proj(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        q, k, v = map(self.split_heads, (self.q(y), self.k(y), self.v(y)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
-def tensor_parallel_step(model, loss_of, sequences):
-    optimizer = adamw(model)
-    # Sequence parallelism splits dimension 0, which is the batch here: 4, so that there is something to split.
-    tokens = torch.randint(256, (4 * sequences, 65), generator=torch.Generator().manual_seed(0))
-
-    def step():
-        optimizer.zero_grad()
-        loss_of(model, tokens[:, :-1], tokens[:, 1:])
-        optimizer.step()
-
-    return step
-
-
-def our_tensor_parallel(sequences, sequence_parallel=False):
-    plan = {"0": "vocab", "*.norm?": "norm", "*.qkv": "qkv", "*.proj": "row"}
-    plan |= {"*.linear1": "column", "*.linear2": "row", "9": "norm", "10": "vocab"}
-    model = language_model()
-    tensor_parallel.parallelize(model, plan, sequence_parallel=sequence_parallel)
-    if sequence_parallel:
-        model[0].register_forward_hook(
-            lambda module, args, output: tensor_parallel.scatter_to_sequence(output)
-        )
-
-    def loss_of(model, inputs, targets):
-        tensor_parallel.vocab_parallel_cross_entropy(model(inputs), targets).mean().backward()
-
-    return tensor_parallel_step(model, loss_of, sequences)
-
-
-def torch_tensor_parallel(sequences, ranks):
-    model = ddp.language_model(C=384, heads=6, layers=0)
-    model = nn.Sequential(model[0], *(SeparateBlock(384, 6) for _ in range(8)), *model[1:])
-    names = ["q", "k", "v", "proj", "linear1", "linear2"]
-    plan = {
-        f"{i}.{n}": RowwiseParallel() if n in ("proj", "linear2") else ColwiseParallel()
-        for i in range(1, 9)
-        for n in names
-    }
-    plan["0"] = RowwiseParallel(input_layouts=Replicate())
-    plan["10"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
-
-    def loss_of(model, inputs, targets):
-        with loss_parallel():
-            ddp.language_loss(model(inputs), targets).backward()
-
-    return tensor_parallel_step(model, loss_of, sequences)
-
-
-def bench_tensor_parallel(rank, ranks, sequences):
+def bench_tensor_parallel(bench):
     """parallelize"""
-    return {
-        "tensor_parallel": our_tensor_parallel(sequences),
-        "torch parallelize_module": torch_tensor_parallel(sequences, ranks),
-        "tensor_parallel, sequence_parallel": our_tensor_parallel(
-            sequences, sequence_parallel=True
-        ),
-    }
+    # Every rank has the whole batch. Sequence parallelism splits it, so it has 4 sequences or more.
+    tokens = bench.tokens(max(4, bench.sequences))
 
-
-def bench_pipeline(name, schedule_class, rank, ranks, sequences):
-    """Forwards and backwards alone, which is what the library's class does.
-
-    With an optimizer after them 1F1B is 2% behind: Pipeline.step lets no rank go before all have succeeded, so the
-    last stage does not update its parameters while the first still works.
-    """
-    m = 8
-
-    def row(run):
-        stage = pipeline.split(language_model(), ranks)[rank]
-        tokens = torch.randint(256, (sequences * m, 65), generator=torch.Generator().manual_seed(0))
-        run_step = run(stage)
+    def training_step(model, backward):
+        optimizer = bench.adamw(model)
 
         def step():
-            stage.zero_grad()
-            run_step(tokens[:, :-1], tokens[:, 1:])
+            optimizer.zero_grad()
+            backward(model, tokens[:, :-1], tokens[:, 1:])
+            optimizer.step()
 
         return step
 
-    def theirs(stage):
-        stage = PipelineStage(stage, rank, ranks, torch.device("cpu"))
-        schedule = schedule_class(stage, m, loss_fn=ddp.language_loss)
-        if rank == ranks - 1:
-            return lambda inputs, targets: schedule.step(
-                *(() if rank else (inputs,)), target=targets
+    def our_backward(model, inputs, targets):
+        tensor_parallel.vocab_parallel_cross_entropy(model(inputs), targets).mean().backward()
+
+    def ours(sequence_parallel=False):
+        plan = {"0": "vocab", "*.norm?": "norm", "*.qkv": "qkv", "*.proj": "row"}
+        plan |= {"*.linear1": "column", "*.linear2": "row", "9": "norm", "10": "vocab"}
+        model = bench.model()
+        tensor_parallel.parallelize(model, plan, sequence_parallel=sequence_parallel)
+        if sequence_parallel:
+            model[0].register_forward_hook(
+                lambda module, args, output: tensor_parallel.scatter_to_sequence(output)
             )
-        return lambda inputs, targets: schedule.step(*(() if rank else (inputs,)))
+        return training_step(model, our_backward)
+
+    def their_backward(model, inputs, targets):
+        with loss_parallel():
+            ddp.language_loss(model(inputs), targets).backward()
+
+    def theirs():
+        plain = ddp.language_model(C=bench.width, layers=0)
+        blocks = [SeparateBlock(bench.width, bench.width // 64) for _ in range(8)]
+        model = nn.Sequential(plain[0], *blocks, *plain[1:]).to(bench.device, bench.dtype)
+        plan = {
+            "0": RowwiseParallel(input_layouts=Replicate()),
+            "10": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        }
+        for block in range(1, 9):
+            plan |= {f"{block}.{name}": ColwiseParallel() for name in ("q", "k", "v", "linear1")}
+            plan |= {f"{block}.{name}": RowwiseParallel() for name in ("proj", "linear2")}
+        parallelize_module(model, bench.mesh(), plan)
+        return training_step(model, their_backward)
 
     return {
-        f"pipeline {name}": row(
-            lambda stage: pipeline.Pipeline(stage, name, m, ddp.language_loss).step
-        ),
-        f"torch {schedule_class.__name__}": row(theirs),
-        "pipeline zero_bubble": row(
-            lambda stage: pipeline.Pipeline(stage, "zero_bubble", m, ddp.language_loss).step
-        ),
+        "tensor_parallel": ours,
+        "torch parallelize_module": theirs,
+        "tensor_parallel, sequence_parallel": partial(ours, sequence_parallel=True),
     }
 
 
-def bench_amp(rank, ranks, sequences):
-    """bf16: MixedPrecisionOptimizer, autocast"""
+def bench_pipeline(name, schedule_class, bench):
+    """Forwards and backwards alone, because the library's class does no more.
 
-    def row(region=None, wrap=lambda optimizer: optimizer):
-        model = language_model()
-        optimizer = wrap(torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-        tokens = torch.randint(
-            256, (8 * sequences, 65), generator=torch.Generator().manual_seed(rank)
-        )
+    With an optimizer after them 1F1B is 2% behind: Pipeline.step returns on no rank before all have
+    succeeded, so the last stage does not update its parameters while the first still works.
+    """
+    m = 8  # micro-batches, which hold the sequences of all ranks
+    tokens = bench.tokens(m * max(1, bench.sequences * bench.ranks // m))
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+
+    def variant(make_step):
+        stage = pipeline.split(bench.model(), bench.ranks)[bench.rank]
+        run = make_step(stage)
+
+        def step():
+            stage.zero_grad()
+            run()
+
+        return step
+
+    def ours(schedule, stage):
+        return partial(pipeline.Pipeline(stage, schedule, m, language_loss).step, inputs, targets)
+
+    def theirs(stage):
+        stage = PipelineStage(stage, bench.rank, bench.ranks, bench.device)
+        schedule = schedule_class(stage, m, loss_fn=language_loss)
+        args = [inputs] if bench.rank == 0 else []
+        is_last = bench.rank == bench.ranks - 1
+        return partial(schedule.step, *args, **({"target": targets} if is_last else {}))
+
+    return {
+        f"pipeline {name}": partial(variant, partial(ours, name)),
+        f"torch {schedule_class.__name__}": partial(variant, theirs),
+        "pipeline zero_bubble": partial(variant, partial(ours, "zero_bubble")),
+    }
+
+
+def bench_amp(bench):
+    """bf16: MixedPrecisionOptimizer, autocast. No communication."""
+    tokens = bench.tokens(max(8, bench.sequences), seed=bench.rank)
+
+    def variant(region=None, masters=False):
+        model = bench.model(torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        if masters:
+            optimizer = amp.MixedPrecisionOptimizer(optimizer, torch.bfloat16)
 
         def step():
             optimizer.zero_grad()
             with region or nullcontext():
-                loss = ddp.language_loss(model(tokens[:, :-1]).float(), tokens[:, 1:])
+                loss = language_loss(model(tokens[:, :-1]), tokens[:, 1:])
             loss.backward()
             optimizer.step()
 
         return step
 
+    torch_autocast = torch.autocast(bench.device.type, torch.bfloat16)
     return {
-        "amp MixedPrecisionOptimizer": row(
-            wrap=lambda o: amp.MixedPrecisionOptimizer(o, torch.bfloat16)
-        ),
-        "torch autocast, AdamW in fp32": row(torch.autocast("cpu", torch.bfloat16)),
-        "amp autocast": row(amp.autocast(torch.bfloat16)),
-        "fp32": row(),
+        "amp MixedPrecisionOptimizer": partial(variant, masters=True),
+        "torch autocast, AdamW in fp32": partial(variant, torch_autocast),
+        "amp autocast": partial(variant, amp.autocast(torch.bfloat16)),
+        "fp32": variant,
     }
 
 
-def bench_lora(rank, ranks, sequences):
-    """inject_lora, r = 8 on the MLPs; all ranks reduce what trains by lora.average_adapters"""
+def bench_lora(bench):
+    """inject_lora, r = 8 on the MLPs. All variants reduce by lora.average_adapters."""
     import peft
 
     targets = ["linear1", "linear2"]
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets)
 
-    def row(wrap):
-        model = wrap(language_model())
-        return training_step(
-            model, adamw(model), sequences, rank, after_backward=lora.average_adapters
-        )
+    def variant(wrap):
+        model = wrap(bench.model())
+        return bench.training_step(model, after_backward=lora.average_adapters)
 
     def ours(quantize=None):
-        return row(lambda model: lora.inject_lora(model, target_modules=targets, quantize=quantize))
+        inject = partial(lora.inject_lora, target_modules=targets, quantize=quantize)
+        return variant(inject)
 
     def embedding_only(model):
         model.requires_grad_(False)
         model[0].weight.requires_grad_(True)  # the first layer: backward goes all the way down
         return model
 
-    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets)
     return {
-        "lora": ours(),
-        "peft": row(lambda model: peft.get_peft_model(model, config)),
-        "a step that trains the embedding": row(embedding_only),
-        "lora, 4 bits": ours("nf4"),
-        "full fine-tuning": row(lambda model: model),
+        "lora": ours,
+        "peft": lambda: variant(lambda model: peft.get_peft_model(model, config)),
+        "a step that trains the embedding": partial(variant, embedding_only),
+        "lora, 4 bits": partial(ours, "nf4"),
+        "full fine-tuning": partial(variant, unchanged),
     }
 
 
-def bench_activation_checkpoint(rank, ranks, sequences):
-    """checkpoint, around each block; no communication"""
+def bench_activation_checkpoint(bench):
+    """checkpoint, around each block. No communication."""
 
-    def row(run=lambda forward, x: forward(x)):
-        model = language_model()
-        for block in model[1:-2]:
-            block.forward = partial(run, block.forward)
-        return training_step(model, adamw(model), sequences, rank)
+    def variant(run=None):
+        model = bench.model()
+        if run:
+            for block in model[1:-2]:
+                block.forward = partial(run, block.forward)
+        return bench.training_step(model)
 
     return {
-        "checkpoint": row(activation_checkpoint.checkpoint),
-        "torch checkpoint": row(partial(torch_checkpoint, use_reentrant=False)),
-        "nothing is checkpointed": row(),
+        "checkpoint": partial(variant, activation_checkpoint.checkpoint),
+        "torch checkpoint": partial(variant, partial(torch_checkpoint, use_reentrant=False)),
+        "nothing is checkpointed": variant,
     }
 
 
-def bench_flash_attention(rank, ranks, sequences):
-    """flash_attention, causal, 8 heads of 64 on 1024 tokens, forward and backward; no communication"""
-    q, k, v = (torch.randn(sequences, 8, 1024, 64, requires_grad=True) for _ in range(3))
+def bench_flash_attention(bench):
+    """flash_attention, causal, heads of 64, forward and backward. No communication."""
+    shape = (4, 16, 4096, 64) if bench.on_gpu else (1, 8, 1024, 64)
 
-    def row(attention, **causal):
-        return lambda: attention(q, k, v, **causal).sum().backward()
+    def variant(attention, **causal):
+        torch.manual_seed(0)
+        q, k, v = torch.randn(3, *shape, device=bench.device, dtype=bench.dtype)
+        for x in (q, k, v):
+            x.requires_grad_()
 
+        def step():
+            attention(q, k, v, **causal).sum().backward()
+
+        return step
+
+    ours = flash_attention.flash_attention
+    theirs = F.scaled_dot_product_attention
     return {
-        "flash_attention": row(flash_attention.flash_attention, causal=True),
-        "torch scaled_dot_product_attention": row(F.scaled_dot_product_attention, is_causal=True),
-        "naive_attention": row(flash_attention.naive_attention, causal=True),
+        "flash_attention": partial(variant, ours, causal=True),
+        "torch scaled_dot_product_attention": partial(variant, theirs, is_causal=True),
+        "naive_attention": partial(variant, flash_attention.naive_attention, causal=True),
     }
 
 
 ROWS = {
     "ddp": bench_ddp,
     "zero": bench_zero,
-    "fsdp": partial(bench_fsdp, "14M"),
-    "fsdp_27m": partial(bench_fsdp, "27M"),
+    "fsdp": bench_fsdp,
     "tensor_parallel": bench_tensor_parallel,
     "pipeline_gpipe": partial(bench_pipeline, "gpipe", ScheduleGPipe),
     "pipeline_1f1b": partial(bench_pipeline, "1f1b", Schedule1F1B),
@@ -367,89 +413,157 @@ ROWS = {
     "flash_attention": bench_flash_attention,
 }
 
+# --------------------------------------------------------------------------------------------------
+# 3. The measurement.
 
-def worker(rank, ranks, names, rounds, sequences, folder):
+
+def worker(rank, args, folder):
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    results = []
-    for name in names:
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["LOCAL_WORLD_SIZE"] = str(args.ranks)
+    device, backend = ddp.choose_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(str(Path(folder) / "store"), args.ranks),
+        rank=rank,
+        world_size=args.ranks,
+        device_id=device if backend == "nccl" else None,
+    )
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    bench = Bench(rank, args.ranks, device, dtype, args.width, args.sequences, args.time)
+    rows = []
+    for name in args.names or ROWS:
         try:
-            variants = ROWS[name](rank, ranks, sequences)
+            variants = ROWS[name](bench)
         except ModuleNotFoundError as error:
             if rank == 0:
-                print(f"{name}: not run, for it needs {error.name}: pip install {error.name}")
+                print(f"{name}: not run, it needs {error.name}: pip install {error.name}")
             continue
-        times = {variant: [] for variant in variants}
-        for number in range(-2, rounds):
-            order = random.Random(number).sample(
-                list(variants), len(variants)
-            )  # none always runs after the same one
-            for variant in order:
-                dist.barrier()
-                start = time.perf_counter()
-                variants[variant]()
-                took = torch.tensor(time.perf_counter() - start)
-                dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                if number >= 0:  # two rounds of warm-up
-                    times[variant].append(1e3 * took.item())
+        times, memory = measure(bench, variants, args.rounds)
         if rank == 0:
-            results.append(show(name, times))
-    if rank == 0 and results:
-        what = f"{ranks} ranks of one thread, {64 * sequences} tokens for each"
-        print(f"\n{machine()}\n{what}; {rounds} rounds, and the middle half of their ratios")
-        print(f"{'row':22} {'ours':28} {'theirs':36} {'ms':>6} {'ms':>6}     ratio   range")
-        print(*(row for row, _ in results), *(line for _, line in results), sep="\n")
+            rows.append(show(name, times, memory))
+    if rank == 0 and rows:
+        show_table(bench, backend, args, rows)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # at once: library classes hold the group, and its threads may abort the process as Python ends
+    os._exit(0)  # at once: the library's classes hold the group, whose threads can abort at exit
 
 
-def show(name, times):
-    """-> of ours over the library's: the row of the table, and the ratio."""
-    ours, library, *_ = times
+def measure(bench, variants, rounds):
+    """Return {variant: milliseconds of each round} and {variant: bytes that it adds at most}."""
+    steps = {}
+    memory = {}
+    for variant, build in variants.items():
+        before = torch.cuda.memory_allocated() if bench.on_gpu else 0
+        steps[variant] = build()
+        for _ in range(3):  # warm-up
+            if bench.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            steps[variant]()
+        memory[variant] = torch.cuda.max_memory_allocated() - before if bench.on_gpu else 0
+    times = {variant: [] for variant in variants}
+    for number in range(rounds):
+        order = list(variants)
+        random.Random(number).shuffle(order)  # no variant always follows the same one
+        for variant in order:
+            dist.barrier()
+            start = now(bench)
+            steps[variant]()
+            took = torch.tensor(now(bench) - start, device=bench.device)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            times[variant].append(1e3 * took.item())
+    return times, memory
+
+
+def now(bench):
+    if bench.on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def ratio_of(times, ours, theirs):
+    """The quartiles of the ratios taken round by round."""
+    ratios = [a / b for a, b in zip(times[ours], times[theirs], strict=True)]
+    return statistics.quantiles(ratios, n=4)
+
+
+def show(name, times, memory):
+    """Print a row's variants. Return its line in the table and its RATIO line."""
+    ours, theirs = list(times)[:2]
     print(f"{name}: median of {len(times[ours])} interleaved steps")
     for variant, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)
-        ratios = [a / b for a, b in zip(times[ours], values, strict=True)]
-        r_low, ratio, r_high = statistics.quantiles(ratios, n=4)
         spread = f"({low:.1f} to {high:.1f})"
-        print(
-            f"  {variant:36} {middle:7.1f} ms {spread:20} {ours} / it {ratio:.3f} ({r_low:.3f} to {r_high:.3f})",
-            flush=True,
-        )
-    ratios = [a / b for a, b in zip(times[ours], times[library], strict=True)]
-    low, ratio, high = statistics.quantiles(ratios, n=4)
-    ms = [statistics.median(times[variant]) for variant in (ours, library)]
-    row = f"{name:22} {ours:28} {library:36} {ms[0]:6.0f} {ms[1]:6.0f} {ratio:9.2f}   {low:.2f} to {high:.2f}"
-    return row, f"RATIO {name} {ratio:.3f}"
+        ratio_low, ratio, ratio_high = ratio_of(times, ours, variant)
+        line = f"  {variant:36} {middle:7.1f} ms {spread:20} {megabytes(memory[variant]):>9}"
+        line += f"  {ours} / it {ratio:.3f} ({ratio_low:.3f} to {ratio_high:.3f})"
+        print(line, flush=True)
+    low, ratio, high = ratio_of(times, ours, theirs)
+    line = f"{name:22} {ours:28} {theirs:36}"
+    for variant in (ours, theirs):
+        line += f" {statistics.median(times[variant]):6.0f}"
+    for variant in (ours, theirs):
+        line += f" {megabytes(memory[variant]):>9}"
+    return f"{line} {ratio:8.2f}   {low:.2f} to {high:.2f}", f"RATIO {name} {ratio:.3f}"
 
 
-def machine():
-    names = (
-        re.findall(r"model name\s*: (.*)", info.read_text())
-        if (info := Path("/proc/cpuinfo")).exists()
-        else []
-    )
-    return f"{os.cpu_count()} cores of {names[0] if names else platform.processor()}, torch {torch.__version__}"
+def megabytes(size):
+    return f"{size / 1e6:,.0f} MB" if size else "-"
+
+
+def show_table(bench, backend, args, rows):
+    tokens = bench.sequences * bench.time
+    what = f"{bench.ranks} ranks over {backend}, {tokens} tokens for each, width {bench.width}"
+    print(f"\n{machine(bench)}\n{what}, {args.dtype}")
+    print(f"{args.rounds} rounds; the ratio is their median, the range the middle half")
+    header = f"{'row':22} {'ours':28} {'theirs':36} {'ms':>6} {'ms':>6} {'memory':>9} {'memory':>9}"
+    print(f"{header}    ratio   range")
+    for line, _ in rows:
+        print(line)
+    for _, ratio in rows:
+        print(ratio)
+
+
+def machine(bench):
+    if bench.on_gpu:
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    name = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        found = re.search(r"model name\s*: (.*)", info.read_text())
+        name = found.group(1) if found else name
+    return f"{os.cpu_count()} cores of {name}, torch {torch.__version__}"
 
 
 def main():
+    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "names", nargs="*", metavar="name", help=f"rows to run: {', '.join(ROWS)} (default: all)"
-    )
+    names = f"rows to run: {', '.join(ROWS)} (default: all)"
+    parser.add_argument("names", nargs="*", metavar="name", help=names)
+    parser.add_argument("--device", choices=["cpu", "cuda"][: 1 + on_gpu])
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--sequences", type=int, default=1, help="of 64 tokens, per rank and step")
+    parser.add_argument("--sequences", type=int, help="per rank and step (CPU: 1, GPU: 8)")
+    parser.add_argument("--time", type=int, help="tokens in a sequence (CPU: 64, GPU: 512)")
+    parser.add_argument("--width", type=int, help="a multiple of 64 (CPU: 384, GPU: 1024)")
     args = parser.parse_args()
+    args.device = args.device or ("cuda" if on_gpu else "cpu")
+    defaults = {"cpu": (1, 64, 384), "cuda": (8, 512, 1024)}[args.device]
+    for name, default in zip(("sequences", "time", "width"), defaults, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     if unknown := set(args.names) - set(ROWS):
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    if args.rounds < 2:
+        parser.error(f"--rounds {args.rounds}: quartiles need 2 or more")
+    if args.width % 64:
+        parser.error(f"--width {args.width}: give a multiple of 64")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (args.ranks, args.names or list(ROWS), args.rounds, args.sequences, folder)
-        mp.spawn(worker, arguments, nprocs=args.ranks)
+        mp.spawn(worker, (args, folder), nprocs=args.ranks)
 
 
 if __name__ == "__main__":

@@ -1,58 +1,104 @@
-"""Estimate: what training a model needs in memory, traffic and time before it starts, and which technique fits it.
+"""Estimate: what a training run will need in memory, traffic and time, and which technique fits it.
 
-What a GPU holds while it trains Ψ parameters in mixed precision with Adam, and what makes each part smaller:
+Every result is a sum of named parts, and each part has its equation and the paper that derives it.
+A GPU that trains Ψ parameters in mixed precision with Adam holds, in bytes:
 
-    parameters   2Ψ  ████            zero3 · tensor and pipeline parallel · QLoRA: 4 bits
-    gradients    2Ψ  ████            zero2 · LoRA: of A and B only
-    optimizer   12Ψ  ████████████    zero1 · offload to the host · LoRA       (fp32 weights, both moments of Adam)
-    activations      sbh (34 + 5as/h) in each layer: micro-batch · recomputation · flash attention · tensor parallel
-    logits           14sbV at their peak: micro-batch · a vocabulary that is split
+                                     made smaller by
+    parameters   2Ψ  ████            zero3, tensor and pipeline parallelism, QLoRA (4 bits)
+    gradients    2Ψ  ████            zero2, LoRA (only A and B have gradients)
+    optimizer   12Ψ  ████████████    zero1, offload, LoRA: fp32 weights and both moments of Adam
+    activations  sbh (34 + 5as/h)    a smaller micro-batch, recomputation, flash attention,
+                 in each layer       tensor and context parallelism
+    logits       14sbV               a smaller micro-batch, a vocabulary split over tp
 
-    states per GPU, N of them                    sent per GPU and step with m micro-batches, elements times (N-1)/N
+The first three are the model states. With N data-parallel GPUs and m micro-batches per step:
+
+                     states per GPU              sent per GPU and step, elements times (N-1)/N
     ddp              16Ψ                         2Ψ
     zero1            4Ψ + 12Ψ/N                  2Ψ
     zero2            2Ψ + 14Ψ/N                  (m+1)Ψ
     zero2+offload    2Ψ                          (m+1)Ψ, and to host memory and back
-    zero3, FSDP      16Ψ/N, units at work        3mΨ
-    zero3+offload    2Ψ/N, units at work         3mΨ, and the same
+    zero3, FSDP      16Ψ/N + gathered units      3mΨ
+    zero3+offload    2Ψ/N + gathered units       3mΨ, and to host memory and back
 
-Bytes are derived, and tested against papers' tables and what is measured here. Seconds are a model, of speeds that are
-given (those achieved: 40% of what is sold); it ranks plans, though not those a few percent apart.
+The bytes are derived, and tests compare them with the papers' tables and with what this project's
+demos measure. The seconds are a model: they assume the given speeds, and 40% of a GPU's advertised
+speed is typical. They rank plans, but not plans that are a few percent apart.
 
-Run:      python estimate.py --parameters 7e9 --gpus 8 --memory 80   (no flags: the demos' model, beside them)
-Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054; Ren et al. 2021, ZeRO-Offload, 2101.06840; Narayanan et al.
-          2021, 2104.04473; Korthikanti et al. 2022, 2205.05198; Chowdhery et al. 2022, PaLM, 2204.02311
-Mirrors:  deepspeed.runtime.zero's estimate_zero2_model_states_mem_needs and …zero3…, for the states
-Left out: experts, context parallelism; small products, which run slower; data, evaluation, checkpoints
+Run:      python estimate.py --parameters 7e9 --gpus 8 --memory 80
+          (without flags: the demos' model, beside what the demos measured)
+Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054; Ren et al. 2021, Offload, 2101.06840;
+          Narayanan et al. 2021, 2104.04473; Korthikanti et al. 2022, 2205.05198;
+          Chowdhery et al. 2022, PaLM, 2204.02311; Dettmers et al. 2023, QLoRA, 2305.14314;
+          Liu et al. 2023, Ring Attention, 2310.01889
+Mirrors:  DeepSpeed's estimate_zero2_model_states_mem_needs and …zero3…, for the model states
+Left out: messages of experts; slow products of small matrices; data, evaluation, checkpoints
 """
 
 import argparse
 import bisect
-import inspect
 import itertools
 import json
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from typing import NamedTuple
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The formulas: memory, then batch and time.
+# --------------------------------------------------------------------------------------------------
+# 1. The model states: ZeRO's three equations (Rajbhandari et al. 2020, sections 3 and 5).
 
-TECHNIQUES = (
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero2+offload",
-    "zero3",
-    "zero3+offload",
-)  # the simplest first
+STAGES = {  # what data-parallel ranks split: 1 the optimizer, 2 gradients too, 3 parameters too
+    "ddp": 0,
+    "zero1": 1,
+    "zero2": 2,
+    "zero2+offload": 2,
+    "zero3": 3,
+    "zero3+offload": 3,
+    "lora": 3,
+    "qlora": 3,
+}
+TECHNIQUES = tuple(STAGES)[:6]  # those that train all parameters, the simplest first
+
+
+def model_states(parameters, ranks, technique, mixed=True):
+    """-> (parameters, gradients, optimizer), the bytes on each of `ranks` data-parallel GPUs.
+
+    Mixed precision takes 2 + 2 + 12 bytes per parameter: 16-bit parameters and gradients, then fp32
+    weights and both moments of Adam. fp32 takes 4 + 4 + 8. Offload moves gradients and optimizer to
+    host memory (ZeRO-Offload, section 3; zero.py keeps its shard of the gradients on the GPU).
+    The units that zero3 gathers are in footprint(), not here.
+    """
+    if technique not in TECHNIQUES or ranks < 1 or not 0 < parameters < math.inf:
+        raise ValueError(
+            f"{parameters=} and {ranks=} must be positive, and {technique=} one of {TECHNIQUES}"
+        )
+    weights = (2 if mixed else 4) * parameters
+    gradients = weights
+    optimizer = (12 if mixed else 8) * parameters
+    if STAGES[technique] >= 1:
+        optimizer /= ranks
+    if STAGES[technique] >= 2:
+        gradients /= ranks
+    if STAGES[technique] >= 3:
+        weights /= ranks
+    if "offload" in technique:
+        return weights, 0.0, 0.0
+    return weights, gradients, optimizer
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. The model: its parameters, and the bytes that depend on the batch.
 
 
 @dataclass(frozen=True)
 class GPT:
-    """A GPT-2: learned positions, biases, MLPs of 4h, tied embedding; `given` parameters if known otherwise."""
+    """A GPT-2: learned positions, biases, MLPs of 4h, and a head that shares the embedding.
+
+    `given` is the number of parameters if it is known from elsewhere. In a mixture of experts each
+    block has `experts` MLPs and a router, and each token passes through `top_k` of the MLPs.
+    """
 
     layers: int
     hidden: int
@@ -60,69 +106,80 @@ class GPT:
     vocab: int
     sequence: int
     given: float | None = None
+    experts: int = 1
+    top_k: int = 1
 
     def __post_init__(self):
-        if (
-            min(self.layers, self.hidden, self.heads, self.vocab, self.sequence) < 1
-            or self.hidden % self.heads
-        ):
+        sizes = (self.layers, self.hidden, self.heads, self.vocab, self.sequence, self.top_k)
+        if min(sizes) < 1 or self.hidden % self.heads or self.top_k > self.experts:
             raise ValueError(
-                f"{self}: sizes must be positive, and the hidden size a multiple of the heads"
+                f"{self}: sizes must be positive, the hidden size a multiple of the heads, "
+                "and top_k at most the number of experts"
             )
 
-    def block(self, tp=1):
-        """12h² + 13h: qkv 3h² + 3h, projection h² + h, MLP 8h² + 5h, norms 4h. Norms and row biases are not split."""
-        return (12 * self.hidden**2 + 7 * self.hidden) / tp + 6 * self.hidden
+    def scaled(self, count):
+        """A count of this shape's elements, in proportion to the given number of parameters."""
+        if self.given is None:
+            return count
+        counted = replace(self, given=None)
+        return self.given * (count / counted.parameters())
 
-    def parameters(self, tp=1, pp=1):
-        """Vh + s·h + l(12h² + 13h) + 2h; cut tp × pp ways those of the rank with most, on the first stage."""
-        rows = -(-self.vocab // tp) + self.sequence + 2 * (pp == 1)
-        count = rows * self.hidden + -(-self.layers // pp) * self.block(tp)
-        return (
-            count
-            if self.given is None
-            else self.given * (count / replace(self, given=None).parameters())
-        )
+    def block(self, tp=1, ep=1):
+        """12h² + 13h: qkv 3h² + 3h, projection h² + h, norms 4h, MLP 8h² + 5h. With E experts, E/ep
+        MLPs and a router of hE. tp splits all but norms, router and biases of row-parallel layers.
+        """
+        h = self.hidden
+        qkv = (3 * h**2 + 3 * h) / tp
+        projection = h**2 / tp + h
+        norms = 4 * h
+        mlp = (8 * h**2 + 4 * h) / tp + h
+        mlps = mlp * self.experts / ep
+        if self.experts > 1:
+            mlps += h * self.experts
+        return qkv + projection + norms + mlps
+
+    def parameters(self, tp=1, pp=1, ep=1):
+        """Vh + sh + l(12h² + 13h) + 2h; if split, those of the first stage, which has most."""
+        h = self.hidden
+        embedding = math.ceil(self.vocab / tp) * h
+        positions = self.sequence * h
+        blocks = math.ceil(self.layers / pp) * self.block(tp, ep)
+        last_norm = 2 * h if pp == 1 else 0
+        return self.scaled(embedding + positions + blocks + last_norm)
+
+    def active_parameters(self):
+        """The parameters that one token meets: top_k of the experts."""
+        active = replace(self, experts=self.top_k, given=None)
+        return self.scaled(active.parameters())
 
 
-MODELS = {"gpt2-345m": GPT(24, 1024, 16, 50257, 1024), "gpt3-175b": GPT(96, 12288, 96, 51200, 2048)}
+MODELS = {
+    "gpt2-345m": GPT(24, 1024, 16, 50257, 1024),
+    "gpt3-175b": GPT(96, 12288, 96, 51200, 2048),
+}
 
 
 def gpt_of(parameters, sequence=2048, vocab=50257):
-    """A GPT of that many parameters in a usual shape: heads of 128, as many as layers, so 12 · 128² · l³."""
-    layers = max(8, 8 * round((parameters / (12 * 128**2)) ** (1 / 3) / 8))
+    """A GPT of so many parameters in a usual shape: heads of 128, as many as layers: 12·128²·l³."""
+    exact = (parameters / (12 * 128**2)) ** (1 / 3)
+    layers = max(8, 8 * round(exact / 8))
     return GPT(layers, 128 * layers, layers, vocab, sequence, given=parameters)
 
 
-def model_states(parameters, ranks, technique, mixed=True):
-    """-> bytes of parameters, gradients, optimizer on each of `ranks` data-parallel GPUs (ZeRO, §3 and §5), with Adam.
-
-    Mixed precision: 2 + 2 bytes, and 12 of fp32 weights and moments; else 4 + 4 + 8 in fp32: 16 in any case. Offload
-    moves gradients as well (ZeRO-Offload §3; zero.py's keeps its shard of them, 2Ψ/N). Not in here: what zero3 gathers
-    for a moment; gradients copied to buckets, 2Ψ more in DDP without gradient_as_bucket_view.
-    """
-    if technique not in TECHNIQUES or ranks < 1 or not 0 < parameters < math.inf:
-        raise ValueError(
-            f"{parameters=}, {ranks=} must be positive, {technique=} one of {', '.join(TECHNIQUES)}"
-        )
-    stage, sizes = (
-        int(technique[4]) if technique.startswith("zero") else 0,
-        (2, 2, 12) if mixed else (4, 4, 8),
-    )
-    held = [
-        parameters * size / (ranks if stage >= since else 1)
-        for size, since in zip(sizes, (3, 2, 1), strict=True)
-    ]
-    return (held[0], 0.0, 0.0) if technique.endswith("offload") else tuple(held)
-
-
 def lora_states(model, ranks=1, r=8, quantize=False):
-    """The same with LoRA, r(d + k) trained for each matrix d × k, 16hr in a block; `quantize`: QLoRA. FSDP cuts all."""
-    psi, trained = model.parameters(), 16 * model.hidden * r * model.layers
-    matrices = 12 * model.layers * model.hidden**2 * psi / replace(model, given=None).parameters()
-    # NF4 and its scales are 4.127 bits (Dettmers et al. 2023, §3); embeddings and norms stay in 16
-    frozen = 2 * psi - (2 - 4.127 / 8) * matrices * quantize
-    return (frozen + 2 * trained) / ranks, 2 * trained / ranks, 12 * trained / ranks
+    """Model states with LoRA, all split over `ranks` by FSDP; `quantize`: QLoRA.
+
+    r(d + k) elements train per matrix of d × k: 6hr in attention and 10hr in an MLP. NF4 and its
+    scales take 4.127 bits (Dettmers et al. 2023, section 3). Embeddings and norms stay in 16 bits.
+    """
+    h = model.hidden
+    trained = model.layers * h * r * (6 + 10 * model.experts)
+    matrices = model.scaled(model.layers * h**2 * (4 + 8 * model.experts))
+    frozen = 2 * model.parameters()
+    if quantize:
+        frozen -= (2 - 4.127 / 8) * matrices
+    weights = frozen + 2 * trained
+    return weights / ranks, 2 * trained / ranks, 12 * trained / ranks
 
 
 def activations(
@@ -135,419 +192,613 @@ def activations(
     element=2,
     masks=True,
 ):
-    """Bytes of all layers for one micro-batch, on each of tp ranks (Korthikanti et al. 2022, table 2).
+    """Bytes that all layers keep of one micro-batch on each tp rank (Korthikanti et al., table 2).
 
-    sbh elements: 4, inputs of norms and first matrices, which all ranks have unless the sequence is split; and q, k, v,
-    inputs of projection, GELU, last matrix, 3 + 1 + 4 + 4, which are split. Two masks of sbh bytes. Scores, as²b each:
-    softmax, after dropout, mask. "full" keeps a layer's input, "selective" all but scores, as does flash attention.
+    recompute="full" keeps the input of each layer. "selective" keeps all but the scores, as flash
+    attention does. An activation has `element` bytes. Without dropout there are no `masks`.
     """
-    if (
-        recompute not in ("none", "selective", "full")
-        or micro_batch < 1
-        or tp < 1
-        or model.heads % tp
-    ):
-        raise ValueError(
-            f"{recompute=}: none, selective or full; {micro_batch=}; {tp=} must divide {model.heads} heads"
-        )
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"{recompute=} must be none, selective or full")
+    if micro_batch < 1 or tp < 1 or model.heads % tp:
+        raise ValueError(f"{micro_batch=} must be positive; {tp=} must divide {model.heads} heads")
     sbh = model.sequence * micro_batch * model.hidden
     if recompute == "full":
         return model.layers * element * sbh
-    shared = sbh * (4 * element + 2 * masks) / (tp if sequence_parallel else 1)
-    scores = model.heads * model.sequence**2 * micro_batch * (element * (1 + masks) + masks)
-    return model.layers * (
-        shared + (12 * element * sbh + (0 if flash or recompute == "selective" else scores)) / tp
-    )
+    # inputs of both norms, of qkv and of the MLP; two dropout masks of a byte per element
+    replicated = (4 * element + 2 * masks) * sbh
+    if sequence_parallel:
+        replicated /= tp
+    # q, k, v and the projection's input; inputs of GELU and of the MLP's second matrix, 4h each
+    split = (4 + 8 * model.top_k) * element * sbh
+    # softmax, its dropout's output and mask: 5as²b bytes
+    size = element * (1 + masks) + masks
+    scores = model.heads * model.sequence**2 * micro_batch * size
+    if flash or recompute == "selective":
+        scores = 0
+    return model.layers * (replicated + (split + scores) / tp)
 
 
 def logits(model, micro_batch, tp=1, element=2):
-    """Bytes at the peak, in the loss's backward: logits 2sbV/t; in fp32 their log-softmax 4, both gradients 4 + 4."""
+    """14sbV/t bytes at the peak, in the loss's backward: the 16-bit logits 2, and in fp32 their
+    log-softmax 4 and two gradients 4 + 4."""
     return (element + 12) * model.sequence * micro_batch * model.vocab / tp
 
 
-def global_batch(micro_batch, accumulation, data_parallel):
-    """Sequences per step. Ranks along tensor and pipeline axes compute other parts of the *same* sequences.
+# --------------------------------------------------------------------------------------------------
+# 3. What a rank sends, in bytes. An all-reduce of n elements over N ranks sends 2n(N-1)/N.
 
-    So accumulation × nodes × GPUs per node × micro-batch, often read, is true only where all GPUs are data-parallel:
-    parallel_3d.py --tp 2 --pp 2 has on 4 ranks the batch, and the loss, of one device.
+
+def data_parallel_traffic(parameters, dp, technique="ddp", micro_batches=1, element=2):
+    """Per step. A reduce-scatter and an all-gather send 2Ψ(N-1)/N. zero2 reduces m times, and zero3
+    reduces m times and gathers 2m times (ZeRO, section 7). LoRA gathers frozen parameters 2m times.
+    """
+    m = micro_batches
+    stage = STAGES[technique]
+    passes = (2, 2, m + 1, 3 * m)[stage]
+    if "lora" in technique:
+        passes = 2 * m
+    return passes * parameters * element * (dp - 1) / dp
+
+
+def tensor_parallel_traffic(
+    tokens,
+    hidden,
+    tp,
+    blocks,
+    embedding=1,
+    head=1,
+    element=2,
+    sequence_parallel=False,
+    recompute="none",
+):
+    """Per micro-batch of bs `tokens`. A block has 4 all-reduces of bsh, 8bsh(t-1)/t (Narayanan et
+    al., section 3.2), and 2 more if forward is computed again. Embedding and head have one each.
+
+    The loss reduces 3 fp32 numbers per token. With sequence parallelism column-parallel layers
+    gather their inputs again in backward, and gradients of norms and row biases are summed.
+    """
+    passes = 12 if recompute == "full" else 8
+    ends = embedding + head
+    elements = (passes * blocks + 2 * ends) * tokens * hidden
+    if sequence_parallel:
+        elements += (2 * blocks + ends) * tokens * hidden
+        elements += (12 * blocks + 4 * head) * hidden
+    loss = 6 * head * tokens * max(4, element)
+    return (elements * element + loss) * (tp - 1) / tp
+
+
+def pipeline_traffic(tokens, hidden, neighbours, micro_batches, tied=0, element=2):
+    """Per step: bsh to each neighbour stage and micro-batch; `tied` elements of the embedding's
+    gradient between the first and the last stage."""
+    return (micro_batches * neighbours * tokens * hidden + tied) * element
+
+
+def context_parallel_traffic(tokens, hidden, cp, layers, element=2, recompute="none"):
+    """Per micro-batch with `tokens` on this rank. In ring attention keys and values travel cp-1
+    times in forward, and again in backward, with their gradients in fp32 (Liu et al. 2023).
+    """
+    forwards = 2 if recompute == "full" else 1
+    keys_and_values = 2 * element * (forwards + 1)
+    gradients = 2 * max(4, element)
+    size = keys_and_values + gradients
+    return layers * size * tokens * hidden * (cp - 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. Batch and time.
+
+
+def global_batch(micro_batch, accumulation, data_parallel):
+    """Sequences per step. Ranks of other axes compute other parts of the *same* sequences.
+
+    "Accumulation × nodes × GPUs per node × micro-batch" holds only if all GPUs are data-parallel:
+    parallel_3d.py --tp 2 --pp 2 on 4 ranks has the batch, and the loss, of one device.
     """
     return micro_batch * accumulation * data_parallel
 
 
 def steps(samples, epochs, global_batch):
-    """Of the optimizer; the last one may have a smaller batch."""
+    """Optimizer steps; the last one may have a smaller batch."""
     return math.ceil(samples * epochs / global_batch)
 
 
 def training_time(model, tokens, gpus, flops_per_gpu, recompute="none"):
-    """Seconds: 6ΨT/(nX), 2 operations a parameter in forward, 4 in backward; recomputing all 8ΨT/(nX) (Narayanan)."""
-    return (8 if recompute == "full" else 6) * model.parameters() * tokens / (gpus * flops_per_gpu)
+    """Seconds: 6ΨT/(nX), or 8ΨT/(nX) with full recomputation (Narayanan et al., section 5.1)."""
+    operations = (8 if recompute == "full" else 6) * model.active_parameters()
+    return operations * tokens / (gpus * flops_per_gpu)
 
 
-def flops_per_token(model, recompute="none"):
-    """6Ψ + 12lhs (PaLM, appendix B): scores, and values weighted by them, are 4hs a layer in forward, 8 in backward."""
-    # "selective" does the 4hs once more, 0.9% of GPT-3's operations; Korthikanti et al. have 2.7%
-    psi, scores = model.parameters(), 4 * model.layers * model.hidden * model.sequence
-    return (
-        6 * psi + 3 * scores + {"none": 0, "selective": scores, "full": 2 * psi + scores}[recompute]
-    )
+def flops_per_token(model, recompute="none", frozen=False):
+    """6Ψ + 12lhs (PaLM, appendix B); 4Ψ + 12lhs if the matrices are frozen, as with LoRA.
+
+    Forward takes 2Ψ for the matrices and 4hs per layer for the attention, and backward twice that.
+    "selective" repeats the 4lhs, "full" all of forward.
+    """
+    matrices = 2 * model.active_parameters()
+    attention = 4 * model.layers * model.hidden * model.sequence
+    again = {"none": 0, "selective": attention, "full": matrices + attention}
+    passes = 2 if frozen else 3
+    return passes * matrices + 3 * attention + again[recompute]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. A plan, what it costs, which is best, and what to try in which order.
+# --------------------------------------------------------------------------------------------------
+# 5. A plan: how to use the GPUs, and what it costs.
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The cluster. The speeds are achieved ones; the defaults are those of Narayanan et al."""
+
+    gpus_per_node: int = 8
+    flops_per_gpu: float = 140e12  # floating-point operations per second
+    intra: float = 300e9  # bytes per second that a GPU sends within its node
+    inter: float = 25e9  # bytes per second that a GPU sends to other nodes
+    host: float = 25e9  # bytes per second between a GPU and host memory
+
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "working")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A dp × tp × pp grid and how it trains; from `advise` with bytes per GPU, `parts`, seconds per step, `times`."""
+    """A grid of dp × tp × pp × cp ranks, and how it trains. advise() fills `parts` and `times`."""
 
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    technique: str = "ddp"  # or lora, qlora
-    micro_batch: int = 1
-    accumulation: int = 1
+    dp: int = 1  # data-parallel ranks
+    tp: int = 1  # tensor-parallel ranks
+    pp: int = 1  # pipeline stages
+    technique: str = "ddp"  # one of TECHNIQUES, "lora" or "qlora"
+    micro_batch: int = 1  # sequences
+    accumulation: int = 1  # micro-batches per step
     recompute: str = "none"
     sequence_parallel: bool = False
     flash: bool = True
-    element: int = 2  # bytes
-    parts: dict = field(default_factory=dict)
-    times: dict = field(default_factory=dict)
+    element: int = 2  # bytes of a parameter, a gradient or an activation
+    cp: int = 1  # context-parallel ranks
+    ep: int = 1  # expert-parallel ranks, which are also data-parallel
+    parts: dict = field(default_factory=dict)  # bytes per GPU, by name
+    times: dict = field(default_factory=dict)  # seconds per step, by name
 
-    memory = property(lambda self: sum(self.parts.values()))
-    seconds = property(lambda self: sum(self.times.values()))
-    bound = property(lambda self: max(self.times, key=self.times.get))  # what takes longest
+    @property
+    def stage(self):
+        return STAGES[self.technique]
+
+    @property
+    def replicas(self):
+        """Ranks with the same parameters: data- and context-parallel ones."""
+        return self.dp * self.cp
+
+    @property
+    def memory(self):
+        return sum(self.parts.values())
+
+    @property
+    def seconds(self):
+        return sum(self.times.values())
+
+    @property
+    def bound(self):
+        """The part of the step that takes longest."""
+        return max(self.times, key=self.times.get)
+
+
+def states_of(model, plan):
+    """-> (parameters, gradients, optimizer), bytes on the fullest rank."""
+    ranks = plan.replicas
+    if "lora" in plan.technique:
+        return lora_states(model, ranks, quantize=plan.technique == "qlora")
+    mixed = plan.element == 2
+    everywhere = model.parameters(plan.tp, plan.pp)
+    here = model.parameters(plan.tp, plan.pp, plan.ep)
+    # A rank has E/ep experts. ZeRO splits them over the N/ep ranks that have the same: 1/N of all.
+    split = model_states(everywhere, ranks, plan.technique, mixed)
+    whole = model_states(here, 1, "ddp", mixed)
+    return [min(pair) for pair in zip(split, whole, strict=True)]
 
 
 def footprint(model, plan):
-    """-> {part: bytes} of the fullest rank; `working`: the layer computed again, zero3's units (2u + 3u: fsdp.py)."""
-    lora, shapes = (
-        "lora" in plan.technique,
-        (model, plan.micro_batch, plan.tp, plan.sequence_parallel),
-    )
-    states = lora_states(model, plan.dp, quantize=plan.technique == "qlora") if lora else None
-    states = states or model_states(
-        model.parameters(plan.tp, plan.pp), plan.dp, plan.technique, plan.element == 2
-    )
-    kept = activations(*shapes, plan.recompute, flash=plan.flash, element=plan.element)
-    kept *= -(-model.layers // plan.pp) / model.layers
-    last = (kept, logits(model, plan.micro_batch, plan.tp, plan.element))
-    # 1F1B: the first stage has min(pp, m) micro-batches at once, the last has one, and logits
-    held, head = max(last, (kept * min(plan.pp, plan.accumulation), 0.0), key=sum)
-    working = (
-        (plan.recompute == "full")
-        * activations(*shapes, flash=plan.flash, element=plan.element)
-        / model.layers
-    )
-    if plan.dp > 1 and (lora or plan.technique.startswith("zero3")):
-        unit = max(model.block(plan.tp), model.vocab * model.hidden / plan.tp)
-        working += (2 if lora else 5) * plan.element * unit  # frozen units have no gradients
-    names = ("parameters", "gradients", "optimizer", "activations", "logits", "working")
-    return dict(zip(names, (*states, held, head, working), strict=True))
+    """-> {part: bytes} of the fullest rank."""
+    sequence = math.ceil(model.sequence / plan.cp)
+    local = replace(model, sequence=sequence)
+    flash = plan.flash or plan.cp > 1  # ring attention keeps no scores either
+    shapes = (local, plan.micro_batch, plan.tp, plan.sequence_parallel)
+    kept = activations(*shapes, plan.recompute, flash, plan.element)
+    kept *= math.ceil(model.layers / plan.pp) / model.layers
+    head = logits(local, plan.micro_batch, plan.tp, plan.element)
+    # 1F1B: the first stage keeps min(pp, m) micro-batches; the last keeps one and has the logits
+    waiting = kept * min(plan.pp, plan.accumulation)
+    if waiting > kept + head:
+        kept = waiting
+        head = 0.0
+    working = 0.0
+    if plan.recompute == "full":  # the layer that is computed again
+        again = activations(*shapes, "none", flash, plan.element)
+        working += again / model.layers
+    if plan.replicas > 1 and plan.stage == 3:
+        # the parameters of two units, and the gradients of three if they train (see fsdp.py)
+        embedding = model.vocab * model.hidden / plan.tp
+        unit = max(model.block(plan.tp, plan.ep), embedding)
+        units = 2 if "lora" in plan.technique else 5
+        working += units * plan.element * unit
+    parts = (*states_of(model, plan), kept, head, working)
+    return dict(zip(PARTS, parts, strict=True))
 
 
 def traffic(model, plan):
-    """-> {axis: bytes per step} of the rank that sends most: parallel_3d.py's; full recomputation repeats forward's."""
-    bs, h, t, m, blocks = (
-        plan.micro_batch * model.sequence,
-        model.hidden,
-        plan.tp,
-        plan.accumulation,
-        model.layers,
+    """-> {axis: bytes per step} of the rank that sends most. Experts' messages are not in it."""
+    t = plan.tp
+    m = plan.accumulation
+    h = model.hidden
+    layers = math.ceil(model.layers / plan.pp)
+    tokens = plan.micro_batch * model.sequence / plan.cp
+    how = {"element": plan.element, "recompute": plan.recompute}
+    split = plan.sequence_parallel
+    tp = tensor_parallel_traffic(
+        tokens, h, t, layers, embedding=plan.pp == 1, sequence_parallel=split, **how
     )
-    blocks, ends, size = -(-blocks // plan.pp), 2 if plan.pp == 1 else 1, plan.element
-    tp = (
-        blocks * (12 if plan.recompute == "full" else 8) + 2 * ends
-    ) * bs * h * size + 6 * bs * max(4, size)
-    if (
-        plan.sequence_parallel
-    ):  # inputs are gathered again in backward; gradients of norms and row biases are summed
-        tp += ((2 * blocks + ends) * bs * h + (12 * blocks + 4) * h) * size
-    hop = m * bs * h / (t if plan.sequence_parallel else 1)
-    tied = -(-model.vocab // t) * h  # its gradient, between first and last stage
-    pp = max(hop + tied, 2 * hop * (plan.pp > 2)) * size if plan.pp > 1 else 0.0
-    passes = {"ddp": 2, "zero1": 2, "zero2": m + 1, "zero3": 3 * m}[plan.technique.split("+")[0]]
-    dp = passes * model.parameters(t, plan.pp) * size * (plan.dp - 1) / plan.dp
-    return {"tp": m * tp * (t - 1) / t, "pp": pp, "dp": dp}
+    cp = context_parallel_traffic(tokens, h / t, plan.cp, layers, **how)
+    pp = 0.0
+    if plan.pp > 1:
+        sent = tokens / t if split else tokens
+        embedding = math.ceil(model.vocab / t) * h
+        pp = pipeline_traffic(sent, h, 1, m, embedding, plan.element)
+    if plan.pp > 2:
+        middle = pipeline_traffic(sent, h, 2, m, 0, plan.element)
+        pp = max(pp, middle)
+    here = model.parameters(t, plan.pp, plan.ep)
+    dp = data_parallel_traffic(here, plan.replicas, plan.technique, m, plan.element)
+    return {"tp": m * tp, "cp": m * cp, "pp": pp, "dp": dp}
 
 
-def step_times(model, plan, gpus_per_node, flops_per_gpu, intra, inter, host):
-    """-> {what: seconds of a step}; of data-parallel traffic, what does not hide behind computation.
+def step_times(model, plan, machine):
+    """-> {part: seconds of a step}; "dp" is what computation cannot hide of data-parallel traffic.
 
-    Once per step it can hide behind the backward of a micro-batch, zero2's behind that of all, zero3's behind forward
-    too. Ranks are numbered as in parallel_3d.py, along tp, dp, pp; a group wider than a node is as slow as the network.
-    The pipeline idles for (pp-1)/m of its work (Narayanan et al. 2021, §2.2).
+    The pipeline idles for (pp-1)/m of its work (Narayanan et al., section 2.2). Ranks are numbered
+    along tp, cp, dp, pp, as in parallel_3d.py; a group wider than a node has the network's speed.
     """
-    gpus, sent = plan.dp * plan.tp * plan.pp, traffic(model, plan)
-    tokens = global_batch(plan.micro_batch, plan.accumulation, plan.dp) * model.sequence
-    compute = flops_per_token(model, plan.recompute) * tokens / (gpus * flops_per_gpu)
-    wide = {"tp": plan.tp, "dp": plan.tp * plan.dp, "pp": gpus}
-    wire = {axis: sent[axis] / (intra if wide[axis] <= gpus_per_node else inter) for axis in sent}
-    hides = {"zero3": compute, "zero2": compute * 2 / 3}.get(
-        plan.technique[:5], compute * 2 / 3 / plan.accumulation
-    )
-    # 32 bytes a parameter: gradient down and parameter up, 2 + 2; Adam reads and writes 2 + 12 each
-    adam = (
-        32 * model.parameters(plan.tp, plan.pp) / plan.dp / host
-        if plan.technique.endswith("offload")
-        else 0.0
-    )
-    fill = (compute + wire["tp"]) * (plan.pp - 1) / plan.accumulation
-    times = {"compute": compute, "tensor": wire["tp"], "pipeline": wire["pp"], "bubble": fill}
-    return times | {"data": max(0.0, wire["dp"] - hides), "host": adam}
+    gpus = plan.replicas * plan.tp * plan.pp
+    sequences = global_batch(plan.micro_batch, plan.accumulation, plan.dp)
+    operations = flops_per_token(model, plan.recompute, "lora" in plan.technique)
+    compute = operations * sequences * model.sequence / (gpus * machine.flops_per_gpu)
+    times = {"compute": compute}
+    width = {  # ranks from the first to the last of a group
+        "tp": plan.tp,
+        "cp": plan.tp * plan.cp,
+        "dp": plan.tp * plan.replicas,
+        "pp": gpus,
+    }
+    for axis, sent in traffic(model, plan).items():
+        is_in_node = width[axis] <= machine.gpus_per_node
+        times[axis] = sent / (machine.intra if is_in_node else machine.inter)
+    busy = compute + times["tp"] + times["cp"]
+    times["bubble"] = busy * (plan.pp - 1) / plan.accumulation
+    # zero3 hides behind all computation, zero2 behind backward, the others behind the last backward
+    hidden = compute
+    if plan.stage < 3:
+        hidden *= 2 / 3
+    if plan.stage < 2:
+        hidden /= plan.accumulation
+    times["dp"] = max(0.0, times["dp"] - hidden)
+    times["host"] = 0.0
+    if "offload" in plan.technique:
+        # 32 bytes per parameter: gradient down and parameter up, 2 + 2; Adam on the host reads the
+        # gradient, weight and moments, 2 + 12, and writes the parameter, weight and moments, 2 + 12
+        shard = model.parameters(plan.tp, plan.pp) / plan.replicas
+        times["host"] = 32 * shard / machine.host
+    return times
 
 
-def advise(
-    model,
-    gpus,
-    memory,
-    batch=None,
-    gpus_per_node=8,
-    flops_per_gpu=140e12,
-    intra=300e9,
-    inter=25e9,
-    host=25e9,
-):
-    """-> [Plan], fastest first, for all `gpus`, in 94% of `memory` bytes: the CUDA context and fragments have the rest.
+# --------------------------------------------------------------------------------------------------
+# 6. Advice: the techniques in the order in which to try them; then every plan that fits.
 
-    `batch`: sequences per step, about 512. Bytes per second and GPU within a node, between nodes, to host memory: those
-    of Narayanan et al., eight A100 and eight ports of 200 Gbit/s. With flash attention, so "selective" saves nothing.
-    """
-    if memory < 1e4 or gpus < 1:
-        raise ValueError(f"{gpus} GPUs of {memory} bytes; 80 GB are 80e9")
-    batch, plans = batch or gpus * -(-512 // gpus), {}
-    sizes = [tp for tp in range(1, model.heads + 1) if model.heads % tp == 0 == gpus % tp]
-    grids = [(tp, pp) for tp in sizes for pp in range(1, model.layers + 1) if gpus // tp % pp == 0]
-    for key in itertools.product(grids, TECHNIQUES, ("none", "full")):
-        (tp, pp), technique, recompute = key
-        dp, split = gpus // tp // pp, tp > 1 and model.sequence % tp == 0  # along the sequence too
-        if dp == 1 and technique not in ("ddp", "zero2+offload"):
-            continue
-        for b in (b for b in range(1, 65) if batch % (dp * b) == 0):
-            plan = Plan(dp, tp, pp, technique, b, batch // dp // b, recompute, split)
-            plan = replace(plan, parts=footprint(model, plan))
-            if plan.memory <= 0.94 * memory:
-                plan = replace(
-                    plan,
-                    times=step_times(model, plan, gpus_per_node, flops_per_gpu, intra, inter, host),
-                )
-                # of equals the largest micro-batch: its products run faster
-                plans[key] = min(plan, plans.get(key, plan), key=lambda plan: plan.seconds)
-    return sorted(
-        plans.values(), key=lambda p: (p.seconds, TECHNIQUES.index(p.technique), p.tp * p.pp)
-    )
+USABLE = 0.94  # the part of a GPU's memory that the CUDA context and fragments leave
+
+
+class Rule(NamedTuple):
+    technique: str
+    when: str
+    change: dict  # to the plan
+    keeps: bool = True  # whether the rules below build on it
+
+
+def rules(model, gpus, micro_batch, gpus_per_node=8):
+    """What to try if memory is short, in this order."""
+    tp = math.gcd(gpus, gpus_per_node, model.heads)
+    pp = math.gcd(gpus, model.layers)
+    cp = math.gcd(gpus, gpus_per_node)
+    ep = math.gcd(gpus, model.experts)
+    accumulated = {"micro_batch": 1, "accumulation": micro_batch}
+    offload = {"technique": "zero2+offload"}
+    tensor = {"tp": tp, "dp": gpus // tp, "sequence_parallel": tp > 1}
+    pipeline = {"pp": pp, "dp": gpus // pp, "accumulation": micro_batch * pp}
+    context = {"cp": cp, "dp": gpus // cp}
+    return [
+        Rule("16 bits, fp32 masters", "always, on a GPU", {"element": 2}),
+        Rule("flash attention", "always, on a GPU", {"flash": True}),
+        Rule("micro-batch 1, accumulated", "activations do not fit", accumulated),
+        Rule("zero1", "the optimizer does not fit", {"technique": "zero1"}),
+        Rule("zero2", "gradients do not fit", {"technique": "zero2"}),
+        Rule("zero2+offload", "the host has memory to spare", offload, False),
+        Rule("zero3, FSDP", "parameters do not fit", {"technique": "zero3"}),
+        Rule("full recomputation", "activations do not fit", {"recompute": "full"}),
+        Rule("LoRA, r = 8", "fine-tuning is enough", {"technique": "lora"}, False),
+        Rule("QLoRA, r = 8", "LoRA's frozen weights do not fit", {"technique": "qlora"}, False),
+        Rule(f"tensor parallel, {tp}", "a layer does not fit", tensor, False),
+        Rule(f"pipeline parallel, {pp}", "the network is slow", pipeline, False),
+        Rule(f"context parallel, {cp}", "a sequence does not fit", context, False),
+        Rule(f"expert parallel, {ep}", "experts do not fit", {"ep": ep}, False),
+    ]
 
 
 def savings(model, gpus, micro_batch, gpus_per_node=8):
-    """What to try, in this order -> [(name, bytes that it saves, bytes then held, whether later lines build on it)]."""
-    tp = max(
-        n for n in range(1, min(gpus_per_node, model.heads) + 1) if model.heads % n == 0 == gpus % n
-    )
-    pp = max(n for n in range(1, min(gpus_per_node, model.layers) + 1) if gpus % n == 0)
-    tries = [
-        ("16 bits, masters of 32", {"element": 2}, True),
-        ("flash attention", {"flash": True}, True),
-        (
-            f"micro-batch 1, {micro_batch} accumulated",
-            {"micro_batch": 1, "accumulation": micro_batch},
-            True,
-        ),
-        ("half the context", {}, False),
-        *((name, {"technique": name}, not name.endswith("offload")) for name in TECHNIQUES[1:5]),
-        ("full recomputation", {"recompute": "full"}, True),
-        ("LoRA, r = 8, weights sharded", {"technique": "lora"}, False),
-        ("QLoRA, weights sharded", {"technique": "qlora"}, False),
-        (
-            f"tensor parallel, {tp} ranks",
-            {"tp": tp, "dp": gpus // tp, "sequence_parallel": tp > 1},
-            False,
-        ),
-        (
-            f"pipeline parallel, {pp} stages",
-            {"pp": pp, "dp": gpus // pp, "accumulation": micro_batch * pp},
-            False,
-        ),
-    ]
-    now, held, rows = Plan(dp=gpus, micro_batch=micro_batch, flash=False, element=4), math.nan, []
-    for name, change, keep in [("fp32, data-parallel", {}, True), *tries]:
-        shape = replace(model, sequence=-(-model.sequence // 2)) if "context" in name else model
-        then = sum(footprint(shape, replace(now, **change)).values())
-        rows.append((name, held - then if rows else 0.0, then, keep))
-        now, held = (replace(now, **change), then) if keep else (now, held)
+    """-> [(rule, bytes that it saves, bytes then held)], beginning with fp32 and data-parallel."""
+    plan = Plan(dp=gpus, micro_batch=micro_batch, flash=False, element=4)
+    held = sum(footprint(model, plan).values())
+    rows = [(Rule("fp32, data-parallel", "it fits", {}), 0.0, held)]
+    for rule in rules(model, gpus, micro_batch, gpus_per_node):
+        changed = replace(plan, **rule.change)
+        then = sum(footprint(model, changed).values())
+        rows.append((rule, held - then, then))
+        if rule.keeps:
+            plan = changed
+            held = then
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The page.
+def divisors(n, most):
+    return [k for k in range(1, most + 1) if n % k == 0]
 
-DEMO = GPT(
-    4, 192, 6, 256, 64, given=1878144
-)  # language_model() of the demos, which they train in fp32
-MEASURED = {  # bytes on each of 2 ranks by ddp.py, zero.py, fsdp.py: parameters, gradients, optimizer; sent in a step
+
+def grids(model, gpus):
+    """Yield (dp, tp, pp, cp) for every grid of `gpus` that can train the model."""
+    tps = divisors(math.gcd(gpus, model.heads), model.heads)
+    pps = divisors(gpus, model.layers)
+    cps = divisors(gpus, 128)
+    for tp, pp, cp in itertools.product(tps, pps, cps):
+        dp, left = divmod(gpus, tp * pp * cp)
+        is_even = cp == 1 or model.sequence % (2 * cp) == 0  # zigzag cuts 2cp chunks
+        if left == 0 and is_even:
+            yield dp, tp, pp, cp
+
+
+def plans_to_try(model, gpus, techniques):
+    """Yield a Plan, still without its batch, for every grid, technique and recomputation."""
+    for dp, tp, pp, cp in grids(model, gpus):
+        split = tp > 1 and model.sequence % tp == 0
+        for technique in techniques:
+            if dp * cp == 1 and technique not in ("ddp", "zero2+offload", "lora", "qlora"):
+                continue  # nothing to split
+            if tp * pp > 1 and "lora" in technique:
+                continue  # lora_states() knows of no tp and pp
+            for recompute in ("none", "full"):
+                yield Plan(dp, tp, pp, technique, 1, 1, recompute, split, cp=cp)
+
+
+def fastest(model, plan, memory, batch, machine):
+    """-> the plan with the fastest micro-batch that fits, or None."""
+    fitting = []
+    for micro_batch in range(64, 0, -1):  # of equals the largest: its products run faster
+        accumulation, left = divmod(batch, plan.dp * micro_batch)
+        if left == 0:
+            sized = replace(plan, micro_batch=micro_batch, accumulation=accumulation)
+            parts = footprint(model, sized)
+            if sum(parts.values()) <= USABLE * memory:
+                times = step_times(model, sized, machine)
+                fitting.append(replace(sized, parts=parts, times=times))
+    return min(fitting, key=lambda plan: plan.seconds, default=None)
+
+
+def advise(model, gpus, memory, batch=None, **speeds):
+    """-> [Plan], fastest first, for `gpus` of `memory` bytes; `speeds` are fields of Machine.
+
+    `batch` is the number of sequences per step, by default about 512. Plans use flash attention, so
+    "selective" would save nothing. If none fits without offload, LoRA and QLoRA are among them.
+    """
+    if memory < 1e4 or gpus < 1:
+        raise ValueError(f"{gpus} GPUs of {memory} bytes: 80 GB are 80e9")
+    batch = batch or gpus * math.ceil(512 / gpus)
+    machine = Machine(**speeds)
+    plans = []
+    for techniques in (TECHNIQUES, ("lora", "qlora")):
+        if all("offload" in plan.technique for plan in plans):
+            for plan in plans_to_try(model, gpus, techniques):
+                plans.append(fastest(model, plan, memory, batch, machine))
+        plans = [plan for plan in plans if plan]
+
+    def speed_then_simplicity(plan):
+        technique = list(STAGES).index(plan.technique)
+        return plan.seconds, technique, plan.tp * plan.pp * plan.cp
+
+    return sorted(plans, key=speed_then_simplicity)
+
+
+# --------------------------------------------------------------------------------------------------
+# Demo.
+
+DEMO = GPT(4, 192, 6, 256, 64, given=1878144)  # the demos' language_model(), which trains in fp32
+MEASURED = {  # bytes on each of 2 ranks of a demo: parameters, gradients, optimizer, sent per step
     "ddp": (7512576, 7512576, 15025360, 7512576),
     "Zero1": (7512576, 7512576, 7512784, 7512628),
     "Zero2": (7512576, 3756288, 7512784, 7512628),
     "Zero3": (3756288, 3756288, 7512784, 11268916),
     "fsdp": (3756288, 3756288, 7512784, 11268864),
 }
+FLAGS = {  # type and help, with units
+    "gpus": (int, "number of GPUs (default 8)"),
+    "memory": (float, "memory of each GPU, in GB of 1e9 bytes (default 80)"),
+    "sequence": (int, "tokens in a sequence (default: the model's)"),
+    "experts": (int, "MLPs in each block, for a mixture of experts (default 1)"),
+    "top-k": (int, "experts per token (default 1)"),
+    "tokens": (float, "tokens to train on (default 300e9)"),
+    "batch": (int, "sequences per step, on all GPUs together (default: about 512)"),
+    "gpus-per-node": (int, "number of GPUs in a node (default 8)"),
+    "flops-per-gpu": (float, "floating-point operations per second of a GPU (default 140e12)"),
+    "intra": (float, "bytes per second that a GPU sends within its node (default 300e9)"),
+    "inter": (float, "bytes per second that a GPU sends to other nodes (default 25e9)"),
+    "host": (float, "bytes per second between a GPU and host memory (default 25e9)"),
+}
+LEGEND = """
+params, grads      parameters and gradients, 2 bytes per parameter each
+optimizer          fp32 parameters and both moments of Adam, 12 bytes per parameter
+= states           the sum of these three, the model states
+activations        kept for backward; here for a micro-batch of one sequence, with flash attention
+logits             the head's output and its gradients, when the loss is computed
+working            the layer that is computed again; the units that zero3, lora, qlora have gathered
+room for           the largest micro-batch; or, with micro-batch 1, the longest sequence in tokens,
+                   or the largest model in M parameters, which are millions
+saves, then held   memory that a GPU saves by the technique, and what it then holds. Lines in
+                   parentheses are alternatives: the lines below them do not build on them.
+dp × tp × pp × cp  data-, tensor-, pipeline- and context-parallel ranks; zero splits over dp · cp
+recompute          full: layers keep their inputs only, and forward is computed again in backward
+micro-batch × m    sequences that a rank computes at once, and how many micro-batches make a step
+memory, step       what the fullest GPU holds; seconds per step, and which parts it is the sum of:
+                   compute, messages along tp, cp, pp, those along dp that computation cannot hide,
+                   bubble (stages of a pipeline wait for others), host (ZeRO-Offload)
+Ψ, T, n, X         parameters, tokens, GPUs, floating-point operations per second of each
+GB, MB             1e9 and 1e6 bytes
+"""
 
 
 def size(n):
-    return f"{n / 1e9:,.1f} GB" if abs(n) >= 1e9 else f"{n / 1e6:,.1f} MB"
-
-
-def table(*rows):
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
-    print()
+    return f"{n / 1e9:,.2f} GB" if abs(n) >= 1e9 else f"{n / 1e6:,.1f} MB"
 
 
 def compare():
-    """Print what the formulas say of the demos, beside what these measured. -> the largest relative difference"""
+    """Print what the formulas and what the demos say. -> the largest relative difference"""
     worst = 0.0
     for name, measured in MEASURED.items():
         technique = name.lower().replace("fsdp", "zero3")
-        estimates = model_states(DEMO.parameters(), 2, technique, mixed=False)
-        estimates += (traffic(DEMO, Plan(dp=2, technique=technique, element=4))["dp"],)
-        worst = max(
-            worst,
-            *(abs(ours / theirs - 1) for ours, theirs in zip(estimates, measured, strict=True)),
-        )
-        params, grads, state, sent, *theirs = (f"{n / 1e6:.1f}" for n in (*estimates, *measured))
-        print(
-            f"held/rank   params {params} MB   grads {grads} MB   optimizer {state} MB",
-            end="      ",
-        )
-        print(
-            f"({name} measured {' / '.join(theirs[:3])})\nsent/rank   {sent} MB per step      (measured {theirs[3]})"
-        )
+        psi = DEMO.parameters()
+        states = model_states(psi, 2, technique, mixed=False)
+        estimates = (*states, data_parallel_traffic(psi, 2, technique, element=4))
+        for ours, theirs in zip(estimates, measured, strict=True):
+            worst = max(worst, abs(ours / theirs - 1))
+        params, grads, state, sent, *theirs = (f"{n / 1e6:.1f}" for n in estimates + measured)
+        held = f"params {params} MB   grads {grads} MB   optimizer {state} MB"
+        print(f"held/rank   {held}      ({name} measured {' / '.join(theirs[:3])})")
+        print(f"sent/rank   {sent} MB per step      (measured {theirs[3]})")
     print(f"vs measured {'' if worst < 0.01 else 'NOT '}within 1%: {worst:.3%}\n")
     return worst
 
 
 def room(model, technique, gpus, memory):
-    """-> bytes for one sequence, data-parallel; the largest micro-batch, sequence, model that `memory` suffices for."""
+    """-> the largest micro-batch, sequence and model (in millions) that fit, data-parallel."""
 
-    def full(model, b=1):
-        return (
-            sum(footprint(model, Plan(gpus, technique=technique, micro_batch=b)).values())
-            > 0.94 * memory
-        )
+    def is_full(model, micro_batch=1):
+        plan = Plan(gpus, technique=technique, micro_batch=micro_batch)
+        return sum(footprint(model, plan).values()) > USABLE * memory
 
-    most = partial(bisect.bisect_left, range(1, 2**40), True)  # the largest number that is not full
-    room = {"micro_batch": most(key=lambda n: full(model, n))}
-    room["sequence"] = most(key=lambda n: full(replace(model, sequence=n)))
-    room["parameters"] = 10**6 * most(
-        key=lambda n: full(gpt_of(1e6 * n, model.sequence, model.vocab))
-    )
-    return {"parts": footprint(model, Plan(gpus, technique=technique)), "room": room}
+    def is_full_with_sequence(n):
+        return is_full(replace(model, sequence=n))
+
+    def is_full_with_millions(n):
+        return is_full(gpt_of(1e6 * n, model.sequence, model.vocab))
+
+    numbers = range(1, 2**40)
+    tests = (partial(is_full, model), is_full_with_sequence, is_full_with_millions)
+    return [bisect.bisect_left(numbers, True, key=test) for test in tests]
 
 
 def show(techniques, saved, plans):
-    head = ("a GPU holds", "params", "grads", "optimizer", "activations", "logits", "working")
-    rows = [(*head, "room for: micro-batch", "or sequence", "or parameters")]
+    titles = ("params", "grads", "optimizer", "= states", "activations", "logits", "working")
+    limits = ("micro-batch", "sequence", "M parameters")
+    print("a GPU holds   ", *(f"{title:>12}" for title in titles), end="   room for:")
+    print("".join(f"{title:>14}" for title in limits))
     for name, row in techniques.items():
-        rows.append(
-            (name, *map(size, row["parts"].values()), *map("{:,}".format, row["room"].values()))
-        )
-    table(*rows)
-    rows = [
-        (name if keep else f"({name})", size(saves), size(held))
-        for name, saves, held, keep in saved
-    ]
-    table(("to save memory, in this order", "saves", "then held"), *rows)
-    rows = [
-        (
-            "dp × tp × pp",
-            "technique",
-            "recompute",
-            "micro-batch × accumulated",
-            "memory",
-            "step",
-            "of which",
-        )
-    ]
+        *states, kept, head, working = row["parts"].values()
+        cells = (*states, sum(states), kept, head, working)
+        limits = "".join(f"{n:>14,}" for n in row["room"])
+        print(f"{name:14}", *(f"{size(n):>12}" for n in cells), " " * 11, limits)
+    print(f"\n{'to save memory, in this order':31}{'if':40}{'saves':>12}  {'then held':>12}")
+    for rule, saves, held in saved:
+        name = rule.technique if rule.keeps else f"({rule.technique})"
+        print(f"{name:31}{rule.when:40}{size(saves):>12}  {size(held):>12}")
+    print("\ndp × tp × pp × cp  technique      recompute  micro-batch × m     memory  step")
     for p in plans[:8]:
-        most = sorted(
-            ((t / p.seconds, what) for what, t in p.times.items() if t > p.seconds / 200),
-            reverse=True,
-        )
-        costs = (
-            size(p.memory),
-            f"{p.seconds:.3g} s",
-            ", ".join(f"{what} {part:.0%}" for part, what in most),
-        )
-        grid, batch = f"{p.dp} × {p.tp} × {p.pp}", f"{p.micro_batch} × {p.accumulation}"
-        rows.append((grid, p.technique, p.recompute, batch, *costs))
-    table(*rows) if plans else print(
-        "no plan fits: it takes more GPUs or memory, a smaller batch, shorter sequences\n"
-    )
+        grid = f"{p.dp} × {p.tp} × {p.pp} × {p.cp}"
+        batch = f"{p.micro_batch} × {p.accumulation}"
+        parts = sorted(((seconds, name) for name, seconds in p.times.items()), reverse=True)
+        parts = ", ".join(f"{name} {n / p.seconds:.0%}" for n, name in parts if n > p.seconds / 200)
+        row = f"{grid:18} {p.technique:14} {p.recompute:10} {batch:15} {size(p.memory):>10}"
+        print(f"{row}  {p.seconds:.3g} s: {parts}")
+    if not plans:
+        print("no plan fits: use more GPUs, more memory, a smaller batch or shorter sequences")
+    print(LEGEND)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"error: {message}\n")
+
+
+def parse_arguments():
+    """-> {name: value} of the flags that are given"""
+    parser = Parser(description=__doc__.partition("\n")[0], argument_default=argparse.SUPPRESS)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", choices=MODELS)
+    model.add_argument("--parameters", type=float, help="number of parameters, such as 7e9")
+    for name, (kind, words) in FLAGS.items():
+        parser.add_argument(f"--{name}", type=kind, help=words)
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    given = vars(parser.parse_args())
+    for name, value in given.items():
+        if type(value) in (int, float) and not 1e-4 <= value < 1e18:
+            parser.error(f"--{name.replace('_', '-')} {value}: must be from 1e-4 to 1e18")
+    return given
+
+
+def model_of(given):
+    model = MODELS[given["model"]] if "model" in given else DEMO
+    if "parameters" in given:
+        model = gpt_of(given["parameters"])
+    changes = {name: given[name] for name in ("sequence", "experts", "top_k") if name in given}
+    return replace(model, **changes)
+
+
+def report(given):
+    """Print the page, or JSON. -> the exit status, 1 if the demos measured something else"""
+    model = model_of(given)
+    psi = model.parameters()
+    gpus = given.get("gpus", 2 if model == DEMO else 8)
+    memory = given.get("memory", 80.0)
+    tokens = given.get("tokens", 300e9)
+    speeds = {each.name: given[each.name] for each in fields(Machine) if each.name in given}
+    machine = Machine(**speeds)
+    plans = advise(model, gpus, 1e9 * memory, given.get("batch"), **speeds)
+    saved = savings(model, gpus, max(1, 512 // gpus), machine.gpus_per_node)
+    techniques = {}
+    for name in STAGES:
+        parts = footprint(model, Plan(gpus, technique=name))
+        techniques[name] = {"parts": parts, "room": room(model, name, gpus, 1e9 * memory)}
+    days = []
+    for recompute in ("none", "full"):
+        seconds = training_time(model, tokens, gpus, machine.flops_per_gpu, recompute)
+        days.append(seconds / 86400)
+    if "json" in given:
+        page = {"model": asdict(model), "parameters": psi, "gpus": gpus, "days": days}
+        page |= {"techniques": techniques, "savings": saved, "plans": []}
+        for plan in plans:
+            sums = {"memory": plan.memory, "seconds": plan.seconds, "bound": plan.bound}
+            page["plans"].append(asdict(plan) | sums)
+        print(json.dumps(page))
+        return 0
+    world = f"{gpus} rank{'s' * (gpus > 1)} · {psi / 1e6:,.1f}M parameters"
+    shape = f"{model.layers} layers of {model.hidden}, sequences of {model.sequence}"
+    print(f"estimate · {world} · {shape}, {gpus} × {memory:g} GB\n")
+    worst = compare() if (model, gpus) == (DEMO, 2) else 0.0
+    show(techniques, saved, plans)
+    print(f"{tokens:.3g} tokens take 6ΨT/(nX) = {days[0]:,.1f} days", end="")
+    print(f"; with full recomputation 8ΨT/(nX) = {days[1]:,.1f}")
+    return int(worst > 0.01)
 
 
 def main():
     if os.environ.get("RANK", "0") != "0":
-        return 0  # under torchrun the first rank says it
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.error, add = lambda message: parser.exit(2, f"error: {message}\n"), parser.add_argument
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--model", choices=MODELS)
-    one.add_argument("--parameters", type=float, help="such as 7e9, of a usual shape")
-    add("--gpus", type=int, help="in all; default 8")
-    add("--memory", type=float, default=80.0, help="GB of each GPU; default 80")
-    add("--sequence", type=int, help="tokens")
-    add("--tokens", type=float, default=300e9, help="to train on; default 300e9")
-    add("--json", action="store_true", help="for programs")
-    machine = list(inspect.signature(advise).parameters.values())[3:]
-    for each in machine:
-        words = f"default {each.default or 'about 512'}"
-        add(
-            f"--{each.name.replace('_', '-')}",
-            type=type(each.default or 0),
-            default=each.default,
-            help=words,
-        )
-    a = parser.parse_args()
-    for name, value in vars(a).items():
-        if type(value) in (int, float) and not 1e-4 <= value < 1e18:
-            parser.error(f"--{name.replace('_', '-')} {value}: it must be from 1e-4 to 1e18")
-    model = MODELS[a.model] if a.model else gpt_of(a.parameters) if a.parameters else DEMO
-    model, gpus = (
-        replace(model, sequence=a.sequence or model.sequence),
-        a.gpus or (2 if model == DEMO else 8),
-    )
-    plans = advise(
-        model, gpus, 1e9 * a.memory, **{each.name: getattr(a, each.name) for each in machine}
-    )
-    saved = savings(model, gpus, max(1, 512 // gpus), a.gpus_per_node)
-    techniques = {
-        name: room(model, name, gpus, 1e9 * a.memory) for name in (*TECHNIQUES, "lora", "qlora")
-    }
-    days = [
-        training_time(model, a.tokens, gpus, a.flops_per_gpu, r) / 86400 for r in ("none", "full")
-    ]
-    if a.json:
-        answer = {
-            "model": asdict(model),
-            "parameters": model.parameters(),
-            "gpus": gpus,
-            "days": days,
-        }
-        plans = [
-            asdict(p) | {"memory": p.memory, "seconds": p.seconds, "bound": p.bound} for p in plans
-        ]
-        print(json.dumps(answer | {"techniques": techniques, "savings": saved, "plans": plans}))
-        return 0
-    shape = f"{model.layers} layers of {model.hidden}, sequences of {model.sequence}, {gpus} × {a.memory:g} GB"
-    print(
-        f"estimate · {gpus} rank{'s' * (gpus > 1)} · {model.parameters() / 1e6:,.1f}M parameters · {shape}\n"
-    )
-    worst = compare() if (model, gpus) == (DEMO, 2) else 0.0
-    show(techniques, saved, plans)
-    print(
-        f"{a.tokens:.3g} tokens take 6ΨT/(nX) = {days[0]:,.1f} days; with full recomputation 8ΨT/(nX) = {days[1]:,.1f}"
-    )
-    return int(worst > 0.01)
+        return 0  # under torchrun only the first rank prints
+    try:
+        return report(parse_arguments())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

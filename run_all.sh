@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# ./run_all.sh [-n RANKS] [NAME ...]      set up, run the technique files (all, or those named) under torchrun, one table
-# ./run_all.sh tests [PYTEST ARGUMENTS]  set up, run the test suite
-# RANKS is 2 unless given, and 4 for parallel_3d. The exit status is the number of files that failed, or pytest's.
+# ./run_all.sh [-n RANKS] [NAME ...]     run the technique files (all, or those named) under torchrun
+# ./run_all.sh tests [PYTEST ARGUMENTS]  run the test suite
+# Both install what is missing into .venv first. RANKS is 2, for parallel_3d 4, unless it is given.
+# The exit status is the number of files that failed, or pytest's.
 set -u
 if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
-    sed -n '2,4s/^# //p' -- "${BASH_SOURCE[0]}"
+    sed -n '2,5s/^# //p' -- "${BASH_SOURCE[0]}"
     exit
 fi
 called_from=$PWD
@@ -42,12 +43,21 @@ if [ "${1-}" = tests ]; then
 fi
 
 given=
-if [ "${1-}" = -n ]; then
-    given=${2-}
-    [[ $given =~ ^[1-9][0-9]*$ ]] || fail "-n ${given:-without a number}: give a number of ranks, from 1 on"
-    shift 2
-fi
-names=("$@")
+names=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        -n)
+            given=${2-}
+            [[ $given =~ ^[1-9][0-9]*$ ]] || fail "-n ${given:-without a number}: give a number of ranks, 1 or more"
+            shift 2
+            ;;
+        -*) fail "there is no option $1; see ./run_all.sh --help" ;;
+        *)
+            names+=("$1")
+            shift
+            ;;
+    esac
+done
 if [ ${#names[@]} -eq 0 ]; then
     for file in *.py; do
         [ "$file" != bench.py ] && names+=("${file%.py}")

@@ -135,6 +135,7 @@ class Bucket:
             0,
             set(),
         )  # this rank's part of the sum over ranks and backwards; whose gradients it has
+        self.nothing = torch.full((), torch.nan).to(self.flat)  # what freed parameters read
         self.works, self.freed = (
             [],
             False,
@@ -230,9 +231,8 @@ class Bucket:
         """Zero3: empty the storage of `flat`, until gather(): views that autograd saved for backward look into it."""
         if not self.freed:
             self.finish_gather()  # it may have been started in vain
-            nothing = torch.full((), torch.nan).to(self.flat)
             for parameter in self.parameters:
-                parameter.data = nothing.expand(parameter.shape)
+                parameter.data = self.nothing.expand(parameter.shape)
             self.flat.untyped_storage().resize_(0)
             self.freed = True
 
@@ -415,6 +415,46 @@ class Zero1(torch.optim.Optimizer):
         self._unsent = None
         for bucket in self._buckets:
             bucket.grad, bucket.used = 0, set()
+            bucket.divisor = 1 if bucket.low else bucket.N
+
+    def unscale_(self, scale):
+        """Divide the mean gradients by the scale of the loss. -> 1.0 if any of any rank is not finite, else 0.0
+
+        With a scaler: scaler.record_found_inf(optimizer, optimizer.unscale_(scaler.get_scale())), then
+        scaler.step(optimizer).
+        """
+        self._reduce_waiting()
+        found = torch.zeros((), device=self._buckets[0].flat.device)
+        for bucket in self._buckets:
+            if bucket.used:
+                bucket.divisor = scale * (1 if bucket.low else bucket.N)
+                found = torch.maximum(found, (~bucket.grad.isfinite()).any().float())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.process_group)
+        return found
+
+    def shards(self):
+        """Yield (parameter, number of its first element here, what the optimizer updates, its state) for each.
+
+        Elements are counted as they lie in memory. After a write to what the optimizer updates: sync_parameters().
+        """
+        for bucket in self._buckets:
+            begin = bucket.rank * bucket.own.numel()
+            for parameter, view, segment in zip(
+                bucket.parameters, bucket.whole, bucket.segments, strict=True
+            ):
+                start = min(max(0, begin - view.storage_offset()), parameter.numel())
+                state = self._optimizer.state[segment]
+                yield parameter, start, segment, state
+
+    @torch.no_grad()
+    def sync_parameters(self):
+        """Write what the optimizer holds into the parameters of all ranks."""
+        for bucket in self._buckets:
+            bucket.finish_gather()
+            bucket.shard.copy_(bucket.master)
+            if not bucket.freed:
+                bucket.start_gather()
+                bucket.finish_gather()
 
     @contextmanager
     def no_sync(self):
@@ -469,6 +509,7 @@ class Zero1(torch.optim.Optimizer):
         """Take over what state_dict() or the plain optimizer's returned, whatever the number of ranks was."""
         super().load_state_dict({**state_dict, "state": {}})  # checks and takes over the groups
         state = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_of)}
+        entries, groups = {}, []
         for bucket in self._buckets:
             flat = bucket.master.new_zeros(bucket.flat.numel())
             views, parts = (
@@ -478,11 +519,17 @@ class Zero1(torch.optim.Optimizer):
             for parameter, segment, view, part in zip(
                 bucket.parameters, bucket.segments, views, parts, strict=True
             ):
-                self._optimizer.state[segment] = entry = copy.deepcopy(state[parameter])
+                entries[len(entries)] = entry = copy.deepcopy(state[parameter])
                 for name in entry.keys() - PER_TENSOR:
                     view.copy_(entry[name])
                     entry[name] = part.clone()
                 segment.copy_(entry.pop("master", segment))
+            groups.append({**self.param_groups[bucket.group], "params": bucket.segments})
+        self._optimizer.param_groups = groups
+        numbers = iter(entries)
+        saved = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+        # It moves "step" to the GPU if the optimizer is fused or capturable.
+        self._optimizer.load_state_dict({"state": entries, "param_groups": saved})
 
 
 class Zero2(Zero1):
@@ -503,6 +550,7 @@ class Zero2(Zero1):
     def _on_gradient(self, parameter):
         """Backward is running, and has added to the .grad of `parameter`, if one is given."""
         if self._unsent is None:
+            self._entered = set()
             trained = [
                 bucket
                 for bucket in self._buckets
@@ -512,10 +560,14 @@ class Zero2(Zero1):
             torch.autograd.Variable._execution_engine.queue_callback(
                 self._finish_pass
             )  # as backward ends
+        self._check_entered(parameter)
         self._arrived.add(parameter)
         # Buckets leave by number, not as they fill: ranks that send them in different orders add the wrong tensors.
         while self._unsent and self._arrived.issuperset(self._unsent[0].parameters):
             self._reduce(self._unsent.pop(0))
+
+    def _check_entered(self, parameter):
+        pass
 
     def _finish_pass(self):
         for bucket in self._unsent or ():  # those with parameters that this backward did not reach
@@ -568,6 +620,7 @@ class Zero3(Zero2):
         needed, in_backward = self._needed.get(module, ()), torch._C._current_graph_task_id() != -1
         if in_backward:  # in which checkpointed forwards run as well
             self._on_gradient(None)  # so that _finish_pass runs as it ends
+            self._entered.update(needed)
         if not any(
             bucket.freed or bucket.works for bucket in needed
         ):  # it is in what was entered last, or around it
@@ -591,6 +644,18 @@ class Zero3(Zero2):
                 tensor.register_hook(functools.partial(self._enter, module))
         if module is self.module and torch._C._current_graph_task_id() == -1:
             self._finish_pass()
+
+    def _check_entered(self, parameter):
+        """RuntimeError if the forward read `parameter` elsewhere than in its module, where it is NaN."""
+        bucket = next((b for b in self._buckets if parameter in set(b.parameters)), None)
+        if bucket is not None and bucket not in self._entered and not self._held:
+            names = {p: name for name, p in self.module.named_parameters()}
+            raise RuntimeError(
+                f"{names[parameter]} has a gradient, but backward did not come through its module: "
+                "Zero3 gathers parameters when their module is called. Call the module, as in "
+                "self.pos(positions) instead of self.pos.weight[:T]. It must return its tensors "
+                "alone or in lists, tuples and dicts"
+            )
 
     def _finish_pass(self):
         super()._finish_pass()

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 import amp
 import ddp
-import zero
 
 INF, NAN = float("inf"), float("nan")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -132,16 +131,19 @@ def test_an_overflow_of_one_optimizer_on_one_rank():
     assert weights[1].tolist() == ([2.0] * 3 if pool.rank() else [1.75] * 3)
 
 
-@pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])
 @pool.on(2)
-def test_an_optimizer_without_grad_is_an_error_on_all_ranks(stage):
-    """Zero2 and Zero3 would train on scaled gradients; a rank that alone has none takes part (above)."""
-    model = make_model("plain")
-    optimizer = stage(model, torch.optim.SGD, process_group=pool.group(), lr=0.1)
-    scaler = amp.GradScaler("cpu", 1024.0, process_group=pool.group())
-    scaler.scale(loss_of(model(make_batch(pool.rank(), 0)))).backward()
-    with pytest.raises(AssertionError, match=f"No inf checks were recorded.* {stage.__name__} "):
+def test_gradients_that_are_not_in_grad_are_unscaled_by_their_optimizer_or_an_error_on_all_ranks():
+    """The error comes after the all-reduce: a rank that alone has no gradient takes part (above)."""
+    scaler = amp.GradScaler("cpu", 8.0, process_group=pool.group())
+    _, (optimizer, other) = two_optimizers()
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded.* If SGD keeps grad"):
         scaler.step(optimizer)
+    scales = []
+    other.unscale_ = lambda scale: scales.append(scale) or torch.tensor(float(pool.rank()))
+    other.step = lambda: scales.append("a step")
+    scaler.step(other)
+    scaler.update()
+    assert (scales, scaler.get_scale()) == ([8.0], 4.0)
 
 
 def test_a_caller_that_unscales_records_what_it_found():

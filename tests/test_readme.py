@@ -262,13 +262,15 @@ def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
 
 def test_run_all_by_name(tmp_path):
     script = make_project(tmp_path / "project", good=GOOD, bad="raise SystemExit(3)")
-    done = run_script(script, "-n", "1", "good")
-    assert done.returncode == 0
-    assert "--nproc-per-node 1 good.py" in done.stdout
+    for arguments in (["-n", "1", "good"], ["good", "-n", "1"]):
+        done = run_script(script, *arguments)
+        assert done.returncode == 0
+        assert "--nproc-per-node 1 good.py" in done.stdout
     for arguments, words in (
         (["nothing"], "error: there is no nothing.py here\n"),
-        (["-n", "two", "good"], "error: -n two: give a number of ranks, from 1 on\n"),
-        (["-n"], "error: -n without a number: give a number of ranks, from 1 on\n"),
+        (["-n", "two", "good"], "error: -n two: give a number of ranks, 1 or more\n"),
+        (["good", "-n"], "error: -n without a number: give a number of ranks, 1 or more\n"),
+        (["good", "-m"], "error: there is no option -m; see ./run_all.sh --help\n"),
     ):
         wrong = run_script(script, *arguments)
         assert (wrong.returncode, wrong.stdout, wrong.stderr) == (1, "", words)
