@@ -1,37 +1,50 @@
-"""GPT-2 on a grid of ranks: tensor × data × pipeline parallel, each from its own file, put together as by Megatron-LM.
+"""GPT-2 on a grid of ranks: tensor, pipeline and data parallelism at once, as in Megatron-LM.
 
-Each of the L blocks is on one stage of the pipeline, each of its matrices is split over the tensor-parallel ranks of
-the stage, and each pipeline trains on its own part of the batch. 8 ranks with --tp 2 --pp 2, so dp = 2:
+A large model needs several ranks to hold it, and more ranks to train it in time. The pipeline
+splits the layers into stages. Tensor parallelism splits the matrices of each layer. Data
+parallelism splits the batch. In a step, each pipeline computes the gradients for its part of the
+batch, data-parallel ranks average them, and each rank updates the parameters that it holds.
+8 ranks with --tp 2 --pp 2, so dp = 2:
 
-                    stage 0: embedding, blocks 0 … L/2-1         stage 1: blocks L/2 … L-1, head
-    batch, part 0   rank 0 ═══ rank 1                     ───→   rank 4 ═══ rank 5
-                        ┊          ┊                                 ┊          ┊
-    batch, part 1   rank 2 ═══ rank 3                     ───→   rank 6 ═══ rank 7
+                    stage 0: embedding, blocks 1 … L/2      stage 1: blocks L/2+1 … L, head
+    batch, part 0   rank 0 ═══ rank 1                ───→   rank 4 ═══ rank 5
+                        ┊          ┊                            ┊          ┊
+    batch, part 1   rank 2 ═══ rank 3                ───→   rank 6 ═══ rank 7
 
-    ═══ tp: activations, in every layer     ───→ pp: activations, between stages     ┊ dp: gradients, once a step
+    ═══  tp: activations, in every layer         ───→  pp: activations, between stages
+     ┊   dp: gradients, once per step            rank = (pp_rank · dp + dp_rank) · tp + tp_rank
 
-Tensor-parallel ranks are neighbours, as they wait for each other in every layer: rank = (pp · DP + dp) · TP + tp.
+Tensor-parallel ranks are neighbours, because they wait for each other in every layer.
 
-What the axes must know of each other is in `Trainer`: the embedding is also the head, on another stage, so their
-gradients are added; the loss is a mean over the tokens of the whole batch; the norm of the gradients counts each once;
-dropout has a seed for each layer and micro-batch, wherever they are; a checkpoint is of no grid, and loads on any.
+Each technique is in its own file. Here is what they must know of each other:
 
-Cost per rank, in elements; Ψ parameters, L blocks, b sequences in each of m micro-batches, s tokens, h hidden size:
+    tied embedding   The head uses the embedding's weight. If the head is on another stage, both
+                     stages have a copy, and they add their gradients.
+    loss             It is a mean over the unmasked tokens of the whole batch, not of a rank's part.
+    gradient norm    It counts each parameter once, although some parameters are on several ranks.
+    dropout          Each layer has its own seed for each micro-batch, so that masks depend neither
+                     on the stage nor on the pipeline that computes them.
+    checkpoint       It has the plain model's names and shapes, and loads on any other grid.
 
-    held         parameters Ψ/(tp·pp), gradients as many, optimizer twice as many, with --zero1 over dp
-    sent by tp   (8L/pp + 2 at each end) · m·bsh (tp-1)/tp, and the loss's 6·m·bs (tp-1)/tp
-         by pp   m·bsh to each neighbour stage; between the first and the last the embedding's gradient
+Cost per rank in elements, for Ψ parameters, L blocks, m micro-batches of b sequences, s tokens and
+hidden size h:
+
+    held         parameters Ψ/(tp·pp), as many gradients, twice as much Adam state (/dp by --zero1)
+    sent by tp   (8L/pp + 2 at each end) · m·bsh (tp-1)/tp, and 6·m·bs (tp-1)/tp for the loss
+         by pp   m·bsh to each neighbour stage, and the embedding's gradient between the two ends
          by dp   2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
 
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
-          [--data PREFIX], of data.py; [--save DIR] [--load DIR], on any grid; Ctrl-C, SIGTERM to a rank: save, end
-          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 … goes on after a rank died (pytorch#135712)
-Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473
+          [--data PREFIX] reads data.py's files. [--save DIR] saves at intervals, at Ctrl-C and at
+          SIGTERM. [--load DIR] goes on from a checkpoint of any grid. After a rank has died,
+          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 … goes on (pytorch#135712)
+Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
+          Megatron-LM, arXiv 2104.04473
 Mirrors:  Megatron-LM's pretrain_gpt.py
-Left out: evaluation; context and expert parallelism
+Left out: evaluation; context and expert parallelism (context_parallel.py, expert_parallel.py)
 """
 
-import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -40,10 +53,9 @@ import os
 import signal
 import statistics
 import sys
-import time
-from collections import OrderedDict, namedtuple
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,359 +67,432 @@ import amp
 import checkpoint
 import data
 import ddp
+import estimate
 import pipeline
 import tensor_parallel
 import zero
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The grid.
+# --------------------------------------------------------------------------------------------------
+# 1. The model on one device (Radford et al. 2019). Activations are (sequence, batch, hidden).
 
-
-class Grid:
-    """`tp`, `dp` and `pp` are the sizes; of this rank, `at[axis]` is the position and `groups[axis]` the neighbours.
-
-    `groups["ends"]` are the first and the last of pp. ValueError when tp · pp does not divide the world.
-    """
-
-    def __init__(self, tp, pp):
-        world = dist.get_world_size()
-        if tp < 1 or pp < 1 or world % (tp * pp):
-            raise ValueError(
-                f"--tp {tp} × --pp {pp} = {tp * pp} ranks must divide the world of {world}"
-            )
-        self.tp, self.dp, self.pp = tp, world // (tp * pp), pp
-        ranks = torch.arange(world).view(pp, self.dp, tp)
-        self.at = dict(
-            zip(("pp", "dp", "tp"), (ranks == dist.get_rank()).nonzero()[0].tolist(), strict=True)
-        )
-        rows = {"tp": ranks.flatten(0, 1), "dp": ranks.mT.flatten(0, 1), "pp": ranks.flatten(1).T}
-        if pp > 1:
-            rows["ends"] = rows["pp"][:, [0, -1]]
-        self.groups = {}
-        for axis, lists in rows.items():  # all ranks make all groups
-            self.groups[axis], _ = dist.new_subgroups_by_enumeration(
-                lists.tolist(), timedelta(minutes=10)
-            )
-
-    def sum(self, number, *axes):
-        """The sum of a tensor of one number over the ranks along `axes`: the same on all of them."""
-        for axis in axes:
-            dist.all_reduce(number, group=self.groups[axis])
-        return number.item()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. The model (Radford et al. 2019): plain layers, and what makes them parallel. Activations: sequence, batch, hidden.
-
-GPT2 = namedtuple(
-    "GPT2", "L h heads V P", defaults=(50257, 1024)
-)  # layers, hidden, heads, vocabulary, positions
-MODELS = {
-    "gpt2-tiny": GPT2(4, 64, 4, V=257, P=128),
-    "gpt2-124m": GPT2(12, 768, 12),
-    "gpt2-345m": GPT2(24, 1024, 16),
-    "gpt2-774m": GPT2(36, 1280, 20),
-    "gpt2-1.5b": GPT2(48, 1600, 25),
-}
+IGNORE = -100  # the target of a masked token
 
 
 class Embedding(nn.Module):
     def __init__(self, config, dropout):
         super().__init__()
-        self.word, self.position = (
-            nn.Embedding(config.V, config.h),
-            nn.Embedding(config.P, config.h),
-        )
-        self.dropout, self.enter = (
-            nn.Dropout(dropout),
-            lambda x: x,
-        )  # or: scatter along the sequence
+        self.word = nn.Embedding(config.vocab, config.hidden)
+        self.position = nn.Embedding(config.sequence, config.hidden)
+        self.dropout = nn.Dropout(dropout)
+        self.sequence_group = None  # sequence parallelism: the ranks that split the sequence
 
-    def forward(self, tokens_bs):
-        positions = self.position(torch.arange(tokens_bs.shape[1], device=tokens_bs.device))
-        return self.dropout(self.enter(self.word(tokens_bs.T) + positions[:, None]))
+    def forward(self, tokens):  # (batch, sequence)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.word(tokens.T) + self.position(positions)[:, None]
+        if self.sequence_group is not None:
+            x = tensor_parallel.scatter_to_sequence(x, self.sequence_group)
+        return self.dropout(x)
 
 
 class Block(nn.Module):
     def __init__(self, config, dropout):
         super().__init__()
-        h, self.head_dim = config.h, config.h // config.heads
-        self.norm1, self.norm2, self.dropout = nn.LayerNorm(h), nn.LayerNorm(h), nn.Dropout(dropout)
-        self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
-        self.linear1, self.linear2 = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-        self.region = nullcontext  # in which the heads draw their dropout
+        h = config.hidden
+        self.head_dim = h // config.heads
+        self.norm1 = nn.LayerNorm(h)
+        self.qkv = nn.Linear(h, 3 * h)
+        self.proj = nn.Linear(h, h)
+        self.norm2 = nn.LayerNorm(h)
+        self.linear1 = nn.Linear(h, 4 * h)
+        self.linear2 = nn.Linear(4 * h, h)
+        self.dropout = nn.Dropout(dropout)
+        self.dropout_region = nullcontext  # tensor parallelism: each rank draws for its own heads
 
-    def forward(self, x_sbh):
-        heads = (
-            y.unflatten(-1, (-1, self.head_dim)).movedim(0, 2)
-            for y in self.qkv(self.norm1(x_sbh)).chunk(3, -1)
-        )
-        dropout = self.dropout.p if self.training else 0.0
-        with self.region() if dropout else nullcontext():
-            y = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
-        x_sbh = x_sbh + self.dropout(self.proj(y.movedim(2, 0).flatten(2)))
-        return x_sbh + self.dropout(
-            self.linear2(F.gelu(self.linear1(self.norm2(x_sbh)), approximate="tanh"))
-        )
+    def forward(self, x):
+        qkv = self.qkv(self.norm1(x))
+        q, k, v = map(self.split_heads, qkv.chunk(3, dim=-1))
+        p = self.dropout.p if self.training else 0.0
+        with self.dropout_region() if p > 0 else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        y = y.movedim(2, 0).flatten(2)
+        x = x + self.dropout(self.proj(y))
+        y = F.gelu(self.linear1(self.norm2(x)), approximate="tanh")
+        return x + self.dropout(self.linear2(y))
+
+    def split_heads(self, x):  # to (batch, heads, sequence, head_dim)
+        return x.unflatten(-1, (-1, self.head_dim)).movedim(0, 2)
 
 
-class Head(nn.Sequential):
-    def __init__(self, config, dropout):
-        super().__init__(
-            OrderedDict(
-                norm=nn.LayerNorm(config.h), linear=nn.Linear(config.h, config.V, bias=False)
-            )
-        )
+class Head(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden)
+        self.linear = nn.Linear(config.hidden, config.vocab, bias=False)
+
+    def forward(self, x):
+        return self.linear(self.norm(x))
 
 
 @torch.no_grad()
 def build_layer(config, number, dropout=0.0, seed=0):
-    """Layer `number` of the plain model: 0 is the embedding, L + 1 the head. Each has a seed of its own."""
+    """Layer 0 is the embedding, the last one, L + 1, is the head. Each layer has its own seed."""
     torch.manual_seed(seed * 10_000 + number)
-    layer = (Embedding if number == 0 else Head if number == config.L + 1 else Block)(
-        config, dropout
-    )
+    if number == 0:
+        layer = Embedding(config, dropout)
+    elif number <= config.layers:
+        layer = Block(config, dropout)
+    else:
+        layer = Head(config)
     for name, parameter in layer.named_parameters():
-        if parameter.dim() > 1:
-            residual = name in ("proj.weight", "linear2.weight")  # 2L of them add up
-            parameter.normal_(std=0.02 / (2 * config.L) ** 0.5 if residual else 0.02)
-        elif name.endswith("bias"):
+        if name.endswith("bias"):
             parameter.zero_()
-    if number > config.L:  # starts as a copy of the embedding, which may be on another stage
+        elif name in ("proj.weight", "linear2.weight"):  # 2L of them add up in the residual stream
+            parameter.normal_(std=0.02 / math.sqrt(2 * config.layers))
+        elif parameter.dim() == 2:
+            parameter.normal_(std=0.02)
+    if number > config.layers:  # the head starts as a copy of the embedding
         layer.linear.weight = build_layer(config, 0, seed=seed).word.weight
     return layer
 
 
 class Stage(nn.Sequential):
-    """Some layers of the model, {number: layer}, for one micro-batch after the other, from number `microbatch` on.
-
-    Dropout has a seed for each layer and micro-batch, so that one device, which has all of both, draws the same masks.
-    """
+    """Consecutive layers, {number: layer}. It is called with one micro-batch after the other."""
 
     def __init__(self, layers, seed=None):
         super().__init__()
-        self._modules.update({str(number): layer for number, layer in layers.items()})
-        self.microbatch, self.seed = 0, seed
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+        self.seed = seed  # None: there is no dropout
+        self.micro_batch = 0  # the number of the next one, counted from the start of training
 
     def forward(self, x):
         for number, layer in self.named_children():
             if self.seed is not None:
-                torch.manual_seed(self.seed * 2**40 + self.microbatch * 2**10 + int(number))
+                seed = self.seed * 2**40 + self.micro_batch * 2**10
+                torch.manual_seed(seed + int(number))
             x = layer(x)
-        self.microbatch += 1
+        self.micro_batch += 1
         return x
 
 
+def tie_weights(embedding, head):
+    """Let both share one weight, if this rank has both. Return the weight, or None."""
+    if embedding is None:
+        return None if head is None else head.linear.weight
+    if head is not None:
+        head.linear.weight = embedding.word.weight
+    return embedding.word.weight
+
+
 def plain_model(config, dropout=0.0, seed=0):
-    """The whole model on one device: (batch, sequence) tokens to (sequence, batch, V) logits."""
-    layers = {number: build_layer(config, number, dropout, seed) for number in range(config.L + 2)}
-    layers[config.L + 1].linear.weight = layers[0].word.weight
+    """The whole model: (batch, sequence) tokens to (sequence, batch, vocab) logits."""
+    numbers = range(config.layers + 2)
+    layers = {number: build_layer(config, number, dropout, seed) for number in numbers}
+    tie_weights(layers[0], layers[config.layers + 1])
     return Stage(layers, seed if dropout else None)
 
 
-PLAN = {
+def learning_rate(args, step):
+    """It rises linearly to --lr over the first --warmup steps. The first step is 1."""
+    return args.lr * min(1.0, step / max(1, args.warmup))
+
+
+def count_tokens(targets):
+    return max(1, (targets != IGNORE).sum().item())
+
+
+def train_on_one_device(config, args, batches, device="cpu"):
+    """Yield (loss, gradient norm, model) after each step. 16-bit formats train in float32 here."""
+    dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+    model = plain_model(config, args.dropout, args.seed)
+    model.to(device, dtype)
+    optimizer_class = getattr(torch.optim, args.optimizer)
+    optimizer = optimizer_class(model.parameters(), lr=args.lr)
+    for step, (inputs, targets) in enumerate(batches, start=1):
+        optimizer.param_groups[0]["lr"] = learning_rate(args, step)
+        optimizer.zero_grad()
+        loss = 0.0
+        x_parts = inputs.to(device).split(args.micro_batch_size)
+        y_parts = targets.to(device).split(args.micro_batch_size)
+        for x, y in zip(x_parts, y_parts, strict=True):
+            logits = model(x).flatten(0, 1)
+            losses = F.cross_entropy(logits, y.T.flatten(), ignore_index=IGNORE, reduction="sum")
+            part = losses / count_tokens(targets)
+            part.backward()
+            loss += part.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf)
+        optimizer.step()
+        yield loss, norm.item(), model
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. The grid, and the part of the model that a rank holds.
+
+
+class Grid:
+    """This rank's place on the grid, and its neighbours along each axis.
+
+    ValueError if tp · pp does not divide the world. Data-parallel ranks are what is left.
+    """
+
+    def __init__(self, tp, pp):
+        world_size = dist.get_world_size()
+        if tp < 1 or pp < 1 or world_size % (tp * pp):
+            product = f"--tp {tp} × --pp {pp} = {tp * pp} ranks"
+            raise ValueError(f"{product} must divide the world of {world_size}")
+        self.tp = tp
+        self.pp = pp
+        self.dp = world_size // (tp * pp)
+        ranks = torch.arange(world_size).view(pp, self.dp, tp)
+        place = (ranks == dist.get_rank()).nonzero()[0]
+        self.pp_rank, self.dp_rank, self.tp_rank = place.tolist()
+        pipelines = ranks.flatten(1).T
+        self.tp_group = self.new_groups(ranks.flatten(0, 1))
+        self.dp_group = self.new_groups(ranks.mT.flatten(0, 1))
+        self.pp_group = self.new_groups(pipelines)
+        self.ends_group = None  # the first and the last rank of the pipeline, if it has several
+        if pp > 1:
+            self.ends_group = self.new_groups(pipelines[:, [0, -1]])
+
+    def new_groups(self, ranks):
+        """Make a group of each row of `ranks`, as all ranks must. Return the one of this rank."""
+        timeout = timedelta(minutes=10)
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+        return group
+
+
+PLAN = {  # tensor_parallel.parallelize's plan for the layers inside an Embedding, a Block or a Head
     "word": "vocab",
     "linear": "vocab",
     "qkv": "qkv",
     "proj": "row",
     "linear1": "column",
     "linear2": "row",
+    "norm": "norm",
+    "norm1": "norm",
+    "norm2": "norm",
+    "dropout": "dropout",
 }
-PLAN |= {"norm": "norm", "norm1": "norm", "norm2": "norm", "dropout": "dropout"}
 
 
 def split_layer(layer, group, sequence_parallel):
-    """Let a plain layer keep this rank's slices."""
-    names = [name for name in layer._modules if name in PLAN]
-    if not sequence_parallel:  # dropout of whole activations draws the same on all ranks
-        names = [name for name in names if name != "dropout"]
+    """Replace the matrices of a plain layer by this rank's slices of them."""
+    plan = {name: PLAN[name] for name, _ in layer.named_children() if name in PLAN}
+    if not sequence_parallel:
+        plan.pop("dropout", None)  # all ranks have the same activations and need the same mask
     if isinstance(layer, Block):
-        layer.region = lambda: tensor_parallel.parallel_region(group)
-    elif isinstance(layer, Embedding) and sequence_parallel:
-        layer.enter = lambda x: tensor_parallel.scatter_to_sequence(x, group)
-    return tensor_parallel.parallelize(
-        layer, {name: PLAN[name] for name in names}, group, sequence_parallel
-    )
+        layer.dropout_region = partial(tensor_parallel.parallel_region, group)
+    if isinstance(layer, Embedding) and sequence_parallel:
+        layer.sequence_group = group
+    return tensor_parallel.parallelize(layer, plan, group, sequence_parallel)
 
 
 def layers_of_stage(config, stage, num_stages):
-    """The numbers of its layers: as many blocks on each stage as on any, give or take one."""
-    blocks = [1 + i for i in range(config.L) if i * num_stages // config.L == stage]
-    return [0] * (stage == 0) + blocks + [config.L + 1] * (stage == num_stages - 1)
+    """The numbers of its layers. Stages differ by at most one block."""
+    L = config.layers
+    blocks = [1 + i for i in range(L) if i * num_stages // L == stage]
+    embedding = [0] if stage == 0 else []
+    head = [L + 1] if stage == num_stages - 1 else []
+    return embedding + blocks + head
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Training: first on one device, as plainly as possible, then on the grid.
+def check_arguments(config, grid, args):
+    tensor_parallel.check_divides("attention heads", config.heads, grid.tp)
+    if args.sequence_parallel:
+        tensor_parallel.check_divides("positions", args.sequence_length, grid.tp)
+    size = args.global_batch_size
+    multiple = args.micro_batch_size * grid.dp
+    if multiple < 1 or size < 1 or size % multiple:
+        text = f"--micro-batch-size {args.micro_batch_size} × {grid.dp} data-parallel ranks"
+        raise ValueError(f"--global-batch-size {size} must be a multiple of {text}")
+    stages = grid.pp * args.stages_per_rank
+    if not 1 <= stages <= config.layers:
+        blocks = f"the model has {config.layers} blocks"
+        raise ValueError(f"{stages} stages on {grid.pp} ranks; {blocks}")
+    if not 1 <= args.sequence_length <= config.sequence:
+        positions = f"the model has {config.sequence} positions"
+        raise ValueError(f"--sequence-length {args.sequence_length}; {positions}")
+    if not args.clip_grad >= 0:
+        raise ValueError(f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none")
 
 
-def train_on_one_device(config, args, batches, device="cpu"):
-    """Yields (loss, gradients' norm, model) after each step. What is to be in 16 bits is in fp32 here."""
-    dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
-    model = plain_model(config, args.dropout, args.seed).to(device, dtype)
-    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=args.lr)
-    for number, (inputs, targets) in enumerate(batches):
-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (number + 1) / max(1, args.warmup))
-        optimizer.zero_grad()
-        loss, tokens = 0.0, (targets != -100).sum().clamp(min=1)
-        for x, y in zip(
-            inputs.split(args.micro_batch_size), targets.split(args.micro_batch_size), strict=True
-        ):
-            part = F.cross_entropy(model(x).flatten(0, 1), y.T.flatten(), reduction="sum") / tokens
-            part.backward()
-            loss += part.item()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad or math.inf).item()
-        optimizer.step()
-        yield loss, norm, model
+# --------------------------------------------------------------------------------------------------
+# 3. Training on the grid.
 
 
 class Trainer:
-    """The stages of this rank, their optimizer, and the step. `args` are those of the command line."""
+    """This rank's stages, their optimizer, and the step. `args` are those of the command line."""
 
     def __init__(self, config, grid, args, device="cpu"):
-        self.config, self.grid, self.args, self.device = config, grid, args, torch.device(device)
-        self.dtype, self.steps = getattr(torch, args.dtype), 0  # done
-        fixed = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
-        self.must_match = {name: getattr(args, name) for name in fixed}  # where it goes on
-        self.num_stages = grid.pp * args.stages_per_rank
-        self.microbatches = args.global_batch_size // max(args.micro_batch_size * grid.dp, 1)
-        self.check_arguments()
-        mine = range(grid.at["pp"], self.num_stages, grid.pp)
-        self.numbers = [layers_of_stage(config, stage, self.num_stages) for stage in mine]
-        layers = {}
-        for number in itertools.chain(
-            *self.numbers
-        ):  # one after the other: no rank ever holds a whole stage
-            layer = build_layer(config, number, args.dropout, args.seed)
-            layers[number] = split_layer(layer, grid.groups["tp"], args.sequence_parallel).to(
-                self.device, self.dtype
-            )
-        embedding, head = layers.get(0), layers.get(config.L + 1)
-        if embedding and head:
-            head.linear.weight = embedding.word.weight
-        self.tied = embedding.word.weight if embedding else head.linear.weight if head else None
-        seed = args.seed if args.dropout else None
-        self.stages = nn.ModuleList(
-            Stage({number: layers[number] for number in part}, seed) for part in self.numbers
-        )
+        check_arguments(config, grid, args)
+        self.config = config
+        self.grid = grid
+        self.args = args
+        self.device = torch.device(device)
+        self.dtype = getattr(torch, args.dtype)
+        self.steps = 0  # how many are done
+        self.num_microbatches = args.global_batch_size // (args.micro_batch_size * grid.dp)
+        num_stages = grid.pp * args.stages_per_rank
+        mine = range(grid.pp_rank, num_stages, grid.pp)
+        # The numbers of the layers in each stage of this rank.
+        self.numbers = [layers_of_stage(config, stage, num_stages) for stage in mine]
+        self.stages = self.build_stages()
         self.parameters = list(self.stages.parameters())
-        # In the norm, what several ranks hold counts on one: the first of tp, the first stage.
-        split = {
-            self.stages.get_parameter(name)
-            for name, *_ in tensor_parallel.split_parameters(self.stages)
-        }
-        self.counted = {
-            parameter for parameter in self.parameters if parameter in split or grid.at["tp"] == 0
-        }
-        if not embedding:
-            self.counted.discard(self.tied)
+        self.counted = self.find_counted()  # the parameters that this rank adds to the norm
+        self.optimizer = self.build_optimizer()
+        is_fp16 = self.dtype == torch.float16
+        self.scaler = amp.GradScaler(self.device.type, enabled=is_fp16)
         self.pipeline = pipeline.Pipeline(
-            self.stages, args.schedule, self.microbatches, self.loss, grid.groups["pp"]
+            self.stages, args.schedule, self.num_microbatches, self.loss_fn, grid.pp_group
         )
-        self.scaler = amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        optimizer, lr = getattr(torch.optim, args.optimizer), args.lr
-        if args.zero1:  # has fp32 masters where the model is in 16 bits
-            self.optimizer = zero.Zero1(self.stages, optimizer, grid.groups["dp"], lr=lr)
-        else:
-            self.optimizer = optimizer(self.parameters, lr=lr)
-            if self.dtype.itemsize == 2:
-                self.optimizer = amp.MixedPrecisionOptimizer(self.optimizer, self.dtype)
 
-    def check_arguments(self):
-        args, grid, config = self.args, self.grid, self.config
-        tensor_parallel.check_divides("attention heads", config.heads, grid.tp)
-        if args.sequence_parallel:
-            tensor_parallel.check_divides("positions", args.sequence_length, grid.tp)
-        multiple, size = args.micro_batch_size * grid.dp, args.global_batch_size
-        if multiple < 1 or size < 1 or size % multiple:
-            multiple = f"--micro-batch-size {args.micro_batch_size} × {grid.dp} data-parallel ranks"
-            raise ValueError(f"--global-batch-size {size} must be a multiple of {multiple}")
-        if not 1 <= self.num_stages <= config.L:
-            raise ValueError(
-                f"{self.num_stages} stages on {grid.pp} ranks; the model has {config.L} blocks"
-            )
-        if not 1 <= args.sequence_length <= config.P:
-            raise ValueError(
-                f"--sequence-length {args.sequence_length}; the model has {config.P} positions"
-            )
-        if not args.clip_grad >= 0:
-            raise ValueError(f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none")
+    def build_stages(self):
+        config = self.config
+        args = self.args
+        layers = {}
+        for number in itertools.chain(*self.numbers):
+            # Build and split one layer at a time: no rank ever holds a whole stage.
+            layer = build_layer(config, number, args.dropout, args.seed)
+            layer = split_layer(layer, self.grid.tp_group, args.sequence_parallel)
+            layers[number] = layer.to(self.device, self.dtype)
+        self.embedding = layers.get(0)  # None on the stages without it
+        self.head = layers.get(config.layers + 1)
+        self.tied = tie_weights(self.embedding, self.head)
+        seed = args.seed if args.dropout else None
+        stages = nn.ModuleList()
+        for numbers in self.numbers:
+            stages.append(Stage({number: layers[number] for number in numbers}, seed))
+        return stages
 
-    def step(self, inputs_bs, targets_bs):
-        """One step on the global batch, targets of -100 masked. -> its loss and its gradients' norm, on all ranks.
+    def find_counted(self):
+        """Tensor-parallel ranks count their slices. The first of them counts what all hold."""
+        split = set()
+        for _, layer, name in tensor_parallel.split_parameters(self.stages):
+            split.add(getattr(layer, name))
+        first = self.grid.tp_rank == 0
+        counted = {parameter for parameter in self.parameters if first or parameter in split}
+        if self.embedding is None:
+            counted.discard(self.tied)  # the first stage counts it
+        return counted
 
-        A gradient that is not finite, on any rank, leaves the parameters as they are on all.
+    def build_optimizer(self):
+        optimizer_class = getattr(torch.optim, self.args.optimizer)
+        options = {"lr": self.args.lr}
+        if self.device.type == "cuda":
+            options["fused"] = True
+        if self.args.zero1:  # has float32 masters of 16-bit parameters
+            return zero.Zero1(self.stages, optimizer_class, self.grid.dp_group, **options)
+        optimizer = optimizer_class(self.parameters, **options)
+        if self.dtype.itemsize == 2:
+            return amp.MixedPrecisionOptimizer(optimizer, self.dtype)
+        return optimizer
+
+    def step(self, inputs, targets):
+        """Train on the global batch, (batch, sequence). Return its loss and its gradients' norm.
+
+        All ranks return the same. If any gradient is not finite, no rank updates its parameters.
         """
-        grid, args, m, scale = self.grid, self.args, self.microbatches, self.scaler.get_scale()
-        inputs, targets = (
-            x.to(self.device).chunk(grid.dp)[grid.at["dp"]] for x in (inputs_bs, targets_bs)
-        )
-        # The loss of a micro-batch is the sum over its tokens times this: so the mean over micro-batches and pipelines
-        # is the mean over the tokens of the batch, wherever they are.
-        self.per_token = m * grid.dp / max(1, (targets_bs != -100).sum().item())
-        for stage in self.stages:
-            stage.microbatch = (self.steps * grid.dp + grid.at["dp"]) * m
-        self.steps += 1
-        self.optimizer.param_groups[0]["lr"] = args.lr * min(1.0, self.steps / max(1, args.warmup))
-        self.optimizer.zero_grad()
+        self.start_step(targets)
+        inputs = inputs.chunk(self.grid.dp)[self.grid.dp_rank]
+        targets = targets.chunk(self.grid.dp)[self.grid.dp_rank]
         loss = self.pipeline.step(inputs, targets)
-        if self.tied is not None and grid.pp > 1:  # it is used on the first stage and on the last
-            dist.all_reduce(self.tied.grad, group=grid.groups["ends"])
-        if not args.zero1:  # which averages by itself, as it clips or steps
-            ddp.all_reduce_gradients(self.stages, grid.groups["dp"])
-        norm = self.clip_grad_norm_(args.clip_grad or math.inf)
-        self.optimizer.step() if math.isfinite(norm) else self.optimizer.zero_grad()
-        if (
-            self.scaler.is_enabled()
-        ):  # the norm is the same on all ranks, and finite if all gradients are
-            self.scaler._found[self.optimizer] = not math.isfinite(norm)
-            self.scaler.update()
-        loss = torch.zeros((), device=self.device) if loss is None else loss / scale / grid.dp
-        return grid.sum(loss.double(), "pp", "dp"), norm
+        self.reduce_gradients()
+        norm = self.clip_grad_norm_(self.args.clip_grad or math.inf)
+        numbers = torch.stack([self.mean_loss(loss), norm])
+        loss, norm = numbers.tolist()  # the host waits: it decides whether to skip the update
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        else:
+            self.optimizer.zero_grad()
+        self.scaler.record_found_inf(self.optimizer, not finite)
+        self.scaler.update()
+        return loss, norm
 
-    def loss(self, logits, targets_bs):
+    def start_step(self, targets):
+        # The pipeline returns the mean over its m micro-batches, and dp pipelines are averaged.
+        # With this weight a mean of sums over tokens is the mean over all tokens of the batch.
+        m = self.num_microbatches
+        self.token_weight = m * self.grid.dp / count_tokens(targets)
+        pipelines = self.steps * self.grid.dp + self.grid.dp_rank  # that came before this one
+        for stage in self.stages:
+            stage.micro_batch = pipelines * m
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = learning_rate(self.args, self.steps)
+        self.optimizer.zero_grad()
+
+    def loss_fn(self, logits, targets):
         losses = tensor_parallel.vocab_parallel_cross_entropy(
-            logits, targets_bs.T, self.grid.groups["tp"]
+            logits, targets.T, self.grid.tp_group, ignore_index=IGNORE
         )
-        return self.scaler.scale(losses.sum() * self.per_token)
+        return self.scaler.scale(losses.sum() * self.token_weight)
+
+    def mean_loss(self, loss):
+        """The loss of the whole batch on all ranks, from each pipeline's on its last rank."""
+        if loss is None:
+            loss = torch.zeros((), device=self.device)
+        scale = self.scaler.get_scale()
+        loss = loss.double() / (scale * self.grid.dp)
+        dist.all_reduce(loss, group=self.grid.pp_group)
+        dist.all_reduce(loss, group=self.grid.dp_group)
+        return loss
+
+    def reduce_gradients(self):
+        if self.tied is not None and self.grid.ends_group is not None:
+            dist.all_reduce(self.tied.grad, group=self.grid.ends_group)
+        if not self.args.zero1:  # Zero1 averages them itself, when it clips
+            ddp.all_reduce_gradients(self.stages, self.grid.dp_group)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Divide the gradients by the scale of the loss, and clip them; -> the norm of all of them together."""
-        grid, scale, counted = self.grid, self.scaler.get_scale(), self.counted.__contains__
+        """Divide the gradients by the loss scale and clip them. Return the norm of all of them."""
+        groups = [self.grid.tp_group, self.grid.pp_group]
+        scale = self.scaler.get_scale()
         if self.args.zero1:
-            for bucket in self.optimizer._buckets if self.scaler.is_enabled() else ():
-                bucket.divisor = scale  # whose 16-bit gradients are means
-            groups = [grid.groups["tp"], grid.groups["pp"]]
+            if self.scaler.is_enabled():
+                self.optimizer.unscale_(scale)
+            is_counted = self.counted.__contains__
             return self.optimizer.clip_grad_norm_(
-                max_norm, counted=counted, process_groups=groups
-            ).item()
+                max_norm, counted=is_counted, process_groups=groups
+            )
         if self.dtype.itemsize == 2:
-            self.optimizer.unscale_()  # casts them up
-        weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their fp32 masters
-        mine = [
-            weight.grad for weight in itertools.compress(weights, map(counted, self.parameters))
-        ]
-        norm = grid.sum(nn.utils.get_total_norm(mine).double() ** 2, "tp", "pp") ** 0.5 / scale
-        for weight in weights:
-            weight.grad.mul_(min(1.0, max_norm / (norm + 1e-6)) / scale)
+            self.optimizer.unscale_()  # casts gradients up into those of the float32 masters
+        weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their masters
+        pairs = zip(self.parameters, weights, strict=True)
+        counted = [weight.grad for parameter, weight in pairs if parameter in self.counted]
+        norm = nn.utils.get_total_norm(counted)
+        total = norm.double().square()
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        norm = total.sqrt() / scale
+        factor = max_norm / (norm + 1e-6)
+        factor = factor.clamp(max=1.0) / scale
+        gradients = [weight.grad for weight in weights]
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         return norm
 
     def full_state_dict(self):
-        """The whole parameters of this rank's layers, under their names in the plain model. All tp ranks call it."""
-        return {
-            name: x
-            for stage in self.stages
-            for name, x in tensor_parallel.full_state_dict(stage).items()
-        }
+        """The whole parameters of this rank's layers, by their names in the plain model.
+
+        All tensor-parallel ranks must call it.
+        """
+        state_dict = {}
+        for stage in self.stages:
+            state_dict |= tensor_parallel.full_state_dict(stage)
+        return state_dict
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. Checkpoints, of no grid: pieces of the plain model's weights and of their optimizer's state, by name.
+# --------------------------------------------------------------------------------------------------
+# 4. Checkpoints. They have the weights of the plain model and the state of its optimizer, by name.
+
+# A run that goes on must have the same values.
+RUN = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
 
 
-def save(trainer, directory):  # the number of steps is the state of lr, data and dropout, too
+def save(trainer, directory):
+    # The number of steps determines the learning rate, the data and the dropout masks.
     extra = {
-        "run": trainer.must_match,
+        "run": {name: getattr(trainer.args, name) for name in RUN},
         "step": trainer.steps,
         "scaler": trainer.scaler.state_dict(),
     }
@@ -416,412 +501,466 @@ def save(trainer, directory):  # the number of steps is the state of lr, data an
 
 @torch.no_grad()
 def load(trainer, directory):
-    """Go on from a checkpoint of any grid, schedule, --zero1, --dtype: it has what the optimizer updates."""
-    _, stored, extra = checkpoint.open_latest(Path(directory))
-    for name, value in trainer.must_match.items():
-        if value != extra["run"][name]:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value}: the run in {directory} has {extra['run'][name]}"
-            )
-    if any(
-        name.startswith("step/") for name in stored
-    ):  # AdamW's; what has made no step has no state yet
-        for _, _, weight, state in optimized(trainer):
-            state.update(
-                step=torch.tensor(0.0),
-                **{x: torch.zeros_like(weight) for x in ("exp_avg", "exp_avg_sq")},
-            )
+    """Go on from a checkpoint. It may have another grid, schedule or --dtype, or other --zero1."""
+    _, tensors, extra = checkpoint.open_latest(Path(directory))
+    for name, stored in extra["run"].items():
+        value = getattr(trainer.args, name)
+        if value != stored:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {value}: the run in {directory} has {stored}")
+    if any(name.startswith("step/") for name in tensors):  # AdamW's, after its first step
+        for _, _, weight, state in updated_tensors(trainer):
+            state["step"] = torch.zeros((), device=weight.device)
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
     checkpoint.load(directory, pieces_of(trainer))
     trainer.steps = extra["step"]
-    if trainer.scaler.is_enabled() and extra["scaler"]:
+    if extra["scaler"]:
         trainer.scaler.load_state_dict(extra["scaler"])
-    for bucket in trainer.optimizer._buckets if trainer.args.zero1 else ():
-        bucket.shard.copy_(bucket.master)
-        bucket.start_gather()
-        bucket.finish_gather()
-    if isinstance(trainer.optimizer, amp.MixedPrecisionOptimizer):
-        trainer.optimizer._write_weights()
+    if trainer.args.zero1:
+        trainer.optimizer.sync_parameters()
+    elif trainer.dtype.itemsize == 2:
+        trainer.optimizer.write_model_params()
+
+
+def updated_tensors(trainer):
+    """Yield (parameter, start, tensor, state) for each tensor that the optimizer updates.
+
+    `start` is the number of the tensor's first element in the flattened parameter.
+    """
+    if trainer.args.zero1:
+        yield from trainer.optimizer.shards()
+        return
+    weights = trainer.optimizer.param_groups[0]["params"]  # the parameters, or their masters
+    for parameter, weight in zip(trainer.parameters, weights, strict=True):
+        yield parameter, 0, weight, trainer.optimizer.state[weight]
 
 
 def pieces_of(trainer):
-    """{kind/name: where this rank's elements of a weight, or of its state, lie in the plain model's}"""
-    names = {
-        parameter: name for stage in trainer.stages for name, parameter in stage.named_parameters()
-    }
+    """{"weight/NAME" or "exp_avg/NAME": where this rank's elements lie in the plain model's}"""
+    names = {}
+    for stage in trainer.stages:
+        for name, parameter in stage.named_parameters():
+            names[parameter] = name
     names[trainer.tied] = "0.word.weight"
     split = {
-        layer._parameters[x]: (layer, x)
-        for _, layer, x in tensor_parallel.split_parameters(trainer.stages)
+        getattr(layer, name): (layer, name)
+        for _, layer, name in tensor_parallel.split_parameters(trainer.stages)
     }
     pieces = {}
-    for parameter, start, weight, state in optimized(trainer):
-        places = places_of(parameter, *split.get(parameter, (None, None)))
-        for kind, x in {"weight": weight.detach(), **state}.items():
-            parts = (
-                checkpoint.flat_pieces(x.view(-1), shape, start - begin, *at)
-                for begin, shape, *at in places
-            )
-            pieces[f"{kind}/{names[parameter]}"] = list(itertools.chain(*parts)) if x.dim() else x
+    for parameter, start, weight, state in updated_tensors(trainer):
+        boxes = boxes_of(parameter, *split.get(parameter, (None, None)))
+        for kind, tensor in {"weight": weight.detach(), **state}.items():
+            name = f"{kind}/{names[parameter]}"
+            if tensor.dim() == 0:  # AdamW's number of steps
+                pieces[name] = tensor
+                continue
+            pieces[name] = []
+            for first, shape, whole, offset in boxes:
+                part = checkpoint.flat_pieces(tensor.view(-1), shape, start - first, whole, offset)
+                pieces[name] += part
     return pieces
 
 
-def optimized(trainer):
-    """Yield (parameter, the number of its first element here, what the optimizer updates, its state)."""
-    if not trainer.args.zero1:  # the parameters, or their fp32 masters
-        for parameter, weight in zip(
-            trainer.parameters, trainer.optimizer.param_groups[0]["params"], strict=True
-        ):
-            yield parameter, 0, weight, trainer.optimizer.state[weight]
-    for bucket in trainer.optimizer._buckets if trainer.args.zero1 else ():
-        for parameter, segment in zip(bucket.parameters, bucket.segments, strict=True):
-            start = (
-                bucket.rank * len(bucket.master) - parameter.storage_offset()
-            )  # it lies in bucket.flat
-            yield parameter, max(0, start), segment, trainer.optimizer._optimizer.state[segment]
+def boxes_of(parameter, layer, name):
+    """Where a rank's slice lies: [(first element in the flattened slice, shape, whole, offset)].
 
-
-def places_of(parameter, layer, name):
-    """[(where a part of the flattened slice begins, its shape, the whole's, its offset there), …]: of qkv three."""
-    local, places, at = list(parameter.shape), [], 0
+    A slice of qkv has three boxes. Rows that pad the vocabulary are in no box.
+    """
+    shape = list(parameter.shape)
     if layer is None:
-        return [(0, local, local, [0] * len(local))]
+        return [(0, shape, shape, [0] * len(shape))]
     dim = layer.split_dims[name]
-    whole = [n * layer.world_size - layer.padding if d == dim else n for d, n in enumerate(local)]
-    for share in layer.stack:
-        n, shape, offset = local[dim] * share // sum(layer.stack), list(local), [0] * len(local)
-        offset[dim] = at * layer.world_size + n * layer.rank
-        shape[dim] = max(0, min(n, whole[dim] - offset[dim]))  # padding is nobody's
-        places.append((at * math.prod(local[dim + 1 :]), shape, whole, offset))
-        at += n
-    return places
+    boxes = []
+    for span in layer.spans(name):
+        first = span.shard_start * math.prod(shape[dim + 1 :])
+        box = shape.copy()
+        box[dim] = span.length
+        offset = [0] * len(shape)
+        offset[dim] = span.start
+        boxes.append((first, box, list(layer.whole_shapes[name]), offset))
+    return boxes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. What it costs: measured, and by formula.
+# --------------------------------------------------------------------------------------------------
+# Demo. What a rank sends and holds: counted, and by formula.
 
 
 class SentByAxis(ddp.SentBytes):
-    """`by_axis`: the bytes that this rank sends along each axis of the grid."""
-
     def __init__(self, grid):
         super().__init__()
-        self.by_axis = dict.fromkeys(("tp", "pp", "dp"), 0.0)
-        self.axes = {grid.groups[axis].group_name: axis for axis in self.by_axis}
+        self.by_axis = {"tp": 0.0, "pp": 0.0, "dp": 0.0}  # bytes that this rank sends
+        self.axes = {grid.tp_group.group_name: "tp", grid.dp_group.group_name: "dp"}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before, result = self.total, super().__torch_dispatch__(func, types, args, kwargs)
+        before = self.total
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.total > before:
-            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            self.by_axis[self.axes.get(dist.ProcessGroup.unbox(group).group_name, "pp")] += (
-                self.total - before
-            )
+            handle = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(handle)
+            axis = self.axes.get(group.group_name, "pp")  # the pipeline, or its two ends
+            self.by_axis[axis] += self.total - before
         return result
 
 
 def sent_by_formula(trainer):
-    """Bytes that this rank sends in a step along each axis; without the few hundred by which ranks agree on numbers."""
-    config, grid, args, itemsize = (
-        trainer.config,
-        trainer.grid,
-        trainer.args,
-        trainer.dtype.itemsize,
+    """Bytes that this rank sends per step, but for the few hundred by which ranks agree."""
+    grid = trainer.grid
+    args = trainer.args
+    element = trainer.dtype.itemsize
+    m = trainer.num_microbatches
+    tokens = args.micro_batch_size * args.sequence_length
+    hidden = trainer.config.hidden
+    embedding = trainer.embedding is not None
+    head = trainer.head is not None
+    blocks = sum(map(len, trainer.numbers)) - embedding - head
+    neighbours = 0  # how often this rank's stages border on another rank's
+    tied = 0
+    if grid.pp > 1:
+        neighbours = 2 * len(trainer.numbers) - embedding - head
+        tied = 0 if trainer.tied is None else trainer.tied.numel()
+    parameters = sum(parameter.numel() for parameter in trainer.parameters)
+    tp = estimate.tensor_parallel_traffic(
+        tokens, hidden, grid.tp, blocks, embedding, head, element, args.sequence_parallel
     )
-    t, m, bs, h = (
-        grid.tp,
-        trainer.microbatches,
-        args.micro_batch_size * args.sequence_length,
-        config.h,
-    )
-    numbers = [number for stage in trainer.numbers for number in stage]
-    first, last = 0 in numbers, config.L + 1 in numbers
-    blocks, ends = len(numbers) - first - last, first + last
-    tp = (8 * blocks + 2 * ends) * bs * h
-    if (
-        args.sequence_parallel
-    ):  # inputs are gathered again in backward; norms' and row biases' gradients are summed
-        tp += (2 * blocks + ends) * bs * h + (12 * blocks + 4 * last) * h
-    tp = tp * itemsize + 6 * last * bs * max(4, itemsize)  # the loss is in fp32 at least
-    hops = (
-        2 * len(trainer.numbers) - ends if grid.pp > 1 else 0
-    )  # to both neighbours, where a stage has them
-    pp = m * hops * bs * h // (t if args.sequence_parallel else 1) + (
-        trainer.tied.numel() if hops and ends else 0
-    )
-    dp = 2 * sum(parameter.numel() for parameter in trainer.parameters) * (grid.dp - 1) / grid.dp
-    return {"tp": m * tp * (t - 1) / t, "pp": pp * itemsize, "dp": dp * itemsize}
+    if args.sequence_parallel:
+        tokens //= grid.tp
+    pp = estimate.pipeline_traffic(tokens, hidden, neighbours, m, tied, element)
+    dp = estimate.data_parallel_traffic(parameters, grid.dp, element=element)
+    return {"tp": m * tp, "pp": pp, "dp": dp}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Demo.
+def held_bytes(trainer):
+    """Bytes of parameters, gradients and optimizer state on this rank."""
+    optimizer = trainer.optimizer
+    if trainer.args.zero1:
+        return zero.held_by(optimizer)
+    params, grads, state = ddp.held(trainer.parameters, optimizer)
+    if trainer.dtype.itemsize == 2:
+        state += ddp.held_bytes(optimizer.param_groups[0]["params"])  # the masters
+    return params, grads, state
 
+
+def held_by_one_device(trainer):
+    size = trainer.dtype.itemsize
+    masters = 4 if size == 2 else 0
+    moments = 2 * max(4, size) if trainer.args.optimizer == "AdamW" else 0
+    psi = trainer.config.parameters()
+    return psi * size, psi * size, psi * (masters + moments)
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line.
+
+MODELS = {  # layers, hidden size, heads, vocabulary, positions
+    "gpt2-tiny": estimate.GPT(4, 64, 4, 257, 128),
+    "gpt2-124m": estimate.GPT(12, 768, 12, 50257, 1024),
+    "gpt2-345m": estimate.GPT(24, 1024, 16, 50257, 1024),
+    "gpt2-774m": estimate.GPT(36, 1280, 20, 50257, 1024),
+    "gpt2-1.5b": estimate.GPT(48, 1600, 25, 50257, 1024),
+}
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 FLAGS = {
     "--model": {"choices": MODELS, "default": "gpt2-tiny"},
-    "--tp": {"type": int, "help": "tensor-parallel ranks; data-parallel are those that are left"},
+    "--tp": {"type": int, "help": "tensor-parallel ranks; the rest of the world is data-parallel"},
     "--pp": {
         "type": int,
-        "help": "pipeline-parallel ranks; without --tp and --pp both are 2 where the world has them",
+        "help": "pipeline-parallel ranks; default for both: 2 if the ranks allow",
     },
     "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b"},
-    "--stages-per-rank": {"type": int, "default": 1},
-    "--sequence-parallel": {"action": "store_true"},
+    "--stages-per-rank": {"type": int, "default": 1, "help": "for interleaved_1f1b"},
+    "--sequence-parallel": {"action": "store_true", "help": "split the sequence over tp as well"},
     "--zero1": {"action": "store_true", "help": "split the optimizer over data-parallel ranks"},
-    "--micro-batch-size": {
-        "type": int,
-        "default": 2,
-        "help": "sequences that are computed at once",
-    },
-    "--global-batch-size": {
-        "type": int,
-        "default": 16,
-        "help": "sequences per step, over all ranks",
-    },
+    "--micro-batch-size": {"type": int, "default": 2, "help": "sequences computed at once"},
+    "--global-batch-size": {"type": int, "default": 16, "help": "sequences per step, all ranks"},
     "--sequence-length": {"type": int, "default": 64},
-    "--dtype": {
-        "choices": ("float64", "float32", "bfloat16", "float16"),
-        "help": "default: float64 where compared",
-    },
+    "--dtype": {"choices": DTYPES, "help": "default: float64 with --check, else float32"},
     "--optimizer": {"choices": ("AdamW", "SGD"), "default": "AdamW"},
     "--lr": {"type": float, "default": 1e-3},
-    "--warmup": {
-        "type": int,
-        "default": 0,
-        "metavar": "STEPS",
-        "help": "steps to the full learning rate",
-    },
+    "--warmup": {"type": int, "default": 0, "metavar": "STEPS", "help": "until the full --lr"},
     "--clip-grad": {"type": float, "default": 1.0, "metavar": "NORM", "help": "0: do not clip"},
     "--dropout": {"type": float, "default": 0.0},
-    "--metrics": {"metavar": "FILE", "help": "write a JSON object a line and step"},
-    "--save": {
-        "metavar": "DIR",
-        "help": "go on from the checkpoint here, if any; write more, the last at a Ctrl-C",
-    },
+    "--metrics": {"metavar": "FILE", "help": "write one JSON object per step"},
+    "--peak": {"type": float, "metavar": "TFLOPS", "help": "a device's, if it is not known here"},
+    "--save": {"metavar": "DIR", "help": "save here, and go on from the checkpoint here, if any"},
     "--save-interval": {"type": int, "default": 100, "metavar": "STEPS"},
-    "--load": {"metavar": "DIR", "help": "go on from this checkpoint, if there is none in --save"},
-    "--compare": {"action": "store_true", "help": "one row for each grid that fits the world"},
-    "--check": {"action": "store_true", "help": "compare with one device (tiny: always)"},
+    "--load": {"metavar": "DIR", "help": "go on from this checkpoint, if --save has none"},
+    "--compare": {"action": "store_true", "help": "train on each grid that fits the world"},
+    "--check": {"action": "store_true", "help": "compare with one device; gpt2-tiny always does"},
 }
-HEADER = (
-    "tp × pp × dp",
-    "params",
-    "grads",
-    "optimizer",
-    "tp",
-    "pp",
-    "dp",
-    "tokens/s",
-    "vs 1 device",
-)
+PEAKS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}  # dense TFLOP/s in 16 bits, by NVIDIA
+COSTS = ("params", "grads", "optimizer", "tp", "pp", "dp")  # the columns in MB
 
 
 class Session(ddp.Demo):
-    """Trains on a grid, or on several, beside one device, and prints."""
+    """The command line, the world, and the data."""
 
     def __init__(self):
-        ddp.__doc__ = __doc__  # whose first line --help shows
-        parser = argparse.ArgumentParser(add_help=False)
-        parser.add_argument("--data")
-        self.prefix = parser.parse_known_args()[0].data
-        self.is_indexed = os.path.exists(f"{self.prefix}.idx")
-        sys.argv += ["--data", __file__] if self.is_indexed else []  # a text, which is not used
+        ddp.__doc__ = __doc__  # --help shows its first line
         super().__init__(FLAGS, steps=10)
-        args, self.config = self.args, MODELS[self.args.model]
-        with torch.device("meta"):
-            self.psi = sum(parameter.numel() for parameter in plain_model(self.config).parameters())
+        args = self.args
+        self.config = MODELS[args.model]
         args.check = args.check or args.model == "gpt2-tiny"
         args.dtype = args.dtype or ("float64" if args.check else "float32")
-        self.metrics, self.signals = None, []
-        for number in (signal.SIGINT, signal.SIGTERM) if args.save else ():
-            signal.signal(number, lambda number, _: self.signals.append(number))
+        if args.save_interval < 1:
+            self.stop(f"--save-interval {args.save_interval}: give 1 or more")
+        if args.save and args.compare:
+            self.stop("--save is for one grid; leave it out, or leave out --compare")
+        self.metrics = None  # the file, once a run has opened it
+        self.signals = []  # SIGINT and SIGTERM that arrived
+        if args.save:
+            signal.signal(signal.SIGINT, self.note_signal)
+            signal.signal(signal.SIGTERM, self.note_signal)
 
-    def grids(self):  # -> (tp, pp) of each
-        tp, pp, sizes = self.args.tp, self.args.pp, range(1, self.ranks + 1)
-        if self.args.compare:
-            fit = [
-                (tp, pp)
-                for tp in sizes
-                for pp in sizes
-                if self.ranks % (tp * pp) == self.config.heads % tp == 0
-            ]
-            return [(tp, pp) for tp, pp in fit if pp * self.args.stages_per_rank <= self.config.L]
-        if tp is None and pp is None:
-            return [(2 if self.ranks % 2 == 0 else 1, 2 if self.ranks % 4 == 0 else 1)]
-        return [(1 if tp is None else tp, 1 if pp is None else pp)]
+    def note_signal(self, number, frame):
+        self.signals.append(number)
 
-    def batch(self, number):  # -> inputs, targets of a step, (global batch, sequence)
-        B, T = self.args.global_batch_size, self.args.sequence_length
+    def read(self, name):
+        """Read a text. Of data.py's files, NAME.bin and NAME.idx, only note that they exist."""
+        self.is_indexed = os.path.exists(f"{name}.idx")
         if self.is_indexed:
-            window = torch.stack(
-                [torch.from_numpy(self.tokens[i]) for i in data.part_of_batch(number, B, 0, 1)]
-            )
+            return None
+        text = super().read(name)
+        needed = self.args.sequence_length + 1
+        if len(text) < needed:
+            self.stop(f"--data {name}: {len(text)} bytes; a sequence and its targets need {needed}")
+        return text
+
+    def open_samples(self):
+        args = self.args
+        count = args.steps * args.global_batch_size
+        indexed = data.IndexedDataset(args.data)
+        self.samples = data.GPTDataset(indexed, args.sequence_length, count, args.seed)
+
+    def batch(self, number):
+        """Inputs and targets of a step, (global batch, sequence), on the CPU."""
+        size = self.args.global_batch_size
+        length = self.args.sequence_length
+        if self.is_indexed:
+            numbers = data.part_of_batch(number, size, 0, 1)
+            window = torch.stack([torch.from_numpy(self.samples[i]) for i in numbers])
         else:
             generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
-            window = self.text[
-                torch.randint(len(self.text) - T, (B, 1), generator=generator) + torch.arange(T + 1)
-            ]
-        window = window.to(self.device, torch.long)
+            starts = torch.randint(len(self.text) - length, (size, 1), generator=generator)
+            window = self.text[starts + torch.arange(length + 1)]
+        window = window.long()
         return window[:, :-1], window[:, 1:]
 
-    def begin(self, tp, pp):
-        """-> the trainer, which has gone as far as the checkpoint in --save, else in --load, if any"""
+    def grids(self):
+        """The (tp, pp) to train on."""
         args = self.args
-        trainer = Trainer(self.config, Grid(tp, pp), args, self.device)
-        if self.is_indexed:
-            samples, indexed = args.steps * args.global_batch_size, data.IndexedDataset(self.prefix)
-            self.tokens = data.GPTDataset(indexed, args.sequence_length, samples, args.seed)
-        world = (
-            f"{self.ranks} rank{'s' * (self.ranks > 1)} · {self.device.type}/{dist.get_backend()}"
-        )
-        self.show(f"parallel_3d · {world} · {self.psi / 1e6:.1f}M parameters · {args.steps} steps")
-        self.show(
-            f"grid        tp {tp} × pp {pp} × dp {trainer.grid.dp} · {args.model} · {args.dtype}"
-        )
-        if args.save_interval < 1 or (args.save and args.compare):
-            raise ValueError(
-                f"--save-interval {args.save_interval}: must be at least 1; --save not with --compare"
-            )
-        directory = (
-            args.save
-            if args.save and os.path.exists(os.path.join(args.save, "latest"))
-            else args.load
-        )
-        if directory and not os.path.exists(os.path.join(directory, "latest")):
-            raise ValueError(f"--load {directory}: it has no checkpoint")
-        if directory:
-            load(trainer, directory)
-            self.show(f"loaded      {directory} after step {trainer.steps}")
-        if self.metrics is None:  # steps that are done again have a second line
-            path, mode = (
-                args.metrics if args.metrics and self.rank == 0 else os.devnull,
-                "a" if trainer.steps else "w",
-            )
-            self.metrics = open(path, mode)  # noqa: SIM115
-        return trainer
+        if args.compare:
+            return self.fitting_grids()
+        if args.tp is None and args.pp is None:
+            tp = 2 if self.ranks % 2 == 0 else 1
+            pp = 2 if self.ranks % 4 == 0 else 1
+            return [(tp, pp)]
+        return [(1 if args.tp is None else args.tp, 1 if args.pp is None else args.pp)]
 
-    def run(self, tp, pp):
-        """Train on one grid. -> a row of the table; None where it was told to stop, or had nothing to do"""
-        args, history, differences, plain = self.args, [], [], itertools.repeat(None)
-        try:
-            trainer = self.begin(tp, pp)
-        except (OSError, ValueError) as error:
-            self.stop(error)
-        if args.check and (
-            tp == 1 or args.dropout == 0
-        ):  # heads on several ranks draw dropout of their own
-            plain = train_on_one_device(
-                self.config, args, map(self.batch, range(args.steps)), self.device
-            )
-        plain = itertools.islice(plain, trainer.steps, None)
-        for number in range(trainer.steps, args.steps):
-            batch, sent, start = self.batch(number), SentByAxis(trainer.grid), time.perf_counter()
-            with sent if number == args.steps - 1 else nullcontext():  # it takes time
-                loss, norm = trainer.step(*batch)
-            middle = time.perf_counter()
-            expected, end = next(plain), time.perf_counter()
-            history.append((loss, middle - start, end - middle))
-            self.progress(trainer, loss, norm, middle - start)
-            if expected:
-                mine, theirs = trainer.full_state_dict(), expected[2].state_dict()
-                differences += [(mine[name] - theirs[name]).abs().max().item() for name in mine]
-                differences += [abs(loss - expected[0]), abs(norm - expected[1])]
-            if args.save and self.save(trainer):
-                return None
-        return (
-            self.report(trainer, *zip(*history, strict=True), differences, sent)
-            if history
-            else None
-        )
+    def fitting_grids(self):
+        grids = []
+        sizes = range(1, self.ranks + 1)
+        for tp, pp in itertools.product(sizes, sizes):
+            divides = self.ranks % (tp * pp) == 0 and self.config.heads % tp == 0
+            if divides and pp * self.args.stages_per_rank <= self.config.layers:
+                grids.append((tp, pp))
+        return grids
 
-    def save(self, trainer):
-        """Save, if it is time to. -> whether any rank has been told to stop"""
-        args, stop = self.args, torch.tensor(len(self.signals), device=self.device)
-        dist.all_reduce(stop)
-        if stop or trainer.steps % args.save_interval == 0 or trainer.steps == args.steps:
-            try:
-                save(trainer, args.save)
-                self.show(
-                    f"saved       {args.save} after step {trainer.steps}{', told to stop' if stop else ''}"
-                )
-            except OSError as error:  # on all ranks
-                self.show(f"NOT saved   after step {trainer.steps}: {error}")
-        return bool(stop)
-
-    def progress(self, trainer, loss, norm, seconds):
-        """A line for each step, and one of JSON."""
-        now = {axis: getattr(trainer.grid, axis) for axis in ("tp", "pp", "dp")} | {
-            "step": trainer.steps
-        }
-        now |= {
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": trainer.optimizer.param_groups[0]["lr"],
-            "seconds": seconds,
-        }
-        now["tokens_per_second"] = self.args.global_batch_size * self.args.sequence_length / seconds
-        print(json.dumps(now), file=self.metrics, flush=True)
-        line = "step {step}/{steps}   loss {loss:.3f}   grad norm {grad_norm:.3f}   {tokens_per_second:,.0f} tokens/s"
-        self.show(line.format(**now, steps=self.args.steps))
-
-    def report(self, trainer, losses, seconds, seconds_plain, differences, sent):
-        """Print, of each cost, the most that any rank has."""
-        args, grid, optimizer = self.args, trainer.grid, trainer.optimizer
-        held = zero.held_by(optimizer) if args.zero1 else ddp.held(trainer.parameters, optimizer)
-        if isinstance(optimizer, amp.MixedPrecisionOptimizer):
-            held = *held[:2], held[2] + ddp.held_bytes(optimizer.param_groups[0]["params"])
-        numbers = [
-            *held,
-            *sent.by_axis.values(),
-            sent.total,
-            sum(sent_by_formula(trainer).values()),
-        ]
-        numbers.append(torch.tensor([0.0, *differences]).nan_to_num(nan=math.inf).max())
+    def most(self, numbers):
+        """The largest of each number on any rank."""
         numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        *cells, total, formula, _ = (f"{number / 1e6:.1f}" for number in numbers.tolist())
-        tolerance, size, verdict = (
-            {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05),
-            trainer.dtype.itemsize,
-            "-",
-        )
-        state = 4 * (size == 2) + 2 * max(4, size) * (args.optimizer == "AdamW")  # masters, moments
-        plain = " / ".join(f"{self.psi * each / 1e6:.1f}" for each in (size, size, state))
-        ms, ms_plain = (
-            f"{1e3 * statistics.median(column):.0f}" for column in (seconds, seconds_plain)
-        )
-        self.show(f"loss        {losses[0]:.3f} → {losses[-1]:.3f}")
-        if differences:
-            verdict = "ok" if numbers[-1] <= tolerance else "DIFFERS"
-            words = (
-                f"{'' if verdict == 'ok' else 'NOT '}equal within {tolerance}: {numbers[-1]:.0e}"
-            )
-            self.show(
-                f"vs 1 device loss, gradients' norm and parameters {words} over {args.steps} steps"
-            )
-        held = "params {} MB   grads {} MB   optimizer {} MB".format(*cells)
-        self.show(f"held/rank   {held}      (1 device: {plain})")
-        self.show(f"sent/rank   {total} MB per step      formula tp+pp+dp = {formula} MB")
-        self.show(
-            f"time        {ms} ms per step      (1 device: {ms_plain if differences else '-'})"
-        )
-        rate = args.global_batch_size * args.sequence_length / statistics.median(seconds)
-        return f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", verdict
+        return numbers.tolist()
+
+    def speed(self, seconds):
+        """Tokens per second, and the share of the devices' peak that they use, None if unknown."""
+        args = self.args
+        rate = args.global_batch_size * args.sequence_length / seconds
+        peak = args.peak
+        if peak is None and self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+            peak = next((PEAKS[model] for model in PEAKS if model in name), None)
+        if peak is None:
+            return rate, None
+        model = dataclasses.replace(self.config, sequence=args.sequence_length)
+        flops = rate * estimate.flops_per_token(model)
+        return rate, flops / (peak * 1e12 * self.ranks)
+
+
+class Run:
+    """Training on one grid, beside one device; what it prints, and what it saves."""
+
+    def __init__(self, session, tp, pp):
+        self.session = session
+        self.args = session.args
+        self.losses = []
+        self.times = []  # seconds of each step
+        self.plain_times = []  # seconds of each step on one device
+        self.differences = []  # from one device, in absolute value
+        try:
+            self.begin(tp, pp)
+        except (OSError, ValueError) as error:
+            session.stop(error)
+
+    def begin(self, tp, pp):
+        """Make the trainer, and load the checkpoint in --save, or else in --load."""
+        session = self.session
+        args = self.args
+        self.trainer = Trainer(session.config, Grid(tp, pp), args, session.device)
+        if session.is_indexed:
+            session.open_samples()
+        world = f"{session.ranks} rank{'s' if session.ranks > 1 else ''}"
+        world += f" · {session.device.type}/{dist.get_backend()}"
+        size = session.config.parameters() / 1e6
+        session.show(f"parallel_3d · {world} · {size:.1f}M parameters · {args.steps} steps")
+        grid = f"tp {tp} × pp {pp} × dp {self.trainer.grid.dp}"
+        session.show(f"grid        {grid} · {args.model} · {args.dtype}")
+        directory = args.load
+        if args.save and os.path.exists(os.path.join(args.save, "latest")):
+            directory = args.save
+        if directory:
+            if not os.path.exists(os.path.join(directory, "latest")):
+                raise ValueError(f"--load {directory}: it has no checkpoint")
+            load(self.trainer, directory)
+            session.show(f"loaded      {directory} after step {self.trainer.steps}")
+        if session.metrics is None:  # a run that goes on adds to the file
+            name = args.metrics if args.metrics and session.rank == 0 else os.devnull
+            mode = "a" if self.trainer.steps > 0 else "w"
+            session.metrics = open(name, mode)  # noqa: SIM115
+
+    def train(self):
+        """Return a row of the table, or None if no steps were left, or if told to stop."""
+        session = self.session
+        plain = self.train_plain()
+        for number in range(self.trainer.steps, self.args.steps):
+            batch = session.batch(number)
+            is_last = number + 1 == self.args.steps
+            sent = SentByAxis(self.trainer.grid)
+            start = session.now()
+            with sent if is_last else nullcontext():  # counting takes time
+                loss, norm = self.trainer.step(*batch)
+            middle = session.now()
+            expected = next(plain)
+            self.plain_times.append(session.now() - middle)
+            self.times.append(middle - start)
+            self.losses.append(loss)
+            self.show_progress(loss, norm)
+            if expected is not None:
+                self.add_differences(loss, norm, *expected)
+            if self.args.save and self.save():
+                return None
+        return self.report(sent) if self.losses else None
+
+    def train_plain(self):
+        """Iterate over one device's (loss, norm, model), or over None if it is not compared."""
+        args = self.args
+        other_masks = self.trainer.grid.tp > 1 and args.dropout > 0  # each rank draws for its heads
+        if not args.check or other_masks:
+            return itertools.repeat(None)
+        batches = map(self.session.batch, range(args.steps))
+        steps = train_on_one_device(self.session.config, args, batches, self.session.device)
+        return itertools.islice(steps, self.trainer.steps, None)
+
+    def add_differences(self, loss, norm, plain_loss, plain_norm, plain):
+        expected = plain.state_dict()
+        for name, parameter in self.trainer.full_state_dict().items():
+            difference = (parameter - expected[name]).abs().max()
+            self.differences.append(difference.item())
+        self.differences.append(abs(loss - plain_loss))
+        self.differences.append(abs(norm - plain_norm))
+
+    def save(self):
+        """Save, if it is time. Return whether any rank was told to stop."""
+        args = self.args
+        show = self.session.show
+        steps = self.trainer.steps
+        stop = torch.tensor(len(self.session.signals), device=self.session.device)
+        dist.all_reduce(stop)
+        if stop or steps == args.steps or steps % args.save_interval == 0:
+            try:
+                save(self.trainer, args.save)
+                show(
+                    f"saved       {args.save} after step {steps}{', told to stop' if stop else ''}"
+                )
+            except OSError as error:  # on all ranks
+                show(f"NOT saved   after step {steps}: {error}")
+        return bool(stop)
+
+    def show_progress(self, loss, norm):
+        """Print a line, and write the step's metrics."""
+        grid = self.trainer.grid
+        steps = self.trainer.steps
+        rate, share = self.session.speed(self.times[-1])
+        is_gpu = self.session.device.type == "cuda"
+        metrics = {
+            "step": steps,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": self.trainer.optimizer.param_groups[0]["lr"],
+            "seconds": self.times[-1],
+            "tokens_per_second": rate,
+            "share_of_peak": share,
+            "max_memory_allocated": torch.cuda.max_memory_allocated() if is_gpu else None,
+            "tp": grid.tp,
+            "pp": grid.pp,
+            "dp": grid.dp,
+        }
+        print(json.dumps(metrics), file=self.session.metrics, flush=True)
+        line = f"step {steps}/{self.args.steps}   loss {loss:.3f}   grad norm {norm:.3f}"
+        line += f"   {rate:,.0f} tokens/s"
+        line += "" if share is None else f"   {share:.1%} of peak"
+        self.session.show(line)
+
+    def report(self, sent):
+        """Print each cost of the rank that has most of it. Return a row of the table."""
+        session = self.session
+        grid = self.trainer.grid
+        formula = sum(sent_by_formula(self.trainer).values())
+        costs = [*held_bytes(self.trainer), *sent.by_axis.values(), sent.total, formula]
+        *cells, total, formula = [f"{cost / 1e6:.1f}" for cost in session.most(costs)]
+        params, grads, state, *_ = cells
+        plain = " / ".join(f"{cost / 1e6:.1f}" for cost in held_by_one_device(self.trainer))
+        session.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
+        verdict = self.verdict()
+        held = f"params {params} MB   grads {grads} MB   optimizer {state} MB"
+        session.show(f"held/rank   {held}      (1 device: {plain})")
+        session.show(f"sent/rank   {total} MB per step      formula tp+pp+dp = {formula} MB")
+        seconds = statistics.median(self.times)
+        plain = f"{1e3 * statistics.median(self.plain_times):.0f}" if self.differences else "-"
+        session.show(f"time        {1e3 * seconds:.0f} ms per step      (1 device: {plain})")
+        if session.device.type == "cuda":
+            (memory,) = session.most([torch.cuda.max_memory_allocated()])
+            session.show(f"memory/rank {memory / 1e9:.2f} GB at most, with activations")
+        rate, _ = session.speed(seconds)
+        return [f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", verdict]
+
+    def verdict(self):
+        differences = torch.tensor([0.0, *self.differences]).nan_to_num(nan=math.inf)
+        (largest,) = self.session.most([differences.max()])
+        if not self.differences:
+            return "-"
+        tolerance = {"float64": 1e-9, "float32": 1e-3}.get(self.args.dtype, 0.05)
+        agree = largest <= tolerance
+        words = f"{'' if agree else 'NOT '}equal within {tolerance}: {largest:.0e}"
+        words = f"loss, gradients' norm and parameters {words} over {self.args.steps} steps"
+        self.session.show(f"vs 1 device {words}")
+        return "ok" if agree else "DIFFERS"
 
 
 def main():
     session = Session()
-    rows = [session.run(tp, pp) for tp, pp in session.grids()]
+    rows = [Run(session, tp, pp).train() for tp, pp in session.grids()]
     if None in rows:
         return 0
-    session.show(
-        "The most on any rank, in MB: held; sent per step along each axis. Does one device train the same?"
-    )
-    for row in (HEADER, *rows):
+    session.show("The most on any rank, in MB: held; sent per step along each axis.")
+    for row in (["tp × pp × dp", *COSTS, "tokens/s", "vs 1 device"], *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))
-    return int("DIFFERS" in {row[-1] for row in rows})
+    return int(any(row[-1] == "DIFFERS" for row in rows))
 
 
 if __name__ == "__main__":
     status = main()
-    gc.collect()  # who still holds a group keeps gloo's threads, which may abort the process at its exit
+    gc.collect()  # an object that still holds a group keeps gloo's threads, which may abort at exit
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(status)

@@ -162,7 +162,7 @@ def test_parallel_3d_holds_keeps_and_sends_what_is_estimated(tp, pp, flags):
     args.warmup = 0
     tokens = torch.randint(256, (8, 64))
     grid = parallel_3d.Grid(tp, pp)
-    trainer = parallel_3d.Trainer(parallel_3d.GPT2(4, 64, 4, V=256, P=64), grid, args)
+    trainer = parallel_3d.Trainer(SMALL, grid, args)
     blocks = [layer for layer in trainer.stages[0] if isinstance(layer, parallel_3d.Block)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -184,7 +184,7 @@ def test_parallel_3d_holds_keeps_and_sends_what_is_estimated(tp, pp, flags):
     assert most[:3] == pytest.approx(states, rel=0.03)
     assert most[3] == pytest.approx(kept, rel=0.03)
     assert most[4:] == pytest.approx([expected[x] for x in ("tp", "pp", "dp")], rel=0.03, abs=600)
-    assert trainer.microbatches == plan.accumulation
+    assert trainer.num_microbatches == plan.accumulation
     assert estimate.global_batch(2, plan.accumulation, dp) == 8
 
 
