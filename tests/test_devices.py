@@ -1,0 +1,247 @@
+"""Which device and backend are chosen, and what a GPU would feel. Nothing here needs one."""
+
+import contextlib
+import os
+import sys
+import threading
+
+import pool
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from claims import KINDS, default_group, registry, resolve
+from claims.verdicts import names_of_claims
+from launch import ROOT
+from shared import fake_world, loss_of, make_batch, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ddp
+import tensor_parallel
+
+pytestmark = pytest.mark.cpu
+
+# ---- which device and backend
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "local_rank", "local_ranks", "may_share", "expected"),
+    [
+        ("cpu", 4, 0, 2, "0", ("cpu", "gloo")),
+        ("cuda", 1, 0, 1, "0", ("cuda:0", "nccl")),
+        ("cuda", 2, 1, 2, "0", ("cuda:1", "nccl")),
+        ("cuda", 1, 1, 2, "0", ("cuda:0", "gloo")),  # two ranks share a GPU
+        ("cuda", 1, 1, 2, "1", ("cuda:0", "nccl")),
+        ("cuda", 2, 3, 4, "0", ("cuda:1", "gloo")),
+    ],
+)
+def test_a_demo_chooses(name, gpus, local_rank, local_ranks, may_share, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)
+
+    device, backend = ddp.choose_device(name)
+
+    assert (str(device), backend) == expected
+
+
+@pytest.mark.parametrize(
+    ("possible", "chosen"),
+    [
+        (["nccl", "nccl"], "nccl"),
+        (["nccl", "gloo"], "gloo"),  # the second machine has fewer GPUs than ranks
+        (["gloo", "gloo"], "gloo"),
+    ],
+)
+def test_all_ranks_of_a_demo_take_the_same_backend(possible, chosen, monkeypatch):
+    store = dist.HashStore()
+    calls = []
+    device = torch.device("cuda", 0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: calls.append((backend, options))
+    )
+    ranks = threading.local()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, ranks.rank, 2)]))
+
+    def join(rank):
+        ranks.rank = rank
+        ddp.join_world(device, possible[rank])
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+
+    assert [backend for backend, _ in calls] == [chosen, chosen]
+    assert {options.get("device_id") for _, options in calls} == {
+        device if chosen == "nccl" else None
+    }
+
+
+@pytest.mark.parametrize(
+    ("device_type", "gpus", "may_share", "expected"),
+    [
+        ("cpu", 8, True, ("gloo", 4)),
+        ("cuda", 1, False, ("gloo", 4)),
+        ("cuda", 1, True, ("nccl", 2)),
+        ("cuda", 2, False, ("nccl", 2)),
+        ("cuda", 3, False, ("nccl", 3)),
+        ("cuda", 8, False, ("nccl", 4)),
+    ],
+)
+def test_the_suite_chooses(device_type, gpus, may_share, expected):
+    assert pool.plan(device_type, gpus, may_share) == expected
+
+
+def test_the_suite_hides_the_gpus_from_itself_and_its_children():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert pool.run(1, os.getenv, "CUDA_VISIBLE_DEVICES") == [""]
+
+
+# ---- CPU tensors on a machine with a GPU
+
+HARMLESS = {"is_available", "is_initialized", "device_count"}
+
+
+@contextlib.contextmanager
+def gpu_in_the_machine():
+    """torch says that there is a GPU. -> the CUDA functions that our files call"""
+    called = []
+
+    def recorded(name):
+        def function(*args, **kwargs):
+            if sys._getframe(1).f_code.co_filename.startswith(str(ROOT)):
+                called.append(name)
+
+        return function
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        for name, value in vars(torch.cuda).items():
+            is_theirs = getattr(value, "__module__", "").startswith("torch.cuda")
+            if callable(value) and is_theirs and name not in HARMLESS and name[0] != "_":
+                patch.setattr(torch.cuda, name, recorded(name))
+        yield called
+
+
+def body_cuda_functions_called(kind):
+    name = names_of_claims(kind)[0]
+    with gpu_in_the_machine() as called:
+        answer = registry.run(kind, name, KINDS[kind].ours)
+    return answer, called
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cuda_function_is_called_for_cpu_tensors(kind):
+    answers = pool.run(2, body_cuda_functions_called, kind)
+
+    assert answers == [("", [])] * 2
+
+
+# ---- a step does not wait for the device
+
+
+class ParallelMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.linear1 = nn.Linear(8, 12)
+        self.linear2 = nn.Linear(12, 16)
+        tensor_parallel.parallelize(self, {"embed": "vocab", "linear1": "column", "linear2": "row"})
+
+    def forward(self, x):
+        tokens = x.abs().long()
+        return self.linear2(torch.tanh(self.linear1(self.embed(tokens))))
+
+
+def build(kind):
+    """-> a model, and an optimizer whose step reads no tensor (AdamW's reads its count)"""
+    if kind == "tensor_parallel":
+        model = ParallelMLP()
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+    trainer = KINDS[kind].make(resolve(KINDS[kind].ours), make_model("plain"), "momentum")
+    return trainer.model, trainer.optimizer
+
+
+class OnTheHost(TorchDispatchMode):
+    """Notes the operators for which the host waits for a GPU, or that touch a tensor of another device."""
+
+    WAITS = {
+        "aten::_local_scalar_dense",  # item(), float(tensor), if tensor
+        "aten::equal",
+        "aten::nonzero",
+        "aten::masked_select",
+        "aten::lift_fresh",  # torch.tensor([1, 2])
+    }
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if torch.is_tensor(each)]
+        if func._schema.name in self.WAITS or {t.device.type for t in tensors} - {self.device}:
+            self.seen.append(func._schema.name)
+        return result
+
+
+def seen_in_a_step(model, optimizer, device):
+    for step in range(3):  # the first may set something up
+        batch = make_batch(0, step).to(device)
+        with OnTheHost(device) as host:
+            optimizer.zero_grad()
+            loss_of(model(batch)).backward()
+            optimizer.step()
+    return host.seen
+
+
+READS_FLAGS = pytest.mark.xfail(
+    strict=True, reason="the host reads which parameters the ranks have used"
+)
+SHARDED_OPTIMIZERS = [pytest.param(f"zero{stage}", marks=READS_FLAGS) for stage in (1, 2, 3)]
+
+
+def body_seen_in_a_step(kind):
+    with default_group(pool.group()):
+        return seen_in_a_step(*build(kind), "cpu")
+
+
+@pytest.mark.parametrize("kind", ["ddp", *SHARDED_OPTIMIZERS, "fsdp", "tensor_parallel"])
+def test_a_step_reads_no_tensor_on_the_host(kind):
+    assert pool.run(2, body_seen_in_a_step, kind) == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["ddp", *SHARDED_OPTIMIZERS, "tensor_parallel"])
+def test_a_step_copies_nothing_from_the_host(kind):
+    """The meta device stands for a GPU. It has no data, so reading a tensor raises. fsdp would leave it."""
+    with fake_world(2, rank=0), torch.device("meta"):
+        model, optimizer = build(kind)
+        assert seen_in_a_step(model, optimizer, "meta") == []
+
+
+class ReadsItsOutput(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        y.sum().item()
+        return y
+
+
+class CopiesFromTheHost(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * torch.full((), 2.0, device="cpu").to(x.device)
+
+
+def test_planted_mistakes_are_seen():
+    for layer, device in ((ReadsItsOutput(6, 3), "cpu"), (CopiesFromTheHost(6, 3), "meta")):
+        model = layer.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = seen_in_a_step(model, optimizer, device)
+        assert seen == ["aten::_local_scalar_dense"] or "aten::_to_copy" in seen
