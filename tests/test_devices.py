@@ -152,12 +152,15 @@ class ParallelMLP(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(16, 8)
         self.linear1 = nn.Linear(8, 12)
-        self.linear2 = nn.Linear(12, 16)
-        tensor_parallel.parallelize(self, {"embed": "vocab", "linear1": "column", "linear2": "row"})
+        self.linear2 = nn.Linear(12, 8)
+        self.head = nn.Linear(8, 16)
+        plan = {"embed": "vocab", "linear1": "column", "linear2": "row", "head": "column"}
+        tensor_parallel.parallelize(self, plan)
 
     def forward(self, x):
         tokens = x.abs().long()
-        return self.linear2(torch.tanh(self.linear1(self.embed(tokens))))
+        hidden = self.linear2(torch.tanh(self.linear1(self.embed(tokens))))
+        return tensor_parallel.vocab_parallel_cross_entropy(self.head(hidden), tokens)
 
 
 def build(kind):
