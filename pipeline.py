@@ -1,586 +1,709 @@
-"""Pipeline: each rank holds a slice of the layers, and micro-batches flow through the ranks, forward and back.
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through them.
 
-The batch is cut into m micro-batches so that the p ranks, each with a stage, work at the same time. Below p = 3, m = 4,
-time from left to right, F2 the forward and B2 the backward of micro-batch 2 (a backward takes about two forwards):
+A model that is cut into p stages takes 1/p of the memory on each rank, but a stage must wait for
+the one before it. So the batch is cut into m micro-batches: while rank 1 works on the first one,
+rank 0 works on the second. In a step, each rank runs the forward of its stage on every micro-batch
+and sends the output to the next rank. When the gradient of that output has come back, it runs the
+backward and sends the gradient of its input to the previous rank.
 
-    GPipe, all forwards first                         1F1B, a backward as soon as there is one
-    rank 0  F0F1F2F3            B0..B1..B2..B3..      F0F1F2        B0..F3B1..  B2..  B3..
-    rank 1    F0F1F2F3      B0..B1..B2..B3..            F0F1    B0..F2B1..F3B2..  B3..
-    rank 2      F0F1F2F3B0..B1..B2..B3..                  F0B0..F1B1..F2B2..F3B3..
+A schedule is the order in which a rank does this. Here p = 3, m = 4, and time runs from left to
+right. F2 is the forward of micro-batch 2. B2 is its backward, which takes about two forwards:
 
-Activations go to the next rank after each F, their gradients come back after each B. What is blank is the bubble. 1F1B
-idles as long as GPipe, but keeps p micro-batches alive instead of m. With v stages per rank, stage s on rank s mod p
-(interleaved 1F1B), the pipeline fills v times as fast. Zero bubble splits B into I, the gradient of the stage's input,
-for which the rank before waits, and W, those of the weights, for which nobody does: W fills the bubble.
+    GPipe: all forwards, then all backwards         1F1B: a backward as soon as there is one
+    rank 0  F0F1F2F3            B0..B1..B2..B3..    F0F1F2        B0..F3B1..  B2..  B3..
+    rank 1    F0F1F2F3      B0..B1..B2..B3..          F0F1    B0..F2B1..F3B2..  B3..
+    rank 2      F0F1F2F3B0..B1..B2..B3..                F0B0..F1B1..F2B2..F3B3..
 
-Cost per rank; Ψ parameters, bsh the elements of a micro-batch's activations:
+The blanks are the bubble: the share of all ranks' time in which they wait. 1F1B has the bubble of
+GPipe, but keeps the activations of p micro-batches instead of m. Interleaved 1F1B gives each rank v
+smaller stages (stage s is on rank s mod p), so the pipeline fills v times as fast. Zero bubble
+splits B into I, the gradient of the stage's input, and W, the gradients of its weights. The
+previous rank waits only for I, so W can run in the bubble.
 
-                       parameters   bubble, of all time     alive on rank 0     sent per step
-    naive              Ψ/p          1 - 1/p                 1 micro-batch       bsh per boundary, micro-batch and
-    gpipe              Ψ/p          (p-1)/(m+p-1)           m                     direction: 2·m·bsh by a rank in the
-    1f1b               Ψ/p          (p-1)/(m+p-1)           min(p, m)             middle, half by the first and last
-    interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1)          more than in 1f1b   v times as much (m ≥ p)
-    zero_bubble        Ψ/p          (p-1)/(3m+p-1)          min(p, m)           as 1f1b (F = I = W, m ≥ p)
+Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
-Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble     (python pipeline.py is a world of one)
-Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved, 2104.04473, §2.2; zero bubble, 2401.10241, §2: ZB-H1
-Mirrors:  torch.distributed.pipelining, whose CSV files of schedules it reads and writes
-Left out: tied parameters, data parallelism, clipping (parallel_3d.py); gradients of inputs; W for layers not linear
+                       parameters   bubble            alive on rank 0   sent per step
+    naive              Ψ/p          1 - 1/p           1 micro-batch     2·m·bsh; the first and the
+    gpipe              Ψ/p          (p-1)/(m+p-1)     m                 last rank send half of that
+    1f1b               Ψ/p          (p-1)/(m+p-1)     min(p, m)         as gpipe
+    interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1)    more than 1f1b    v times as much, if m ≥ p
+    zero_bubble        Ψ/p          (p-1)/(3m+p-1)    min(p, m)         as gpipe, if m ≥ p and
+                                                                        F = I = W
+
+The demo draws two timelines, one that simulate() predicts and one that the ranks have measured. If
+it says "bubble 20%" for the first and "bubble 23%" for the second, the ranks waited for 23% of the
+step. The prediction takes equal stages, B = 2F and transfers that cost no time. A few points more
+than that are good. Many more mean that the stages are unequal, that transfers are slow, or that
+ranks share a processor. More micro-batches or another schedule lower both numbers.
+
+Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
+Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473, section 2.2;
+          zero bubble, 2401.10241, section 2 (its schedule ZB-H1)
+Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file reads and writes
+Left out: tied parameters, data parallelism and clipping (parallel_3d.py has them); the outputs of
+          the last stage; gradients of the batch's inputs; W for layers other than linear ones,
+          whose weights get their gradients in I
 """
 
 import argparse
 import collections
 import copy
-import graphlib
+import inspect
 import itertools
 import json
 import os
-import pickle
 import re
 import signal
 import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # a later import keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 1. The idea: GPipe with blocking sends.
 
 
 def start_transfer(operation, tensor, peer, group):
-    """Start one dist.isend or dist.irecv. -> works to wait for
+    """Start one send or receive (`dist.isend` or `dist.irecv`). -> a list of works to wait for.
 
-    Over NCCL a bare isend makes a communicator for each pair of ranks in the middle of a step; a batch takes the
-    group's. On that one the transfers of a rank run one after another, in the order in which it starts them. Each is a
-    batch of its own, and all ranks start them in one global order: the first that has not ended is the next one of its
-    sender and of its receiver, so it can always run. A batch of several would have to be cut alike on both sides.
+    Each transfer is a batch of its own. Over NCCL, a batch uses the group's communicator, but a
+    bare isend creates one for the pair of ranks, in the middle of a step. A batch of several
+    transfers would have to be the same on both sides.
     """
-    return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)])
+    transfer = dist.P2POp(operation, tensor, group=group, group_peer=peer)
+    return dist.batch_isend_irecv([transfer])
 
 
-def transfer(operation, tensor, peer, group):
-    """The same, and wait for it."""
-    for work in start_transfer(operation, tensor, peer, group):
+def wait_for(works):
+    for work in works:
         work.wait()
-    return tensor
 
 
 def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_group=None):
-    """Forward and backward of a batch; -> its mean loss on the last rank. A stage receives tensors such as `like`."""
-    rank, last = dist.get_rank(process_group), dist.get_world_size(process_group) - 1
-    alive = []
-    for part, target in zip(
-        inputs.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True
-    ):
-        x = part if rank == 0 else torch.empty_like(like)
+    """Forward and backward of a batch. -> its mean loss on the last rank, None elsewhere.
+
+    like: a tensor of the shape and dtype that every stage receives.
+    """
+    rank = dist.get_rank(process_group)
+    last = dist.get_world_size(process_group) - 1
+    micro_inputs = inputs.chunk(num_microbatches)
+    micro_targets = targets.chunk(num_microbatches)
+    saved = []  # (input, output) of each micro-batch, from its forward to its backward
+    for i in range(num_microbatches):
+        x = micro_inputs[i]
         if rank > 0:
-            transfer(dist.irecv, x, rank - 1, process_group)
+            x = torch.empty_like(like)
+            wait_for(start_transfer(dist.irecv, x, rank - 1, process_group))
             x.requires_grad_()
         y = stage(x)
         if rank < last:
-            transfer(dist.isend, y.detach(), rank + 1, process_group)
+            wait_for(start_transfer(dist.isend, y.detach(), rank + 1, process_group))
         else:
-            y = loss_fn(y, target) / num_microbatches
-        alive.append((x, y))
-    for x, y in alive:
+            y = loss_fn(y, micro_targets[i]) / num_microbatches
+        saved.append((x, y))
+    for x, y in saved:
         gradient = torch.ones_like(y)
         if rank < last:
-            transfer(dist.irecv, gradient, rank + 1, process_group)
+            wait_for(start_transfer(dist.irecv, gradient, rank + 1, process_group))
         y.backward(gradient)
         if rank > 0:
-            transfer(dist.isend, x.grad, rank - 1, process_group)
-    return sum(y.detach() for _, y in alive) if rank == last else None
+            wait_for(start_transfer(dist.isend, x.grad, rank - 1, process_group))
+    return sum(y.detach() for _, y in saved) if rank == last else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. A schedule is data: for each rank a list of actions, stage · F, B, I or W · micro-batch, as in "2F0".
+# --------------------------------------------------------------------------------------------------
+# 2. Schedules. A schedule has a list of actions for each rank. An action is a string of the stage,
+#    the kind (F, B, I or W) and the micro-batch: "2F0" is the forward of stage 2 on micro-batch 0.
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}
-Simulation = collections.namedtuple("Simulation", "start end bubble_fraction peak_activations")
+
+
+def gpipe(stages, micro_batches):
+    """All forwards, then all backwards. A rank may have several stages."""
+    forwards = [f"{stage}F{i}" for stage in stages for i in micro_batches]
+    backwards = [f"{stage}B{i}" for stage in reversed(stages) for i in micro_batches]
+    return forwards + backwards
+
+
+def naive(stages, micro_batches):
+    """One micro-batch at a time."""
+    actions = []
+    for i in micro_batches:
+        actions += gpipe(stages, [i])
+    return actions
+
+
+def one_forward_one_backward(forwards, backwards, warmup):
+    """`warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    actions = forwards[:warmup]
+    steady = forwards[warmup:]
+    for i, forward in enumerate(steady):
+        actions += [forward, backwards[i]]
+    return actions + backwards[len(steady) :]
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
-    """For each rank its list of actions, for any number of micro-batches; stage s is on rank s % num_ranks."""
+    """-> a list of actions for each rank, for any number of micro-batches.
+
+    Stage s is on rank s % num_ranks.
+    """
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(
-            f"{name!r} of {p} ranks, {m} micro-batches, {v} stages each; names: {', '.join(SCHEDULES)}"
+            f"no schedule {name!r} of {p} ranks, {m} micro-batches and {v} stages per rank: "
+            f"each number must be at least 1, and the name one of {', '.join(SCHEDULES)}"
         )
-    # Micro-batches go in rounds: all of a round through the rank's first stage, then all through its next.
-    num_rounds = {"naive": m, "gpipe": 1}.get(name, max(1, m // p))
-    rounds = [range(m * k // num_rounds, m * (k + 1) // num_rounds) for k in range(num_rounds)]
-    # How many forwards a rank is ahead of its backwards: the last rank must take a round through its v - 1 other stages
-    # before its first backward. From then on forwards and backwards alternate. While rank r + 1 runs a forward and the
-    # backward after it, for which rank r waits, r can run the next forward: so r is one further ahead than r + 1.
-    # Interleaved it is two, as in Megatron-LM and PyTorch, which gives transfers the time of a forward and a backward.
-    hop, kind = 2 if name == "interleaved_1f1b" else 1, "I" if name == "zero_bubble" else "B"
-    block = {"naive": v, "gpipe": v * m}.get(
-        name, 1
-    )  # so many forwards, as many backwards: in these two a whole round
     schedule = []
     for rank in range(p):
         stages = range(rank, p * v, p)
-        ahead = (
-            0
-            if name in ("naive", "gpipe")
-            else (v - 1) * max(map(len, rounds)) + hop * (p - 1 - rank)
-        )
-        forward = iter([f"{s}F{i}" for r in rounds for s in stages for i in r])
-        backward = [f"{s}{kind}{i}" for r in rounds for s in reversed(stages) for i in r]
-        weights = iter(
-            [action.replace("I", "W") for action in backward] if name == "zero_bubble" else []
-        )
-        actions = list(itertools.islice(forward, ahead))
-        for k in range(0, v * m, block):
-            actions += [*itertools.islice(forward, block), *backward[k : k + block]]
-            if (
-                k >= rank
-            ):  # rank r has r micro-batches fewer in flight than rank 0: so many W may wait, at its memory
-                actions += itertools.islice(weights, 1)
-        schedule.append([*actions, *weights])
+        if name == "naive":
+            actions = naive(stages, range(m))
+        elif name == "gpipe":
+            actions = gpipe(stages, range(m))
+        else:
+            # Rank r + 1 runs a forward before the backward that rank r waits for. Rank r can run
+            # another one in that time, so it is one forward further ahead. Interleaved 1F1B takes
+            # two, as in Megatron-LM and PyTorch, which leaves time for transfers.
+            further_ahead = 2 if name == "interleaved_1f1b" else 1
+            actions = interleaved(stages, p, m, warmup=further_ahead * (p - 1 - rank))
+        if name == "zero_bubble":
+            # Rank r has r micro-batches fewer in flight than rank 0, so r of its W can wait without
+            # more memory than on rank 0.
+            actions = split_backwards(actions, delay=rank)
+        schedule.append(actions)
     return schedule
 
 
+def interleaved(stages, num_ranks, num_microbatches, warmup):
+    """1F1B with any number of stages per rank. With one stage, rounds change nothing.
+
+    The micro-batches go in rounds of about num_ranks: a round goes through the first of the rank's
+    stages, then through the next. The last rank takes a round through all of its stages but one
+    before its first backward.
+    """
+    num_rounds = max(1, num_microbatches // num_ranks)
+    forwards = []
+    backwards = []
+    for k in range(num_rounds):
+        first = num_microbatches * k // num_rounds
+        end = num_microbatches * (k + 1) // num_rounds
+        forwards += [f"{stage}F{i}" for stage in stages for i in range(first, end)]
+        backwards += [f"{stage}B{i}" for stage in reversed(stages) for i in range(first, end)]
+    largest_round = -(-num_microbatches // num_rounds)
+    warmup += (len(stages) - 1) * largest_round
+    return one_forward_one_backward(forwards, backwards, warmup)
+
+
+def split_backwards(actions, delay):
+    """Zero bubble: each B becomes I, and its W comes `delay` backwards later."""
+    split = []
+    waiting = collections.deque()
+    for action in actions:
+        split.append(action.replace("B", "I"))
+        if "B" in action:
+            waiting.append(action.replace("B", "W"))
+        if len(waiting) > delay:
+            split.append(waiting.popleft())
+    return [*split, *waiting]
+
+
 def parse(action):
-    """Of "2F0" -> 2, "F", 0."""
-    stage, kind, i = re.split("([FBIW])", action)
-    return int(stage), kind, int(i)
+    """ "2F0" -> 2, "F", 0: the stage, the kind and the micro-batch."""
+    stage, kind, micro_batch = re.split("([FBIW])", action)
+    return int(stage), kind, int(micro_batch)
 
 
-def taker(action):
-    """What takes its output: (stage, kind, micro-batch), "B" standing for I as well."""
+def slot_of(action):
+    """-> (stage, kind, micro-batch): the name of an action's inputs. "B" stands for I as well."""
     stage, kind, i = parse(action)
-    return {"F": (stage + 1, "F", i), "W": (None, None, None)}.get(kind, (stage - 1, "B", i))
+    return stage, "B" if kind == "I" else kind, i
+
+
+def consumer(action):
+    """-> the slot of the next stage's F, or of the previous stage's B, which takes the output."""
+    stage, kind, i = parse(action)
+    if kind == "F":
+        return stage + 1, "F", i
+    if kind == "W":
+        return None  # it only adds to .grad
+    return stage - 1, "B", i
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. What a schedule costs, without running it.
+
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+class Simulation(NamedTuple):
+    start: dict  # action -> time
+    end: dict  # action -> time
+    bubble_fraction: float  # the share of all ranks' time in which they wait
+    peak_activations: list  # by rank: the most micro-batches, of each stage, alive at once
 
 
 def simulate(schedule, cost=COST):
-    """When each action runs if a rank follows its list, an action waits for what it needs, and transfers take no time.
+    """Run each rank's actions in their order, each as soon as its inputs are there.
 
-    -> start and end by action; the share of all ranks' time that is idle; for each rank the most micro-batches, of each
-    stage, that are between F and B or W. ValueError: something is missing or done twice, or the schedule deadlocks.
+    Transfers take no time. Raises ValueError if the schedule is incomplete or deadlocks.
     """
-    schedule, cost, rank_of, done, before = (
-        flat(schedule),
-        COST | dict(cost),
-        {},
-        collections.defaultdict(str),
-        {},
-    )
-    giver = {taker(action): action for action in itertools.chain(*schedule)}
-    for rank, actions in enumerate(schedule):
-        for previous, action in zip([None, *actions], actions, strict=False):
-            stage, kind, i = parse(action)
-            rank_of[stage], done[rank, stage, i] = rank, done[rank, stage, i] + kind
-            own = {"F": None, "W": f"{stage}I{i}"}.get(kind, f"{stage}F{i}")
-            other = giver.get((stage, "B" if kind == "I" else kind, i))
-            before[action] = [need for need in (previous, own, other) if need]
-    for stage, i in itertools.product(range(1 + max(rank_of)), range(1 + max(i for *_, i in done))):
-        if "".join(sorted(kinds := done[rank_of.get(stage), stage, i])) not in ("BF", "FIW"):
-            raise ValueError(
-                f"of stage {stage}, micro-batch {i} '{kinds}' is done, not F and B, or F, I and W"
-            )
+    schedule = compute_only(schedule)
+    last_stage = max(rank_of_stages(schedule))
+    cost = COST | dict(cost)
     start, end = {}, {}
-    try:
-        for action in graphlib.TopologicalSorter(before).static_order():
-            start[action] = max((end[need] for need in before[action]), default=0)
-            end[action] = start[action] + cost[parse(action)[1]]
-    except graphlib.CycleError as error:
-        raise ValueError(
-            f"the schedule deadlocks: {' waits for '.join(reversed(error.args[1]))}"
-        ) from None
-    busy, total = sum(end.values()) - sum(start.values()), max(end.values()) * len(schedule)
-    alive = [
-        itertools.accumulate({"F": 1, "I": 0}.get(parse(a)[1], -1) for a in actions)
-        for actions in schedule
-    ]
-    return Simulation(start, end, 1 - busy / total, [max(n, default=0) for n in alive])
+    available = {}  # slot -> since when the inputs are there
+    rank_is_free = [0] * len(schedule)  # since when: the end of the rank's last action
+    waiting = [collections.deque(actions) for actions in schedule]
+    while any(waiting):
+        ended_before = len(end)
+        for rank, actions in enumerate(waiting):
+            while actions and (actions[0].startswith("0F") or slot_of(actions[0]) in available):
+                action = actions.popleft()
+                stage, kind, i = parse(action)
+                start[action] = max(rank_is_free[rank], available.get(slot_of(action), 0))
+                end[action] = start[action] + cost[kind]
+                rank_is_free[rank] = end[action]
+                available[consumer(action)] = end[action]
+                if kind == "F" and stage == last_stage:
+                    available[stage, "B", i] = end[action]
+                if kind == "I":
+                    available[stage, "W", i] = end[action]
+        if len(end) == ended_before:
+            stuck = [actions[0] for actions in waiting if actions]
+            raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} wait for ever")
+    busy = sum(end.values()) - sum(start.values())
+    bubble_fraction = 1 - busy / (max(rank_is_free) * len(schedule))
+    return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
 
 
-def flat(schedule):
-    """As PyTorch writes schedules -> actions alone: no idle cells, no communication; "(0F4;7B0)OVERLAP_F_B" is two."""
-    return [re.findall(r"\b\d+[FBIW]\d+\b", " ".join(filter(None, cells))) for cells in schedule]
+def peak_alive(actions):
+    """-> the most micro-batches that are between their F and their B, or W."""
+    alive = 0
+    peak = 0
+    for action in actions:
+        if "F" in action:
+            alive += 1
+        elif "I" not in action:
+            alive -= 1
+        peak = max(peak, alive)
+    return peak
 
 
-def schedule_to_csv(schedule, path):
-    """A line per rank, as PyTorch's _load_csv(path, format="compute_only") reads it."""
-    Path(path).write_text("".join(",".join(actions) + "\n" for actions in flat(schedule)))
+def rank_of_stages(schedule):
+    """-> {stage: rank}. Each micro-batch must go forward and backward through each stage once."""
+    rank_of = {}
+    kinds = collections.defaultdict(list)  # (stage, micro-batch, rank) -> kinds of actions
+    for rank, actions in enumerate(schedule):
+        for stage, kind, i in map(parse, actions):
+            rank_of[stage] = rank
+            kinds[stage, i, rank].append(kind)
+    all_stages = range(1 + max(rank_of, default=0))
+    all_microbatches = range(1 + max((i for _, i, _ in kinds), default=0))
+    for stage, i in itertools.product(all_stages, all_microbatches):
+        done = kinds[stage, i, rank_of.get(stage)]
+        if sorted(done) not in (["B", "F"], ["F", "I", "W"]):
+            raise ValueError(
+                f"stage {stage} runs {done} for micro-batch {i}; it must run F and B, or F, I and W"
+            )
+    return rank_of
 
 
-def schedule_from_csv(path):
-    """Read what PyTorch's _dump_csv writes, in both of its formats."""
-    return flat(line.split(",") for line in Path(path).read_text().splitlines())
+# --------------------------------------------------------------------------------------------------
+# 4. Transfers between ranks.
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. What the interpreter is made of: what one must know of a tensor to receive it; and backward in two.
-
-linear, form = F.linear, attrgetter("shape", "dtype", "requires_grad")
-
-
-def split_linear(x, weight, bias=None):
-    """Stands for F.linear, which PyTorch's modules call, while a schedule with I and W runs."""
-    weights = [w for w in (weight, bias) if w is not None and w.requires_grad]
-    if weights and torch.is_grad_enabled() and all(w.is_leaf for w in weights):
-        return SplitLinear.apply(x, torch.empty(0, requires_grad=True), [weight, bias], weights)
-    return linear(x, weight, bias)  # the gradient of a weight that is computed is needed in I
+def meta_of(tensor):
+    """-> what the receiver of a tensor must know."""
+    if not torch.is_tensor(tensor):
+        name = type(tensor).__name__
+        raise ValueError(f"the stage returned a {name}; return a tensor or a tuple of tensors")
+    return tensor.shape, tensor.dtype, tensor.requires_grad
 
 
-class SplitLinear(torch.autograd.Function):
-    """A graph of its own, which I asks for the gradient of the input, and W, later, for those of the weights."""
+class Transfers:
+    """Sends and receives the inputs of actions."""
 
-    todo = []  # what the backward that runs now leaves to W: (output, its gradient, weights)
+    def __init__(self, group, device):
+        # Gloo sends from the host's memory. Ask for the backend of the device: dist.get_backend()
+        # is "undefined" after init_process_group() without a backend.
+        if f"{device.type}:gloo" in dist.get_backend_config(group):
+            device = torch.device("cpu")
+        self.group = group
+        self.device = device  # of the messages
+        self.metadata = {}  # slot -> meta_of each of its tensors, known to both ranks
+        self.sends = collections.deque()  # (work, message), which must live until the work is over
+        self.objects = {"group": group, "device": device}  # arguments of send_object_list
+        if "use_batch" in inspect.signature(dist.send_object_list).parameters:
+            self.objects["use_batch"] = True  # see start_transfer
 
-    @staticmethod
-    def forward(
-        ctx, x, anchor, parameters, weights
-    ):  # in lists these are no inputs: their hooks would run in I, too
-        ctx.x, ctx.weights = x.detach().requires_grad_(x.requires_grad), weights
-        # Without the hooks of a checkpoint around it, which would compute everything again for I, and again for W
-        with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-        ):
-            ctx.y = linear(ctx.x, *parameters)
-        return ctx.y.detach()
+    def send(self, slot, tensors, destination):
+        """Start to send. After a failure `tensors` is None, and the receiver gets zeros."""
+        if slot not in self.metadata:
+            self.metadata[slot] = tensors and [meta_of(tensor) for tensor in tensors]
+            dist.send_object_list([self.metadata[slot]], group_dst=destination, **self.objects)
+        for tensor in tensors or self.new_tensors(slot) or ():
+            message = tensor.detach().to(self.device).contiguous()
+            for work in start_transfer(dist.isend, message, destination, self.group):
+                self.sends.append((work, message))
+        self.wait_for_sends(at_most=4)  # a sender is rarely further ahead of its receiver
 
-    @staticmethod
-    def backward(ctx, gradient):
-        SplitLinear.todo.append((ctx.y, gradient, ctx.weights))
-        wanted = ctx.needs_input_grad[0]
-        return (
-            torch.autograd.grad(ctx.y, ctx.x, gradient, retain_graph=True)[0] if wanted else None,
-            None,
-            None,
-            None,
-        )
+    def wait_for_sends(self, at_most=0):
+        while len(self.sends) > at_most:
+            work, _ = self.sends.popleft()
+            work.wait()
 
+    def receive(self, slot, source):
+        """Start to receive. -> tensors, or None after a failure, and the works to wait for."""
+        if slot not in self.metadata:
+            received = [None]
+            dist.recv_object_list(received, group_src=source, **self.objects)
+            self.metadata[slot] = received[0]
+        tensors = self.new_tensors(slot)
+        works = []
+        for tensor in tensors or ():
+            works += start_transfer(dist.irecv, tensor.detach(), source, self.group)
+        return tensors, works
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. One interpreter runs any schedule.
+    def sum_over_ranks(self, numbers):
+        """The host decides by these sums. It waits for a GPU here, where a step starts and ends."""
+        sums = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(sums, group=self.group)
+        return sums.tolist()
 
-
-def wire_device(device, backend_config):
-    """-> where messages between stages on `device` lie. Gloo sends from the host's memory.
-
-    The name of the backend does not tell: it is "undefined" after init_process_group() without one.
-    """
-    return torch.device("cpu") if f"{device.type}:gloo" in backend_config else device
-
-
-def now(device):
-    """A moment: of the host's clock, or, because a GPU works after the host, an event in its stream."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def new_tensors(self, slot):
+        if self.metadata[slot] is None:
+            return None
+        return [
+            torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=requires_grad)
+            for shape, dtype, requires_grad in self.metadata[slot]
+        ]
 
 
-def seconds(start, end):
-    """Between two moments."""
-    if isinstance(end, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+# --------------------------------------------------------------------------------------------------
+# 5. The pipeline runs any schedule.
 
 
 class Pipeline(nn.Module):
     """Runs this rank's stages, forward and backward, in the order that a schedule gives.
 
-    stages: a module, or this rank's list of them. What one returns, a tensor or a tuple, are the arguments of the next.
-    schedule: a name (build_schedule), or for each rank its list of actions, in PyTorch's notation.
-    num_microbatches: the batch is cut into so many along dimension 0, as torch.chunk does.
-    loss_fn(output, target) -> a micro-batch's mean loss.
-    weight(target) -> how much a micro-batch counts in the batch's: its samples, or its tokens not masked.
+    stages: a module, or the list of this rank's modules in stage order. A stage returns a tensor or
+        a tuple of tensors, which are the arguments of the next stage.
+    schedule: a name for build_schedule, or a list of actions for each rank in PyTorch's notation.
+    num_microbatches: the batch is split into that many along dimension 0, as torch.chunk does.
+    loss_fn(output, target): returns the mean loss of a micro-batch.
+    weight(target): what a micro-batch counts in the mean: its samples, or its unmasked tokens.
     """
 
     def __init__(
         self, stages, schedule, num_microbatches, loss_fn, process_group=None, *, weight=len
     ):
         super().__init__()
-        self.process_group, self._rank = process_group, dist.get_rank(process_group)
-        self.num_microbatches, self.loss_fn, self.weight = num_microbatches, loss_fn, weight
         stages = list(stages) if isinstance(stages, (list, nn.ModuleList)) else [stages]
-        if isinstance(schedule, str):
-            schedule = build_schedule(
-                schedule, dist.get_world_size(process_group), num_microbatches, len(stages)
-            )
-        self.schedule = flat(schedule)
-        given = [None] * dist.get_world_size(process_group)
-        device = next((p.device for stage in stages for p in stage.parameters()), None)
-        mine = (self.schedule, num_microbatches, len(stages)), device and device.type
-        dist.all_gather_object(given, mine, group=process_group)
-        given, device_types = zip(*given, strict=True)
-        end, owned = (
-            simulate(self.schedule).end,
-            [sorted({parse(a)[0] for a in actions}) for actions in self.schedule],
-        )
-        m = 1 + max(parse(action)[2] for action in end)
-        if list(given) != [(self.schedule, m, len(numbers)) for numbers in owned]:
-            text = f"micro-batches and stages by rank are {[numbers for _, *numbers in given]}, or schedules differ"
-            raise ValueError(
-                f"{text}; the schedule needs {[(m, len(numbers)) for numbers in owned]}"
-            )
-        rank_of = {stage: rank for rank, numbers in enumerate(owned) for stage in numbers}
-        self.stages, self._last = (
-            nn.ModuleDict(zip(map(str, owned[self._rank]), stages, strict=True)),
-            max(rank_of),
-        )
-        # Simulated time puts all actions in one order, an action at its end and the message with its output right after
-        # it, and each rank does its part of that. What anything waits for stands before it: so the first thing not yet
-        # done can always be done, even if sends wait for receivers (NCCL), and nothing deadlocks.
-        self._linear = (
-            split_linear if any("I" in action for action in self.schedule[self._rank]) else linear
-        )
-        steps = [
-            (a, rank_of[parse(a)[0]], rank_of.get(taker(a)[0])) for a in sorted(end, key=end.get)
-        ]
-        self._program = [
-            step for step in steps if self._rank in step
-        ]  # action, its rank, that of who takes its output
-        # A stage without parameters runs where the other ranks' stages do.
-        self.device = device or torch.device(next(filter(None, device_types), "cpu"))
-        self._wire = wire_device(self.device, dist.get_backend_config(process_group))
-        self._batch, self._forms = (
-            None,
-            {},
-        )  # what the last batch was like, and what it made the stages pass on
+        self.schedule = agree_on_schedule(schedule, num_microbatches, len(stages), process_group)
+        self.num_microbatches = num_microbatches
+        self.loss_fn = loss_fn
+        self.weight = weight
+        self._rank = dist.get_rank(process_group)
+        self._program = plan(self.schedule, self._rank)
+        rank_of = rank_of_stages(self.schedule)
+        own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
+        self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
+        self._last_stage = max(rank_of)
+        self._has_last_stage = self._last_stage in own
+        self._splits_backward = any("I" in action for action in self.schedule[self._rank])
+        device = next((parameter.device for parameter in self.parameters()), None)
+        device_types = filter(None, gather(device and device.type, process_group))
+        # Stages without parameters run where those of the other ranks do.
+        self.device = device or torch.device(next(device_types, "cpu"))
+        self._transfers = Transfers(process_group, self.device)
+        self._batch_meta = None  # what the last step's batch and the parameters were like
+        self.timeline = []  # (action, start, end) of the last step, in seconds
+        self.synchronize_timeline = False  # True: time a GPU's work, not only its launch
 
     def step(self, inputs=None, targets=None):
-        """Forward and backward of a batch; adds to .grad what a loop over its micro-batches on one device would.
+        """Forward and backward of a batch. Under torch.no_grad() only the forward.
 
-        `inputs`, a tensor or a tuple of tensors, are for stage 0, `targets`, a tensor, for loss_fn; ignored elsewhere.
-        -> the mean loss where the last stage is, None elsewhere. Forward only under torch.no_grad().
-        An error on one rank is raised there, and as a RuntimeError on all others. Gradients are incomplete then.
+        inputs: a tensor or a tuple of tensors, which only the rank of the first stage reads.
+        targets: a tensor, which only the rank of the last stage reads. That rank gets the mean loss
+        back, the others None. Adds to .grad what a loop over the micro-batches on one device adds.
+        An error on one rank is raised there, and as a RuntimeError on the others.
         """
         self._start(inputs, targets)
-        for action, src, dst in self._program:
-            if torch.is_grad_enabled() or "F" in action:
-                if src == self._rank:
-                    self._run(action)
-                if dst not in (src, None):
-                    self._message(action, src, dst)
-        for transfer, _ in self._leaving:
-            transfer.wait()
-        if self._sum(self._failure is not None) != [0]:
-            self._raise(RuntimeError)
-        if str(self._last) not in self.stages:
-            return None
-        results = [self._values.pop((self._last + 1, "F", i)) for i in range(self.num_microbatches)]
-        if targets is None:
-            outputs = [torch.cat(parts) for parts in zip(*results, strict=True)]
-            return outputs[0] if len(outputs) == 1 else tuple(outputs)
-        return torch.stack([loss.detach() for (loss,) in results]).sum()
-
-    @property
-    def timeline(self):
-        """(action, start, end) of the last step's, in seconds; on a GPU this waits for it."""
-        return [
-            (action, seconds(self._began, start), seconds(self._began, end))
-            for action, start, end in self._timeline
-        ]
-
-    @torch.no_grad()
-    def eval_step(self, inputs=None, targets=None):
-        """Forward only; -> where the last stage is the mean loss, or without targets its outputs, concatenated."""
-        return self.step(inputs, targets)
+        for action, source, destination in self._program:
+            if "F" not in action and not torch.is_grad_enabled():
+                continue
+            slot = consumer(action)
+            if source != self._rank:
+                self._inputs[slot], self._works[slot] = self._transfers.receive(slot, source)
+                continue
+            self._run(action)
+            if destination not in (source, None):
+                self._transfers.send(slot, self._inputs.pop(slot, None), destination)
+        self._transfers.wait_for_sends()
+        self._sum_over_ranks()
+        return torch.stack(self._losses).sum() if self._has_last_stage else None
 
     def _start(self, inputs, targets):
-        """Hear from all ranks whether the batch is right, and like the one before."""
-        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        grad, before, tensors = torch.is_grad_enabled(), self._batch, (*inputs, *self.parameters())
-        self._batch = grad, [form(tensor) for tensor in tensors if torch.is_tensor(tensor)]
-        self._arriving, self._leaving = (
-            {},
-            [],
-        )  # transfers to wait for before that; transfers and their tensors, kept
-        self._values, self._failure, self._timeline = {}, None, []
+        """Split the batch, and hear from all ranks whether it is like the one before."""
+        self._inputs = {}  # slot -> inputs of its action
+        self._works = {}  # slot -> works to wait for before its inputs are used
+        self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
+        self._losses = [None] * self.num_microbatches
+        self._failure = None  # (exception, text for the other ranks)
+        self.timeline = []
         try:
-            self._cut(inputs, targets)
+            self._split_batch(inputs, targets)
         except Exception as error:
             self._failure = error, f"rank {self._rank}: {error}"
-        with_grad, changed, failed = self._sum(
-            grad, self._batch != before, self._failure is not None
-        )
-        if with_grad not in (0, len(self.schedule)):
+        grad = torch.is_grad_enabled()
+        tensors = itertools.chain(*self._inputs.values(), self.parameters())
+        batch_meta = [grad, *map(meta_of, tensors)]
+        changed = batch_meta != self._batch_meta
+        self._batch_meta = batch_meta
+        num_grad, num_changed = self._sum_over_ranks(grad, changed)
+        if num_changed:
+            self._transfers.metadata = {}
+        ranks = len(self.schedule)
+        if num_grad not in (0, ranks):
             raise ValueError(
-                f"{with_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must"
+                f"{num_grad} of {ranks} ranks have gradients enabled; all or none must"
             )
-        if failed:
-            self._raise(ValueError)
-        self._forms = {} if changed else self._forms
-        self._began = now(self.device)  # on all ranks at about one time
+        self._began = time.perf_counter()  # at about the same time on all ranks
 
-    def _cut(self, inputs, targets):
-        """Cut the batch into micro-batches: on the first stage's rank the inputs, on the last one's the targets."""
+    def _split_batch(self, inputs, targets):
         m = self.num_microbatches
         if "0" in self.stages:
-            parts = [self._chunks("inputs", x) for x in inputs]
-            self._values = {(0, "F", i): [part[i] for part in parts] for i in range(m)}
-        self._targets = None
-        if str(self._last) in self.stages and (torch.is_grad_enabled() or targets is not None):
-            self._targets = self._chunks("targets", targets)
+            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+            chunks = [chunk("inputs", tensor, m) for tensor in inputs]
+            for i in range(m):
+                self._inputs[0, "F", i] = [chunk[i] for chunk in chunks]
+        if self._has_last_stage:
+            self._targets = chunk("targets", targets, m)
             weights = [float(self.weight(target)) for target in self._targets]
-            self._shares = [weight / sum(weights) for weight in weights]
-
-    def _chunks(self, name, tensor):
-        m = self.num_microbatches
-        if not torch.is_tensor(tensor):
-            raise ValueError(
-                f"{name} must be a tensor on the rank that takes them, not {type(tensor).__name__}"
-            )
-        pieces = tensor.chunk(m)
-        if len(pieces) != m:
-            raise ValueError(
-                f"torch.chunk cuts {len(tensor)} samples into {len(pieces)} micro-batches, not into {m}"
-            )
-        return pieces
-
-    def _raise(self, elsewhere):
-        """Raise this rank's failure, or tell that of another."""
-        (error, text), texts, self._forms = (
-            self._failure or (None, None),
-            [None] * len(self.schedule),
-            {},
-        )
-        dist.all_gather_object(texts, text, group=self.process_group)
-        raise error or elsewhere(next(filter(None, texts)))
+            self._shares = [weight / sum(weights) for weight in weights]  # of the batch's mean loss
 
     def _run(self, action):
-        """Run an action on what others have left for it."""
+        """Run an action on its inputs, which this rank has computed or received."""
         stage, kind, i = parse(action)
-        key = stage, "B" if kind == "I" else kind, i
-        given = self._values.pop(key, None)
-        for transfer in self._arriving.pop(key, ()):
-            transfer.wait()
-        if (
-            given is None or self._failure
-        ):  # here, or where it should come from: only messages go on
-            return
-        began, F.linear = now(self.device), self._linear
+        inputs = self._inputs.pop(slot_of(action), None)
+        wait_for(self._works.pop(slot_of(action), ()))
+        if inputs is None or self._failure:
+            return  # after a failure, here or on another rank, only transfers go on
+        began = self._now()
+        F.linear = split_linear if self._splits_backward else linear
         try:
-            (self._forward if kind == "F" else self._backward)(stage, kind, i, given)
+            if kind == "F":
+                self._forward(stage, i, inputs)
+            elif kind == "W":
+                backward_for_weights(inputs)
+            else:
+                deferred = self._backward(stage, i, inputs)
+                if kind == "I":
+                    self._inputs[stage, "W", i] = deferred
+                else:
+                    backward_for_weights(deferred)
         except Exception as error:
             self._failure = error, f"rank {self._rank} failed in {action} with {error!r}"
         finally:
             F.linear = linear
-        self._timeline.append((action, began, now(self.device)))
+        self.timeline.append((action, began, self._now()))
 
-    def _forward(self, stage, kind, i, x):
-        x = [t.to(self.device).detach().requires_grad_(t.requires_grad) for t in x]
-        y = self.stages[str(stage)](*x)
-        who = f"stage {stage}"
-        if stage == self._last and self._targets is not None:
-            y = (
-                self.loss_fn(y, self._targets[i].to(self.device)) * self._shares[i]
-            )  # scaled only here
-            who = "loss_fn"
-        y = y if isinstance(y, tuple) else (y,)
-        if not all(map(torch.is_tensor, y)):
-            raise ValueError(
-                f"{who} returned {', '.join(type(t).__name__ for t in y)}; a stage returns a tensor or a tuple of tensors"
-            )
-        if who == "loss_fn":
-            self._values[stage, "B", i] = [torch.ones_like(y[0])]
+    def _forward(self, stage, i, inputs):
+        inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in inputs]
+        outputs = self.stages[str(stage)](*inputs)
+        if stage == self._last_stage:
+            loss = self.loss_fn(outputs, self._targets[i].to(self.device))
+            outputs = loss * self._shares[i]  # the only place where the loss is scaled
+            self._losses[i] = outputs.detach()
+            self._inputs[stage, "B", i] = [torch.ones_like(outputs)]
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        metadata = [meta_of(y) for y in outputs]
         if torch.is_grad_enabled():
-            self._values[stage, "graph", i] = x, [t for t in y if t.requires_grad]
-        y = [t.detach().requires_grad_(t.requires_grad) for t in y]
-        was, now = self._forms.get((stage + 1, "F", i)), [form(t) for t in y]
-        if was not in (None, now):  # the receiver will expect what was
-            raise RuntimeError(
-                f"the output was {was} for inputs of the same shapes, and is now {now}"
-            )
-        self._values[stage + 1, "F", i] = y
+            self._graphs[stage, i] = inputs, [y for y in outputs if y.requires_grad]
+        if stage < self._last_stage:
+            expected = self._transfers.metadata.get((stage + 1, "F", i), metadata)
+            if metadata != expected:  # the receiver relies on it
+                raise RuntimeError(f"the stage's output was {expected}, and is now {metadata}")
+            self._inputs[stage + 1, "F", i] = outputs
 
-    def _backward(self, stage, kind, i, given):
-        if kind != "W":
-            gradients = [g.to(self.device) for g in given]
-            SplitLinear.todo = given = []
-            x, y = self._values.pop((stage, "graph", i))
-            torch.autograd.backward(y, gradients)
-            SplitLinear.todo = []  # else it would keep this micro-batch's inputs until the next I
-            leaves = [t for t in x if t.requires_grad]  # zeros for what the stage has not used
-            self._values[stage - 1, "B", i] = [
-                torch.zeros_like(t) if t.grad is None else t.grad for t in leaves
-            ]
-        if kind == "I":
-            self._values[stage, "W", i] = given
-        elif given:  # all at once: gradients of a weight used twice are added in the same order as in one backward
-            outputs, gradients, weights = zip(*given, strict=True)
-            torch.autograd.backward(
-                outputs, gradients, inputs=list(dict.fromkeys(itertools.chain(*weights)))
-            )
+    def _backward(self, stage, i, gradients):
+        """-> what split_linear has left to W."""
+        inputs, outputs = self._graphs.pop((stage, i))
+        deferred = []
+        SplitLinear.deferred = deferred
+        torch.autograd.backward(outputs, [gradient.to(self.device) for gradient in gradients])
+        SplitLinear.deferred = None  # or it would keep the activations until the next backward
+        # The stage before expects a gradient of every input, used or not.
+        self._inputs[stage - 1, "B", i] = [
+            torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
+        ]
+        return deferred
 
-    def _message(self, action, src, dst):
-        """Start to send, or to receive, the output of an action of rank `src`, where rank `dst` takes it."""
-        taken, group, sending = taker(action), self.process_group, src == self._rank
-        peer = dst if sending else src
-        value = self._values.pop(taken, None)
-        if (
-            taken not in self._forms
-        ):  # for a new kind of batch, what is passed on is preceded by what it is like
-            if sending:  # None after a failure
-                forms = None if value is None else [form(t) for t in value]
-                self._forms[taken] = forms
-                self._send_object(forms, peer)
-            else:
-                self._forms[taken] = self._recv_object(peer)
-        if value is None:
-            forms = self._forms[taken]
-            value = [
-                torch.zeros(s, dtype=d, device=self._wire, requires_grad=grad)
-                for s, d, grad in forms or ()
-            ]
-        if sending:
-            for t in [t.detach().to(self._wire).contiguous() for t in value]:
-                self._leaving += [(work, t) for work in start_transfer(dist.isend, t, peer, group)]
-            while len(self._leaving) > 4:  # a sender is seldom further ahead of its receiver
-                self._leaving.pop(0)[0].wait()
-        else:
-            self._arriving[taken] = [
-                work for t in value for work in start_transfer(dist.irecv, t.detach(), peer, group)
-            ]
-            self._values[taken] = None if self._forms[taken] is None else value
+    def _sum_over_ranks(self, *numbers):
+        """-> the sums over all ranks. If a rank has failed, every rank raises an error."""
+        failed = self._failure is not None
+        num_failed, *sums = self._transfers.sum_over_ranks([failed, *numbers])
+        if num_failed:
+            self._batch_meta = None
+            error, text = self._failure or (None, None)
+            texts = gather(text, self._transfers.group)
+            raise error or RuntimeError(next(filter(None, texts)))
+        return sums
 
-    def _send_object(self, obj, peer):
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        for tensor in (torch.tensor([len(data)]).to(self._wire), data.to(self._wire)):
-            works = start_transfer(dist.isend, tensor, peer, self.process_group)
-            self._leaving += [(work, tensor) for work in works]
+    def _now(self):
+        if self.synchronize_timeline:
+            torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter() - self._began
 
-    def _recv_object(self, peer):
-        size = transfer(
-            dist.irecv,
-            torch.empty(1, dtype=torch.int64, device=self._wire),
-            peer,
-            self.process_group,
+
+# --------------------------------------------------------------------------------------------------
+# 6. What the constructor needs.
+
+
+def gather(value, group):
+    """-> the values of all ranks, in rank order."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree_on_schedule(schedule, num_microbatches, num_stages, group):
+    """-> the schedule as lists of actions. One rank's wrong argument is an error on every rank."""
+    given = gather((schedule, num_microbatches, num_stages), group)
+    actions = schedule
+    if isinstance(schedule, str):
+        actions = build_schedule(schedule, len(given), num_microbatches, num_stages)
+    actions = compute_only(actions)
+    stages = list(rank_of_stages(actions).values())
+    m = sum(action.startswith("0F") for action in itertools.chain(*actions))
+    needed = [(schedule, m, stages.count(rank)) for rank in range(len(actions))]
+    if given != needed:
+        raise ValueError(
+            f"the schedule needs {[each[1:] for each in needed]} (micro-batches, stages) by rank; "
+            f"the ranks have {[each[1:] for each in given]}, or their schedules differ"
         )
-        data = transfer(
-            dist.irecv,
-            torch.empty(size.item(), dtype=torch.uint8, device=self._wire),
-            peer,
-            self.process_group,
+    return actions
+
+
+def chunk(name, tensor, num_chunks):
+    if not torch.is_tensor(tensor):
+        type_name = type(tensor).__name__
+        raise ValueError(f"{name} must be a tensor on the rank that takes them, not {type_name}")
+    chunks = tensor.chunk(num_chunks)
+    if len(chunks) != num_chunks:
+        raise ValueError(
+            f"torch.chunk splits {len(tensor)} samples of {name} into {len(chunks)} micro-batches, "
+            f"not into {num_chunks}; take another number of samples or of micro-batches"
         )
-        return pickle.loads(bytes(data.tolist()))
-
-    def _sum(self, *numbers):
-        sums = torch.tensor(numbers, dtype=torch.int64, device=self._wire)
-        dist.all_reduce(sums, group=self.process_group)
-        return sums.tolist()
+    return chunks
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def plan(schedule, rank):
+    """-> (action, its rank, the rank that takes its output or None) of what `rank` does, in order.
+
+    The order is one for all ranks: that of simulated time, with a transfer right after the action
+    that produces it. Whatever an action or a transfer waits for comes before it. So the first one
+    that is not over can always run, and nothing deadlocks. That holds over NCCL as well. There the
+    transfers of a rank run one after another in the order in which it starts them, a send is over
+    only when its receiver has come to it, and a wait blocks the stream, not the host.
+    """
+    rank_of = rank_of_stages(schedule)
+    end = simulate(schedule).end
+    program = []
+    for action in sorted(end, key=end.get):
+        source = rank_of[parse(action)[0]]
+        slot = consumer(action)
+        destination = rank_of.get(slot[0]) if slot else None
+        if rank in (source, destination):
+            program.append((action, source, destination))
+    return program
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. Refinement: the backward of zero bubble, in two parts.
+
+linear = F.linear
+
+
+def split_linear(x, weight, bias=None):
+    """Replaces F.linear, which PyTorch's modules call, while a schedule with I and W runs."""
+    trained = [each for each in (weight, bias) if each is not None and each.requires_grad]
+    # If a weight is itself computed, I needs its gradient.
+    if trained and torch.is_grad_enabled() and all(each.is_leaf for each in trained):
+        anchor = torch.empty(0, requires_grad=True)  # calls for a backward if x needs no gradient
+        return SplitLinear.apply(x, anchor, [weight, bias], trained)
+    return linear(x, weight, bias)
+
+
+class SplitLinear(torch.autograd.Function):
+    """A linear layer with its own graph. I asks it for the gradient of x, W for the weights'."""
+
+    deferred = None  # what the running I leaves to W: (output, its gradient, weights) of each layer
+
+    @staticmethod
+    def forward(ctx, x, anchor, parameters, trained):
+        # The parameters are in lists because autograd would run the hooks of tensors in I as well.
+        ctx.x = x.detach().requires_grad_(x.requires_grad)
+        ctx.trained = trained
+        # Hooks of a checkpoint around the layer would compute all of it again for I and for W.
+        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with torch.enable_grad(), no_hooks:
+            ctx.y = linear(ctx.x, *parameters)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        SplitLinear.deferred.append((ctx.y, grad_y, ctx.trained))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            (grad_x,) = torch.autograd.grad(ctx.y, ctx.x, grad_y, retain_graph=True)
+        return grad_x, None, None, None
+
+
+def backward_for_weights(deferred):
+    """W. One call for all layers adds a shared weight's gradients in a plain backward's order."""
+    if deferred:
+        outputs, gradients, trained = zip(*deferred, strict=True)
+        weights = dict.fromkeys(itertools.chain(*trained))  # each once
+        torch.autograd.backward(outputs, gradients, inputs=list(weights))
+
+
+# --------------------------------------------------------------------------------------------------
+# 8. Refinement: PyTorch's CSV files.
+
+
+def compute_only(schedule):
+    """-> the actions F, B, I and W of a schedule in PyTorch's notation.
+
+    Idle cells and communication are left out. "(0F4;7B0)OVERLAP_F_B" becomes two actions.
+    """
+    rows = [" ".join(filter(None, cells)) for cells in schedule]
+    return [re.findall(r"\b\d+[FBIW]\d+\b", row) for row in rows]
+
+
+def schedule_to_csv(schedule, path):
+    """Write a line per rank, which PyTorch's _load_csv(path, format="compute_only") reads."""
+    lines = [",".join(actions) + "\n" for actions in compute_only(schedule)]
+    Path(path).write_text("".join(lines))
+
+
+def schedule_from_csv(path):
+    """Read what PyTorch's _dump_csv writes, in both of its formats."""
+    lines = Path(path).read_text().splitlines()
+    return compute_only(line.split(",") for line in lines)
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
@@ -590,22 +713,23 @@ def main():
         "--microbatches": {"type": int, "default": 4, "metavar": "M"},
         "--trace": {
             "metavar": "FILE",
-            "help": "write the last step as Chrome trace JSON (ui.perfetto.dev)",
+            "help": "write the timeline as a Chrome trace in JSON, for ui.perfetto.dev",
         },
     }
     demo = Demo(flags)
-    name, m, p, rank = demo.args.schedule, demo.args.microbatches, demo.ranks, demo.rank
-    v, blocks, batch = 1 + (name == "interleaved_1f1b"), len(language_model()) - 3, 8 * p
-    if m < 1 or batch % m or p * v > blocks + 1:
-        demo.stop(
-            f"{p} × {v} stages of {blocks} blocks; {m} micro-batches, which must divide {batch} sequences"
-        )
-    model = demo.start(
-        f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m
-    )  # losses times 1/4, say, are exact
-    plain, stages = split(demo.model, p * v), split(model, p * v)[rank::p]
-    plain[rank::p] = stages  # each rank compares the stages that it has
-    parameters = list(nn.ModuleList(plain).parameters())
+    name = demo.args.schedule
+    m = demo.args.microbatches
+    v = 2 if name == "interleaved_1f1b" else 1
+    num_stages = demo.ranks * v
+    sequences = 8 * demo.ranks
+    num_blocks = len(language_model()) - 3
+    if m < 1 or sequences % m:
+        demo.stop(f"--microbatches {m} does not divide {sequences} sequences; take a divisor")
+    if num_stages > num_blocks + 1:
+        demo.stop(f"{num_stages} stages for {num_blocks} blocks; take at most {num_blocks + 1}")
+    # A loss times a power of 1/2 is exact.
+    model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)
+    stages = split(model, num_stages)[demo.rank :: demo.ranks]
     pipeline = Pipeline(stages, name, m, language_loss)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
 
@@ -615,67 +739,70 @@ def main():
         optimizer.step()
         return loss
 
+    # Each rank compares the stages that it has. The others are those of the plain model.
+    compared = split(demo.model, num_stages)
+    compared[demo.rank :: demo.ranks] = stages
+    parameters = list(nn.ModuleList(compared).parameters())
     demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
-    sent = (
-        ("(2v-1)m·bsh", (2 * v - 1) * batch * 64 * 192 * parameters[0].itemsize)
-        if p > 1
-        else ("0", 0)
-    )
-    status = demo.report(held(pipeline.parameters(), optimizer), *sent)
+    bsh = sequences // m * 64 * 192
+    sent = (2 * v - 1) * m * bsh * parameters[0].itemsize if demo.ranks > 1 else 0
+    formula = "(2v-1)m·bsh" if demo.ranks > 1 else "0"
+    status = demo.report(held(pipeline.parameters(), optimizer), formula, sent)
+    # One more step, timed: counting bytes slows the last one.
+    pipeline.synchronize_timeline = demo.device.type == "cuda"
+    pipeline.step(*demo.batch(0))
     show_timelines(demo, pipeline)
     return status
 
 
-def split(
-    model, num_stages
-):  # blocks evenly; the embedding is with the first, norm and head with the last
-    cuts = [
-        0,
-        *(1 + (len(model) - 3) * stage // num_stages for stage in range(1, num_stages)),
-        len(model),
-    ]
+def split(model, num_stages):
+    """Blocks evenly. The embedding goes with the first stage, norm and head with the last."""
+    num_blocks = len(model) - 3
+    inner = [1 + num_blocks * stage // num_stages for stage in range(1, num_stages)]
+    cuts = [0, *inner, len(model)]
     return [model[a:b] for a, b in itertools.pairwise(cuts)]
 
 
-def show_timelines(demo, pipeline, width=100):
-    """The last step's, beside what simulate() predicts for it."""
-    measured, times = [None] * demo.ranks, simulate(pipeline.schedule)
-    dist.all_gather_object(measured, pipeline.timeline)
+def show_timelines(demo, pipeline):
+    """What simulate() predicts, and what each rank has measured."""
+    measured = gather(pipeline.timeline, None)
+    times = simulate(pipeline.schedule)
     predicted = [
-        [(action, times.start[action], times.end[action]) for action in row]
-        for row in pipeline.schedule
+        [(action, times.start[action], times.end[action]) for action in actions]
+        for actions in pipeline.schedule
     ]
+    demo.show("|0F2-- is stage 0's forward of micro-batch 2, cut off if it was short. F forward,")
     demo.show(
-        "|0F2-- is stage 0's forward of micro-batch 2, as long as it took (where that is short, cut off);"
+        "B backward, I and W the backwards for input and weights; blank: the rank waits (bubble)"
     )
-    demo.show(
-        "F forward, B backward, or I and W, backward for input and weights; blank: the rank waits, the bubble"
-    )
-    for title, rows in ("predicted, where B is two F", predicted), ("measured", measured):
-        total, busy, events = (
-            max(row[-1][2] for row in rows),
-            sum(e - s for _, s, e in itertools.chain(*rows)),
-            [],
-        )
-        demo.show(f"{title}: bubble {1 - busy / total / len(rows):.0%}")
-        for rank, row in enumerate(rows):
-            line = ""
-            for name, s, e in row:
-                a, b = round(s / total * width), round(e / total * width)
-                line = line.ljust(a) + f"|{name}".ljust(b - a, "-")[: b - a]
-                events.append(
-                    {
-                        "name": name,
-                        "ph": "X",
-                        "pid": 0,
-                        "tid": rank,
-                        "ts": 1e6 * s,
-                        "dur": 1e6 * (e - s),
-                    }
-                )
-            demo.show(f"  rank {rank:<4} {line}")
+    draw(demo, "predicted, where B is two F", predicted)
+    draw(demo, "measured", measured)
     if demo.args.trace and demo.rank == 0:
-        Path(demo.args.trace).write_text(json.dumps({"traceEvents": events}))
+        Path(demo.args.trace).write_text(json.dumps({"traceEvents": trace_events(measured)}))
+
+
+def draw(demo, title, rows, width=100):
+    """rows: (action, start, end) of each rank."""
+    total = max(end for row in rows for _, _, end in row)
+    busy = sum(end - start for row in rows for _, start, end in row)
+    demo.show(f"{title}: bubble {1 - busy / total / len(rows):.0%}")
+    for rank, row in enumerate(rows):
+        line = ""
+        for action, start, end in row:
+            left = round(start / total * width)
+            right = round(end / total * width)
+            box = f"|{action}".ljust(right - left, "-")
+            line = line.ljust(left) + box[: right - left]
+        demo.show(f"  rank {rank:<4} {line}")
+
+
+def trace_events(rows):
+    events = []
+    for rank, row in enumerate(rows):
+        for action, start, end in row:
+            event = {"name": action, "ph": "X", "pid": 0, "tid": rank}  # times in microseconds
+            events.append(event | {"ts": 1e6 * start, "dur": 1e6 * (end - start)})
+    return events
 
 
 # --------------------------------------------------------------------------------------------------

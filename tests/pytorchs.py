@@ -19,7 +19,7 @@ def make_schedule(name, p, m, v=1):
 
 
 def order_of(schedule, p):
-    return pipeline.flat(
+    return pipeline.compute_only(
         [[str(action) for action in schedule.pipeline_order[rank] if action] for rank in range(p)]
     )
 
