@@ -1,41 +1,44 @@
-"""FSDP: each rank keeps 1/N of the parameters, and gathers the others' while a block needs them.
+"""FSDP: each rank keeps 1/N of the parameters, and gathers the others' while it needs them.
 
-The model is cut into units. Each call of `fully_shard` makes one. In a step, a unit's parameters
-are all-gathered before its forward and freed after it. They are gathered again before its backward.
-Then its gradients are reduce-scattered, and the optimizer updates this rank's shard of everything.
-A unit with the parameters w on N = 2 ranks; w₀ and w₁ are its halves, g are gradients:
+The model is cut into units: each call of `fully_shard` makes one. In a step, a unit's parameters
+are all-gathered before its forward and freed after it. They are gathered again before its backward
+and freed after it. Then its gradients are reduce-scattered, and the optimizer updates the shard.
+Here a unit with the parameters w, cut into w₀ and w₁ on N = 2 ranks:
 
-           forward                               backward
-    rank 0 w₀ ┐            ┌ w₀w₁ compute, free  w₀ ┐            ┌ w₀w₁ compute, free, g ┐      ┌ ḡ₀
-              ├ all-gather ┤                        ├ all-gather ┤         reduce-scatter ┤      │
-    rank 1 w₁ ┘            └ w₀w₁ compute, free  w₁ ┘            └ w₀w₁ compute, free, g ┘      └ ḡ₁
+    forward    rank 0   w₀ ┐            ┌ w   compute   free w
+                           ├ all-gather ┤
+               rank 1   w₁ ┘            └ w   compute   free w
 
-ḡ₀ is rank 0's half of the mean gradient. The next unit is gathered while this one computes. Its
-gradients travel while the next unit in backward computes.
+    backward   rank 0   w₀ ┐            ┌ w   compute g   free w   g ┐                ┌ ḡ₀  optimizer
+                           ├ all-gather ┤                            ├ reduce-scatter ┤
+               rank 1   w₁ ┘            └ w   compute g   free w   g ┘                └ ḡ₁  optimizer
 
-Cost per rank in elements, with Adam. Ψ parameters, T of which train, u in the largest unit:
+ḡ is the mean of the ranks' gradients g. While a unit computes, the next unit is gathered and the
+gradients of the unit before it are reduced.
 
-                                     parameters  gradients  optimizer  sent per step, times (N-1)/N
-    DDP                                  Ψ          T          2T      2T
-    FSDP between steps                  Ψ/N        T/N        2T/N
-         in forward and backward       + 2u       + 3u                 2Ψ + T, or 3Ψ if all train
-         reshard_after_forward=False   + Ψ        + 3u                 Ψ + T
+Cost per rank in elements, with Adam. Ψ parameters, T of them train, u are in the largest unit:
 
-2u: one unit computes while another is gathered. 3u: one unit's gradients are computed while
-another's are sent and received. A unit whose inputs need no gradient, such as an embedding or the
-root, is gathered until backward ends. Shards start at multiples of 16 bytes, so a rank may hold up
-to 8 elements more for each unit. A frozen unit that backward does not pass is gathered once.
+                                   parameters  gradients  optimizer   sent per step, times (N-1)/N
+    DDP                                Ψ           T         2T       2T
+    FSDP between steps                Ψ/N         T/N       2T/N
+         in forward and backward     + 2u        + 3u                 2Ψ + T, so 3Ψ if all train
+         reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
+
+2u: one unit computes while the next is gathered. 3u: a unit's gradients are computed while those of
+another are sent and received. A unit whose inputs need no gradient, such as an embedding, stays
+gathered until backward ends. Shards are padded to a multiple of 8 elements. A frozen unit that
+backward does not reach is gathered once.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), with the flat buffers of FSDP1 (§3.2), into
-          which a gather writes directly. FSDP2 shards the rows of each parameter. Its shards keep
+          which a gather writes directly. FSDP2 shards the rows of each parameter: its shards keep
           their dimensions, but each gather and each reduction copies everything once more.
-Left out: hybrid sharding over a two-dimensional mesh (FSDP2); ranks that call different units, or
-          the same units in another order (FSDP2 needs that, too); units that change their input
-          in place, such as one that begins with ReLU(inplace=True); .to() after sharding; gradients
-          of gradients; loading a checkpoint on rank 0 alone
+Left out: hybrid sharding over a mesh of two dimensions (see FSDP2); ranks that call other units, or
+          in another order (FSDP2 needs the same); units that change their input in place, for
+          example by a first layer ReLU(inplace=True); .to() after sharding; second-order gradients;
+          loading a state dict that rank 0 alone has
 """
 
 import argparse
@@ -159,19 +162,12 @@ class ShardedParameter:
             raise ValueError(f"{name} is {tuple(self.shape)}, not {tuple(full.shape)}")
         flat = full.new_empty(self.group.unsharded.shape)
         self.view(flat).copy_(full)
-        return flat.chunk(self.group.world_size)[self.group.rank][self.slice].clone()
+        return self.group.own_part(flat)[self.slice].clone()
 
     def show(self, parameter):
         """Let the module have `parameter`, which is `sharded` or `unsharded`."""
         for module, name in self.owners:
             module._parameters[name] = parameter
-
-    def check(self):
-        module, name = self.owners[0]
-        storage = module._parameters[name].untyped_storage()
-        if storage.data_ptr() != self.group.shard.untyped_storage().data_ptr():
-            name = f"{type(module).__name__}.{name}"
-            raise ValueError(f"{name} was moved or replaced; call .to() before fully_shard")
 
 
 class ParameterGroup:
@@ -190,7 +186,8 @@ class ParameterGroup:
         self.world_size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
         self.dtype = first.dtype  # of shards and their .grad
-        self.reduce_dtype = mp_policy.reduce_dtype or mp_policy.param_dtype or first.dtype
+        param_dtype = mp_policy.param_dtype or first.dtype
+        self.reduce_dtype = mp_policy.reduce_dtype or param_dtype
         sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in parameters]
         *starts, end = itertools.accumulate(sizes, initial=0)
         self.shard_size = round_up(-(-max(end, 1) // self.world_size), SHARD_ALIGNMENT)
@@ -201,9 +198,7 @@ class ParameterGroup:
             pin_memory=offload and device.type != "cpu",
         )
         self.unsharded = torch.empty(
-            self.world_size * self.shard_size,
-            dtype=mp_policy.param_dtype or first.dtype,
-            device=device,
+            self.world_size * self.shard_size, dtype=param_dtype, device=device
         )
         self.is_sharded = True  # `unsharded` has no memory
         self.gathering = []  # handles of the all-gather under way
@@ -224,8 +219,12 @@ class ParameterGroup:
             module, name = parameter.owners[0]
             parameter.view(values).copy_(module._parameters[name])
         dist.broadcast(values, group=self.process_group, group_src=0)
-        self.shard.copy_(values.chunk(self.world_size)[self.rank])
+        self.shard.copy_(self.own_part(values))
         self.show_shards()
+
+    def own_part(self, flat):
+        """This rank's shard of a flat buffer of the whole group."""
+        return flat.chunk(self.world_size)[self.rank]
 
     def show_shards(self):
         for parameter in self.parameters:
@@ -236,11 +235,15 @@ class ParameterGroup:
         if not self.is_sharded:
             return
         for parameter in self.parameters:
-            parameter.check()
+            module, name = parameter.owners[0]
+            storage = module._parameters[name].untyped_storage()
+            if storage.data_ptr() != self.shard.untyped_storage().data_ptr():
+                name = f"{type(module).__name__}.{name}"
+                raise ValueError(f"{name} was moved or replaced; call .to() before fully_shard")
         # It stays the same storage, because autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         self.is_sharded = False
-        own = self.unsharded.chunk(self.world_size)[self.rank]
+        own = self.own_part(self.unsharded)
         own.copy_(self.shard, non_blocking=True)
         if self.copied:
             self.copied.record()
@@ -407,15 +410,10 @@ class Schedule:
             if self.final_callback:
                 unit.forget_backward()
             unit.wait_for_reduce()
+            unit.wait_for_copies()
         self.outermost = None
         self.previous = None
         self.final_callback = None
-        self.wait_for_copies()
-
-    def wait_for_copies(self):
-        for unit in self.units:
-            for group in unit.groups:
-                group.wait_for_copies()
 
 
 class PostBackward(torch.autograd.Function):
@@ -438,8 +436,8 @@ class PostBackward(torch.autograd.Function):
         return None, *gradients
 
 
-# Outputs of these types hide no tensor from post_forward.
-PLAIN = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+# The outputs in which post_forward need not look for tensors.
+PLAIN = (torch.Tensor, torch.Size, int, float, complex, str, bytes, type(None))
 
 
 class Unit:
@@ -477,7 +475,7 @@ class Unit:
     def post_forward(self, module, args, output):
         """Reshard. Have pre_backward called when backward reaches an output."""
         for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
-            if leaf is not None and not isinstance(leaf, PLAIN):
+            if not isinstance(leaf, PLAIN):
                 name = type(leaf).__name__
                 raise ValueError(
                     f"a unit returns a {name}; return tensors in lists, tuples or dicts, "
@@ -492,7 +490,8 @@ class Unit:
                 self.reshard()
         if self.schedule.outermost is self:
             self.schedule.outermost = None
-            self.schedule.wait_for_copies()
+            for unit in self.schedule.units:
+                unit.wait_for_copies()  # the caller may write to the shards
 
     def pre_backward(self, gradients):
         """Unshard."""
@@ -533,11 +532,15 @@ class Unit:
         for group in self.groups:
             group.wait_for_reduce()
 
+    def wait_for_copies(self):
+        for group in self.groups:
+            group.wait_for_copies()
+
     def forget_backward(self):
         self.needs_reduce = False
         for group in self.groups:
             if group.reducing is not None:
-                group.reducing.wait()
+                group.reducing.wait()  # until then its memory is in use
             group.forget_gradients()
             for parameter in group.parameters:
                 parameter.unsharded.grad = None
@@ -570,35 +573,21 @@ def fully_shard(
     Call it on the blocks first and then on the whole model. Make the optimizer after that.
     `module.parameters()` are now this rank's shards: 1-D, under their old names, perhaps empty.
     After backward, .grad is this rank's part of the mean gradient, or None if no rank has one.
-
-    A unit is unsharded only while its own forward or backward runs. If `self.pos` is a unit, a
-    forward must call `self.pos(...)`: in `self.pos.weight[:T]` it would find a 1-D shard.
-    Freeze parameters before fully_shard, so that no gradients are sent for them. It sends zeros for
-    a parameter that is frozen later.
     Use clip_grad_norm_ of this file and, for float16, GradScaler of amp.py: PyTorch's see only this
     rank's norm and this rank's overflow.
 
-    Parameters start as rank 0 has them. Those on the meta device become real, unit by unit, by
-    reset_parameters() of the modules that own them. Buffers stay each rank's own.
+    Parameters start as rank 0 has them. Buffers stay each rank's own. A module on the meta device
+    becomes real by its reset_parameters().
+    Freeze parameters before this call, so that no gradients are sent for them.
+    A unit must be called: a forward that reads `self.pos.weight[:T]` instead of calling `self.pos`
+    finds a 1-D shard if `self.pos` is a unit.
+
     mesh: a DeviceMesh of one dimension, instead of process_group.
     reshard_after_forward: False keeps parameters unsharded from forward to backward.
     """
-    name = type(module).__name__
-    if type(module).forward is nn.Module.forward:
-        raise ValueError(f"{name} has no forward that could unshard it; shard its children")
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"the mesh has {mesh.ndim} dimensions; give one that has 1: mesh[name]"
-            )
-        process_group = mesh.get_group()
-    if dist.get_rank(process_group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its ranks may call")
-    if process_group is dist.group.WORLD:
-        process_group = None  # a reference would keep its threads alive after it is destroyed
+    process_group = choose_group(mesh, process_group)
     inner = units_of(module)
-    if hasattr(module, "_fsdp_unit") or any(u.process_group != process_group for u in inner):
-        raise ValueError(f"{name} is a unit already, or has one over other ranks")
+    check_module(module, inner, process_group)
     groups = make_groups(module, process_group, mp_policy, offload_policy is not None)
     unit = Unit(groups, process_group, reshard_after_forward, mp_policy.param_dtype)
     Schedule([unit, *inner])
@@ -609,14 +598,30 @@ def fully_shard(
     return module
 
 
+def choose_group(mesh, process_group):
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(f"the mesh has {mesh.ndim} dimensions; give one of them: mesh[name]")
+        process_group = mesh.get_group()
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its ranks may call")
+    # A reference to the default group would keep its threads alive after it is destroyed.
+    return None if process_group is dist.group.WORLD else process_group
+
+
+def check_module(module, inner, process_group):
+    name = type(module).__name__
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(f"{name} has no forward that could unshard it; shard its children")
+    if hasattr(module, "_fsdp_unit") or any(u.process_group != process_group for u in inner):
+        raise ValueError(f"{name} is a unit already, or has one over other ranks")
+
+
 def make_groups(module, process_group, mp_policy, offload):
     """A group of the parameters that train and one of the frozen parameters, of each dtype."""
     parameters = find_parameters(module, process_group)
-    device = next(iter(parameters), torch.empty(0)).device
-    backends = dist.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
-    if f"{device.type}:" not in backends:  # the meta device, or the CPU over NCCL
-        has_gpu = torch.cuda.is_available() and "cuda:nccl" in backends
-        device = torch.device("cuda" if has_gpu else "cpu")
+    first = next(iter(parameters), torch.empty(0))
+    device = device_for(first.device, dist.get_backend_config(process_group))
     materialize(module, device)
     kinds = {}
     for parameter, owners in parameters.items():
@@ -626,6 +631,15 @@ def make_groups(module, process_group, mp_policy, offload):
         ParameterGroup(of_kind, process_group, device, mp_policy, offload)
         for of_kind in kinds.values()
     ]
+
+
+def device_for(device, backends):
+    """Where a unit computes. `backends` are the group's, such as "cpu:gloo,cuda:nccl"."""
+    if f"{device.type}:" in backends:
+        return device
+    # The parameters are on the meta device, or on the CPU and the group has NCCL alone.
+    has_gpu = torch.cuda.is_available() and "cuda:nccl" in backends
+    return torch.device("cuda" if has_gpu else "cpu")
 
 
 def find_parameters(module, process_group):
@@ -656,7 +670,7 @@ def materialize(module, device):
         for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is not None and tensor.is_meta:
                 on_meta.append(f"{path}.{name}")
-        if on_meta and not hasattr(owner, "reset_parameters"):
+        if on_meta and not getattr(owner, "reset_parameters", None):
             raise ValueError(
                 f"{on_meta[0]} is on the meta device, and {type(owner).__name__} has no "
                 f"reset_parameters() that could fill it; add one, or make it on a real device"
@@ -669,8 +683,8 @@ def materialize(module, device):
 def units_of(module):
     """The units in `module`, all at rest."""
     units = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
-    for unit in units:
-        unit.schedule.reset()
+    for schedule in {unit.schedule for unit in units}:
+        schedule.reset()
     return units
 
 
@@ -750,12 +764,15 @@ def load_full_state_dict(module, state_dict):
     module.load_state_dict(state_dict)
 
 
+def shards_of(optimizer):
+    return itertools.chain(*(group["params"] for group in optimizer.param_groups))
+
+
 def full_optimizer_state_dict(module, optimizer):
     """What the plain optimizer's state_dict() would be, if it treats each element by itself."""
     state_dict = optimizer.state_dict()
-    shards = itertools.chain(*(group["params"] for group in optimizer.param_groups))
     full = {}
-    for i, sharded in enumerate(shards):
+    for i, sharded in enumerate(shards_of(optimizer)):
         if state := gather_full(sharded, state_dict["state"].get(i)):
             full[i] = state
     return {**state_dict, "state": full}
@@ -764,8 +781,7 @@ def full_optimizer_state_dict(module, optimizer):
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
     """Load what full_optimizer_state_dict(), or the plain optimizer's state_dict(), returned."""
     state_dict = copy.deepcopy(state_dict)
-    shards = itertools.chain(*(group["params"] for group in optimizer.param_groups))
-    for i, sharded in enumerate(shards):
+    for i, sharded in enumerate(shards_of(optimizer)):
         parameter = sharded._sharded_parameter
         state = state_dict["state"].get(i, {})
         for key, value in state.items():
