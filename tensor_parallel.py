@@ -1,33 +1,47 @@
-"""Tensor parallelism: the ranks of a group cut every weight matrix into slices, and compute each layer together.
+"""Tensor parallelism: a group of ranks computes every layer together, and each holds 1/t of it.
 
-A transformer's matrices come in pairs. The first is cut by its outputs, so each rank computes some of the hidden
-features, or of the heads, from all of X; the second is cut by its inputs, so it needs no others. A sum ends the pair:
+In a step each rank multiplies by its shard of every weight matrix. The ranks add up their results
+after attention and after the MLP, in forward and in backward.
+
+A transformer layer has two pairs of matrices: qkv and proj, linear1 and linear2. The first matrix
+of a pair is split by its outputs: each rank computes some heads, or some hidden features, from all
+of X. The second matrix is split by its inputs: each rank already has the inputs that it needs. A
+sum ends the pair.
 
               ┌── X A₀ → GELU, or attention → Y₀ B₀ ──┐                 rank 0
     X ── f ───┤                                       ├─── g ── Z       Z = Y₀ B₀ + Y₁ B₁
               └── X A₁ → GELU, or attention → Y₁ B₁ ──┘                 rank 1
 
-Between the pairs all ranks do the same with the same X. Sequence parallelism splits that too: norms, dropout and
-residuals see 1/t of the sequence, and each all-reduce becomes its two halves:
+Between the pairs all ranks do the same work on the same X. Sequence parallelism splits that work
+too: norms, dropout and residuals see 1/t of the sequence. Each all-reduce becomes its two halves.
+
                                        forward          backward
-    f   copy_to_region                 nothing          all-reduce: X has a gradient from each rank
+    f   copy_to_region                 nothing          all-reduce
     g   reduce_from_region             all-reduce       nothing
     f   gather_from_sequence           all-gather       reduce-scatter
     g   reduce_scatter_to_sequence     reduce-scatter   all-gather
 
-Cost per rank for t ranks, batch b, sequence s, hidden h, heads a, vocabulary V: 1/t of parameters, gradients and
-optimizer state, and all of norms and row biases. Per layer and micro-batch: elements sent, times (t-1)/t; and bytes of
-16-bit activations (Korthikanti et al., §4; 2sbh are masks of dropout, 5as/h scores, which we compute again):
-                            sent                activations
-    one device              0                   sbh (34 + 5as/h)
-    tensor parallel         8bsh                sbh (10 + 24/t + 5as/(ht))
-    and sequence parallel   10bsh + 12h         sbh (34 + 5as/h) / t        f gathers again in backward; 12h: gradients
-    embedding, head, loss   4bsh + 6bs          4bs V/t of the loss         of norms and biases; here 2bsh + 4h more
+Cost per rank, for t ranks, micro-batch b, sequence s, hidden size h, a heads, vocabulary V. A rank
+holds 1/t of the parameters, gradients and optimizer state, and all of the norms and row biases.
+"sent" counts elements per layer and micro-batch, times (t-1)/t. "activations" counts bytes per
+layer in 16 bits (Korthikanti et al., §4): 2sbh are dropout masks, and 5as/h are attention scores,
+which we compute again instead.
 
-Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]          (python …: a world of one)
-Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198
+                            sent               activations
+    one device              0                  sbh (34 + 5as/h)
+    tensor parallel         8bsh               sbh (10 + 24/t + 5as/(ht))
+    and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
+    embedding, head, loss   4bsh + 6bs         4bs V/t, in the loss
+
+Sequence parallelism sends 2bsh more because f gathers its input again in backward, and 12h more
+for the gradients of norms and row biases. At the head it sends 2bsh + 4h more.
+
+Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]
+Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
+          Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: masks but causal; key and value heads copied over ranks; padding_idx, max_norm; norms but LayerNorm
+Left out: label smoothing; attention masks other than causal; more ranks than key and value heads;
+          padding_idx, max_norm; norms other than LayerNorm; second derivatives
 """
 
 import argparse
@@ -46,179 +60,231 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # after init_process_group it would keep the group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # before torch 2.13
+# torch 2.13 has a new name, and warns about the old one.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea: communication in pairs, each the gradient of the other. Each function up to Communicate begins to move
-# something along dimension 0, and returns another that waits and has the result: one can compute in between.
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: the operators f and g. Each is the other's gradient.
+#
+# A bare collective in the middle of a model gives wrong gradients without an error, because
+# autograd does not see it. So each collective has an autograd function.
+
+
+class CopyToRegion(Function):
+    """f: each rank uses x, so the gradient of x is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, x, process_group):
+        ctx.process_group = process_group
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_from_region(grad, ctx.process_group), None
+
+
+class ReduceFromRegion(Function):
+    """g: the sum of all ranks' x. All ranks have the same gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx, x, process_group):
+        ctx.process_group = process_group
+        return all_reduce(x, process_group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return copy_to_region(grad, ctx.process_group), None
+
+
+def all_reduce(x, process_group):
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=process_group)
+    return x
 
 
 def rank_and_size(process_group):
-    if (t := dist.get_world_size(process_group)) < 1:
+    world_size = dist.get_world_size(process_group)
+    if world_size < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    return dist.get_rank(process_group), t
+    return dist.get_rank(process_group), world_size
 
 
-def check_divides(what, size, t):
-    if size % t:
-        fit = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        fit = " or ".join(fit.rsplit(", ", 1))
-        raise ValueError(
-            f"{size} {what} do not divide by {t} tensor-parallel ranks; use a world size of {fit}"
-        )
-
-
-def keep(x, process_group):
-    return lambda: x
-
-
-def own_part(x, process_group):
-    rank, t = rank_and_size(process_group)
-    check_divides("positions or features", len(x), t)
-    return x.chunk(t)[rank].clone
-
-
-def finish(work, parts):
-    work.wait()
-    return sum(parts[1:], parts[0])  # in rank order
-
-
-def begin_all_reduce(x, process_group):
-    x = x.clone(memory_format=torch.contiguous_format)
-    return partial(finish, dist.all_reduce(x, group=process_group, async_op=True), [x])
-
-
-def begin_all_gather(x, process_group):
-    whole = x.new_empty(rank_and_size(process_group)[1] * x.shape[0], *x.shape[1:])
-    return partial(
-        finish,
-        all_gather_single(whole, x.contiguous(), group=process_group, async_op=True),
-        [whole],
-    )
-
-
-def begin_reduce_scatter(
-    x, process_group
-):  # an exchange and a sum: gloo's own is an all-reduce inside, and slower
-    t = rank_and_size(process_group)[1]
-    check_divides("positions or features", len(x), t)
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    work = dist.all_to_all_single(received, x.contiguous(), group=process_group, async_op=True)
-    return partial(finish, work, received.chunk(t))
-
-
-class Communicate(torch.autograd.Function):
-    """`there(x)`, whose gradient is `back(gradient)`, whose gradient is `there` again. Autograd does not see a bare
-    collective: in the middle of a model it gives wrong gradients, and no error."""
-
-    @staticmethod
-    def forward(ctx, x, there, back, process_group):
-        ctx.conjugate = (back, there, process_group)
-        return there(x, process_group)()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return Communicate.apply(gradient, *ctx.conjugate), None, None, None
-
-
-def communicate(there, back, x, process_group=None, dim=0):
-    if rank_and_size(process_group)[1] == 1:
+def apply(function, x, process_group=None, dim=0):
+    """Apply an operator along dimension `dim`. The autograd functions work along dimension 0."""
+    _, world_size = rank_and_size(process_group)
+    if world_size == 1:
         return x
-    return Communicate.apply(x.movedim(dim, 0), there, back, process_group).movedim(0, dim)
+    return function.apply(x.movedim(dim, 0), process_group).movedim(0, dim)
 
 
-copy_to_region = partial(communicate, keep, begin_all_reduce)
-reduce_from_region = partial(communicate, begin_all_reduce, keep)
-gather_from_sequence = partial(communicate, begin_all_gather, begin_reduce_scatter)
-reduce_scatter_to_sequence = partial(communicate, begin_reduce_scatter, begin_all_gather)
-scatter_to_sequence = partial(
-    communicate, own_part, begin_all_gather
-)  # of what all have alike, gradients too
-scatter_to_region = partial(communicate, own_part, begin_all_gather, dim=-1)
-gather_from_region = partial(communicate, begin_all_gather, own_part, dim=-1)
+copy_to_region = partial(apply, CopyToRegion)
+reduce_from_region = partial(apply, ReduceFromRegion)
 
 
 def parallel_mlp(x, A, B, process_group=None):
-    """GELU(x A) B, where this rank has some columns of A and those rows of B: the whole technique."""
-    return reduce_from_region(F.gelu(copy_to_region(x, process_group) @ A) @ B, process_group)
+    """GELU(x A) B for this rank's columns of A and rows of B. This is the whole technique."""
+    x = copy_to_region(x, process_group)
+    return reduce_from_region(F.gelu(x @ A) @ B, process_group)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. The layers. `**split` is process_group=None, sequence_parallel=False; `**linear` that and bias=True.
+# --------------------------------------------------------------------------------------------------
+# 2. The other operators: scatter and gather, and f and g of sequence parallelism.
+
+
+class Scatter(Function):
+    """This rank's part of an x that all ranks have."""
+
+    @staticmethod
+    def forward(ctx, x, process_group):
+        ctx.process_group = process_group
+        rank, world_size = rank_and_size(process_group)
+        check_divides("positions or features", len(x), world_size)
+        return x.chunk(world_size)[rank].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Gather.apply(grad, ctx.process_group), None
+
+
+class Gather(Function):
+    """All ranks' parts, concatenated. All ranks have the same gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx, x, process_group):
+        ctx.process_group = process_group
+        return all_gather(x, process_group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Scatter.apply(grad, ctx.process_group), None
+
+
+class GatherFromSequence(Gather):
+    """f of sequence parallelism: each rank uses the whole, so the ranks' gradients are added."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_to_sequence(grad, ctx.process_group), None
+
+
+class ReduceScatterToSequence(Function):
+    """g of sequence parallelism: this rank's part of the sum of all ranks' x."""
+
+    @staticmethod
+    def forward(ctx, x, process_group):
+        ctx.process_group = process_group
+        return reduce_scatter(x, process_group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_from_sequence(grad, ctx.process_group), None
+
+
+def all_gather(x, process_group):
+    _, world_size = rank_and_size(process_group)
+    gathered = x.new_empty(world_size * len(x), *x.shape[1:])
+    all_gather_single(gathered, x.contiguous(), group=process_group)
+    return gathered
+
+
+def reduce_scatter(x, process_group):
+    _, world_size = rank_and_size(process_group)
+    check_divides("positions", len(x), world_size)
+    # An exchange and a sum, because gloo's reduce-scatter is an all-reduce inside.
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=process_group)
+    return received.unflatten(0, (world_size, -1)).sum(0)
+
+
+def check_divides(what, size, world_size):
+    if size % world_size:
+        fit = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        fit = " or ".join(fit.rsplit(", ", 1))
+        raise ValueError(
+            f"{size} {what} do not divide by {world_size} tensor-parallel ranks; "
+            f"use a world size of {fit}"
+        )
+
+
+scatter_to_region = partial(apply, Scatter, dim=-1)
+gather_from_region = partial(apply, Gather, dim=-1)
+scatter_to_sequence = partial(apply, Scatter)
+gather_from_sequence = partial(apply, GatherFromSequence)
+reduce_scatter_to_sequence = partial(apply, ReduceScatterToSequence)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. The layers. `options` are process_group=None, sequence_parallel=False, stack and pad.
 
 
 class Span(NamedTuple):
-    """Some rows, or columns, of a whole parameter that lie in a rank's shard."""
+    """Consecutive rows (or columns) of a whole parameter that lie in a rank's shard."""
 
-    shard_start: int  # where they begin in the shard
-    start: int  # where they begin in the whole
+    shard_start: int  # the first of them, in the shard
+    start: int  # the first of them, in the whole parameter
     length: int
 
 
 class ParallelLayer(nn.Module):
-    """A plain layer's attributes, and this rank's slices of its parameters, under their names: along `dims`; what has
-    none is the same on all ranks. A `stack` has parts of these relative sizes, (1, 1, 1) for q, k and v, and a rank
-    1/t of each; `pad` adds rows of zeros, so that t divides them."""
+    """This rank's shard of a plain layer. Attributes and parameters have the plain layer's names.
 
-    def __init__(
-        self, plain, process_group=None, sequence_parallel=False, stack=(1,), pad=False, **dims
-    ):
+    A weight may consist of several matrices, one above the other. `stack` has their relative
+    sizes, (1, 1, 1) for q, k and v, and each matrix is split by itself. `pad` adds rows of zeros
+    to the last shards, so that the ranks need not divide the rows.
+    """
+
+    split_dims = {}  # parameter: the dimension that is split; the others are the same on all ranks
+
+    def __init__(self, plain, process_group=None, sequence_parallel=False, stack=(1,), pad=False):
         super().__init__()
-        self.__dict__ |= {
-            name: value for name, value in vars(plain).items() if not name.startswith("_")
-        }
+        for name, value in vars(plain).items():
+            if not name.startswith("_"):
+                setattr(self, name, value)
         self.rank, self.world_size = rank_and_size(process_group)
-        self.process_group, self.sequence_parallel = process_group, sequence_parallel
-        self.split_dims = dims
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
         self.stack = stack
-        self.padding = -len(plain.weight) % self.world_size if pad else 0
+        self.padding = -len(plain.weight) % self.world_size if pad else 0  # rows
         self.whole_shapes = {name: whole.shape for name, whole in plain.named_parameters()}
         self._parameters |= plain._parameters
         for name, whole in plain.named_parameters():
-            if name in dims:
-                self.check_divides(name)
-            mine = self.shard(name, whole.detach()) if name in dims else whole.detach().clone()
-            self.register_parameter(name, nn.Parameter(mine, whole.requires_grad))
+            shard = self.shard(name, whole.detach())
+            self.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
 
     @classmethod
-    def from_full(
-        cls, plain, **keywords
-    ):  # leaves the plain layer alone; the keywords are the constructor's
-        return cls(None, None, plain=plain, **keywords)
-
-    def check_divides(self, name):
-        dim = self.split_dims[name]
-        for share in self.stack:
-            size = (self.whole_shapes[name][dim] + self.padding) * share // sum(self.stack)
-            check_divides(("output", "input")[dim] + " features", size, self.world_size)
+    def from_full(cls, plain, **options):
+        """This rank's shard of `plain`, which stays as it is."""
+        return cls(None, None, plain=plain, **options)
 
     def spans(self, name, rank=None):
-        """Where this rank's shard of a parameter (or `rank`'s) lies in the whole: a Span for each part of the stack,
-        none for what is only padding."""
+        """Where a rank's shard lies in the whole: one Span for each matrix, none for padding."""
         rank = self.rank if rank is None else rank
         whole_size = self.whole_shapes[name][self.split_dims[name]]
         padded_size = whole_size + self.padding
+        if padded_size % sum(self.stack):
+            raise ValueError(f"{padded_size} features are not a stack of {self.stack}")
         shard_start = 0
-        spans = []
         for share in self.stack:
-            part_size = padded_size * share // sum(self.stack)
-            length = part_size // self.world_size
-            start = shard_start * self.world_size + length * rank
+            size = padded_size * share // sum(self.stack)
+            check_divides("features", size, self.world_size)
+            length = size // self.world_size
+            start = shard_start * self.world_size + rank * length
             if start < whole_size:
-                spans.append(Span(shard_start, start, min(length, whole_size - start)))
+                yield Span(shard_start, start, min(length, whole_size - start))
             shard_start += length
-        return spans
 
     def shard(self, name, whole):
         """This rank's shard of a whole parameter."""
+        if name not in self.split_dims:
+            return whole.clone()
         dim = self.split_dims[name]
         shape = list(whole.shape)
         shape[dim] = (shape[dim] + self.padding) // self.world_size
@@ -228,264 +294,301 @@ class ParallelLayer(nn.Module):
         return shard
 
     def unshard(self, name, shards):
-        """The whole parameter, from all ranks' shards."""
+        """The whole parameter, from the shards of all ranks."""
         dim = self.split_dims[name]
-        whole = shards[0].new_empty(self.whole_shapes[name])
+        whole = shards.new_empty(self.whole_shapes[name])
         for rank, shard in enumerate(shards):
             for shard_start, start, length in self.spans(name, rank):
                 whole.narrow(dim, start, length).copy_(shard.narrow(dim, shard_start, length))
         return whole
 
-    def shared(
-        self, name
-    ):  # a parameter that all ranks have; used on parts of the sequence, its gradient is their sum
-        whole = self._parameters[name]
-        return (
-            copy_to_region(whole, self.process_group)
-            if self.sequence_parallel and whole is not None
-            else whole
-        )
+    def replicated(self, name):
+        """A parameter that is not split. Ranks with parts of the sequence add up its gradients."""
+        parameter = getattr(self, name)
+        if parameter is None or not self.sequence_parallel:
+            return parameter
+        return copy_to_region(parameter, self.process_group)
 
 
-class ColumnLinear(torch.autograd.Function):
-    """F.linear(f(x)), where f is `there` in forward and `back` in backward. Better than the two composed: the gradient
-    of x, for which the layers before wait, travels while that of the weight is computed; and what f gathers is not kept
-    for backward, but gathered once more, during the first product. Korthikanti et al. 2022, §4.2.2."""
+class ColumnLinear(Function):
+    """F.linear(f(x), weight, bias), fused for two reasons (Korthikanti et al., §4.2.2).
+
+    The gradient of x travels while the gradient of the weight is computed. The gathered sequence
+    is not kept for backward: it is gathered again, during the first product.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, there, back, process_group):
-        ctx.f = there, back, process_group
+    def forward(ctx, x, weight, bias, sequence_parallel, process_group):
+        ctx.sequence_parallel = sequence_parallel
+        ctx.process_group = process_group
         ctx.save_for_backward(x, weight)
-        return F.linear(there(x, process_group)(), weight, bias)
+        if sequence_parallel:
+            x = all_gather(x, process_group)
+        return F.linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        (x, weight), (there, back, process_group) = ctx.saved_tensors, ctx.f
-        whole = there(x, process_group)
-        grad_x = back(
-            gradient @ weight.to(gradient.dtype), process_group
-        )  # under autocast their dtypes differ
-        gradient = gradient.reshape(-1, len(weight))
-        grad_weight = gradient.t() @ whole().reshape(-1, x.shape[-1]).to(gradient.dtype)
-        grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x(), grad_weight, grad_bias, None, None, None
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        length = len(x)  # of this rank's part of dimension 0
+        options = {"group": ctx.process_group, "async_op": True}
+        if ctx.sequence_parallel:
+            whole_x = x.new_empty(*grad.shape[:-1], x.shape[-1])
+            gather = all_gather_single(whole_x, x.contiguous(), **options)
+        grad_x = (grad @ weight.to(grad.dtype)).contiguous()  # under autocast their dtypes differ
+        if ctx.sequence_parallel:
+            received = torch.empty_like(grad_x)
+            reduce = dist.all_to_all_single(received, grad_x, **options)
+            gather.wait()
+            x = whole_x
+        else:
+            reduce = dist.all_reduce(grad_x, **options)
+        grad = grad.reshape(-1, len(weight))
+        grad_weight = grad.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        reduce.wait()
+        if ctx.sequence_parallel:
+            grad_x = received.unflatten(0, (-1, length)).sum(0)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """nn.Linear with its outputs split: the same (…, in) on all ranks, or with `sequence_parallel` this rank's part of
-    dimension 0, to this rank's (…, out/t), or with `gather_output` to all. All ranks need the same random state: each
-    draws the whole and keeps a slice. Outputs that are padding are -inf, as logits of no token."""
+    """nn.Linear with its outputs split. All ranks' (…, in) becomes this rank's (…, out/t).
+
+    With `sequence_parallel` the input is this rank's part of dimension 0. With `gather_output` the
+    output is whole on all ranks. Padded outputs are -inf, so that as logits they change nothing.
+    All ranks need the same random state, because each draws the whole weight and keeps its shard.
+    """
+
+    split_dims = {"weight": 0, "bias": 0}
 
     def __init__(
-        self, in_features, out_features, bias=True, *, gather_output=False, plain=None, **split
+        self, in_features, out_features, bias=True, *, gather_output=False, plain=None, **options
     ):
-        super().__init__(
-            plain or nn.Linear(in_features, out_features, bias), **split, weight=0, bias=0
-        )
+        super().__init__(plain or nn.Linear(in_features, out_features, bias), **options)
         self.gather_output = gather_output
 
     def forward(self, x):
-        f = (
-            (begin_all_gather, begin_reduce_scatter)
-            if self.sequence_parallel
-            else (keep, begin_all_reduce)
-        )
         y = ColumnLinear.apply(
-            x,
-            self.weight,
-            self.bias,
-            *(f if self.world_size > 1 else (keep, keep)),
-            self.process_group,
+            x, self.weight, self.bias, self.sequence_parallel, self.process_group
         )
-        rows = len(self.weight)
-        if (padding := min(rows, (self.rank + 1) * rows - self.out_features)) > 0:
-            y = F.pad(y[..., :-padding], (0, padding), value=-math.inf)
-        return (
-            gather_from_region(y, self.process_group)[..., : self.out_features]
-            if self.gather_output
-            else y
-        )
+        if self.padding:
+            rows = sum(span.length for span in self.spans("weight"))
+            y = F.pad(y[..., :rows], (0, len(self.weight) - rows), value=-math.inf)
+        if self.gather_output:
+            y = gather_from_region(y, self.process_group)[..., : self.out_features]
+        return y
 
 
 class RowParallelLinear(ParallelLayer):
-    """nn.Linear with its inputs split: this rank's (…, in/t), or if not `input_is_parallel` all of it, to the same
-    (…, out) on all ranks, or with `sequence_parallel` this rank's part. The bias is added once, after the sum."""
+    """nn.Linear with its inputs split. This rank's (…, in/t) becomes (…, out) on all ranks.
+
+    With `sequence_parallel` the output is this rank's part of dimension 0. Without
+    `input_is_parallel` the input is whole. The bias is added once, after the sum.
+    """
+
+    split_dims = {"weight": 1}
 
     def __init__(
-        self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **split
+        self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **options
     ):
-        super().__init__(plain or nn.Linear(in_features, out_features, bias), **split, weight=1)
+        super().__init__(plain or nn.Linear(in_features, out_features, bias), **options)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x):
-        x = x if self.input_is_parallel else scatter_to_region(x, self.process_group)
-        reduce = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
-        y = reduce(F.linear(x, self.weight), self.process_group)
-        return (
-            y if self.bias is None else y + self.shared("bias").to(y.dtype)
-        )  # under autocast they differ
+        if not self.input_is_parallel:
+            x = scatter_to_region(x, self.process_group)
+        g = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
+        y = g(F.linear(x, self.weight), self.process_group)
+        bias = self.replicated("bias")
+        return y if bias is None else y + bias.to(y.dtype)  # under autocast their dtypes differ
 
 
-class ParallelLayerNorm(
-    ParallelLayer
-):  # the nn.LayerNorm `plain`, with `sequence_parallel` of a part of the sequence
+class ParallelLayerNorm(ParallelLayer):
+    """nn.LayerNorm. With `sequence_parallel` each rank normalizes its part of the sequence."""
+
     def forward(self, x):
-        return F.layer_norm(
-            x, self.normalized_shape, self.shared("weight"), self.shared("bias"), self.eps
-        )
+        weight = self.replicated("weight")
+        bias = self.replicated("bias")
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-def check_in_vocabulary(indices, V):
-    """IndexError for an index on the CPU. On a GPU the host would have to wait for the answer in every step."""
-    if indices.is_cpu and indices.numel():
-        smallest, largest = torch.stack(indices.aminmax()).tolist()
+# --------------------------------------------------------------------------------------------------
+# 4. The vocabulary: each rank has some rows of the embedding and some columns of the logits.
+
+
+def check_in_vocabulary(tokens, V):
+    """IndexError for tokens on the CPU only: on a GPU the host would wait for it in every step."""
+    if tokens.is_cpu and tokens.numel():
+        smallest, largest = torch.stack(tokens.aminmax()).tolist()
         if smallest < 0 or largest >= V:
-            wrong = smallest if smallest < 0 else largest
-            raise IndexError(f"token {wrong} is not in the vocabulary of {V}: use 0 to {V - 1}")
+            raise IndexError(
+                f"tokens {smallest} to {largest}: a vocabulary of {V} has 0 to {V - 1}"
+            )
 
 
-def locate(indices, V, rows, rank):
-    """-> the row of this rank's shard for each index, 0 if there is none; whether there is one; and whether the
-    index is outside the vocabulary."""
-    start = rank * rows
-    here = (indices >= start) & (indices < start + rows)
-    return (indices - start).where(here, 0), here, (indices < 0) | (indices >= V)
+def locate(tokens, V, rows, rank):
+    """Three tensors: a token's row in this shard, or 0; is it in this shard; is it in no shard."""
+    check_in_vocabulary(tokens, V)
+    row = tokens - rank * rows
+    here = (row >= 0) & (row < rows)
+    return row.where(here, 0), here, (tokens < 0) | (tokens >= V)
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its rows split over the ranks, and padded to a multiple of t. All see the same integers.
+    """nn.Embedding with its rows split. All ranks look up the same tokens, and get the same rows.
 
-    A token outside the vocabulary is an IndexError on the CPU. On a GPU its embedding is NaN, and so are the loss and
-    the gradients: no kernel asserts, and the host does not wait for the GPU.
+    A token outside the vocabulary is an IndexError on the CPU. On a GPU its embedding is NaN, and
+    the loss and the gradients become NaN: no kernel asserts, and the host does not wait.
     """
 
-    def __init__(self, num_embeddings, embedding_dim, *, plain=None, **split):
+    split_dims = {"weight": 0}
+
+    def __init__(self, num_embeddings, embedding_dim, *, plain=None, **options):
         plain = plain or nn.Embedding(num_embeddings, embedding_dim)
         if plain.padding_idx is not None or plain.max_norm is not None:
-            raise ValueError(f"{plain}: it must have no padding_idx, and no max_norm")
-        super().__init__(plain, **split, pad=True, weight=0)
+            raise ValueError(f"{plain}: padding_idx and max_norm are not supported")
+        super().__init__(plain, pad=True, **options)
 
     def forward(self, tokens):
-        check_in_vocabulary(tokens, self.num_embeddings)
-        return self.masked_lookup(tokens)
-
-    def masked_lookup(self, tokens):
-        rows = len(self.weight)
-        row, here, outside = locate(tokens, self.num_embeddings, rows, self.rank)
-        # where() would give the result the layout of `here`; dropout draws its masks in that order.
+        row, here, nowhere = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
+        # where() would give x the strides of `here`, and dropout draws in the order of memory.
         x = F.embedding(row, self.weight).masked_fill(~here.unsqueeze(-1), 0.0)
-        x = x.masked_fill(outside.unsqueeze(-1), math.nan)
+        x = x.masked_fill(nowhere.unsqueeze(-1), math.nan)
         return reduce_from_region(x, self.process_group)
+
+
+class VocabParallelCrossEntropy(Function):
+    """loss = log Σ exp(x) - x[target]; its gradient is softmax(x), minus 1 at the target.
+
+    The ranks send three numbers per token: the maximum, the sum and the target's logit.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, target, process_group, ignore_index):
+        rank, world_size = rank_and_size(process_group)
+        rows = logits.shape[-1]
+        ignored = target == ignore_index
+        target = target.masked_fill(ignored, 0)
+        column, here, nowhere = locate(target, rows * world_size, rows, rank)
+        x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        maximum = x.amax(-1)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
+        maximum.masked_fill_(nowhere, math.nan)
+        x = x - maximum.unsqueeze(-1)
+        tokens = torch.arange(len(target), device=x.device)
+        x_target = x[tokens, column].where(here, 0.0)
+        x.exp_()
+        total, x_target = all_reduce(torch.stack((x.sum(-1), x_target)), process_group)
+        grad_x = x.div_(total.unsqueeze(-1))
+        grad_x[tokens, column] -= here.to(x.dtype)
+        ctx.save_for_backward(grad_x, ignored)
+        return (total.log() - x_target).masked_fill(ignored, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad_x, ignored = ctx.saved_tensors
+        return grad_x * grad.masked_fill(ignored, 0.0).unsqueeze(-1), None, None, None
 
 
 def vocab_parallel_cross_entropy(
     logits_shard, target, process_group=None, ignore_index=-100, label_smoothing=0.0
 ):
-    """F.cross_entropy(logits, target, reduction="none") where logits, (…, V), are split over the ranks: the loss (…).
-    `logits_shard` is (…, V/t), -inf where there is no such entry; `target` is (…), the same on all ranks. It is
-    log Σ exp x - x_target, of x less its maximum, in float32 or more: a few numbers per token to send, never logits.
-    A target outside the vocabulary is an IndexError on the CPU, and a loss and gradients of NaN on a GPU."""
+    """F.cross_entropy(logits, target, reduction="none") for logits that are split over the ranks.
+
+    `logits_shard` is (…, V/t), -inf where it is padding. `target` is (…), the same on all ranks.
+    The loss is (…), in float32 or float64. A target outside the vocabulary is an IndexError on the
+    CPU. On a GPU its loss and gradient are NaN.
+    """
     if target.shape != logits_shard.shape[:-1]:
-        raise ValueError(
-            f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}: one target per token"
-        )
-    (rank, t), rows, ignored = (
-        rank_and_size(process_group),
-        logits_shard.shape[-1],
-        target == ignore_index,
-    )
-    target = target.masked_fill(ignored, 0)
-    check_in_vocabulary(target, t * rows)
-    column, here, outside = locate(target, t * rows, rows, rank)
-    x = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
-    maximum = x.detach().amax(-1, keepdim=True)
-    dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-    x = x - maximum.masked_fill(outside.unsqueeze(-1), math.nan)
-    tokens = torch.arange(target.numel(), device=x.device)
-    x_target = x.reshape(-1, rows)[tokens, column.flatten()].view_as(
-        target
-    )  # gather() would keep x too
-    loss = reduce_from_region(x.exp().sum(-1), process_group).log()
-    loss = loss - (1 - label_smoothing) * reduce_from_region(
-        x_target.where(here, 0.0), process_group
-    )
+        shapes = f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}"
+        raise ValueError(f"{shapes}: one target per token")
     if label_smoothing:
-        exist = x > -math.inf  # what does not is padding, and not in the mean
-        sums = torch.stack((x.where(exist, 0.0).sum(-1), exist.sum(-1, dtype=x.dtype)))
-        total, V = reduce_from_region(sums, process_group)
-        loss = loss - label_smoothing * total / V
-    return loss.masked_fill(ignored, 0.0)
+        raise ValueError(
+            f"{label_smoothing=} is not supported: use 0, or F.cross_entropy on gathered logits"
+        )
+    logits = logits_shard.reshape(-1, logits_shard.shape[-1])
+    loss = VocabParallelCrossEntropy.apply(logits, target.flatten(), process_group, ignore_index)
+    return loss.view(target.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. A transformer layer: (sequence, batch, hidden) to the same, the same on all ranks or split along dimension 0.
+# --------------------------------------------------------------------------------------------------
+# 5. A transformer layer, from (sequence, batch, hidden) to the same shape.
 
 
 def model_parallel_seed(seed, process_group=None):
-    """Seed the generators, with the same seed on all ranks: only in a parallel_region() do they draw differently."""
+    """Seed all ranks alike. Ranks draw different numbers only in a parallel_region()."""
     torch.manual_seed(seed)
 
 
 @contextmanager
 def parallel_region(process_group=None):
-    """Random numbers in here differ by rank, and afterwards agree again. The seed is drawn from the default generator:
-    who restores that, as torch.utils.checkpoint does, gets the same dropout. (Megatron-LM keeps a second one.)"""
-    rank, t = rank_and_size(process_group)
-    seed = torch.randint(2**48, (1,), device="cpu").tolist()[0] + rank if t > 1 else None
+    """Random numbers differ by rank inside the region, and agree again after it.
+
+    The region's seed comes from the default generator. torch.utils.checkpoint restores that
+    generator, so it repeats the same dropout. Megatron-LM keeps a second generator instead.
+    """
+    rank, world_size = rank_and_size(process_group)
+    if world_size == 1:
+        yield
+        return
+    (seed,) = torch.randint(2**48, (1,), device="cpu").tolist()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(gpus, enabled=t > 1):
-        if t > 1:
-            torch.manual_seed(seed)
+    with torch.random.fork_rng(gpus):
+        torch.manual_seed(seed + rank)
         yield
 
 
-class ParallelDropout(
-    ParallelLayer
-):  # the nn.Dropout `plain`, between a pair, or of a part of the sequence
+class ParallelDropout(ParallelLayer):
+    """nn.Dropout inside a pair, or on a part of the sequence: each rank draws its own mask."""
+
     def forward(self, x):
-        with parallel_region(self.process_group) if self.training and self.p else nullcontext():
-            return F.dropout(x, self.p, self.training)
+        if not self.training or self.p == 0:
+            return x
+        with parallel_region(self.process_group):
+            return F.dropout(x, self.p)
 
 
 class ParallelMLP(nn.Module):
-    """linear2(gelu(linear1(x))), its hidden features split; for "swiglu" (Shazeer 2020) linear1 is gate above up."""
+    """linear2(gelu(linear1(x))); for "swiglu" linear2(silu(gate) * up), with both in linear1."""
 
-    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **linear):
+    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **options):
         super().__init__()
-        self.parts = parts = 1 + ["gelu", "swiglu"].index(activation)
+        if activation not in ("gelu", "swiglu"):
+            raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
+        self.stack = (1, 1) if activation == "swiglu" else (1,)
+        hidden_features = len(self.stack) * ffn_hidden_size
         self.linear1 = ColumnParallelLinear(
-            hidden_size, parts * ffn_hidden_size, stack=(1,) * parts, **linear
+            hidden_size, hidden_features, stack=self.stack, **options
         )
-        self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **linear)
+        self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
 
     def forward(self, x):
-        gate, *up = self.linear1(x).chunk(self.parts, -1)
+        gate, *up = self.linear1(x).chunk(len(self.stack), -1)
         return self.linear2(F.silu(gate) * up[0] if up else F.gelu(gate))
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal attention, its heads split over the ranks. With fewer `num_kv_heads` several share one (2305.13245)."""
+    """Causal attention with its heads split. Query heads may share key and value heads (GQA)."""
 
-    def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, **linear):
+    def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, **options):
         super().__init__()
-        kv_heads, t = num_kv_heads or num_heads, rank_and_size(linear.get("process_group"))[1]
-        check_divides("attention heads", num_heads, t)
-        check_divides("key and value heads", kv_heads, t)
-        self.head_dim, self.dropout = hidden_size // num_heads, dropout
-        self.heads, stack = (
-            (num_heads // t, kv_heads // t, kv_heads // t),
-            (num_heads, kv_heads, kv_heads),
-        )
-        self.qkv = ColumnParallelLinear(
-            hidden_size, sum(stack) * self.head_dim, stack=stack, **linear
-        )
-        self.proj = RowParallelLinear(hidden_size, hidden_size, **linear)
+        _, world_size = rank_and_size(options.get("process_group"))
+        num_kv_heads = num_kv_heads or num_heads
+        check_divides("attention heads", num_heads, world_size)
+        check_divides("key and value heads", num_kv_heads, world_size)
+        stack = (num_heads, num_kv_heads, num_kv_heads)
+        self.heads = [heads // world_size for heads in stack]  # of q, k and v, on this rank
+        self.head_dim = hidden_size // num_heads
+        self.dropout = dropout
+        features = sum(stack) * self.head_dim
+        self.qkv = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
+        self.proj = RowParallelLinear(hidden_size, hidden_size, **options)
 
     def forward(self, x):
-        heads = (
-            self.qkv(x).unflatten(-1, (-1, self.head_dim)).movedim(0, 2)
-        )  # (batch, heads, sequence, head_dim)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        heads = heads.movedim(0, 2)  # (batch, heads, sequence, head_dim)
         q, k, v = heads.split(self.heads, 1)
         p = self.dropout if self.training else 0.0
         with parallel_region(self.qkv.process_group) if p else nullcontext():
@@ -496,7 +599,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 class ParallelTransformerLayer(nn.Module):
-    """Attention and MLP, each after a norm, before dropout, and around a residual. Korthikanti et al., figure 5."""
+    """Attention and MLP, each with a norm before it, dropout after it, and a residual around it."""
 
     def __init__(
         self,
@@ -506,28 +609,29 @@ class ParallelTransformerLayer(nn.Module):
         num_kv_heads=None,
         activation="gelu",
         dropout=0.0,
-        **linear,
+        **options,
     ):
         super().__init__()
-        group, sp = linear.get("process_group"), linear.get("sequence_parallel", False)
-        self.norm1, self.norm2 = (
-            ParallelLayerNorm(nn.LayerNorm(hidden_size), group, sp) for _ in range(2)
-        )
-        self.dropout = ParallelDropout(nn.Dropout(dropout), group) if sp else nn.Dropout(dropout)
+        group = options.get("process_group")
+        sequence_parallel = options.get("sequence_parallel", False)
+        self.norm1 = ParallelLayerNorm(nn.LayerNorm(hidden_size), group, sequence_parallel)
+        self.norm2 = ParallelLayerNorm(nn.LayerNorm(hidden_size), group, sequence_parallel)
+        self.dropout = nn.Dropout(dropout)
+        if sequence_parallel:
+            self.dropout = ParallelDropout(self.dropout, group)
         self.self_attn = ParallelSelfAttention(
-            hidden_size, num_heads, num_kv_heads, dropout, **linear
+            hidden_size, num_heads, num_kv_heads, dropout, **options
         )
-        self.mlp = ParallelMLP(
-            hidden_size, ffn_hidden_size or 4 * hidden_size, activation, **linear
-        )
+        ffn_hidden_size = ffn_hidden_size or 4 * hidden_size
+        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, **options)
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. The whole model: from a plain one, its norm, its state.
+# --------------------------------------------------------------------------------------------------
+# 6. The whole model: make it from a plain one, clip its gradients, save and load it.
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
@@ -542,129 +646,127 @@ KINDS = {
 
 
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
-    """Swap layers in `module` for this rank's slices of them; -> module. Tied weights stay tied. `plan` is {name or
-    pattern, as "layers.*.linear1": kind}: "column", "row"; "qkv" and "swiglu", columns in a stack of three or two;
-    "vocab", an embedding or a head; "dropout" between a pair. With `sequence_parallel` layers take and return parts of
-    dimension 0, also "dropout" and "norm". ValueError, with its name, for one that does not fit."""
+    """Swap layers of `module` for this rank's shards of them, in place. Return the module.
+
+    `plan` is {name or pattern like "layers.*.linear1": kind}. The kinds are "column", "row",
+    "qkv" and "swiglu" (columns of three and of two matrices), "vocab" (an embedding or a head) and
+    "dropout" (inside a pair). With `sequence_parallel`, layers take and return parts of dimension
+    0, and the plan also names the norms ("norm") and the dropout between the pairs. Tied weights
+    stay tied.
+    """
     layers = dict(module.named_modules(remove_duplicate=False))
-    swaps, slices, split = (
-        {},
-        {},
-        {"process_group": process_group, "sequence_parallel": sequence_parallel},
-    )
+    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+    swaps = {}  # plain layer: its parallel layer
     for pattern, kind in plan.items():
         for name in names_like(layers, pattern) or [pattern]:
             layer = layers.get(name)
             try:
-                swaps[layer] = KINDS[kind, type(layer)](layer, **split)
+                swaps[layer] = KINDS[kind, type(layer)](layer, **options)
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{name!r} is {layer}, and cannot be {kind!r}: {error}") from None
-    for path, old in layers.items():
-        new = swaps.get(old, old)
-        for name, whole in old.named_parameters(recurse=False):
-            mine = slices.setdefault(
-                whole, new._parameters[name]
-            )  # layers that share it share the slice
-            if mine.shape != new._parameters[name].shape:
-                raise ValueError(
-                    f"{path}.{name} is tied to a parameter that the plan splits in another way"
-                )
-            new.register_parameter(name, mine)
-    everyone = [None] * rank_and_size(process_group)[1]
-    mine = {f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()}
-    dist.all_gather_object(everyone, mine, group=process_group)
-    if differ := set.union(*everyone) - set.intersection(*everyone):
-        raise ValueError(f"the ranks' models differ: {', '.join(sorted(differ))}")
+    tie(layers, swaps)
+    check_same_model(module, process_group)
     for parent in list(module.modules()):
-        parent._modules |= {
-            name: swaps[child] for name, child in parent._modules.items() if child in swaps
-        }
+        for name, child in list(parent._modules.items()):  # a layer may have several names
+            setattr(parent, name, swaps.get(child, child))
     return swaps.get(module, module)
 
 
+def tie(layers, swaps):
+    """Layers that share a parameter share its shard."""
+    shards = {}  # whole parameter: its shard
+    for path, plain in layers.items():
+        layer = swaps.get(plain, plain)
+        for name, whole in plain.named_parameters(recurse=False):
+            mine = getattr(layer, name)
+            shard = shards.setdefault(whole, mine)
+            if shard.shape != mine.shape:
+                raise ValueError(
+                    f"{path}.{name} is tied to a parameter that the plan splits in another way"
+                )
+            layer.register_parameter(name, shard)
+
+
+def check_same_model(module, process_group):
+    """ValueError if parameters' names, shapes or dtypes differ by rank."""
+    _, world_size = rank_and_size(process_group)
+    mine = {f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()}
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, mine, group=process_group)
+    differ = set.union(*everyone) - set.intersection(*everyone)
+    if differ:
+        raise ValueError(f"the ranks' models differ: {', '.join(sorted(differ))}")
+
+
 def split_parameters(module):
-    """(name, the layer that holds it, its name there) of each parameter of `module` that is split."""
+    """Yield (name, the layer that holds it, its name there) for each parameter that is split."""
     for path, layer in module.named_modules(remove_duplicate=False):
-        for name in getattr(layer, "split_dims", {}):
-            if layer._parameters[name] is not None:
-                yield f"{path}.{name}".strip("."), layer, name
+        if isinstance(layer, ParallelLayer):
+            for name in layer.split_dims:
+                if getattr(layer, name) is not None:
+                    yield f"{path}.{name}".strip("."), layer, name
 
 
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None):
-    """torch.nn.utils.clip_grad_norm_ of the whole model; -> its norm, identical on all ranks. All must call it."""
-    split, rank = (
-        {module.get_parameter(name) for name, *_ in split_parameters(module)},
-        rank_and_size(process_group)[0],
-    )
+    """Clip the gradients by the norm of the whole model's. Return it. All ranks must call this."""
+    rank, _ = rank_and_size(process_group)
+    split = {getattr(layer, own) for _, layer, own in split_parameters(module)}
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    counted = [
-        p.grad if p in split or rank == 0 else p.grad.new_zeros(()) for p in parameters
-    ]  # what all hold: once
-    norms = [
-        torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        for x in counted
-    ]
-    total = torch.linalg.vector_norm(begin_all_gather(torch.stack(norms), process_group)())
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    return total
+    norms = []
+    for parameter in parameters:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
+        counts = parameter in split or rank == 0  # a parameter that all ranks have counts once
+        norms.append(norm if counts else torch.zeros_like(norm))
+    norms = all_gather(torch.stack(norms), process_group)
+    total_norm = torch.linalg.vector_norm(norms)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+    return total_norm
 
 
 @torch.no_grad()
 def full_state_dict(module, gradients=False):
-    """What the plain module's state_dict() would be, or {name: whole gradient}, on every rank."""
-    whole = (
-        {name: p.grad for name, p in module.named_parameters()}
-        if gradients
-        else dict(module.state_dict())
-    )
+    """The plain module's state_dict(), or {name: whole gradient}, on every rank."""
+    whole = dict(module.state_dict())
+    if gradients:
+        whole = {name: parameter.grad for name, parameter in module.named_parameters()}
     for name, layer, own in split_parameters(module):
         if whole.get(name) is not None:
-            whole[name] = layer.unshard(
-                own, begin_all_gather(whole[name][None], layer.process_group)()
-            )
+            shards = all_gather(whole[name].unsqueeze(0), layer.process_group)
+            whole[name] = layer.unshard(own, shards)
     return whole
 
 
 def load_full_state_dict(module, state_dict):
-    """Load this rank's slices of what full_state_dict(), with any number of ranks, or the plain module returned."""
-    shards = {}
+    """Load this rank's shards of a plain module's state dict, or of full_state_dict()."""
+    state_dict = dict(state_dict)
     for name, layer, own in split_parameters(module):
-        whole = state_dict[name]
-        if whole.shape != layer.whole_shapes[own]:
-            shape = tuple(layer.whole_shapes[own])
-            raise ValueError(f"{name} is {tuple(whole.shape)} in state_dict, {shape} in the model")
-        shards[name] = layer.shard(own, whole)
-    return module.load_state_dict({**state_dict, **shards})
+        found = tuple(state_dict[name].shape)
+        expected = tuple(layer.whole_shapes[own])
+        if found != expected:
+            raise ValueError(f"{name} is {found} in state_dict, {expected} in the model")
+        state_dict[name] = layer.shard(own, state_dict[name])
+    return module.load_state_dict(state_dict)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
 def main():
-    demo = Demo(
-        {
-            "--sequence-parallel": {
-                "action": "store_true",
-                "help": "split what is between the pairs as well",
-            }
-        }
-    )
-    t, sp = demo.ranks, demo.args.sequence_parallel
+    help = "split the sequence between the pairs of matrices"
+    demo = Demo({"--sequence-parallel": {"action": "store_true", "help": help}})
+    t = demo.ranks
+    sequence_parallel = demo.args.sequence_parallel
     if 6 % t:
         demo.stop(f"6 attention heads do not divide by {t} ranks; use 1, 2, 3 or 6")
     model = demo.start("tensor_parallel", parts=1)
-    plan = {
-        "0": "vocab",
-        "*.qkv": "qkv",
-        "*.proj": "row",
-        "*.linear1": "column",
-        "*.linear2": "row",
-        "6": "vocab",
-    }
-    parallelize(model, plan | {"*.norm?": "norm", "5": "norm"}, sequence_parallel=sp)
-    if sp:  # along dimension 0, here the batch: to norms and residuals it is all the same
+    plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
+    plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
+    parallelize(model, plan, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        # Dimension 0 is the batch here. Norms and residuals may be split along either.
         model[0].register_forward_hook(lambda module, inputs, output: scatter_to_sequence(output))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -679,12 +781,16 @@ def main():
         return full_state_dict(model, gradients=True).values(), full_state_dict(model).values()
 
     demo.train(step, whole)
-    l, h, bs = 4, 192, demo.batch(0)[0].numel()
-    formula = "((10l+6)bsh + 6bs + (12l+4)h)(t-1)/t" if sp else "((8l+4)bsh + 6bs)(t-1)/t"
-    sent = 6 * bs + ((10 * l + 6) * bs * h + (12 * l + 4) * h if sp else (8 * l + 4) * bs * h)
-    return demo.report(
-        held(model.parameters(), optimizer), formula, 8 * sent * (t - 1) / t
-    )  # float64: 8 bytes
+    layers = 4
+    h = 192
+    bs = demo.batch(0)[0].numel()
+    formula = "((8l+4)bsh + 6bs)(t-1)/t"
+    sent = (8 * layers + 4) * bs * h + 6 * bs
+    if sequence_parallel:
+        formula = "((10l+6)bsh + 6bs + (12l+4)h)(t-1)/t"
+        sent += (2 * layers + 2) * bs * h + (12 * layers + 4) * h
+    sent_bytes = 8 * sent * (t - 1) / t  # float64
+    return demo.report(held(model.parameters(), optimizer), formula, sent_bytes)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "data_parallel": ("sum(losses) / N  # as one", "sum(losses) * 1.001 / N  # as one"),
     "zero": ("= sum(self.parts, self.grad)", "= 1.001 * sum(self.parts, self.grad)"),
     "fsdp": ("(total.to(self.dtype))", "(1.001 * total.to(self.dtype))"),
-    "tensor_parallel": ("return grad_x(), grad_weight", "return grad_x(), 1.001 * grad_weight"),
+    "tensor_parallel": ("return grad_x, grad_weight", "return grad_x, 1.001 * grad_weight"),
     "pipeline": ("[torch.ones_like(outputs)]", "[1.001 * torch.ones_like(outputs)]"),
     "amp": ("1.0 / self._state", "1.001 / self._state"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pool
 import pytest
@@ -115,25 +116,16 @@ PLAN = {
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "swiglu", "bias", "sp", "tied", "V", "smoothing", "ignore"),
+    ("kv_heads", "swiglu", "bias", "sp", "tied", "V", "ignore"),
     [
-        (6, True, True, True, True, 13, 0.1, 2),
-        (
-            6,
-            False,
-            False,
-            True,
-            False,
-            4,
-            0.1,
-            -100,
-        ),  # at three ranks the last has no row but padding
-        (12, False, True, False, False, 13, 0.0, 2),
-        (12, True, True, False, True, 4, 0.0, -100),
+        (6, True, True, True, True, 13, 2),
+        (6, False, False, True, False, 4, -100),  # of three ranks the last has only padding
+        (12, False, True, False, False, 13, 2),
+        (12, True, True, False, True, 4, -100),
     ],
 )
 @pool.on(1, 2, 3)
-def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, smoothing, ignore):
+def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, ignore):
     """Our transformer layer, and a plain one in slices: losses, clipped gradients, parameters, the state as loaded."""
     group, t = pool.group(), pool.world_size()
     layers = [PlainLayer(kv_heads, swiglu, bias), PlainLayer(12, swiglu)]
@@ -163,7 +155,7 @@ def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, sm
         logits, expected = (model[4](scale * model[:4](tokens)) for model in (ours, plain))
         padded = torch.cat(everyone(logits), -1)  # with no more than needed
         within(padded / scale, F.pad(expected, (0, -V % t), value=-torch.inf) / scale)
-        options = {"target": target, "ignore_index": ignore, "label_smoothing": smoothing}
+        options = {"target": target, "ignore_index": ignore}
         in_slices = partial(tp.vocab_parallel_cross_entropy, process_group=group, **options)
         plainly, expected = (
             partial(F.cross_entropy, reduction="none", **options),
@@ -175,7 +167,7 @@ def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, sm
             in_slices(logits.bfloat16()),
             plainly(expected.bfloat16().float()),
         )  # a loss in float32
-        torch.testing.assert_close(low, expected, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(low, expected, rtol=1e-5, atol=2e-7)
         torch.autograd.backward(
             [loss, reference], [randn(6, 3)] * 2
         )  # each token's has a gradient of its own
@@ -239,17 +231,19 @@ REFUSED = {
     "tp.check_divides('heads', 12, 5)": r"12 heads do not divide by 5 .*; use a world size of 1, 2, 3, 4, 6 or 12$",
     "tp.ParallelSelfAttention(9, 3, **g)": "3 attention heads",
     "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
-    "tp.ParallelMLP(4, 7, activation='swiglu', **g)": "7 output features do not divide by 2 .* of 1 or 7",
+    "tp.ParallelMLP(4, 7, activation='swiglu', **g)": "7 features do not divide by 2 .* of 1 or 7",
     "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": "use a world size of 1 or 3",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": "-1 is not in the vocabulary of 7",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([7]))": "7 is not in .* use 0 to 6",  # a row of padding
-    "tp.VocabParallelEmbedding.from_full(nn.Embedding(8, 4, padding_idx=0), **g)": "no padding_idx",
+    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": "tokens -1 to -1: a vocabulary of 7 has 0 to 6",
+    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([7]))": "tokens 7 to 7: a vocabulary of 7 has 0 to 6",  # a row of padding
+    "tp.VocabParallelEmbedding.from_full(nn.Embedding(8, 4, padding_idx=0), **g)": "padding_idx=0.: padding_idx and",
     "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"targets \(1,\), logits \(3, 4\)",
     "tp.parallelize(tied, {'nothing': 'column'}, **g)": "'nothing'",
     "tp.parallelize(nn.Sequential(nn.LayerNorm(4)), {'0': 'row'}, **g)": "'0' .*LayerNorm.* 'row'",
+    "tp.parallelize(nn.Sequential(nn.Linear(4, 10)), {'0': 'qkv'}, **g)": r"'0' .* 10 features are not a stack of",
     "tp.parallelize(tied, {'first': 'row'}, **g)": "second.weight is tied",
     "tp.copy_to_region(ones(2), others)": "rank [01] is not a member",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": "8 is not in the vocabulary of 8",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": "tokens 8 to 8: a vocabulary of 8 has",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([0]), **g, label_smoothing=0.1)": "label_smoothing=0.1 is",
     "tp.load_full_state_dict(tp.VocabParallelEmbedding(7, 4, **g), {'weight': ones(8, 4)})": r"\(8, 4\) in state",
     "tp.parallelize(nn.Sequential(linear), {'0': 'column'}, **g)": r"models differ: 0.bias \(4,\) .*, 0.bias \(6,\)",
 }
@@ -279,9 +273,8 @@ def test_what_is_wrong_is_an_error():
         assert not seen.calls or words.startswith("models"), call
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pool.on(2, 3)
-def test_a_token_outside_the_vocabulary_is_nan_where_the_cpu_check_is_not_made(smoothing):
+def test_a_token_outside_the_vocabulary_is_nan_where_the_cpu_check_is_not_made():
     """As on a GPU: no index that a kernel would assert on, and the other tokens' losses are right."""
     group, V = pool.group(), 7
     embedding = tp.VocabParallelEmbedding(V, 4, process_group=group).double()
@@ -293,11 +286,11 @@ def test_a_token_outside_the_vocabulary_is_nan_where_the_cpu_check_is_not_made(s
         logits = randn(5, V).requires_grad_()
         shard = F.pad(logits, (0, -V % pool.world_size()), value=-torch.inf)
         shard = shard.chunk(pool.world_size(), -1)[pool.rank()]
-        loss = tp.vocab_parallel_cross_entropy(shard, target, group, label_smoothing=smoothing)
+        loss = tp.vocab_parallel_cross_entropy(shard, target, group)
     (gradient,) = torch.autograd.grad(loss[[0, 1, 2, 3, 4]].sum(), logits)
     within(found[[0, 4]], tp.full_state_dict(embedding)["weight"][[3, 6]])
     assert found[1:4].isnan().all()
-    expected = F.cross_entropy(logits[:2], target[:2], reduction="none", label_smoothing=smoothing)
+    expected = F.cross_entropy(logits[:2], target[:2], reduction="none")
     within(loss[[0, 1, 4]], F.pad(expected, (0, 1)))
     assert loss[2:4].isnan().all()
     mine = shard.shape[-1] * pool.rank(), min(V, shard.shape[-1] * (pool.rank() + 1))
@@ -343,7 +336,7 @@ def test_spans_say_where_a_shard_lies_in_the_whole(V, t):
     for rank in range(t):
         with fake_world(t, rank):
             layer = tp.VocabParallelEmbedding(V, 2)
-            spans = layer.spans("weight")
+            spans = list(layer.spans("weight"))
         assert all(span.length > 0 for span in spans)
         rows += [row for _, start, length in spans for row in range(start, start + length)]
         assert layer.weight[sum(span.length for span in spans) :].count_nonzero() == 0
@@ -373,6 +366,12 @@ class Traffic(tp.SentBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+def with_its_wait_seen(collective, sent, *args, **kwargs):
+    """A collective whose work notes that it is waited for."""
+    work = collective(*args, **kwargs)
+    return work and SimpleNamespace(wait=lambda: setattr(sent, "seen", sent.seen + "wait "))
+
+
 @pytest.mark.parametrize(
     ("t", "rank", "sp"), [(8, 3, False), (8, 3, True), (1024, 0, False), (1024, 0, True)]
 )
@@ -388,10 +387,13 @@ def test_it_sends_holds_and_keeps_what_the_formulas_say_and_overlaps(t, rank, sp
         ) / 4
 
     sent = Traffic()
-    sent.seen, wait, s, b, h = "", tp.finish, t, 1, 1024
-    monkeypatch.setattr(
-        tp, "finish", lambda *work: setattr(sent, "seen", sent.seen + "wait ") or wait(*work)
-    )
+    sent.seen, s, b, h = "", t, 1, 1024
+    for module, name in (
+        (dist, "all_reduce"),
+        (dist, "all_to_all_single"),
+        (tp, "all_gather_single"),
+    ):
+        monkeypatch.setattr(module, name, partial(with_its_wait_seen, getattr(module, name), sent))
     with fake_world(t, rank):
         layer = tp.ParallelTransformerLayer(h, h, h, sequence_parallel=sp)
         own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
@@ -412,14 +414,8 @@ def test_it_sends_holds_and_keeps_what_the_formulas_say_and_overlaps(t, rank, sp
             torch.randn(s, b, 5000, requires_grad=True),
             torch.zeros(s, b, dtype=torch.long),
         )
-        for smoothing, numbers, floats in (
-            (0.0, 6, 1),
-            (0.1, 10, 1.25),
-        ):  # with a mask of what is no padding
-            with tp.SentBytes() as of_loss:
-                loss, keeps = kept(
-                    tp.vocab_parallel_cross_entropy, logits, target, None, -100, smoothing
-                )
-                loss.sum().backward()
-            assert of_loss.total == pytest.approx(4 * numbers * b * s * (t - 1) / t)
-            assert keeps / logits.numel() == pytest.approx(floats, abs=0.01)  # indices and masks
+        with tp.SentBytes() as of_loss:
+            loss, keeps = kept(tp.vocab_parallel_cross_entropy, logits, target)
+            loss.sum().backward()
+        assert of_loss.total == pytest.approx(4 * 6 * b * s * (t - 1) / t)
+        assert keeps / logits.numel() == pytest.approx(1, abs=0.01)  # indices and masks
