@@ -1,4 +1,4 @@
-"""parallel_3d.py: every grid trains as one device does, goes on where another stopped, and costs what formulas say."""
+"""parallel_3d.py: every grid trains as one device does, and goes on where another stopped."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ import pool
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from launch import ROOT, TORCHRUN, fork, launch
 
 import checkpoint
@@ -52,62 +53,31 @@ def batches(config=SMALL, length=8):
 # ---- one device, beside GPT-2 and its training by their formulas, with no code of parallel_3d.py
 
 
-def reference_logits(weights, tokens_bs, config, dropout):
-    """GPT-2 as its paper says, with no code of parallel_3d.py. `dropout(x, layer)` seeds itself at each new layer."""
+def reference_logits(weights, tokens, config, dropout):
+    """GPT-2 as its paper has it: (batch, sequence) tokens to (sequence, batch, vocab) logits."""
+
+    def of(name):
+        return weights[f"{name}.weight"], weights[f"{name}.bias"]
 
     def norm(x, name):
-        x = x - x.mean(-1, keepdim=True)
-        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+        return F.layer_norm(x, x.shape[-1:], *of(name))
 
-    def linear(x, name):
-        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
-
-    length = tokens_bs.shape[1]
-    hidden = weights["0.word.weight"][tokens_bs.T.contiguous()]
-    hidden = hidden + weights["0.position.weight"][:length, None]
-    hidden = dropout(hidden, 0)
+    word = weights["0.word.weight"]
+    length = tokens.shape[1]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    x = F.embedding(tokens.T.contiguous(), word) + weights["0.position.weight"][:length, None]
+    x = dropout(x, 0)
     for i in range(1, config.layers + 1):
-        qkv = linear(norm(hidden, f"{i}.norm1"), f"{i}.qkv")
+        qkv = F.linear(norm(x, f"{i}.norm1"), *of(f"{i}.qkv"))
         q, k, v = qkv.unflatten(-1, (3, config.heads, -1)).permute(2, 1, 3, 0, 4)
         scores = q @ k.mT / math.sqrt(config.hidden / config.heads)
         attention = scores.masked_fill(future, -math.inf).softmax(-1)
-        mixed = (dropout(attention, i) @ v).permute(2, 0, 1, 3).flatten(2)
-        hidden = hidden + dropout(linear(mixed, f"{i}.proj"))
-        y = linear(norm(hidden, f"{i}.norm2"), f"{i}.linear1")
-        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        hidden = hidden + dropout(linear(y, f"{i}.linear2"))
-    return norm(hidden, f"{config.layers + 1}.norm") @ weights["0.word.weight"].T
-
-
-def reference_losses(weights, inputs, targets, config, args, micro_batch):
-    """The losses of a micro-batch's unmasked tokens: -log softmax."""
-
-    def dropout(values, layer=None):
-        if layer is not None:
-            torch.manual_seed(args.seed * 2**40 + micro_batch * 2**10 + layer)
-        return torch.nn.functional.dropout(values, args.dropout)
-
-    logits = reference_logits(weights, inputs, config, dropout).transpose(0, 1)
-    logs = logits - logits.logsumexp(-1, keepdim=True)
-    losses = -logs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return losses[targets != -100]
-
-
-@torch.no_grad()
-def reference_update(weight, gradient, state, args, step):
-    """SGD, or AdamW with PyTorch's defaults; the learning rate rises linearly over the first `warmup` steps."""
-    lr = args.lr * (step / args.warmup if step < args.warmup else 1.0)
-    if args.optimizer == "SGD":
-        weight -= lr * gradient
-        return
-    state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * gradient
-    state["square"] = 0.999 * state.get("square", 0.0) + 0.001 * gradient**2
-    mean = state["mean"] / (1 - 0.9**step)
-    square = state["square"] / (1 - 0.999**step)
-    weight -= lr * 0.01 * weight
-    weight -= lr * mean / (square.sqrt() + 1e-8)
+        y = (dropout(attention, i) @ v).permute(2, 0, 1, 3).flatten(2)
+        x = x + dropout(F.linear(y, *of(f"{i}.proj")))
+        y = F.linear(norm(x, f"{i}.norm2"), *of(f"{i}.linear1"))
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))  # GELU
+        x = x + dropout(F.linear(y, *of(f"{i}.linear2")))
+    return norm(x, f"{config.layers + 1}.norm") @ word.T
 
 
 def reference_training(config, args, batches):
@@ -115,22 +85,30 @@ def reference_training(config, args, batches):
     weights = plain_model(config, seed=args.seed).double().state_dict()
     del weights[f"{config.layers + 1}.linear.weight"]  # the tied embedding
     weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    states = {name: {} for name in weights}
+    optimizer = getattr(torch.optim, args.optimizer)(weights.values())
     micro_batch = 0
+
+    def dropout(x, layer=None):
+        if layer is not None:
+            torch.manual_seed(args.seed * 2**40 + micro_batch * 2**10 + layer)
+        return F.dropout(x, args.dropout)
+
     for step, (inputs, targets) in enumerate(batches, start=1):
-        loss = 0.0
-        for first in range(0, len(inputs), args.micro_batch_size):
-            part = slice(first, first + args.micro_batch_size)
-            losses = reference_losses(
-                weights, inputs[part], targets[part], config, args, micro_batch
-            )
-            loss = loss + losses.sum() / max(1, int((targets != -100).sum()))
+        losses = []
+        for x in inputs.split(args.micro_batch_size):
+            logits = reference_logits(weights, x, config, dropout).transpose(0, 1)
+            losses.append(-logits.log_softmax(-1))
             micro_batch += 1
+        losses = torch.cat(losses)[targets != -100, targets[targets != -100]]
+        loss = losses.sum() / max(1, len(losses))
         gradients = torch.autograd.grad(loss, list(weights.values()))
-        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
         factor = min(1.0, args.clip_grad / (norm + 1e-6)) if args.clip_grad else 1.0
-        for (name, weight), gradient in zip(weights.items(), gradients, strict=True):
-            reference_update(weight, gradient * factor, states[name], args, step)
+        for weight, gradient in zip(weights.values(), gradients, strict=True):
+            weight.grad = gradient * factor
+        warmed_up = step / args.warmup if step < args.warmup else 1.0
+        optimizer.param_groups[0]["lr"] = args.lr * warmed_up
+        optimizer.step()
         yield loss.item(), norm, weights
 
 
@@ -154,7 +132,7 @@ def test_one_device_trains_gpt2_by_its_formulas(flags):
 
 
 def test_the_model_is_gpt2():
-    """It has as many parameters as published. Weights start as GPT-2's, and with different seeds."""
+    """It has as many parameters as published. Its weights start as GPT-2's, by their own seeds."""
     published = [MODELS[f"gpt2-{name}"] for name in ("124m", "345m", "774m", "1.5b")]
     with torch.device("meta"):
         models = [plain_model(config) for config in published]
@@ -427,60 +405,57 @@ checkpoint.write = hurt
 sys.exit(parallel_3d.main())
 """
 CABLE = """
-ip netns add {0} && ip netns add {1} && ip link add cable netns {0} type veth peer name cable netns {1}
+ip netns add {0} && ip netns add {1}
+ip link add cable netns {0} type veth peer name cable netns {1}
 ip -n {0} address add 10.77.0.1/24 dev cable && ip -n {1} address add 10.77.0.2/24 dev cable
 for name in {0} {1}; do ip -n $name link set cable up && ip -n $name link set lo up; done
 """
 
 
+def shell(script):
+    return subprocess.run(["sh", "-ec", script], check=False, capture_output=True, text=True)
+
+
+def launch_on_two_machines(command):
+    """Run it in two network namespaces with a cable between them, or without, and say why."""
+    names = [f"p3d{os.getpid()}{side}" for side in "ab"]
+    cable = shell(CABLE.format(*names))
+    net, device = ("127.0.0.", "lo") if cable.returncode else ("10.77.0.", "cable")
+    env = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": device}
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    flags = "--nnodes 2 --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d"
+    flags += f" --rdzv-endpoint {net}1:{20000 + os.getpid() % 10000}"
+    runs = []
+    with ThreadPoolExecutor() as threads:
+        for i, name in enumerate(names, start=1):
+            place = [] if cable.returncode else ["ip", "netns", "exec", name]
+            own = f"--local-addr {net}{i} --rdzv-conf is_host={i == 1}"  # no name resolves to it
+            line = [*place, *TORCHRUN[:-1], *flags.split(), *own.split(), *command.split()]
+            runs.append(threads.submit(launch, line, ROOT, env=env))
+    shell(f"ip netns del {names[0]}; ip netns del {names[1]}")
+    return [run.result() for run in runs], cable.stderr.strip()
+
+
 def test_stopped_and_killed_on_two_machines(tmp_path):
-    """SIGTERM to one rank saves, and ends all with status 0. One killed while it saves is started again, and goes on:
-    between two machines that reach each other by their addresses alone, on data.py's files, as on one device."""
-    parallel_3d.data.write_indexed(
-        tmp_path / "corpus", [[i % 7 * 30 + j for j in range(40)] for i in range(30)], 257
-    )
+    """A SIGTERM to one rank ends all of them with a checkpoint and status 0.
+
+    Torchrun restarts a rank that was killed while it saved. All of it equals one device.
+    """
+    documents = [[i % 7 * 30 + j for j in range(40)] for i in range(30)]
+    parallel_3d.data.write_indexed(tmp_path / "corpus", documents, 257)
     (tmp_path / "hurt.py").write_text(HURT)
-    command = f"{tmp_path}/hurt.py --data={tmp_path}/corpus --save {tmp_path}/saved --save-interval 1 --steps 5"
-    command += f" --sequence-length 16 --global-batch-size 4 --metrics {tmp_path}/m"
+    command = f"{tmp_path}/hurt.py --data={tmp_path}/corpus --save {tmp_path}/saved --steps 5"
+    command += " --save-interval 1 --sequence-length 16 --global-batch-size 4"
+    command += f" --metrics {tmp_path}/m"
     done = fork(*command.split(), ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, told to stop\n")
-    names, both = [f"p3d{os.getpid()}{side}" for side in "ab"], []
-    cable = subprocess.run(
-        ["sh", "-ec", CABLE.format(*names)], check=False, capture_output=True, text=True
-    )
-    net, device = ("127.0.0.", "lo") if cable.returncode else ("10.77.0.", "cable")
-    env = {
-        "PYTHONPATH": str(ROOT),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "GLOO_SOCKET_IFNAME": device,
-    }
-    with ThreadPoolExecutor() as threads:
-        for i, name in enumerate(names, start=1):  # no name resolves to these addresses
-            flags = f"--nnodes 2 --nproc-per-node 1 --max-restarts 1 --local-addr {net}{i} --rdzv-conf is_host={i == 1}"
-            flags += f" --rdzv-backend c10d --rdzv-endpoint {net}1:{20000 + os.getpid() % 10000} {command} --pp 2"
-            place = [] if cable.returncode else ["ip", "netns", "exec", name]
-            both.append(
-                threads.submit(launch, [*place, *TORCHRUN[:-1], *flags.split()], ROOT, env=env)
-            )
-    subprocess.run(
-        ["sh", "-c", "ip netns del {}; ip netns del {}".format(*names)],
-        check=False,
-        capture_output=True,
-    )
-    output = "".join(each.result().stdout for each in both)
-    assert [each.result().returncode for each in both] == [0, 0], "".join(
-        each.result().stderr for each in both
-    )
+    both, no_cable = launch_on_two_machines(f"{command} --pp 2")
+    assert [each.returncode for each in both] == [0, 0], both[0].stderr + both[1].stderr
+    output = both[0].stdout + both[1].stdout
     assert re.findall(r"^loaded .*saved after step (\d)$", output, re.M) == ["2", "3"]
     assert re.search(r"^vs 1 device .* equal within 1e-09: \de-1\d over 5 steps$", output, re.M)
-    assert [json.loads(line)["step"] for line in (tmp_path / "m").read_text().splitlines()] == [
-        1,
-        2,
-        3,
-        4,
-        4,
-        5,
-    ]
-    if cable.returncode:
-        pytest.skip(f"all is well, but on one machine: {cable.stderr.strip()}")
+    lines = (tmp_path / "m").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 4, 5]
+    if no_cable:
+        pytest.skip(f"all is well, but on one machine: {no_cable}")
