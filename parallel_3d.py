@@ -135,7 +135,10 @@ class Head(nn.Module):
 
 @torch.no_grad()
 def build_layer(config, number, dropout=0.0, seed=0):
-    """Layer 0 is the embedding, the last one, L + 1, is the head. Each layer has its own seed."""
+    """Build a layer of the plain model. Layer 0 is the embedding and layer L + 1 is the head.
+
+    Each layer has its own seed, so that a rank needs to build no others than its own.
+    """
     torch.manual_seed(seed * 10_000 + number)
     if number == 0:
         layer = Embedding(config, dropout)
@@ -156,7 +159,10 @@ def build_layer(config, number, dropout=0.0, seed=0):
 
 
 class Stage(nn.Sequential):
-    """Consecutive layers, {number: layer}. It is called with one micro-batch after the other."""
+    """Consecutive layers, {number: layer}. It is called with one micro-batch after the other.
+
+    Dropout has a seed for each layer and micro-batch, so that masks do not depend on the grid.
+    """
 
     def __init__(self, layers, seed=None):
         super().__init__()
@@ -243,7 +249,7 @@ class Grid:
         self.tp = tp
         self.pp = pp
         self.dp = world_size // (tp * pp)
-        ranks = torch.arange(world_size).view(pp, self.dp, tp)
+        ranks = torch.arange(world_size).view(pp, self.dp, tp)  # neighbours differ in tp
         place = (ranks == dist.get_rank()).nonzero()[0]
         self.pp_rank, self.dp_rank, self.tp_rank = place.tolist()
         pipelines = ranks.flatten(1).T
@@ -365,7 +371,7 @@ class Trainer:
         return stages
 
     def find_counted(self):
-        """Tensor-parallel ranks count their slices. The first of them counts what all hold."""
+        """A tensor-parallel rank counts its slices. The first one counts what all of them hold."""
         split = set()
         for _, layer, name in tensor_parallel.split_parameters(self.stages):
             split.add(getattr(layer, name))
@@ -410,11 +416,11 @@ class Trainer:
         return loss, norm
 
     def start_step(self, targets):
-        # The pipeline returns the mean over its m micro-batches, and dp pipelines are averaged.
-        # With this weight a mean of sums over tokens is the mean over all tokens of the batch.
+        # The pipeline averages its micro-batches, and the dp pipelines are averaged. With this
+        # weight the average of sums over tokens is the mean over the tokens of the whole batch.
         m = self.num_microbatches
         self.token_weight = m * self.grid.dp / count_tokens(targets)
-        pipelines = self.steps * self.grid.dp + self.grid.dp_rank  # that came before this one
+        pipelines = self.steps * self.grid.dp + self.grid.dp_rank  # before this one
         for stage in self.stages:
             stage.micro_batch = pipelines * m
         self.steps += 1
@@ -485,7 +491,7 @@ class Trainer:
 # --------------------------------------------------------------------------------------------------
 # 4. Checkpoints. They have the weights of the plain model and the state of its optimizer, by name.
 
-# A run that goes on must have the same values.
+# The arguments that a run must keep when it goes on.
 RUN = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
 
 
@@ -501,7 +507,7 @@ def save(trainer, directory):
 
 @torch.no_grad()
 def load(trainer, directory):
-    """Go on from a checkpoint. It may have another grid, schedule or --dtype, or other --zero1."""
+    """Go on from a checkpoint, whatever its grid, schedule, --zero1 and --dtype were."""
     _, tensors, extra = checkpoint.open_latest(Path(directory))
     for name, stored in extra["run"].items():
         value = getattr(trainer.args, name)
@@ -537,7 +543,10 @@ def updated_tensors(trainer):
 
 
 def pieces_of(trainer):
-    """{"weight/NAME" or "exp_avg/NAME": where this rank's elements lie in the plain model's}"""
+    """What this rank holds, as checkpoint.Pieces of the plain model's tensors.
+
+    Keys are "weight/NAME", and for AdamW "exp_avg/NAME", "exp_avg_sq/NAME" and "step/NAME".
+    """
     names = {}
     for stage in trainer.stages:
         for name, parameter in stage.named_parameters():
@@ -563,9 +572,10 @@ def pieces_of(trainer):
 
 
 def boxes_of(parameter, layer, name):
-    """Where a rank's slice lies: [(first element in the flattened slice, shape, whole, offset)].
+    """Where this rank's slice of a parameter lies in the whole parameter.
 
-    A slice of qkv has three boxes. Rows that pad the vocabulary are in no box.
+    Each box is (its first element in the flattened slice, its shape, the whole's shape, its offset
+    there). A slice of qkv has three boxes. Rows that pad the vocabulary are in none.
     """
     shape = list(parameter.shape)
     if layer is None:
@@ -604,7 +614,7 @@ class SentByAxis(ddp.SentBytes):
 
 
 def sent_by_formula(trainer):
-    """Bytes that this rank sends per step, but for the few hundred by which ranks agree."""
+    """Bytes that this rank sends per step, without a few hundred for single numbers."""
     grid = trainer.grid
     args = trainer.args
     element = trainer.dtype.itemsize
