@@ -1,29 +1,35 @@
-"""AMP: compute in 16 bits, keep the weights that train in 32, and scale the loss so that small gradients survive.
+"""AMP: compute in 16 bits, keep the weights that the optimizer updates in 32, and scale the loss.
 
-One step in fp16; in bf16 the same without the scale S:
+In a step, a model with 16-bit weights computes 16-bit gradients of the scaled loss. The optimizer
+divides them by the scale and updates fp32 master weights. Then it rounds the masters into the
+model. In fp16, if a gradient is inf or NaN on any rank, all ranks skip the step. In bf16 no scale
+is needed.
 
-    fp32 master weights ── round ──→ 16-bit weights → forward → loss · S → backward → 16-bit gradients · S
-            ↑                                                                                 │
-      optimizer step ←── clip ←── finite on all ranks? ←── cast up, divide by S ←── all-reduce
-                                       │ no: skip the step, S ← S/2
-                                       └ yes, 2000 times in a row: S ← 2S
+    fp32 masters ── round ──→ 16-bit weights → forward → loss · scale → backward → 16-bit gradients
+         ↑                                                                                │
+    optimizer step ←── clip ←── finite on all ranks? ←── fp32, divide by scale ←── all-reduce
+                                   │ no: skip the step, halve the scale
+                                   └ yes, 2000 times in a row: double the scale
 
-Three things fail in 16 bits, the second in fp16 alone, as bf16 has the exponents of fp32. Each has its remedy:
+Three things fail in 16 bits:
 
-    an update of less than half a unit in the last place of its weight is lost     → fp32 master weights
-    a gradient of at most 2⁻²⁵ rounds to zero, and has few bits below 2⁻¹⁴         → loss scaling
-    a sum, norm or exponential overflows at 65504, or loses its small terms        → those in fp32: autocast
+    an update below half a unit in the last place of its weight is lost           → fp32 masters
+    in fp16 a gradient up to 2⁻²⁵ rounds to zero, and loses bits below 2⁻¹⁴       → loss scaling
+    a sum, norm or exponential overflows at 65504 (fp16), or loses small terms    → autocast
 
-Bytes per parameter, with Adam (Ψ parameters, N ranks); step() takes 4 more, for the gradients in fp32:
+Bytes per parameter with Adam, for Ψ parameters on N ranks. step() needs 4 more for fp32 gradients:
 
-                               weights   gradients   masters   Adam   sum   bytes sent per step
-    fp32, or under autocast       4          4          -       4+4    16   4Ψ·2(N-1)/N: an all-reduce of gradients
-    MixedPrecisionOptimizer       2          2          4       4+4    16   2Ψ·2(N-1)/N, and 4·2(N-1)/N by a scaler
+                              weights   gradients   masters   Adam   sum   bytes sent per step
+    fp32, or under autocast   4         4           -         4+4    16    4Ψ · 2(N-1)/N: gradients
+    MixedPrecisionOptimizer   2         2           4         4+4    16    2Ψ · 2(N-1)/N
 
-Run:      torchrun --nproc-per-node 2 amp.py          (python amp.py is a world of one)
+A GradScaler also sends one number per optimizer and step.
+
+Run:      torchrun --nproc-per-node 2 amp.py
+          python amp.py runs one rank
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
-Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's mixed-precision optimizer
-Left out: fp8, bf16 without masters (arXiv 2010.06192), closures, autocast of recurrent layers
+Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
+Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers
 """
 
 import argparse
@@ -39,22 +45,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # if torch.optim imports it later, it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea: scale the loss, cast gradients up, update fp32 masters, or skip the step, and round the masters.
+# --------------------------------------------------------------------------------------------------
+# 1. The idea.
 
 
 def mixed_precision_step(model, masters, optimizer, loss_of, scale):
-    """One step of an fp16 `model` whose fp32 `masters` the `optimizer` updates; -> the next scale, which only falls."""
-    (
-        loss_of(model) * scale
-    ).backward()  # of a loss in fp32. Backward is linear, so this scales every gradient
+    """Make one step of an fp16 `model`; `optimizer` updates `masters`. Return the next scale."""
+    loss = loss_of(model)  # in fp32
+    (loss * scale).backward()  # backward is linear: every gradient is scaled
     for weight, master in zip(model.parameters(), masters, strict=True):
         master.grad = weight.grad.float() / scale
         weight.grad = None
@@ -66,28 +71,27 @@ def mixed_precision_step(model, masters, optimizer, loss_of, scale):
     return scale
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 2. The scale: the largest that does not overflow, found by trying.
 
-
-NO_GRADIENT = (
-    -1.0
-)  # below finite (0) and inf or NaN (1), so that MAX over ranks keeps it only if all have none
+# In place of "a gradient is inf or NaN" (1) or "all are finite" (0) if a rank has no gradient. The
+# maximum over ranks is then -1 only if none has one.
+NO_GRADIENT = -1.0
 
 
 def device_to_reduce_on(device, process_group):
-    """`device`, or one that the group's backend can reduce on: NCCL takes no tensor on the CPU."""
+    """Return `device`, or another one if the group's backend cannot use it, as NCCL the CPU."""
     backends = dist.get_backend_config(process_group).split(",")  # "cpu:gloo", "cuda:nccl"
     kinds = [backend.partition(":")[0] for backend in backends]
     return device if device.type in kinds else torch.device(kinds[0])
 
 
 class GradScaler:
-    """torch.amp.GradScaler, with its arguments, state and exceptions; one rank's inf or NaN skips the step on all.
+    """torch.amp.GradScaler. An inf or NaN on one rank of `process_group` skips the step on all.
 
-    scale(loss).backward(); reduce the gradients over ranks; unscale_(optimizer), to clip; step(optimizer); update().
-    All ranks of `process_group` (None: the default group, if any) unscale or step the same optimizers in one order.
-    Without CUDA it scales all the same, where torch's with device="cuda" disables itself.
+    Each iteration: scale(loss).backward(); average the gradients; unscale_(optimizer), if they are
+    to be clipped; step(optimizer); update(). All ranks must use their optimizers in one order.
+    Unlike PyTorch's, this one also scales without CUDA.
     """
 
     def __init__(
@@ -100,232 +104,240 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
-        self._enabled, self._process_group = enabled, process_group
-        self._state = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-        self._state |= {
-            "growth_interval": growth_interval,
-            "_growth_tracker": 0,
-        }  # good steps in a row
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._growth_tracker = 0  # steps in a row without inf or NaN
+        self._enabled = enabled
+        self._process_group = process_group
         self.update(init_scale)
 
     def scale(self, outputs):
-        """`outputs` times the scale: a tensor, or tensors in nested lists and tuples."""
+        """Multiply a tensor, or the tensors in lists and tuples, by the scale."""
         if not self._enabled:
             return outputs
-        scale = torch.tensor(
-            self._state["scale"], dtype=torch.float32
-        )  # as a tensor it makes an fp16 loss fp32
+        scale = torch.tensor(self._scale)  # in fp32, which makes the product of an fp16 loss fp32
         return tree_map(lambda output: output * scale, outputs)
 
     def unscale_(self, optimizer):
-        """Divide the gradients of `optimizer` by the scale, in place, and find out whether all ranks' are finite."""
+        """Divide the gradients by the scale, and find out whether they are finite on all ranks."""
         if not self._enabled:
             return
-        if optimizer in self._found:
+        if optimizer in self._found_inf:
             raise RuntimeError(
-                "unscale_() or step() has already been called on this optimizer since the last update()"
+                "unscale_() or step() has already been called on this optimizer since the last update"
             )
         if hasattr(optimizer, "unscale_"):  # zero.py's, whose gradients are not in .grad
-            found = optimizer.unscale_(self._state["scale"])
+            found_inf = optimizer.unscale_(self._scale)
         else:
-            found = self._unscale_grad(optimizer)
+            found_inf = self._unscale_grads(optimizer)
         if dist.is_initialized():
-            found = found.to(device_to_reduce_on(found.device, self._process_group))
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._process_group)
-        self._found[optimizer] = found
+            device = device_to_reduce_on(found_inf.device, self._process_group)
+            found_inf = found_inf.to(device)
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._process_group)
+        self._found_inf[optimizer] = found_inf
 
-    def _unscale_grad(self, optimizer):
-        gradients = [
-            p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+    def _unscale_grads(self, optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
             )
-        # Parameters are on one kind of device on all ranks; gradients may be missing on some.
-        device = optimizer.param_groups[0]["params"][0].device
-        found = torch.zeros((), dtype=torch.float32, device=device)
-        if gradients:
-            inverse = torch.full_like(found, 1.0 / self._state["scale"])
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-        else:
-            found.fill_(NO_GRADIENT)
-        return found
+        # A device that is the same on all ranks, even if some have no gradient.
+        found_inf = torch.zeros((), device=parameters[0].device)
+        if not gradients:
+            return found_inf.fill_(NO_GRADIENT)
+        inverse = torch.full_like(found_inf, 1.0 / self._scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+        return found_inf
 
     def record_found_inf(self, optimizer, found_inf):
-        """Record whether a gradient is inf or NaN, the same on all ranks, instead of unscale_().
+        """Use `found_inf`, the same on all ranks, instead of unscale_().
 
-        For gradients that the caller divides by get_scale() itself.
+        For a caller that divides the gradients by get_scale() itself.
         """
         if self._enabled:
-            self._found[optimizer] = torch.as_tensor(found_inf, dtype=torch.float32)
+            self._found_inf[optimizer] = torch.as_tensor(found_inf, dtype=torch.float32)
 
     def step(self, optimizer, *args, **kwargs):
-        """-> optimizer.step(*args, **kwargs); or None, and no step, where a gradient is not finite."""
+        """Return optimizer.step(*args, **kwargs), or skip it and return None."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or optimizer in self._stepped:
-            raise RuntimeError(
-                "step() takes no closure, and update() has to follow before it is called again"
-            )
-        if optimizer not in self._found:
+            raise RuntimeError("step() takes no closure, and only one call before each update()")
+        if optimizer not in self._found_inf:
             self.unscale_(optimizer)
-        found = self._found[optimizer].item()
-        if found == NO_GRADIENT:  # on any rank, so all ranks raise
+        found_inf = self._found_inf[optimizer].item()
+        if found_inf == NO_GRADIENT:
             raise AssertionError(
-                "No inf checks were recorded for this optimizer: no rank has a .grad to unscale. Call backward first. "
-                f"If {type(optimizer).__name__} keeps gradients elsewhere, train in bf16 without a scaler"
+                "No inf checks were recorded for this optimizer: no rank has a .grad to unscale. "
+                f"Call backward first. If {type(optimizer).__name__} keeps gradients elsewhere, "
+                "train in bf16 without a scaler"
             )
         self._stepped.add(optimizer)
-        return None if found else optimizer.step(*args, **kwargs)
+        return None if found_inf else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale=None):
         """Set the scale to `new_scale`, or adapt it to what was found since the last update."""
         if not self._enabled:
             return
         if new_scale is None:
-            if not self._found:
-                raise AssertionError("No inf checks were recorded prior to update")
-            new_scale, good_steps = self._state["scale"], self._state["_growth_tracker"] + 1
-            if any(found > 0 for found in self._found.values()):
-                new_scale, good_steps = new_scale * self._state["backoff_factor"], 0
-            elif good_steps == self._state["growth_interval"]:
-                new_scale, good_steps = new_scale * self._state["growth_factor"], 0
-            self._state["_growth_tracker"] = good_steps
-        new_scale = torch.tensor(float(new_scale), dtype=torch.float32)
-        if new_scale.isfinite():
-            self._state["scale"] = new_scale.item()
-        self._found, self._stepped = {}, set()  # of each optimizer, until the next update
+            new_scale = self._next_scale()
+        rounded = torch.tensor(float(new_scale), dtype=torch.float32)
+        if rounded.isfinite():
+            self._scale = rounded.item()
+        self._found_inf = {}  # {optimizer: NO_GRADIENT, 0 or 1}, until the next update
+        self._stepped = set()
+
+    def _next_scale(self):
+        if not self._found_inf:
+            raise AssertionError("No inf checks were recorded prior to update")
+        if any(found_inf > 0 for found_inf in self._found_inf.values()):
+            self._growth_tracker = 0
+            return self._scale * self._backoff_factor
+        self._growth_tracker += 1
+        if self._growth_tracker < self._growth_interval:
+            return self._scale
+        self._growth_tracker = 0
+        return self._scale * self._growth_factor
 
     def get_scale(self):
-        return self._state["scale"] if self._enabled else 1.0
+        return self._scale if self._enabled else 1.0
 
     def is_enabled(self):
         return self._enabled
 
     def state_dict(self):
-        return dict(self._state) if self._enabled else {}
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
 
     def load_state_dict(self, state_dict):
         if self._enabled:
-            self._state = {key: state_dict[key] for key in self._state}
+            self._scale = state_dict["scale"]
+            self._growth_factor = state_dict["growth_factor"]
+            self._backoff_factor = state_dict["backoff_factor"]
+            self._growth_interval = state_dict["growth_interval"]
+            self._growth_tracker = state_dict["_growth_tracker"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. The real one, around any optimizer: 16 bits in the model, 32 in the optimizer.
+# --------------------------------------------------------------------------------------------------
+# 3. 16-bit weights in the model, fp32 masters in the optimizer.
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
-    """Turns the weights that `optimizer` holds into copies, in `dtype`, of fp32 masters, which it holds from then on.
+    """Makes the model's weights `dtype` copies of fp32 masters, which `optimizer` updates.
 
-    scale(loss).backward(); reduce the gradients over ranks; clip_grad_norm_(1.0); step(), which updates `scaler`, too.
-    Without one, a rank skips the step where its own gradients' norm is not finite; ranks that hold parts of one model,
-    as in tensor or pipeline parallelism, need one to agree on that, in bf16 too. What is loaded into the model counts.
+    Each iteration: scale(loss).backward(); average the gradients; clip_grad_norm_(max_norm), if
+    wanted; step(), which also updates `scaler`. Without a scaler, each rank skips a step if its own
+    gradients are not finite. Ranks that hold parts of one model need a scaler to agree, also in
+    bf16.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
-        if hasattr(optimizer, "no_sync"):  # zero.py's
+        if hasattr(optimizer, "no_sync"):
             raise ValueError(
-                f"{type(optimizer).__name__} has fp32 masters of its own: give it a model in {dtype}"
+                f"{type(optimizer).__name__} has fp32 masters itself: give it a model in {dtype}"
             )
-        self.optimizer, self.dtype, self.scaler = (
-            optimizer,
-            dtype,
-            scaler or GradScaler(enabled=False),
-        )
-        self.scale, self._masters, state = self.scaler.scale, {}, optimizer.state_dict()
+        self.optimizer = optimizer
+        self.dtype = dtype
+        self.scaler = scaler or GradScaler(enabled=False)
+        self.scale = self.scaler.scale
+        self._masters = {}  # {weight of the model: its master}
+        state = optimizer.state_dict()
         for group in optimizer.param_groups:
-            for i, weight in enumerate(group["params"]):
-                wide = torch.promote_types(weight.dtype, torch.float32)
-                group["params"][i] = self._masters[weight] = weight.detach().to(wide, copy=True)
-                weight.data = weight.data.to(dtype)
-        # The moments of the weights are now those of the masters, in the masters' dtype.
-        optimizer.load_state_dict(state)
+            group["params"] = [self._make_master(weight) for weight in group["params"]]
+        optimizer.load_state_dict(state)  # the weights' moments are now the masters', in fp32
         self.write_model_params()
-        self._as_constructed = (
-            True  # no step, no load_state_dict: the masters are the model's weights
-        )
+        self._is_new = True  # before the first step() and load_state_dict()
 
-    def __getattr__(self, name):  # param_groups, state, defaults, hooks: those of the optimizer
+    def _make_master(self, weight):
+        wide = torch.promote_types(weight.dtype, torch.float32)  # float64 stays
+        master = weight.detach().to(wide, copy=True)
+        self._masters[weight] = master
+        weight.data = weight.data.to(self.dtype)
+        return master
+
+    def __getattr__(self, name):  # param_groups, state, defaults and hooks are the optimizer's
         return getattr(self.__dict__["optimizer"], name)
 
     @torch.no_grad()
     def write_model_params(self):
-        """Round the masters into the model's weights, after the caller has written to the masters, for example."""
+        """Round the masters into the model. Call it after writing to the masters."""
         torch._foreach_copy_(list(self._masters), list(self._masters.values()))
         self._versions = [weight._version for weight in self._masters]
-        self._as_constructed = False
+        self._is_new = False
 
     @torch.no_grad()
     def reload_model_params(self):
-        """Make the masters equal to the model's weights. All ranks of a replicated model must call it."""
+        """Make the masters equal to the model's weights. Call it on all ranks."""
         torch._foreach_copy_(list(self._masters.values()), list(self._masters))
-        self._versions = [weight._version for weight in self._masters]
 
     @torch.no_grad()
     def _adopt_written_weights(self):
-        """Take into the masters what other code has written to the weights: DDP's broadcast, load_state_dict."""
+        """Copy weights that other code has written since write_model_params() into the masters."""
         for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
-            if weight._version == version:
-                continue
-            if (
-                self._as_constructed
-            ):  # the source of a broadcast must drop the bits that nobody received
+            is_written = weight._version != version
+            if is_written and self._is_new:
+                # DDP has broadcast 16 bits: rank 0 must drop the bits that others did not receive.
                 master.copy_(weight)
-            else:  # a weight that was written back as it was keeps its master's bits
-                master.copy_(torch.where(master.to(self.dtype) == weight, master, weight))
-
-    def _check_masters(self):
-        """Raise RuntimeError if the weights were written through .data, which leaves their versions as they were."""
-        for weight, master in self._masters.items():
-            if not torch.equal(master.to(self.dtype), weight):
+            elif is_written:
+                # A state dict was loaded: a weight that equals its rounded master keeps the master.
+                is_same = master.to(self.dtype) == weight
+                master.copy_(torch.where(is_same, master, weight))
+            elif self._is_new and not torch.equal(master.to(self.dtype), weight):
                 raise RuntimeError(
-                    "the model's weights were written through .data after MixedPrecisionOptimizer was made; "
-                    "make it afterwards, or call its reload_model_params() on all ranks"
+                    "the model's weights were written through .data after MixedPrecisionOptimizer "
+                    "was made; make it afterwards, or call reload_model_params() on all ranks"
                 )
 
     def unscale_(self):
-        """Cast the gradients up, into the masters' .grad, and divide by the scale; step() does it where you do not."""
+        """Cast the gradients to fp32, and divide them by the scale. step() does it if need be."""
         if any(master.grad is not None for master in self._masters.values()):
-            return  # it is done
+            return  # already done
         for weight, master in self._masters.items():
-            master.grad = None if weight.grad is None else weight.grad.to(master.dtype, copy=True)
+            if weight.grad is not None:
+                master.grad = weight.grad.to(master.dtype, copy=True)
         self.scaler.unscale_(self.optimizer)
 
     def clip_grad_norm_(self, max_norm):
-        """Clip the unscaled gradients to a joint norm of `max_norm`; -> their norm before, in fp32."""
+        """Scale the gradients down to a total norm of `max_norm`; return the norm they had."""
         self.unscale_()
         return nn.utils.clip_grad_norm_(self._masters.values(), max_norm)
 
     def step(self):
-        """Update the masters, unless a gradient is not finite, and round them into the model."""
+        """Update the masters, unless a gradient is inf or NaN, and round them into the model."""
         self._adopt_written_weights()
-        if self._as_constructed:
-            self._check_masters()
         self.unscale_()
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if self.scaler.is_enabled() or nn.utils.get_total_norm(gradients).isfinite():
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.write_model_params()
-        self.optimizer.zero_grad()  # 4 bytes per parameter that nobody needs before the next step
+        self.optimizer.zero_grad()  # frees the fp32 gradients
 
     def zero_grad(self, set_to_none=True):
         for weight in self._masters:
-            weight.grad = None if set_to_none or weight.grad is None else weight.grad.zero_()
-        self.optimizer.zero_grad()  # unscaled, and then not stepped
+            if set_to_none:
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
+        self.optimizer.zero_grad()  # of an unscale_() without a step()
 
     def state_dict(self):
-        """The optimizer's own, and besides "master_weights" and "scaler": loading it resumes bit for bit."""
+        """Return the optimizer's state dict, with "master_weights" and "scaler" in addition."""
         self._adopt_written_weights()
-        masters = list(self._masters.values())
-        return self.optimizer.state_dict() | {
-            "master_weights": masters,
-            "scaler": self.scaler.state_dict(),
-        }
+        state_dict = self.optimizer.state_dict()
+        state_dict["master_weights"] = list(self._masters.values())
+        state_dict["scaler"] = self.scaler.state_dict()
+        return state_dict
 
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict)
@@ -334,46 +346,59 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.write_model_params()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. Or fp32 weights, and operations that cast their inputs to what suits them.
+# --------------------------------------------------------------------------------------------------
+# 4. Or fp32 weights, and operations that cast their inputs: autocast.
 
-# The core of torch.autocast's lists for CUDA, as Python calls them. What ends in _loss is in fp32 as well.
-LOW = """matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv baddbmm einsum linear conv1d conv2d conv3d prelu
-    conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention multi_head_attention_forward"""
-FP32 = """exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt softplus softmax softmin log_softmax
-    logsumexp layer_norm rms_norm group_norm normalize sum prod cumsum cumprod mean var std norm linalg_norm
-    linalg_vector_norm dist cdist cosine_similarity cross_entropy kl_div binary_cross_entropy_with_logits"""
-LOW, FP32 = set(LOW.split()), set(FP32.split())
+# The core of torch.autocast's lists for CUDA. Functions whose names end in _loss are fp32 as well.
+LOW_PRECISION = """matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv baddbmm einsum linear prelu
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    scaled_dot_product_attention multi_head_attention_forward"""
+FP32 = """exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt softplus softmax
+    softmin log_softmax logsumexp layer_norm rms_norm group_norm normalize sum prod cumsum cumprod
+    mean var std norm linalg_norm linalg_vector_norm dist cdist cosine_similarity cross_entropy
+    kl_div binary_cross_entropy_with_logits"""
+LOW_PRECISION = set(LOW_PRECISION.split())
+FP32 = set(FP32.split())
+CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class autocast(ContextDecorator, TorchFunctionMode):
-    """A region, or decorated function, in which each operation casts its floating-point inputs (never float64).
+    """A region, or a decorator, in which operations cast their inputs, other than float64.
 
-    Matrix products and convolutions get `dtype`; reductions, norms, losses and exponentials fp32, also on a CPU, where
-    torch leaves some as they are. A weight is cast once in a region. Run backward outside: it casts back itself.
+    Matrix products and convolutions compute in `dtype`; reductions, norms, losses and exponentials
+    in fp32, also on the CPU, where PyTorch leaves some as they are. Each weight is cast once.
+    Call backward outside.
     """
 
     def __init__(self, dtype, enabled=True):
-        self.dtype, self.enabled, self._casts = dtype, enabled, {}
+        self.dtype = dtype
+        self.enabled = enabled
+        self._casts = {}  # {(weight, its version, dtype, grad mode): the weight in dtype}
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
         self._casts.clear()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name not in LOW and name not in FP32 and not name.endswith("_loss"):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in LOW_PRECISION:
+            dtype = self.dtype
+        elif name in FP32 or name.endswith("_loss"):
+            dtype = torch.float32
+        else:
             return func(*args, **kwargs)
         if self.enabled and kwargs.get("out") is None:
-            cast = functools.partial(self._cast, self.dtype if name in LOW else torch.float32)
+            cast = functools.partial(self._cast, dtype)
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        with torch._C.DisableTorchFunction():  # else a region around this one would cast as well
+        with torch._C.DisableTorchFunction():  # an outer region must not cast again
             return func(*args, **kwargs)
 
     def _cast(self, dtype, tensor):
-        if tensor.dtype not in {torch.float32, torch.float16, torch.bfloat16} - {dtype}:
+        if tensor.dtype == dtype or tensor.dtype not in CASTABLE:
             return tensor
-        if not (tensor.is_leaf and tensor.requires_grad):  # not a weight
+        is_weight = tensor.is_leaf and tensor.requires_grad
+        if not is_weight:
             return tensor.to(dtype)
         key = tensor, tensor._version, dtype, torch.is_grad_enabled()
         if key not in self._casts:
@@ -381,76 +406,76 @@ class autocast(ContextDecorator, TorchFunctionMode):
         return self._casts[key]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Demo.
+
+FORMATS = {  # name: dtype of the weights, what to expect
+    "fp32": (torch.float32, "the reference. 16 bytes per parameter: 4 + 4, and 8 of Adam"),
+    "fp16, no scaling": (torch.float16, "fails: most gradients are below 2⁻²⁵ and become zero"),
+    "fp16": (torch.float16, "the same loss, scaled"),
+    "bf16": (torch.bfloat16, "needs no scale. 16 bytes: 2 + 2, 4 of the master, 8 of Adam"),
+    "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in both"),
+}
 
 
 def main():
     demo = Demo()
     model = demo.start("amp", bitwise=demo.ranks <= 2)
-    # Rounding is all that 16 bits change: in the masters' own dtype, scaled by a power of two, no bit may differ.
-    dtype, scaler = next(model.parameters()).dtype, GradScaler(demo.device.type, growth_factor=1.0)
-    optimizer = MixedPrecisionOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-3), dtype, scaler
-    )
-    step = functools.partial(train_step, demo, model, optimizer)
-    demo.train(
-        step,
-        lambda: ([p.grad / scaler.get_scale() for p in model.parameters()], model.parameters()),
-    )
+    # The only error of 16 bits is rounding. So with "16-bit" weights in the masters' own dtype, and
+    # a scale that is a power of two, no bit may differ.
+    dtype = next(model.parameters()).dtype
+    scaler = GradScaler(demo.device.type, growth_factor=1.0)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = MixedPrecisionOptimizer(adamw, dtype, scaler)
+
+    def whole():
+        gradients = [parameter.grad / scaler.get_scale() for parameter in model.parameters()]
+        return gradients, model.parameters()
+
+    demo.train(functools.partial(train_step, demo, model, optimizer), whole)
     weights, gradients, adam = held(model.parameters(), optimizer)
-    states, formula = (
-        adam + held_bytes(optimizer.param_groups[0]["params"]),
-        2 * weights * (1 - 1 / demo.ranks),
-    )
-    status = demo.report((weights, gradients, states), f"2·{dtype.itemsize}Ψ(N-1)/N", formula)
+    masters = held_bytes(optimizer.param_groups[0]["params"])
+    sent = 2 * weights * (1 - 1 / demo.ranks)
+    formula = f"2·{dtype.itemsize}Ψ(N-1)/N"
+    status = demo.report((weights, gradients, masters + adam), formula, sent)
     demo.show(
-        f"(Compared in {dtype}, masters and all. In 16 bits params, grads and what is sent are 2 bytes each.)\n"
+        f"            (all in {dtype}; in 16 bits params, grads and what is sent take 2 bytes)"
     )
-    ways = {
-        "fp32": (
-            torch.float32,
-            "what the others are to reach. 16 bytes per parameter: 4 + 4, and 8 of Adam",
-        ),
-        "fp16, no scaling": (
-            torch.float16,
-            "is to fail: of this loss, / 1024, most gradients are below 2⁻²⁵, zero",
-        ),
-        "fp16": (torch.float16, "the same loss, scaled"),
-        "bf16": (torch.bfloat16, "no scale needed. 16 bytes: 2 + 2, 4 of the master, 8 of Adam"),
-        "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in both"),
-    }
-    demo.show(
-        "16 bits halve activations, traffic and, on hardware for it, time, but not the 16 bytes per parameter."
-    )
+    demo.show()
+    compare_formats(demo)
+    return status
+
+
+def compare_formats(demo):
+    """Train a smaller model in each format, by a loss that is divided by 1024."""
+    demo.show("16 bits halve activations, traffic and, on hardware for it, time.")
+    demo.show("They do not halve the 16 bytes per parameter. The loss is divided by 1024 here.")
     demo.show("C = 64, 2 layers    loss vs fp32     time")
     losses = {}
-    for name, (dtype, why) in ways.items():
+    for name, (dtype, comment) in FORMATS.items():
         torch.manual_seed(demo.args.seed)
-        model, start = language_model(C=64, heads=2, layers=2).to(demo.device), time.perf_counter()
+        model = language_model(C=64, heads=2, layers=2).to(demo.device)
+        adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
         scaler = GradScaler(demo.device.type, enabled=name == "fp16")
-        optimizer = MixedPrecisionOptimizer(
-            torch.optim.AdamW(model.parameters(), lr=3e-3), dtype, scaler
-        )
+        optimizer = MixedPrecisionOptimizer(adamw, dtype, scaler)
         if "autocast" in name:
             model.forward = autocast(torch.bfloat16)(model.forward)
+        start = demo.now()
         for number in range(demo.args.steps):
-            losses[name] = train_step(
-                demo, model, optimizer, *demo.batch(number), divisor=1024
-            ).item()
-        ms = 1e3 * (time.perf_counter() - start) / demo.args.steps
-        demo.show(
-            f"{name:18}{losses[name]:6.3f}  {losses[name] / losses['fp32'] - 1:+6.1%} {ms:5.0f} ms   {why}"
-        )
-    return status
+            inputs, targets = demo.batch(number)
+            loss = train_step(demo, model, optimizer, inputs, targets, divisor=1024)
+        ms = 1e3 * (demo.now() - start) / demo.args.steps
+        losses[name] = loss.item()
+        change = losses[name] / losses["fp32"] - 1
+        demo.show(f"{name:18}{losses[name]:6.3f}  {change:+6.1%} {ms:5.0f} ms   {comment}")
 
 
 def train_step(demo, model, optimizer, inputs, targets, divisor=1):
     optimizer.zero_grad()
     logits = model(demo.part(inputs))
-    loss = language_loss(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)), demo.part(targets)
-    )
+    if logits.dtype.itemsize == 2:
+        logits = logits.float()
+    loss = language_loss(logits, demo.part(targets))
     optimizer.scale(loss / divisor).backward()
     for parameter in model.parameters():
         parameter.grad /= demo.ranks  # before the sum, which could overflow

@@ -28,7 +28,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "fsdp": ("(total.to(self.dtype))", "(1.001 * total.to(self.dtype))"),
     "tensor_parallel": ("return grad_x, grad_weight", "return grad_x, 1.001 * grad_weight"),
     "pipeline": ("[torch.ones_like(outputs)]", "[1.001 * torch.ones_like(outputs)]"),
-    "amp": ("1.0 / self._state", "1.001 / self._state"),
+    "amp": ("1.0 / self._scale", "1.001 / self._scale"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
     "flash_attention": ("dO_i / (1 - dropout_p)", "1.001 * dO_i / (1 - dropout_p)"),
     "checkpoint": ("/ parts  # in rank order", "* 1.001 / parts  # in rank order"),
