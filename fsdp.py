@@ -839,11 +839,15 @@ def record_moves(units, step):
             "unshard": not group.is_sharded,
             "reshard": group.is_sharded,
             "wait_for_reduce": group.reducing is None,
-        }.get(name, False)
+        }
+        if does_nothing.get(name):
+            return
+        seconds = time.perf_counter()
         move()
+        if name.startswith("wait"):
+            seconds = time.perf_counter()
         sign = "B" if name == "wait_for_unshard" and in_backward() else signs[name]
-        if not does_nothing:
-            moves.append((time.perf_counter(), label, sign))
+        moves.append((seconds, label, sign))
 
     for label, unit in units.items():
         for name in signs:
@@ -863,9 +867,7 @@ def timeline(moves, width=100):
         at_least = 0 if doing[label] == " " else 1
         lines[label] += doing[label] * max(column - len(lines[label]), at_least)
         doing[label] = sign
-    legend = (
-        "· gather in flight, F forward, B backward, - reduce in flight; at least one column each"
-    )
+    legend = "· gather, F forward, B backward, - reduce, each at least one column wide"
     title = f"\nunit         a step of {1e3 * (end - start):.0f} ms: {legend}"
     return "\n".join([title, *(f"{label:11}  {line}" for label, line in lines.items())])
 

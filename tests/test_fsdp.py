@@ -363,17 +363,6 @@ def test_no_copy_is_under_way_when_the_host_may_write():
     assert [under_way for name, under_way in watch.seen if name == "aten::add_"] == [False] * 2
 
 
-@pool.on(2)
-def test_the_host_reads_no_number_in_a_step():
-    """A number that Python reads makes the host wait for a GPU."""
-    model, _ = pair()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Watch(lambda: None) as watch:
-        batch_loss(model, pool.rank(), 0).backward()
-        optimizer.step()
-    assert "aten::_local_scalar_dense" not in {name for name, _ in watch.seen}
-
-
 @pytest.mark.parametrize(
     ("device", "backends", "has_gpu", "expected"),
     [
