@@ -164,8 +164,8 @@ class ShardedParameter:
         self.view(flat).copy_(full)
         return self.group.own_part(flat)[self.slice].clone()
 
-    def show(self, parameter):
-        """Let the module have `parameter`, which is `sharded` or `unsharded`."""
+    def set_on_modules(self, parameter):
+        """Replace this parameter by `parameter`, which is `sharded` or `unsharded`."""
         for module, name in self.owners:
             module._parameters[name] = parameter
 
@@ -220,15 +220,15 @@ class ParameterGroup:
             parameter.view(values).copy_(module._parameters[name])
         dist.broadcast(values, group=self.process_group, group_src=0)
         self.shard.copy_(self.own_part(values))
-        self.show_shards()
+        self.use_shards()
 
     def own_part(self, flat):
         """This rank's shard of a flat buffer of the whole group."""
         return flat.chunk(self.world_size)[self.rank]
 
-    def show_shards(self):
+    def use_shards(self):
         for parameter in self.parameters:
-            parameter.show(parameter.sharded)
+            parameter.set_on_modules(parameter.sharded)
 
     def unshard(self):
         """Begin to gather all ranks' shards, if that has not begun."""
@@ -255,13 +255,13 @@ class ParameterGroup:
             self.gathering.pop()
         for parameter in self.parameters:
             parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
-            parameter.show(parameter.unsharded)
+            parameter.set_on_modules(parameter.unsharded)
 
     def reshard(self):
         """Free the unsharded parameters."""
         if not self.is_sharded:
             self.wait_for_unshard()  # it may have begun in vain
-            self.show_shards()
+            self.use_shards()
             self.unsharded.untyped_storage().resize_(0)
             self.is_sharded = True
 
@@ -436,7 +436,7 @@ class PostBackward(torch.autograd.Function):
         return None, *gradients
 
 
-# The outputs in which post_forward need not look for tensors.
+# The types of a unit's outputs. Other types may hide a tensor from post_forward.
 PLAIN = (torch.Tensor, torch.Size, int, float, complex, str, bytes, type(None))
 
 
@@ -478,14 +478,13 @@ class Unit:
             if not isinstance(leaf, PLAIN):
                 name = type(leaf).__name__
                 raise ValueError(
-                    f"a unit returns a {name}; return tensors in lists, tuples or dicts, "
-                    f"where they are found for its backward"
+                    f"a unit returns a {name}; return tensors in lists, tuples or dicts"
                 )
             if torch.is_tensor(leaf) and leaf.grad_fn:
                 leaf.grad_fn.register_prehook(self.pre_backward)
         if not in_backward():
             for group in self.groups:
-                group.show_shards()  # to an optimizer, even if reshard() comes later
+                group.use_shards()  # to an optimizer, even if reshard() comes later
             if self.reshard_after_forward or not torch.is_grad_enabled():
                 self.reshard()
         if self.schedule.outermost is self:
@@ -573,15 +572,12 @@ def fully_shard(
     Call it on the blocks first and then on the whole model. Make the optimizer after that.
     `module.parameters()` are now this rank's shards: 1-D, under their old names, perhaps empty.
     After backward, .grad is this rank's part of the mean gradient, or None if no rank has one.
+    Parameters start as rank 0 has them. Those on the meta device become real by reset_parameters()
+    of their modules. Buffers stay each rank's own.
+    A forward must call a unit: if `self.pos` is one, it finds a 1-D shard in `self.pos.weight[:T]`.
+    Freeze parameters before this call, so that no gradients are sent for them.
     Use clip_grad_norm_ of this file and, for float16, GradScaler of amp.py: PyTorch's see only this
     rank's norm and this rank's overflow.
-
-    Parameters start as rank 0 has them. Buffers stay each rank's own. A module on the meta device
-    becomes real by its reset_parameters().
-    Freeze parameters before this call, so that no gradients are sent for them.
-    A unit must be called: a forward that reads `self.pos.weight[:T]` instead of calling `self.pos`
-    finds a 1-D shard if `self.pos` is a unit.
-
     mesh: a DeviceMesh of one dimension, instead of process_group.
     reshard_after_forward: False keeps parameters unsharded from forward to backward.
     """
@@ -671,10 +667,9 @@ def materialize(module, device):
             if tensor is not None and tensor.is_meta:
                 on_meta.append(f"{path}.{name}")
         if on_meta and not getattr(owner, "reset_parameters", None):
-            raise ValueError(
-                f"{on_meta[0]} is on the meta device, and {type(owner).__name__} has no "
-                f"reset_parameters() that could fill it; add one, or make it on a real device"
-            )
+            name = type(owner).__name__
+            text = f"{on_meta[0]} is on the meta device, and {name} has no reset_parameters()"
+            raise ValueError(f"{text}; add one that fills it, or make {name} on a real device")
         if on_meta:
             owner.to_empty(device=device, recurse=False)
             owner.reset_parameters()
@@ -706,9 +701,7 @@ def clip_grad_norm_(module, max_norm):
     """Scale the gradients so that their norm over all ranks is at most `max_norm`. Return it."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "_sharded_parameter"):
-            raise ValueError(
-                f"{name}: in no unit, so no rank has its mean gradient; shard the root"
-            )
+            raise ValueError(f"{name}: in no unit, so its gradient is not reduced; shard the root")
     group = next(group for unit in units_of(module) for group in unit.groups)
     total = torch.zeros((), dtype=torch.float64, device=group.shard.device)
     for parameter in module.parameters():
