@@ -364,58 +364,6 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-class Schedule:
-    """Which units of a model come next, and what has to happen when a backward ends."""
-
-    def __init__(self, units):
-        self.units = units  # the outermost first
-        self.outermost = None  # the unit whose call is under way; others are called within it
-        self.final_callback = None  # weak reference to what autograd calls when backward ends
-        self.previous = None  # (unit, phase) that was unsharded last
-        self.next_unit = {}  # {(unit, phase): the unit that came after it the last time}
-        for unit in units:
-            unit.schedule = self
-
-    def unshard(self, unit, phase):
-        """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
-        unit.unshard()
-        unit.wait_for_unshard()
-        if (unit, phase) in self.next_unit:
-            self.next_unit[unit, phase].unshard()
-        self.next_unit[self.previous] = unit
-        self.previous = (unit, phase)
-
-    def start_backward(self):
-        """Have autograd call finish_backward when the backward that is running ends."""
-        if self.final_callback and self.final_callback() is None:
-            self.reset()  # autograd has dropped the callback, because an earlier backward raised
-        if self.final_callback is None:
-            callback = functools.partial(Schedule.finish_backward, self)
-            self.final_callback = weakref.ref(callback)
-            self.previous = None
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def finish_backward(self):
-        """Reduce also the units that had no post_backward: their inputs need no gradient."""
-        for unit in self.units:
-            if unit.needs_reduce:
-                unit.post_backward()
-        self.final_callback = None
-        self.reset()
-
-    def reset(self):
-        """Bring all units to rest: sharded, nothing under way. Forget a backward that raised."""
-        for unit in self.units:
-            unit.reshard()
-            if self.final_callback:
-                unit.forget_backward()
-            unit.wait_for_reduce()
-            unit.wait_for_copies()
-        self.outermost = None
-        self.previous = None
-        self.final_callback = None
-
-
 class PostBackward(torch.autograd.Function):
     """The identity on a unit's inputs. Its backward runs when that of the unit is over.
 
@@ -448,7 +396,7 @@ class Unit:
         self.process_group = process_group
         self.reshard_after_forward = reshard_after_forward
         self.input_dtype = input_dtype  # of floating-point inputs; None: they stay
-        self.schedule = None  # the outermost unit's
+        self.schedule = None  # the Schedule that all units of the model share
         self.sends = True  # False in no_sync()
         self.needs_reduce = False  # there may be gradients that were not sent
 
@@ -543,6 +491,58 @@ class Unit:
             group.forget_gradients()
             for parameter in group.parameters:
                 parameter.unsharded.grad = None
+
+
+class Schedule:
+    """What the units of a model share: their order, and what happens when a backward ends."""
+
+    def __init__(self, units):
+        self.units = units  # the outermost first
+        self.outermost = None  # the unit whose call is under way; others are called within it
+        self.final_callback = None  # weak reference to what autograd calls when backward ends
+        self.previous = None  # (unit, phase) that was unsharded last
+        self.next_unit = {}  # {(unit, phase): the unit that came after it the last time}
+        for unit in units:
+            unit.schedule = self
+
+    def unshard(self, unit, phase):
+        """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
+        unit.unshard()
+        unit.wait_for_unshard()
+        if (unit, phase) in self.next_unit:
+            self.next_unit[unit, phase].unshard()
+        self.next_unit[self.previous] = unit
+        self.previous = (unit, phase)
+
+    def start_backward(self):
+        """Have autograd call finish_backward when the backward that is running ends."""
+        if self.final_callback and self.final_callback() is None:
+            self.reset()  # autograd has dropped the callback, because an earlier backward raised
+        if self.final_callback is None:
+            callback = functools.partial(Schedule.finish_backward, self)
+            self.final_callback = weakref.ref(callback)
+            self.previous = None
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def finish_backward(self):
+        """Reduce also the units that had no post_backward: their inputs need no gradient."""
+        for unit in self.units:
+            if unit.needs_reduce:
+                unit.post_backward()
+        self.final_callback = None
+        self.reset()
+
+    def reset(self):
+        """Bring all units to rest: sharded, nothing under way. Forget a backward that raised."""
+        for unit in self.units:
+            unit.reshard()
+            if self.final_callback:
+                unit.forget_backward()
+            unit.wait_for_reduce()
+            unit.wait_for_copies()
+        self.outermost = None
+        self.previous = None
+        self.final_callback = None
 
 
 # --------------------------------------------------------------------------------------------------
