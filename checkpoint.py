@@ -1,29 +1,40 @@
-"""Checkpoints: any number of ranks writes one, any other number reads it, and a kill at any moment leaves a whole one.
+"""Checkpoints: any number of ranks writes one, any other number reads it, and no kill loses one.
 
-A checkpoint does not know how many ranks wrote it. Each rank writes the pieces that it holds, with the whole's name and
-their places in it, and reads what overlaps with the pieces that it wants. All pieces are boxes, a range of indices in
-each dimension; a range of the flattened whole, as ZeRO and FSDP have it, is a few boxes. A 4 × 6 matrix:
+Each rank writes the pieces that it holds, and their places in the whole tensors. Each rank that
+loads reads what overlaps with the pieces that it wants. So nothing in a checkpoint depends on how
+many ranks wrote it, or on how they cut. A tensor w of 6 × 4 is saved by 2 ranks, 3 rows each:
 
-    written by 3 ranks, 8 elements each      in these boxes       read by 2 ranks, 3 columns each
-    0 0 0 0 0 0                              ┌─────────┐          A A A   B B B
-    0 0 1 1 1 1                              ├──┬──────┤          A A A   B B B
-    1 1 1 1 2 2                              ├──┴───┬──┤          A A A   B B B
-    2 2 2 2 2 2                              └──────┴──┘          A A A   B B B
+    save("checkpoints", {"w": Piece(rows, [6, 4], [3 * rank, 0])})
 
-Of what several ranks hold the first is written; only places are sent. The checkpoint before is there until the end:
+and loaded by 3 ranks, columns 0 and 1, 2, 3:
 
-    each rank     tmp/RANK.bin: bytes, synced to the disk      all ranks: are all well?
-    rank 0        tmp/index: names, places, checksums; rename tmp to 7; replace `latest`, which says 6, by 7; remove 5
+    load("checkpoints", {"w": Piece(columns, [6, 4], [0, start])})            start is 0, 2 or 3
 
-Bytes per rank, N of them:     held besides    written          read              (Ψ parameters in fp32, Adam)
-    gathered into one file     12Ψ on rank 0   12Ψ by rank 0    12Ψ
-    here, sharded              a box           12Ψ/N            12Ψ/N, and the rest of boxes that lie across
+    files written                     rank 0's piece    rank 0 reads
+    0.bin   w at (0, 3), (0, 4)       (0, 6), (0, 2)    (0, 3), (0, 2) from 0.bin     0 0 · ·
+            ───────────────────                                                       0 0 · ·
+    1.bin   w at (3, 6), (0, 4)                                                       0 0 · ·
+                                                        (3, 6), (0, 2) from 1.bin     1 1 · ·
+    index   where each piece lies,                                                    1 1 · ·
+            checksums, `extra`                                                        1 1 · ·
 
-Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py is a world of one)
-Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, §3
+The (start, stop) of each dimension make a box. ZeRO and FSDP hold ranges of flattened tensors; such
+a range is a few boxes (flat_pieces). If several ranks hold the same box, the first writes it. The
+checkpoint before stays until the new one is whole:
+
+    each rank     tmp/RANK.bin, synced to the disk        all ranks: has everyone succeeded?
+    rank 0        tmp/index; rename tmp to 7; replace `latest`, which says 6, by 7; remove 5
+
+Bytes per rank, N ranks         held besides    written         read      (Ψ fp32 parameters, Adam)
+    gathered into one file      12Ψ on rank 0   12Ψ by rank 0   12Ψ
+    here, sharded               a box           12Ψ/N           12Ψ/N, and the rest of each box
+
+Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py runs as one rank)
+Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3
 Mirrors:  torch.distributed.checkpoint (DCP), Megatron-LM's dist_checkpointing
-Left out: writing in the background, sharing out what is replicated, storage that is no directory which all ranks share.
-          DCP's own format, by way of a state_dict's file: torch.distributed.checkpoint.format_utils
+Left out: writing in the background; sharing out what all ranks hold; storage other than a directory
+          that all ranks share. torch.distributed.checkpoint.format_utils converts DCP's format to a
+          file that torch.load() reads, and load_whole() and save() go on from there.
 """
 
 import argparse
@@ -37,167 +48,221 @@ import sys
 import tempfile
 import time
 import zlib
-from collections import namedtuple
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # an import after init_process_group keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea: what is read is where boxes overlap. A box is a (start, stop) for each dimension of the whole.
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: pieces are boxes of a whole tensor, and a rank reads where boxes overlap.
 
 
-class Piece(namedtuple("Piece", "tensor shape offset")):
+class Piece(NamedTuple):
     """A tensor that lies at `offset` in a whole of `shape`."""
+
+    tensor: torch.Tensor
+    shape: list  # of the whole
+    offset: list  # an index in the whole for each dimension
+
+    @property
+    def whole(self):
+        """What all pieces of a tensor have in common."""
+        return [str(self.tensor.dtype).removeprefix("torch."), list(self.shape)]
 
     @property
     def box(self):
-        return tuple((i, i + n) for i, n in zip(self.offset, self.tensor.shape, strict=True))
+        """((start, stop) in the whole, for each dimension)"""
+        sizes = self.tensor.shape
+        return tuple((i, i + size) for i, size in zip(self.offset, sizes, strict=True))
 
-    def at(self, box):  # -> a view of the part of it that is in the box
-        return self.tensor[
-            tuple(slice(i - o, j - o) for (i, j), o in zip(box, self.offset, strict=True))
-        ]
+    def at(self, box):
+        """-> a view of the elements in `box`, which lies within this piece"""
+        ranges = zip(box, self.offset, strict=True)
+        return self.tensor[tuple(slice(i - offset, j - offset) for (i, j), offset in ranges)]
 
 
 def overlap(a, b):
-    """-> the boxes, one or none, of what is in both"""
+    """-> the box of what is in both boxes, or None"""
     both = tuple((max(i, k), min(j, l)) for (i, j), (k, l) in zip(a, b, strict=True))
-    return [both] if all(i < j for i, j in both) else []
+    return both if all(i < j for i, j in both) else None
 
 
 def flat_pieces(flat, shape, start, whole=None, offset=None):
-    """The elements in `flat`, from number `start` of a flattened tensor on, as Pieces: at most 2n - 1 in n dimensions.
+    """-> the elements of `flat` as Pieces; at most 2n - 1 of a tensor of n dimensions.
 
-    `flat` may begin before it (start < 0) and end behind it. It may lie at `offset` in a `whole`, as a slice of rows.
+    They lie in the flattened tensor from element `start` on. `flat` may begin before it (start < 0)
+    and end behind it, as buckets do. The tensor may itself lie at `offset` in a `whole`.
     """
-    flat, start, pieces = flat[max(0, -start) : max(0, math.prod(shape) - start)], max(0, start), []
-    sizes = [1, *shape]  # one dimension more: there may be none
-    rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements at an index along d
+    flat = flat[max(0, -start) : max(0, math.prod(shape) - start)]
+    start = max(0, start)
+    sizes = [1, *shape]  # with a dimension in front, so that there is one
+    rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements per index of d
+    pieces = []
     while len(flat):
-        # Along the outermost dimension of which an index begins here and lies within `flat`: as far as that goes.
-        d = next(d for d, row in enumerate(rows) if start % row == 0 and row <= len(flat))
-        at = [start // row % n for row, n in zip(rows, sizes, strict=True)]
-        n = min(len(flat) // rows[d], sizes[d] - at[d])
-        part, flat = flat.split([n * rows[d], len(flat) - n * rows[d]])
-        at = [i + o for i, o in zip(at[1:], offset or [0] * len(shape), strict=True)]
-        pieces.append(Piece(part.view([1] * d + [n] + sizes[d + 1 :])[0], whole or shape, at))
-        start += n * rows[d]
+        d = 0  # the first dimension of which a row begins here and fits
+        while start % rows[d] or rows[d] > len(flat):
+            d += 1
+        index = [start // row % size for row, size in zip(rows, sizes, strict=True)]
+        count = min(len(flat) // rows[d], sizes[d] - index[d])
+        n = count * rows[d]
+        part = flat[:n].view([1] * d + [count] + sizes[d + 1 :])
+        at = index[1:]
+        if offset:
+            at = [i + o for i, o in zip(at, offset, strict=True)]
+        pieces.append(Piece(part[0], whole or shape, at))
+        flat = flat[n:]
+        start += n
     return pieces
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. The real one: files between, such that no kill, full disk or flipped bit makes wrong numbers of them.
+def shard_pieces(shards):
+    """-> {"weight/NAME" or "STATE/NAME": pieces} of parameters that are sharded flat.
+
+    `shards` yields of each parameter its name, the whole shape, the number of the shard's first
+    element, the shard, and its optimizer state, as shards() of zero.py and fsdp.py know them.
+    """
+    pieces = {}
+    for name, shape, start, shard, state in shards:
+        for kind, tensor in {"weight": shard.detach(), **state}.items():
+            is_scalar = tensor.dim() == 0  # such as "step"
+            pieces[f"{kind}/{name}"] = tensor if is_scalar else flat_pieces(tensor, shape, start)
+    return pieces
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. The real one: files in between. No kill, full disk or flipped bit makes wrong numbers of them.
 
 
 def save(directory, pieces, extra=None, process_group=None):
-    """Write a checkpoint into `directory`, which all ranks of `process_group` share. All of them must call this.
+    """Write a checkpoint into `directory`. All ranks of `process_group` call this, and share it.
 
-    `pieces`: by name what this rank has of a tensor, a Piece, a list of them, or all of it, a tensor. `extra`: what
-    JSON can say; rank 0's is kept. What fails on one rank (a full disk) is raised on all, who still have the checkpoint
-    before, and may go on. Two are kept.
+    `pieces` has by name what this rank holds of a tensor: a Piece, a list of them, or a tensor, the
+    whole. `extra` is what JSON can say; rank 0's is kept. An error on one rank, as a full disk, is
+    raised on all, and the checkpoint before is still there. Two checkpoints are kept.
     """
-    root, rank = Path(directory), dist.get_rank(process_group) if dist.is_initialized() else 0
-    mine, tensors, taken = [], {}, set()
+    root = Path(directory)
+    rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+    mine = []  # (name, piece)
 
     def begin():
-        mine.extend(describe(pieces))
+        mine.extend(named_pieces(pieces))
         if rank == 0:
             shutil.rmtree(root / "tmp", ignore_errors=True)  # of a save that was killed
             (root / "tmp").mkdir(parents=True)
-        return [(name, whole, piece.box) for name, whole, piece in mine]
+        return [(name, piece.whole, piece.box) for name, piece in mine]
 
-    for r, held in enumerate(on_all_ranks(begin, process_group)):
-        for name, whole, box in held:
-            if tensors.setdefault(name, {"whole": whole, "boxes": []})["whole"] != whole:
-                raise ValueError(
-                    f"{name} is {whole} on rank {r}, but {tensors[name]['whole']} on one before"
-                )
-            taken |= {(name, box)} if r < rank else set()  # that rank writes it
-    todo = [(name, piece) for name, _, piece in mine if (name, piece.box) not in taken]
-    for entries in on_all_ranks(lambda: write(root / "tmp" / f"{rank}.bin", todo), process_group):
+    def finish():
+        if rank == 0:
+            publish(root, json.dumps({"tensors": tensors, "extra": extra}))
+
+    held = on_all_ranks(begin, process_group)
+    tensors = agree(held)
+    # A box that several ranks hold is written by the first of them.
+    taken = {(name, box) for boxes in held[:rank] for name, _, box in boxes}
+    todo = [(name, piece) for name, piece in mine if (name, piece.box) not in taken]
+    path = root / "tmp" / f"{rank}.bin"
+    for entries in on_all_ranks(lambda: write(path, todo), process_group):
         for name, entry in entries:
             tensors[name]["boxes"].append(entry)
-    index = {"tensors": tensors, "extra": extra}
-    on_all_ranks(lambda: publish(root, json.dumps(index)) if rank == 0 else None, process_group)
+    on_all_ranks(finish, process_group)
+
+
+def agree(held):
+    """-> {name: {"whole": …, "boxes": []}} of all ranks' [(name, whole, box)]"""
+    tensors = {}
+    for rank, boxes in enumerate(held):
+        for name, whole, _ in boxes:
+            first = tensors.setdefault(name, {"whole": whole, "boxes": []})["whole"]
+            if whole != first:
+                raise ValueError(f"{name} is {whole} on rank {rank}, but {first} on one before")
+    return tensors
 
 
 def load(directory, pieces, process_group=None):
-    """Fill the tensors of `pieces`, which are as in save(), from the latest checkpoint in `directory`. -> its `extra`
+    """Fill the tensors of `pieces`, as in save(), from the latest checkpoint. -> its `extra`
 
-    All ranks must call this. Raised on all, when some tensors may be filled and others not: ValueError where one is
-    not there as a whole, or has another shape or dtype; OSError for a file that is missing or damaged.
+    All ranks call this. An error on one is raised on all, and some tensors may then be filled:
+    ValueError if a tensor is not there as a whole or has another shape or dtype, OSError if a file
+    is missing or damaged.
     """
-    read_from = on_all_ranks(lambda: read(Path(directory), pieces), process_group)
-    if any(path != read_from[0][0] for path, _ in read_from):
+    found = on_all_ranks(lambda: read(Path(directory), pieces), process_group)
+    path, extra = found[0]
+    if any(other != path for other, _ in found):
         raise OSError(f"ranks found different checkpoints in {directory}: they must share it")
-    return read_from[0][1]
+    return extra
 
 
-def describe(pieces):
-    """Yield (name, [dtype, shape] of the whole, Piece)."""
+def named_pieces(pieces):
+    """Yield (name, Piece) of what the caller of save() or load() passes."""
     for name, value in pieces.items():
-        one = Piece(value, value.shape, [0] * value.dim()) if torch.is_tensor(value) else value
-        many = [one] if isinstance(one, Piece) else one
-        if not isinstance(many, list) or not all(isinstance(piece, Piece) for piece in many):
-            kind = type(value).__name__
-            raise ValueError(
-                f"{name}: expected a tensor, a Piece or a list of Pieces, got {kind}; "
-                "numbers and strings belong into extra"
-            )
+        many = value if isinstance(value, list) else [value]
+        if torch.is_tensor(value):
+            many = [Piece(value, value.shape, [0] * value.dim())]
         for piece in many:
-            dims = (piece.tensor.dim(), len(piece.shape), len(piece.offset))
-            if len(set(dims)) > 1:
+            if not isinstance(piece, Piece):
+                kind = type(value).__name__
                 raise ValueError(
-                    f"{name}: tensor, shape and offset have {dims} dimensions; they must have as many"
+                    f"{name}: expected a tensor, a Piece or a list of Pieces, got {kind}; "
+                    "numbers and strings belong into extra"
                 )
-            if any(i < 0 or j > n for (i, j), n in zip(piece.box, piece.shape, strict=True)):
-                raise ValueError(
-                    f"{name}: {piece.box} is not within a whole of {list(piece.shape)}"
-                )
-            yield name, [str(piece.tensor.dtype).removeprefix("torch."), list(piece.shape)], piece
+            check(name, piece)
+            yield name, piece
+
+
+def check(name, piece):
+    dims = (piece.tensor.dim(), len(piece.shape), len(piece.offset))
+    if len(set(dims)) > 1:
+        raise ValueError(f"{name}: tensor, shape and offset have {dims} dimensions")
+    for (start, stop), size in zip(piece.box, piece.shape, strict=True):
+        if start < 0 or stop > size:
+            raise ValueError(f"{name}: {piece.box} is not within a whole of {list(piece.shape)}")
 
 
 def on_all_ranks(function, process_group):
-    """-> what function() returned on each rank. What it raised on any is raised on all, so that none waits in vain."""
+    """-> what function() returned on each rank. An error on any rank is raised on all of them."""
     try:
-        everyone = [function()]
+        result = function()
     except Exception as error:
-        everyone = [error]
+        result = error
+    results = [result]
     if dist.is_initialized():
-        everyone *= dist.get_world_size(process_group)
-        dist.all_gather_object(everyone, everyone[0], group=process_group)
-    for error in everyone:
-        if isinstance(error, Exception):
-            raise error
-    return everyone
+        results *= dist.get_world_size(process_group)
+        dist.all_gather_object(results, result, group=process_group)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
 
 
 def write(path, pieces):
-    """-> [(name, (file, position in it in bytes, checksum, box)), …]"""
+    """-> [(name, (file, position in bytes, checksum, box)), …]"""
     entries = []
     with open(path, "wb") as file:
         for name, piece in pieces:
-            data = piece.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            entries.append((name, (path.name, file.tell(), zlib.crc32(data), piece.box)))
+            tensor = piece.tensor.detach().cpu().contiguous()
+            data = tensor.view(-1).view(torch.uint8).numpy()
+            entry = (path.name, file.tell(), zlib.crc32(data), piece.box)
+            entries.append((name, entry))
             file.write(data)
     sync(path)
     return entries
 
 
 def publish(root, index):
-    """Make what is in tmp the latest checkpoint. A rename is done or is not; syncs keep it behind what is written."""
+    """Make tmp the latest checkpoint. Syncs keep each rename behind what was written before it."""
     numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
     number = str(max(numbers, default=0) + 1)
-    (root / "tmp" / "index").write_text(f"{zlib.crc32(index.encode())}\n{index}")
+    checksum = zlib.crc32(index.encode())
+    (root / "tmp" / "index").write_text(f"{checksum}\n{index}")
     (root / "next").write_text(number)
     sync(root / "tmp" / "index", root / "tmp", root / "next")
     os.rename(root / "tmp", root / number)
@@ -208,157 +273,169 @@ def publish(root, index):
         shutil.rmtree(root / str(old), ignore_errors=True)
 
 
-def sync(*paths):  # wait until files, or the names in directories, are on the disk
+def sync(*paths):
+    """Wait until files, or the names in directories, are on the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
 
 
+def check_sum(path, data, checksum):
+    if zlib.crc32(data) != checksum:
+        raise OSError(f"{path} is damaged: its checksum is not the one that was written")
+
+
 def open_latest(root):
-    """-> the directory, {name: {"whole": [dtype, shape], "boxes": entries of write()}}, and extra of a checkpoint"""
+    """-> the latest checkpoint's directory, {name: {"whole": …, "boxes": [write()'s]}}, extra"""
     path = root / (root / "latest").read_text()
     checksum, _, text = (path / "index").read_bytes().partition(b"\n")
-    if checksum != str(zlib.crc32(text)).encode():
-        raise OSError(
-            f"{path / 'index'} is damaged: it has another checksum than when it was written"
-        )
-    return path, *json.loads(text).values()
+    check_sum(path / "index", text, int(checksum) if checksum.isdigit() else None)
+    index = json.loads(text)
+    return path, index["tensors"], index["extra"]
 
 
 @torch.no_grad()
 def read(root, pieces):
-    """-> the directory that was read, its extra"""
+    """Fill `pieces`. -> the directory that was read, its extra"""
     path, tensors, extra = open_latest(root)
-    for name, whole, piece in describe(pieces):
-        there = tensors.get(name, {"whole": "nothing", "boxes": []})
-        if there["whole"] != whole:
+    for name, piece in named_pieces(pieces):
+        saved = tensors.get(name, {"whole": "nothing", "boxes": []})
+        if saved["whole"] != piece.whole:
             raise ValueError(
-                f"{path} has {there['whole']} of {name}, but {whole} is wanted: another model?"
+                f"{path} has {saved['whole']} of {name}, but {piece.whole} is wanted: "
+                "is it of another model?"
             )
-        missing = Piece(torch.ones(piece.tensor.shape, dtype=torch.bool), *whole[1:], piece.offset)
-        for file, position, checksum, box in there["boxes"]:
-            for both in overlap(piece.box, box):
-                sizes = [j - i for i, j in box]
-                data = numpy.fromfile(
-                    path / file, "uint8", math.prod(sizes) * piece.tensor.itemsize, offset=position
-                )
-                if zlib.crc32(data) != checksum:
-                    raise OSError(
-                        f"{path / file} is damaged: {name} has another checksum than when it was written"
-                    )
-                tensor = torch.from_numpy(data).view(piece.tensor.dtype).view(sizes)
-                piece.at(both).copy_(Piece(tensor, piece.shape, [i for i, _ in box]).at(both))
+        missing = piece._replace(tensor=torch.ones_like(piece.tensor, dtype=torch.bool))
+        for file, position, checksum, box in saved["boxes"]:
+            both = overlap(piece.box, box)
+            if both is not None:  # of a scalar the box is ()
+                part = read_box(path / file, position, checksum, box, piece)
+                piece.at(both).copy_(part.at(both))
                 missing.at(both).fill_(False)
         if missing.tensor.any():
             raise ValueError(
-                f"{path}: no rank had all of {piece.box} of {name}, {whole}, when it was saved"
+                f"{path}: no rank had all of {piece.box} of {name}, {piece.whole}, "
+                "when it was saved"
             )
     return path, extra
 
 
+def read_box(path, position, checksum, box, like):
+    """-> the Piece in `box` of a file; `like` is another of the same whole"""
+    sizes = [stop - start for start, stop in box]
+    offset = [start for start, _ in box]
+    nbytes = math.prod(sizes) * like.tensor.itemsize
+    data = numpy.fromfile(path, "uint8", nbytes, offset=position)
+    check_sum(path, data, checksum)
+    tensor = torch.from_numpy(data).view(like.tensor.dtype)
+    return Piece(tensor.view(sizes), like.shape, offset)
+
+
 def load_whole(directory):
-    """-> a state_dict of the latest checkpoint, in one process. The other way: save(directory, torch.load(file))."""
-    wholes = {name: entry["whole"] for name, entry in open_latest(Path(directory))[1].items()}
-    state_dict = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, (dtype, shape) in wholes.items()
-    }
+    """-> a state_dict of the latest checkpoint, in one process. save(directory, state_dict) is the
+    other way."""
+    _, tensors, _ = open_latest(Path(directory))
+    state_dict = {}
+    for name, entry in tensors.items():
+        dtype, shape = entry["whole"]
+        state_dict[name] = torch.empty(shape, dtype=getattr(torch, dtype))
     load(directory, state_dict)
     return state_dict
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
 class Sharded:
-    """zero.py's cut: parameters side by side in `flat`, 1/N of it trained by each rank of `group`."""
+    """ZeRO at its plainest: parameters side by side in `flat`; each rank of `group` trains 1/N."""
 
     def __init__(self, model, group=None):
-        self.model, self.group, self.rank, self.N = (
-            model,
-            group,
-            dist.get_rank(group),
-            dist.get_world_size(group),
-        )
+        self.model = model
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
         flat = nn.utils.parameters_to_vector(model.parameters()).detach()
-        self.flat = F.pad(flat, (0, -len(flat) % self.N))
-        self.gradients, start = torch.zeros_like(self.flat), 0
+        self.flat = F.pad(flat, (0, -len(flat) % self.world_size))
+        self.gradients = torch.zeros_like(self.flat)
+        start = 0
         for parameter in model.parameters():
-            own, start = slice(start, start + parameter.numel()), start + parameter.numel()
-            parameter.data, parameter.grad = (
-                x[own].view_as(parameter) for x in (self.flat, self.gradients)
-            )
-        self.shard = self.flat.chunk(self.N)[self.rank]
+            stop = start + parameter.numel()
+            parameter.data = self.flat[start:stop].view_as(parameter)
+            parameter.grad = self.gradients[start:stop].view_as(parameter)
+            start = stop
+        self.shard = self.flat.chunk(self.world_size)[self.rank]
         self.optimizer = torch.optim.AdamW([self.shard], lr=1e-3)
-        moments = {name: torch.zeros_like(self.shard) for name in ("exp_avg", "exp_avg_sq")}
-        self.optimizer.state[self.shard] = {"step": torch.tensor(0.0), **moments}
+        self.optimizer.state[self.shard] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(self.shard),
+            "exp_avg_sq": torch.zeros_like(self.shard),
+        }
 
     def step(self, inputs, targets):
+        """-> the mean loss of this rank's parts of the batch"""
         self.gradients.zero_()
-        losses, parts = (
-            [],
-            dist.get_world_size(),
-        )  # each takes its share of them: one order of addition, whatever N
-        for part in range(self.rank * parts // self.N, (self.rank + 1) * parts // self.N):
-            losses.append(
-                language_loss(self.model(inputs.chunk(parts)[part]), targets.chunk(parts)[part])
-            )
-            losses[-1].backward()
+        parts = dist.get_world_size()  # whatever the group: the same sums in the same order
+        first = self.rank * parts // self.world_size
+        end = (self.rank + 1) * parts // self.world_size
+        losses = []
+        for part in range(first, end):
+            logits = self.model(inputs.chunk(parts)[part])
+            loss = language_loss(logits, targets.chunk(parts)[part])
+            loss.backward()
+            losses.append(loss)
         received = torch.empty_like(self.gradients)
         dist.all_to_all_single(received, self.gradients, group=self.group)
-        self.shard.grad = sum(received.chunk(self.N)) / parts  # in rank order: a reduce-scatter
+        total = sum(received.chunk(self.world_size))  # in rank order: a reduce-scatter
+        self.shard.grad = total / parts  # the mean of all parts
         self.optimizer.step()
-        dist.all_to_all_single(
-            self.flat, self.shard.repeat(self.N), group=self.group
-        )  # an all-gather
-        return (
-            torch.stack(losses).mean() if dist.get_rank() < self.N else None
-        )  # of the same ones, one
+        self.gather(self.flat, self.shard)
+        # Where every rank is a world of its own, rank 0's loss is that of all parts.
+        return torch.stack(losses).mean() if dist.get_rank() < self.world_size else None
 
-    def pieces(self):  # what this rank has of each parameter and its moments, to be saved or loaded
-        flats = {"weight": self.shard, **self.optimizer.state[self.shard]}
-        pieces, start = (
-            {"step": flats.pop("step")},
-            self.rank * len(self.shard),
-        )  # of the shard, in a parameter
+    def gather(self, whole, shard):
+        """All ranks' shards, by an all-to-all, which adds nothing."""
+        dist.all_to_all_single(whole, shard.repeat(self.world_size), group=self.group)
+
+    def pieces(self):
+        """What this rank has of each parameter and its moments, to save or to load."""
+        return shard_pieces(self.shards())
+
+    def shards(self):
+        state = self.optimizer.state[self.shard]
+        start = self.rank * len(self.shard)
         for name, parameter in self.model.named_parameters():
-            pieces |= {
-                f"{kind}/{name}": flat_pieces(flat, parameter.shape, start)
-                for kind, flat in flats.items()
-            }
+            yield name, parameter.shape, start, self.shard, state
             start -= parameter.numel()
-        return pieces
 
 
 def main():
     demo = Demo()
-    run, stops = (
-        Sharded(demo.start("checkpoint", bitwise=True)),
-        [-(-n * demo.args.steps // 3) for n in (1, 2)],
-    )
+    run = Sharded(demo.start("checkpoint", bitwise=True))
+    stops = [-(-n * demo.args.steps // 3) for n in (1, 2)]
     directory = [tempfile.mkdtemp() if demo.rank == 0 else None]
     dist.broadcast_object_list(directory, 0)
+    alone = [dist.new_group([rank]) for rank in range(demo.ranks)][demo.rank]
+
+    def restart(done):
+        """Save; forget everything; load, after the first stop on one rank, then on all of them."""
+        nonlocal run
+        if demo.rank < run.world_size:
+            save(directory[0], run.pieces(), {"steps": done}, run.group)
+        dist.barrier()
+        run = Sharded(language_model().to(run.flat), alone if done == stops[0] else None)
+        extra = load(directory[0], run.pieces(), run.group)
+        run.gather(run.flat, run.shard)
+        ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
+        demo.show(f"saved       after {extra['steps']} steps; loaded on {ranks}")
 
     def whole():
-        nonlocal run
-        dist.all_to_all_single(run.gradients, run.shard.grad.repeat(run.N), group=run.group)
+        run.gather(run.gradients, run.shard.grad)
         gradients = [parameter.grad for parameter in run.model.parameters()]
         done = len(demo.losses)
-        if done in stops:  # stop; start anew, with other weights and no state; go on
-            if demo.rank < run.N:
-                save(directory[0], run.pieces(), {"steps": done}, run.group)
-            dist.barrier()
-            alone = [dist.new_group([rank]) for rank in range(demo.ranks)][
-                demo.rank
-            ]  # each rank a world of its own
-            run = Sharded(language_model().to(run.flat), alone if done == stops[0] else None)
-            extra = load(directory[0], run.pieces(), run.group)
-            dist.all_to_all_single(run.flat, run.shard.repeat(run.N), group=run.group)
-            demo.show(
-                f"saved       after {extra['steps']} steps; loaded on {run.N} rank{'s' * (run.N > 1)}"
-            )
+        if done in stops:
+            restart(done)
         return gradients, run.model.parameters()
 
     demo.train(lambda *batch: run.step(*batch), whole)  # noqa: PLW0108  the run changes

@@ -84,7 +84,7 @@ def test_any_pieces_are_read_as_any_others(written, wanted, dtype, readers, tmp_
     for reader in range(readers):
         mine, count = cut(wanted, torch.zeros_like(tensor), readers, reader), torch.tensor(0.0)
         assert (load(tmp_path, {"a": mine, "count": count}, group), count) == (extra, 7)
-        for _, _, piece in checkpoint.describe({"a": mine}):
+        for _, piece in checkpoint.named_pieces({"a": mine}):
             assert torch.equal(piece.tensor, Piece(tensor, tensor.shape, [0, 0]).at(piece.box))
 
 

@@ -31,7 +31,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "amp": ("1.0 / self._scale", "1.001 / self._scale"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
     "flash_attention": ("dO_i / (1 - dropout_p)", "1.001 * dO_i / (1 - dropout_p)"),
-    "checkpoint": ("/ parts  # in rank order", "* 1.001 / parts  # in rank order"),
+    "checkpoint": ("total / parts", "1.001 * total / parts"),
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),
 }
 
