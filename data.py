@@ -285,9 +285,7 @@ def lines_that_start_in(path, start, stop):
     with open(path, "rb") as file:
         if start > 0:  # skip the rest of a line that starts before
             file.seek(start - 1)
-            rest = file.readline(size + 1)
-            if not rest.endswith(b"\n"):
-                return b""
+            file.readline(size + 1)  # no further than `stop`
         lines = file.read(stop - file.tell())
         if lines and not lines.endswith(b"\n"):
             lines += file.readline()

@@ -92,7 +92,8 @@ WRONG = {  # what is said of a call; of a line in a file; of arguments. The stat
     "begin with b'TNTIDX": lambda: opened(b"TNTIDX\0\0" + INDEX[8:]),
     "version 2, not 1": lambda: opened(INDEX[:9] + b"\2" + INDEX[10:]),
     "dtype 9, not 1 to 8": lambda: opened(INDEX[:17] + b"\x09" + INDEX[18:]),
-    "offsets of its 2 sequences": lambda: opened(INDEX[:34] + b"\2" + INDEX[35:]),
+    "idx: the offsets of its 2 sequences": lambda: opened(INDEX[:34] + b"\2" + INDEX[35:]),
+    "offsets of its 2 sequences are not": lambda: opened(INDEX[:42] + b"\1" + INDEX[43:]),
     "9 bytes; x.idx says 10": lambda: opened(INDEX, b"123456789"),
     "2 sequences in 1 documents": lambda: GPTDataset(
         opened(INDEX[:26] + b"\2" + INDEX[27:-8]), 2, 1
