@@ -1,7 +1,8 @@
-"""PyTorch's own, and peft's, in the form in which tests/claims calls a kind, where they have another."""
+"""PyTorch's implementations, and peft's, called as tests/claims call a kind, if their own way differs."""
 
 from types import SimpleNamespace
 
+import environment
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Replicate, Shard
@@ -12,16 +13,15 @@ import pipeline
 
 def make_schedule(name, p, m, v=1):
     stage = SimpleNamespace(group_size=p, group_rank=0, num_stages=p * v, submod=None, is_last=0)
-    stage.stage_index_to_group_rank = {
-        number: number % p for number in range(p * v)
-    }  # torch 2.6 reads it
+    # torch 2.6 reads this
+    stage.stage_index_to_group_rank = {number: number % p for number in range(p * v)}
     return getattr(schedules, name)([stage] * v, m)
 
 
 def order_of(schedule, p):
-    return pipeline.compute_only(
-        [[str(action) for action in schedule.pipeline_order[rank] if action] for rank in range(p)]
-    )
+    """-> our list of actions for each rank"""
+    ranks = [filter(None, schedule.pipeline_order[rank]) for rank in range(p)]
+    return pipeline.compute_only([[str(action) for action in actions] for actions in ranks])
 
 
 def build_schedule(name, p, m, v=1):
@@ -36,36 +36,32 @@ build_schedule.names = (
 
 
 def styled(linear, style, process_group):
-    return parallelize_module(linear, DeviceMesh.from_group(process_group, "cpu"), style)
+    mesh = DeviceMesh.from_group(process_group, environment.DEVICE_TYPE)
+    return parallelize_module(linear, mesh, style)
 
 
 class Column:
     @staticmethod
     def from_full(linear, *, gather_output=False, sequence_parallel=False, process_group):
-        there, back = (
-            (Shard(0) if sequence_parallel else Replicate()),
-            (Replicate() if gather_output else Shard(-1)),
+        style = ColwiseParallel(
+            input_layouts=Shard(0) if sequence_parallel else Replicate(),
+            output_layouts=Replicate() if gather_output else Shard(-1),
         )
-        return styled(
-            linear, ColwiseParallel(input_layouts=there, output_layouts=back), process_group
-        )
+        return styled(linear, style, process_group)
 
 
 class Row:
     @staticmethod
     def from_full(linear, *, input_is_parallel=True, sequence_parallel=False, process_group):
-        there, back = (
-            (Shard(-1) if input_is_parallel else Replicate()),
-            (Shard(0) if sequence_parallel else Replicate()),
+        style = RowwiseParallel(
+            input_layouts=Shard(-1) if input_is_parallel else Replicate(),
+            output_layouts=Shard(0) if sequence_parallel else Replicate(),
         )
-        return styled(
-            linear, RowwiseParallel(input_layouts=there, output_layouts=back), process_group
-        )
+        return styled(linear, style, process_group)
 
 
 def inject_lora(model, r, lora_alpha, target_modules):
     import peft
 
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules)
-    )
+    config = peft.LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules)
+    return peft.get_peft_model(model, config)

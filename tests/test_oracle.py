@@ -3,7 +3,9 @@
 import importlib.util
 import re
 import sys
+from types import SimpleNamespace
 
+import conftest
 import environment
 import pool
 import pytest
@@ -127,6 +129,19 @@ def test_the_users_file_does_not_take_the_place_of_ours(mine, tmp_path):
 
     assert resolve("pool.py:MyDDP").__name__ == "MyDDP"
     assert sys.modules["pool"] is pool
+
+
+def test_help_says_how_an_implementation_is_called(capsys):
+    config = SimpleNamespace(
+        invocation_params=SimpleNamespace(args=["--pipeline-schedule", "--help"])
+    )
+
+    assert conftest.pytest_cmdline_main(config) == 0
+
+    words = capsys.readouterr().out
+    assert "is a function that returns lists of actions. It runs nothing." in words
+    assert "Ours is pipeline:build_schedule; PyTorch's own, pytorchs:build_schedule." in words
+    assert "  complete\n      Each stage takes each micro-batch forward once" in words
 
 
 # ---- README's table

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import claims
+import environment
 import pool
 import pytest
 import torch
@@ -19,18 +20,14 @@ import bench
 import ddp
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-]
-PATH = {
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-}  # torchrun and python of this environment
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
+# torchrun and python of this environment
+PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 C10D = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
 EXPERIMENT = [command for command in COMMANDS if "my-gpt2" in command]
-HOW = {  # each is run: here as it stands, or by what is named
+HOW = {  # where each is run
     "./run_all.sh": ".ci/run",
     "./run_all.sh tests": ".ci/run",
     "./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel": "test_oracle",
@@ -41,39 +38,42 @@ HOW = {  # each is run: here as it stands, or by what is named
     f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2": "test_parallel_3d",
     "python ddp.py": "test_standalone",
     "python ddp.py --data README.md --steps 3": "here",
-    "python bench.py ddp": "nobody: a benchmark prints a ratio, and never runs in the suite",
+    "python bench.py ddp": "nowhere: a benchmark prints a ratio, and never runs in the suite",
     **dict.fromkeys(EXPERIMENT, "test_the_experiment"),
 }
 
 
+@pytest.mark.cpu
 def test_every_command_is_run_somewhere():
     assert set(COMMANDS) == HOW.keys()
     assert "ddp" in bench.ROWS
-    assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == [
-        c for c, how in HOW.items() if how == ".ci/run"
-    ]
+    in_ci = [command for command, how in HOW.items() if how == ".ci/run"]
+    assert (ROOT / ".ci" / "run").read_text().split("\n")[-3:-1] == in_ci
 
 
 @pytest.mark.parametrize("command", [command for command, how in HOW.items() if how == "here"])
 def test_command(command):
-    if "cuda" in command and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+    if "cuda" in command and environment.DEVICE_TYPE == "cpu":
+        pytest.skip("needs --device cuda")
     file, *arguments = command[command.index("ddp.py") :].split()
+
     done = fork(file, *arguments, ranks=2 if "torchrun" in command else 1)
+
     assert done.returncode == 0, done.stderr
     assert "vs 1 device" in done.stdout
 
 
+@pytest.mark.cpu
 def test_the_experiment(tmp_path):
-    """Its five commands, one after the other, with the smallest GPT-2 and, for two machines, four ranks on one."""
-    texts = [
-        json.dumps({"text": (ROOT / name).read_text()}) + "\n" for name in ("ddp.py", "README.md")
-    ]
-    (tmp_path / "oscar.jsonl").write_text("".join(texts))
+    """The five commands one after the other, with the smallest GPT-2, and all ranks on one machine."""
+    texts = [(ROOT / name).read_text() for name in ("ddp.py", "README.md")]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "oscar.jsonl").write_text("".join(lines))
     tokenise, *trainings = EXPERIMENT
-    assert (
-        launch([sys.executable, ROOT / "data.py", *tokenise.split()[2:]], tmp_path).returncode == 0
-    )
+
+    done = launch([sys.executable, ROOT / "data.py", *tokenise.split()[2:]], tmp_path)
+
+    assert done.returncode == 0
     for command, ranks in zip(trainings, (2, 2, 1, 4), strict=True):
         _, flags = command.replace("gpt2-345m", "gpt2-tiny").split("parallel_3d.py ")
         done = fork(ROOT / "parallel_3d.py", *flags.split(), ranks=ranks, cwd=tmp_path)
@@ -86,60 +86,60 @@ def test_the_experiment(tmp_path):
 
 (DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
 SNIPPETS = [block.splitlines() for block in DIFF.split("\n\n")]
-ON_A_CPU = hasattr(torch.cpu.Stream, "record_event")  # from torch 2.7 on
 (USUAL,) = re.findall(r"```python\n(optimizer.*?)```", README, re.DOTALL)
-ON_THE_SAME_DATA = (
-    "DataParallel(model, devices)",
-    "parallelize",
-    "pipelin",
-    "inject_lora",
-)  # not data-parallel
+NEW_OPTIMIZER, USUAL_LOOP = USUAL.split("\n", 1)
+HAS_CPU_STREAMS = hasattr(torch.cpu.Stream, "record_event")  # from torch 2.7 on
+# The snippets with these words are not data-parallel.
+ON_THE_SAME_DATA = ("DataParallel(model, devices)", "parallelize", "pipelin", "inject_lora")
+
+
+def program(lines, signs):
+    """-> the lines of a snippet that begin with one of the signs, and the usual loop unless it has one"""
+    text = "\n".join(line[2:] for line in lines if line[:1] in signs)
+    if "for inputs" in text:
+        return text
+    return f"{text}\n{USUAL_LOOP}" if "optimizer" in text else f"{text}\n{USUAL}"
 
 
 def body_snippet(lines, signs):
-    """Run what is marked so in a snippet, and the usual loop unless it has one. -> losses after it, or weights"""
-    text = "\n".join(line[2:] for line in lines if line[:1] in signs)
-    same = any(words in "\n".join(lines) for words in ON_THE_SAME_DATA)
+    """-> the losses after the snippet, or the sums of a stage's weights"""
+    text = program(lines, signs)
+    has_same_data = any(words in "\n".join(lines) for words in ON_THE_SAME_DATA)
     torch.manual_seed(0)
-    model, rank = ddp.language_model(C=32, heads=2, layers=3), pool.rank()
-    tokens = torch.randint(
-        256, (3, 4, 17), generator=torch.Generator().manual_seed(0 if same else rank)
-    )
-    batches = [(part[:, :-1], part[:, 1:]) for part in tokens]
-    names = {
-        "torch": torch,
-        "model": model,
-        "batches": batches,
-        "rank": rank,
-        "devices": ["cpu", "cpu"],
-    }
-    names |= {"loss_fn": ddp.language_loss}
+    model = ddp.language_model(C=32, heads=2, layers=3)
+    torch.manual_seed(0 if has_same_data else pool.rank())
+    batches = [(part[:, :-1], part[:, 1:]) for part in torch.randint(256, (3, 4, 17))]
+    names = {"torch": torch, "model": model, "batches": batches, "rank": pool.rank()}
+    names |= {"devices": ["cpu", "cpu"], "loss_fn": ddp.language_loss}
     if "peft" in text:
         names["peft"] = importlib.import_module("peft")
     with claims.default_group(pool.group()):
-        usual = USUAL.partition("\n")[2] if "optimizer" in text else USUAL
-        exec(text if "for inputs" in text else f"{text}\n{usual}", names)
+        exec(text, names)
         if "stage" in names:
-            return [p.detach().sum().item() for p in names["stage"].parameters()]
+            return [parameter.detach().sum().item() for parameter in names["stage"].parameters()]
         with torch.no_grad():
-            return [
-                ddp.language_loss(names["model"](inputs), targets).item()
-                for inputs, targets in batches
-            ]
+            losses = [ddp.language_loss(names["model"](x), y) for x, y in batches]
+            return [loss.item() for loss in losses]
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0][2:])
 def test_a_snippet_trains_after_the_import_as_before(lines):
-    if not ON_A_CPU and any(words in lines[0] for words in ("fully_shard", "pipelining")):
+    needs_streams = any(words in lines[0] for words in ("fully_shard", "pipelining"))
+    if needs_streams and not HAS_CPU_STREAMS:
         pytest.skip(f"PyTorch's own does not run on a CPU in torch {torch.__version__}")
-    peft = "peft" in "\n".join(lines)  # which draws A otherwise
-    if peft and importlib.util.find_spec("peft") is None:
+    is_peft = "peft" in "\n".join(lines)
+    if is_peft and importlib.util.find_spec("peft") is None:
         pytest.skip("peft is not installed")
-    results = [pool.run(2, body_snippet, lines, signs) for signs in (" -", " +")]
-    for before, after in zip(*results, strict=True):  # of each rank
-        assert before == pytest.approx(after, abs=0.05 if peft else 1e-4)
+
+    theirs = pool.run(2, body_snippet, lines, " -")
+    ours = pool.run(2, body_snippet, lines, " +")
+
+    for before, after in zip(theirs, ours, strict=True):  # of each rank
+        assert before == pytest.approx(after, abs=0.05 if is_peft else 1e-4)  # peft draws another A
 
 
+@pytest.mark.cpu
 def test_adding_a_technique(tmp_path):
     """As README says it, literally, in an empty directory."""
     (main,) = re.findall(r"```python\n(   def main.*?)```", README, re.DOTALL)
@@ -149,11 +149,14 @@ def test_adding_a_technique(tmp_path):
     (tmp_path / "mine.py").write_text(
         f'"""Mine."""\n{imports}\n\n{textwrap.dedent(main)}\n\n{set_up}'
     )
+
     done = fork("mine.py", "--steps", 2, ranks=2, cwd=tmp_path)
+
     assert done.returncode == 0, done.stderr
     assert "bitwise equal over 2 steps" in done.stdout
 
 
+@pytest.mark.cpu
 def test_readme_is_short_and_its_pictures_are_there():
     assert len(README.splitlines()) <= 300
     for picture in re.findall(r"!\[[^]]+\]\((\S+)\)", README):
@@ -205,15 +208,6 @@ def test_a_class_that_is_not_there_is_one_error(tmp_path):
     assert (done.stdout, done.stderr.strip()) == ("", expected)
 
 
-@pytest.mark.cpu
-def test_help_says_how_an_implementation_is_called():
-    done = run_script(ROOT / "run_all.sh", "tests", "--pipeline-schedule", "--help")
-
-    assert done.returncode == 0, done.stderr
-    assert "function that returns lists of actions. It runs nothing." in done.stdout
-    assert "Ours is pipeline:build_schedule" in done.stdout
-
-
 # ---- run_all.sh
 
 GOOD = """
@@ -229,6 +223,7 @@ if os.environ["RANK"] == "0":
 
 
 def make_project(folder, **files):
+    """-> run_all.sh in a new directory, with these files NAME.py"""
     folder.mkdir()
     shutil.copy(ROOT / "run_all.sh", folder)
     for name, text in files.items():
@@ -237,16 +232,16 @@ def make_project(folder, **files):
 
 
 def run_script(script, *arguments, cwd="/"):
-    return launch(
-        [script, *arguments],
-        cwd,
-        env={**PATH, "VIRTUAL_ENV": str(Path(sys.executable).parent.parent)},
-    )
+    in_this_environment = {**PATH, "VIRTUAL_ENV": str(Path(sys.executable).parent.parent)}
+    return launch([script, *arguments], cwd, env=in_this_environment)
 
 
+@pytest.mark.cpu
 def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
     script = make_project(tmp_path / "a project", good=GOOD, bad="raise SystemExit(3)", bench="")
+
     done = run_script(script)
+
     assert done.returncode == 1
     *_, table, last = done.stdout.split("\n\n")
     assert [re.sub(r"  +", " | ", line) for line in table.splitlines()] == [
@@ -255,11 +250,10 @@ def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
         "good.py | good | 2 | within 1e-09 | 1.0 / 2.0 / 3.0 | 4.0 | 5 (6) | ok",
     ]
     assert last.startswith("Next: ")
-    assert not (
-        tmp_path / "a project" / ".venv"
-    ).exists()  # the active environment had all it takes
+    assert not (script.parent / ".venv").exists()  # the active environment has all that it needs
 
 
+@pytest.mark.cpu
 def test_run_all_by_name(tmp_path):
     script = make_project(tmp_path / "project", good=GOOD, bad="raise SystemExit(3)")
     for arguments in (["-n", "1", "good"], ["good", "-n", "1"]):

@@ -1,25 +1,29 @@
-"""Each file works alone: copied into an empty directory, under torchrun and without it. Their text; lint and format."""
+"""Each file works alone, copied into an empty directory, with torchrun and without. Text, lint, format."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 
+import environment
 import pytest
+import torch
 from launch import ALONE, ROOT, fork
 
 NUMBER = r"(\d+\.\d)"
 LINES = [
-    r"[\w ]+ · {ranks} · cpu/gloo · \d+\.\dM parameters · 3 steps",
+    r"[\w ]+ · {world} · \d+\.\dM parameters · 3 steps",
     r"step 1/3   loss \d+\.\d{{3}}",
     r"loss        \d+\.\d{{3}} → \d+\.\d{{3}}",
-    r"vs 1 device loss, gradients and parameters (bitwise equal|equal within 1e-09: \de-\d\d) over 3 steps",
-    rf"held/rank   params {NUMBER} MB   grads {NUMBER} MB   optimizer {NUMBER} MB      \(1 device: .*\)",
+    r"vs 1 device loss, gradients and parameters "
+    r"(bitwise equal|equal within 1e-09: \de-\d\d) over 3 steps",
+    rf"held/rank   params {NUMBER} MB   grads {NUMBER} MB   optimizer {NUMBER} MB"
+    r"      \(1 device: .*\)",
     rf"sent/rank   {NUMBER} MB per step      formula .+ = {NUMBER} MB",
     r"time        \d+ ms per step      \(1 device: \d+\)",
 ]
-
 
 SCALED = {  # a line of each file's technique, and the same with a gradient that is a thousandth off
     "ddp": ("1 / self._divisor", "1.001 / self._divisor"),
@@ -35,9 +39,18 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),
 }
 
-# Without torchrun most run below, with a gradient that is off. On three ranks, which add in another order, in float64.
+# One rank is enough for the demos that test_a_gradient_scaled_by_1_001_is_seen runs on one rank below.
+# On three ranks, which add in another order, ddp trains in float64.
 DEMOS = [(path, 2) for path in ALONE] + [(path, 1) for path in ALONE if path.stem not in SCALED]
 DEMOS += [(ROOT / "ddp.py", ranks) for ranks in (1, 3)]
+
+
+def world(ranks):
+    """As the demo prints it."""
+    gpus = torch.cuda.device_count() if environment.DEVICE_TYPE == "cuda" else 0
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    backend = "nccl" if gpus >= ranks or (gpus and may_share) else "gloo"
+    return f"{ranks} rank{'s' if ranks > 1 else ''} · {environment.DEVICE_TYPE}/{backend}"
 
 
 @pytest.mark.parametrize(("path", "ranks"), DEMOS, ids=lambda value: getattr(value, "name", value))
@@ -45,20 +58,24 @@ def test_demo(path, ranks, tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     shutil.copy(path, folder)
+
     done = fork(path.name, "--steps", 3, ranks=ranks, cwd=folder)
+
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""  # no warnings, no progress in a log, no thread that outlives its group
+    assert done.stderr == ""  # no warning, no progress in a log, no thread that outlives its group
+    assert [left.name for left in folder.iterdir()] == [path.name]
     lines = iter(done.stdout.splitlines())
     for line_of_any in LINES:  # in this order, with others between them
-        pattern = line_of_any.format(ranks=f"{ranks} ranks" if ranks > 1 else "1 rank")
-        match = next((found for line in lines if (found := re.fullmatch(pattern, line))), None)
+        pattern = line_of_any.format(world=world(ranks))
+        matches = (re.fullmatch(pattern, line) for line in lines)
+        match = next(filter(None, matches), None)
         assert match, f"no line {pattern!r} in\n{done.stdout}"
         if "sent" in pattern:
-            assert match.group(1) == match.group(2)
-    assert [left.name for left in folder.iterdir()] == [path.name]
+            measured, formula = match.groups()
+            assert measured == formula
 
 
-def test_no_thread_outlives_the_group_of_all_together():
+def test_no_thread_outlives_the_group_of_parallel_3d():
     done = fork("parallel_3d.py", "--steps", 1)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -74,6 +91,7 @@ def test_a_gradient_scaled_by_1_001_is_seen(name, tmp_path):
     assert re.search(r"vs 1 device .* NOT equal within \S+: \de-\d\d over 2 steps", done.stdout)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
 def test_the_demos_set_up_is_one_short_text(path):
     title, end = "# Demo, set-up: a small language model on real text", 'if __name__ == "__main__":'
@@ -83,6 +101,7 @@ def test_the_demos_set_up_is_one_short_text(path):
     assert len((title + ddps[0]).partition(end)[0].rstrip().splitlines()) <= 255
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
 @pytest.mark.skipif(
     importlib.util.find_spec("ruff") is None,
