@@ -366,6 +366,34 @@ def test_a_wrong_command_is_one_line(flags, message, tmp_path):
     assert re.fullmatch(f"error: {message}\n", done.stderr)
 
 
+def test_the_peak_of_a_known_gpu_needs_no_flag(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    gpu = torch.device("cuda")
+    session = argparse.Namespace(args=options(), config=SMALL, device=gpu, ranks=2)
+    rate, share = parallel_3d.Session.speed(session, seconds=0.5)
+    assert rate == 8 * 8 / 0.5
+    flops = rate * flops_per_token(replace(SMALL, sequence=8))
+    assert share == pytest.approx(flops / (2 * 989e12))
+
+
+DIFFERENT = """
+import sys, parallel_3d
+loss_fn = parallel_3d.Trainer.loss_fn
+parallel_3d.Trainer.loss_fn = lambda *arguments: 1.2 * loss_fn(*arguments)
+sys.exit(parallel_3d.main())
+"""
+
+
+def test_a_difference_from_one_device_ends_with_status_1(tmp_path):
+    """In 16 bits, where a rank of its own also holds what one device holds."""
+    (tmp_path / "different.py").write_text(DIFFERENT)
+    done = fork(tmp_path / "different.py", "--dtype", "bfloat16", "--steps", 1)
+    assert done.returncode == 1
+    assert re.search(r"^vs 1 device loss, .* NOT equal within 0.05: ", done.stdout, re.M)
+    held = r"params (\S+) MB   grads (\S+) MB   optimizer (\S+) MB"
+    assert re.search(rf"^held/rank   {held}      \(1 device: \1 / \2 / \3\)$", done.stdout, re.M)
+
+
 def test_the_default_on_8_ranks(tmp_path):
     """2 × 2 × 2, on cores that they share; and what the lines and the metrics say."""
     flags = "--sequence-parallel --zero1 --steps 2 --sequence-length 8 --global-batch-size 8"
