@@ -1,30 +1,45 @@
-"""Collectives: all-reduce and its kin, from nothing but send and receive. The other files stand on them.
+"""Collectives: all-reduce and its relatives, built from send and receive. The other files use them.
 
-An all-reduce replaces each rank's tensor by the sum of all. Four ways, on N ranks with n bytes each; L = ⌈log₂N⌉:
+An all-reduce replaces the tensor of every rank by the sum of all. This file has four algorithms. In
+a step of the ring, every rank sends one part of its tensor to the next rank. For N = 3, where a1 is
+part a of the tensor of rank 1:
 
-                         one after another, at best     sent by        the order in which
-                         messages       bytes           the busiest    4 ranks' numbers are added
-    to rank 0 and back   2(N-1)         2(N-1)n         (N-1)n         ((0 + 1) + 2) + 3
-    tree                 2L             2Ln             Ln             (0 + 1) + (2 + 3)
-    ring                 2(N-1)         2n(N-1)/N       2n(N-1)/N      part p of 4: from p + 1 on, p last
-    recursive doubling   L              Ln              Ln             (0 + 1) + (2 + 3)   (L + 1, if N ≠ 2ᵏ)
+    step   rank 0 sends   rank 1 sends   rank 2 sends   and the next rank
+    0      c0             a1             b2             adds it to its own part
+    1      b2+b0          c0+c1          a1+a2          adds it: now the sum is complete
+    2      a1+a2+a0       b2+b0+b1       c0+c1+c2       replaces its own part
+    3      c0+c1+c2       a1+a2+a0       b2+b0+b1       replaces its own part
 
-A message of m bytes takes α + mβ seconds: latency, and 1/bandwidth. Small tensors want few messages, large ones few
-bytes, and none can do with fewer than the ring: at N = 4 it wins from 8α/β bytes on, at N = 2 it only draws level.
+Cost, for N ranks that hold n bytes each, with L = ⌈log₂N⌉:
 
-All ranks end with the same bits. They need not be those of rank order: a rounded sum depends on its order, and the
-ring's differs from part to part. 3 ranks that hold 1e8, 1 and -1e8 in each of 3 elements get [0, 1, 0] in float32.
+                          one after another, at best   sent by the     the order in which the
+                          messages       bytes         busiest rank    numbers of 4 ranks are added
+    to rank 0 and back    2(N-1)         2(N-1)n       (N-1)n          ((0 + 1) + 2) + 3
+    tree                  2L             2Ln           Ln              (0 + 1) + (2 + 3)
+    ring                  2(N-1)         2n(N-1)/N     2n(N-1)/N       part p: p + 1 first, p last
+    recursive doubling    L              Ln            Ln              (0 + 1) + (2 + 3)
+                          (L + 1 messages if N is not a power of two)
 
-Run:      torchrun --nproc-per-node 2 collectives.py          (python collectives.py is a world of one)
-Papers:   Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1): all; Patarasuk & Yuan 2009, JPDC 69(2): the ring is optimal
-Mirrors:  all_reduce, broadcast, reduce_scatter_tensor, all_gather_into_tensor, all_to_all_single of torch.distributed
-Left out: other operations than the sum, async_op, uneven gathers; a check that all ranks have one shape and dtype
+A message of m bytes takes α + mβ seconds: α is the latency and 1/β the bandwidth. Small tensors
+need few messages and large ones few bytes. No algorithm sends fewer bytes than the ring. For N = 4
+the ring is the fastest from 8α/β bytes on. For N = 2 it only draws level.
+
+All ranks end with the same bits. A rounded sum depends on its order, and the order in the ring
+differs from part to part: three ranks that hold 1e8, 1 and -1e8 in each of 3 elements get [0, 1, 0]
+in float32.
+
+Run:      torchrun --nproc-per-node 2 collectives.py    (or: python collectives.py)
+Papers:   Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1); Patarasuk & Yuan 2009, JPDC 69(2), which
+          proves that the ring is optimal
+Mirrors:  all_reduce, broadcast, reduce_scatter_tensor, all_gather_into_tensor, all_to_all_single of
+          torch.distributed
+Left out: operations other than the sum, async_op, gathers of different sizes; a check that all
+          ranks have the same shape and dtype
 """
 
 import argparse
 import copy
 import functools
-import itertools
 import os
 import signal
 import sys
@@ -36,250 +51,308 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # a later import keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. Messages, (flat tensor, its receiver or sender in the group), and the idea: everything to rank 0, and back.
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: everything goes to rank 0, and back.
 
 
 def start(group, send=None, receive=None):
-    """Begin to send a message, to receive one, or both. -> works: until its wait(), what is sent must not change."""
-    messages = ((dist.isend, send), (dist.irecv, receive))
-    batch = [
-        dist.P2POp(way, message[0], group=group, group_peer=message[1])
-        for way, message in messages
-        if message
-    ]
-    return dist.batch_isend_irecv(batch)  # both at once: of two that first send, both may wait
+    """Start to send (tensor, destination), to receive (tensor, source), or both. -> works.
+
+    The tensors are flat, and ranks are those of the group. The tensor that is sent must not change
+    until the works are over. Both start at once. If two ranks first sent and then received, both
+    could wait for ever.
+    """
+    transfers = []
+    for operation, message in ((dist.isend, send), (dist.irecv, receive)):
+        if message:
+            tensor, peer = message
+            transfers.append(dist.P2POp(operation, tensor, group=group, group_peer=peer))
+    return dist.batch_isend_irecv(transfers)
 
 
 def exchange(group, send=None, receive=None):
-    """The same, and wait for it."""
+    """Send, receive, or both, and wait for the end."""
     for work in start(group, send, receive):
         work.wait()
 
 
+def receive_and_add(x, source, group):
+    incoming = torch.empty_like(x)
+    exchange(group, receive=(incoming, source))
+    x.add_(incoming)
+
+
 @contextmanager
 def flattened(tensor, group):
-    """-> the elements side by side, as messages need them (a strided tensor has them back after), this rank, and N."""
-    if dist.get_rank(group) < 0:
+    """-> a flat, contiguous tensor of the same elements, this rank, and N.
+
+    Messages must be contiguous, and over gloo in the host's memory. At the end, what has been
+    written to the flat tensor is in `tensor` too.
+    """
+    rank = dist.get_rank(group)
+    if rank < 0:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group; only its members may call this"
+            f"rank {dist.get_rank()} is not in process_group; only its members may call"
         )
-    gloo = f"{tensor.device.type}:gloo" in dist.get_backend_config(
-        group
-    )  # its messages lie in the host's memory
-    x = tensor.detach().to("cpu" if gloo else tensor.device).contiguous().view(-1)
-    yield x, dist.get_rank(group), dist.get_world_size(group)
-    tensor.detach().copy_(x.view_as(tensor))  # does nothing where x is a view of it
+    device = tensor.device
+    if f"{device.type}:gloo" in dist.get_backend_config(group):
+        device = "cpu"
+    x = tensor.detach().to(device).contiguous().view(-1)
+    yield x, rank, dist.get_world_size(group)
+    tensor.detach().copy_(x.view_as(tensor))  # does nothing if x is a view of the tensor
 
 
 def naive_all_reduce(tensor, process_group=None):
-    """Replace `tensor`, of any shape, by its sum over the ranks. N = 4: 1 → 0 | 2 → 0 | 3 → 0 | 0 → 1 | …"""
+    """Replace `tensor` by its sum over the ranks. N = 4: 1 → 0 | 2 → 0 | 3 → 0 | 0 → 1 | …"""
     with flattened(tensor, process_group) as (x, rank, N):
-        if rank:
+        if rank > 0:
             exchange(process_group, send=(x, 0))
             exchange(process_group, receive=(x, 0))
             return
-        incoming = torch.empty_like(x)
         for other in range(1, N):
-            exchange(process_group, receive=(incoming, other))
-            x.add_(incoming)
+            receive_and_add(x, other, process_group)
         for other in range(1, N):
             exchange(process_group, send=(x, other))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Few messages: a tree, where half of the ranks, then fewer, are at work; recursive doubling, where all are.
+# --------------------------------------------------------------------------------------------------
+# 2. Few messages: in a tree half of the ranks work, then fewer; in recursive doubling all do.
 
 
 def tree_all_reduce(tensor, process_group=None):
-    """Replace `tensor`, of any shape, by its sum over the ranks. N = 4: 1 → 0, 3 → 2 | 2 → 0 | 0 → 2 | 0 → 1, 2 → 3."""
+    """Replace `tensor` by its sum over the ranks. N = 4: 1 → 0, 3 → 2 | 2 → 0 | and back."""
     with flattened(tensor, process_group) as (x, rank, N):
-        incoming = torch.empty_like(x)
-        for distance in (2**k for k in range((N - 1).bit_length())):
-            if rank % (2 * distance) == distance:
+        distance = 1
+        while distance < N:
+            place = rank % (2 * distance)
+            if place == distance:
                 exchange(process_group, send=(x, rank - distance))
-            elif rank % (2 * distance) == 0 and rank + distance < N:
-                exchange(process_group, receive=(incoming, rank + distance))
-                x.add_(incoming)
-        tree_broadcast(x, dist.get_global_rank(process_group or dist.group.WORLD, 0), process_group)
+            elif place == 0 and rank + distance < N:
+                receive_and_add(x, rank + distance, process_group)
+            distance *= 2
+        root = dist.get_global_rank(process_group or dist.group.WORLD, 0)
+        tree_broadcast(x, root, process_group)
 
 
 def tree_broadcast(tensor, src, process_group=None):
-    """Replace `tensor`, of any shape, by that of `src`, a rank of the world. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
+    """Replace `tensor` by that of `src`, a global rank. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
     with flattened(tensor, process_group) as (x, rank, N):
-        number = (
-            rank - dist.get_group_rank(process_group or dist.group.WORLD, src)
-        ) % N  # as if src were rank 0
-        for distance in (2**k for k in reversed(range((N - 1).bit_length()))):
-            if number % (2 * distance) == distance:
+        root = dist.get_group_rank(process_group or dist.group.WORLD, src)
+        number = (rank - root) % N  # as if the source were rank 0
+        distance = 1 << (N - 1).bit_length()
+        while distance > 1:
+            distance //= 2
+            place = number % (2 * distance)
+            if place == distance:
                 exchange(process_group, receive=(x, (rank - distance) % N))
-            elif number % (2 * distance) == 0 and number + distance < N:
+            elif place == 0 and number + distance < N:
                 exchange(process_group, send=(x, (rank + distance) % N))
 
 
 def recursive_doubling_all_reduce(tensor, process_group=None):
-    """Replace `tensor`, of any shape, by its sum over the ranks. N = 4: 0 ↔ 1, 2 ↔ 3 | 0 ↔ 2, 1 ↔ 3."""
+    """Replace `tensor` by its sum over the ranks. N = 4: 0 ↔ 1, 2 ↔ 3 | 0 ↔ 2, 1 ↔ 3.
+
+    The ranks from the largest power of two on give their tensor to another rank at first, and get
+    the sum from it at last. N = 6: 4 → 0, 5 → 1 | as for 4 | 0 → 4, 1 → 5.
+    """
     with flattened(tensor, process_group) as (x, rank, N):
-        power, incoming = 1 << (N.bit_length() - 1), torch.empty_like(x)
-        if rank >= power:  # folds in and out. N = 6: 4 → 0, 5 → 1 | as for 4 | 0 → 4, 1 → 5
+        power = 1 << (N.bit_length() - 1)
+        if rank >= power:
             exchange(process_group, send=(x, rank - power))
             exchange(process_group, receive=(x, rank - power))
             return
         if rank + power < N:
-            exchange(process_group, receive=(incoming, rank + power))
-            x.add_(incoming)
-        for distance in (2**k for k in range(power.bit_length() - 1)):
-            exchange(process_group, send=(x, rank ^ distance), receive=(incoming, rank ^ distance))
-            x.add_(incoming)  # as the other one does: a + b and b + a have the same bits
+            receive_and_add(x, rank + power, process_group)
+        incoming = torch.empty_like(x)
+        distance = 1
+        while distance < power:
+            other = rank ^ distance
+            exchange(process_group, send=(x, other), receive=(incoming, other))
+            x.add_(incoming)  # both get the same bits: a + b is b + a
+            distance *= 2
         if rank + power < N:
             exchange(process_group, send=(x, rank + power))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Few bytes: a ring, around which each of N parts travels once to add up and once to be copied. All-to-all. Costs.
+# --------------------------------------------------------------------------------------------------
+# 3. Few bytes: the ring. Each of N parts goes around it, first to be added up, then to be copied.
 
 
-def ring(parts, steps, group, chunks=1):
-    """In step s rank r sends parts[r - 1 - s] to rank r + 1; the parts are flat, none larger than the first. N = 4:
+def reduce_scatter_parts(parts, rank, group):
+    """Add up the flat `parts` over the ranks. At the end, only parts[rank] is the sum of all."""
+    N = len(parts)
+    following = (rank + 1) % N
+    previous = (rank - 1) % N
+    incoming = torch.empty_like(parts[0])  # no part is larger than the first
+    for step in range(N - 1):
+        leaving = parts[(rank - 1 - step) % N]
+        arriving = parts[(rank - 2 - step) % N]
+        received = incoming[: len(arriving)]
+        exchange(group, send=(leaving, following), receive=(received, previous))
+        arriving.add_(received)
 
-    s   rank 0  1  2  3                              s   rank 0  1  2  3
-    0        3  0  1  2   its own                    3        0  1  2  3   the sum of all four,
-    1        2  3  0  1   the sum of two             4        3  0  1  2   passed on
-    2        1  2  3  0   the sum of three           5        2  3  0  1   passed on
-    """
-    rank, N = dist.get_rank(group), len(parts)
 
-    def around(parts):
-        scratch = torch.empty_like(parts[0])
-        for step in steps:
-            leaving, arriving = parts[(rank - 1 - step) % N], parts[(rank - 2 - step) % N]
-            incoming = scratch[: len(arriving)] if step < N - 1 else arriving
-            works = start(group, send=(leaving, (rank + 1) % N), receive=(incoming, (rank - 1) % N))
-            yield  # while this travels, another chunk is added
-            for work in works:
-                work.wait()
-            if step < N - 1:
-                arriving.add_(incoming)
-
-    for _ in itertools.zip_longest(
-        *map(around, zip(*[part.tensor_split(chunks) for part in parts], strict=True))
-    ):
-        pass  # each in turn waits, adds, and sends on
+def all_gather_parts(parts, rank, group):
+    """Copy parts[r] of each rank r to all ranks."""
+    N = len(parts)
+    following = (rank + 1) % N
+    previous = (rank - 1) % N
+    for step in range(N - 1):
+        leaving = parts[(rank - step) % N]
+        arriving = parts[(rank - 1 - step) % N]
+        exchange(group, send=(leaving, following), receive=(arriving, previous))
 
 
 def ring_all_reduce(tensor, process_group=None, *, chunks=1):
-    """Replace `tensor`, of any shape, by its sum over the ranks."""
-    with flattened(tensor, process_group) as (x, _, N):
-        ring(
-            x.tensor_split(N), range(2 * (N - 1)), process_group, chunks
-        )  # sizes differ by 1 where N does not divide
+    """Replace `tensor` by its sum over the ranks."""
+    with flattened(tensor, process_group) as (x, rank, N):
+        parts = x.tensor_split(N)
+        if chunks > 1:
+            reduce_scatter_in_chunks(parts, rank, process_group, chunks)
+        else:
+            reduce_scatter_parts(parts, rank, process_group)
+        all_gather_parts(parts, rank, process_group)
 
 
 def ring_reduce_scatter(tensor, process_group=None):
-    """-> this rank's part of the sum over the ranks, along dimension 0, tensor.tensor_split(N)[rank]: half a ring."""
+    """-> this rank's part of the sum over the ranks, which is tensor.tensor_split(N)[rank]."""
     total = torch.atleast_1d(tensor.detach()).clone(memory_format=torch.contiguous_format)
     with flattened(total, process_group) as (x, rank, N):
         parts = total.tensor_split(N)
-        ring(x.split([part.numel() for part in parts]), range(N - 1), process_group)
-    return parts[rank].clone()  # a view would keep all of them
+        reduce_scatter_parts(x.split([part.numel() for part in parts]), rank, process_group)
+    return parts[rank].clone()  # a view would keep all of the parts
 
 
 def ring_all_gather(tensor, process_group=None):
-    """-> all ranks' tensors, which have one shape, joined along dimension 0: the ring's other half."""
-    whole = torch.cat(
-        [torch.atleast_1d(tensor.detach())] * max(1, dist.get_world_size(process_group))
-    )
-    with flattened(whole, process_group) as (x, _, N):
-        ring(x.tensor_split(N), range(N - 1, 2 * (N - 1)), process_group)
+    """-> the tensors of all ranks, which have the same shape, joined along dimension 0."""
+    own = torch.atleast_1d(tensor.detach())
+    whole = torch.cat([own] * max(1, dist.get_world_size(process_group)))
+    with flattened(whole, process_group) as (x, rank, N):
+        all_gather_parts(x.tensor_split(N), rank, process_group)
     return whole
 
 
+# --------------------------------------------------------------------------------------------------
+# 4. Refinements: the ring in chunks, all-to-all, and what each algorithm costs.
+
+
+def reduce_scatter_in_chunks(parts, rank, group, chunks):
+    """As reduce_scatter_parts, in two or more chunks: one travels while another is added."""
+    N = len(parts)
+    following = (rank + 1) % N
+    previous = (rank - 1) % N
+    pieces = [part.tensor_split(chunks) for part in parts]
+    incoming = [torch.empty_like(piece) for piece in pieces[0]]
+    under_way = []  # arguments of wait_and_add
+    for step in range(N - 1):
+        for chunk in range(chunks):
+            leaving = pieces[(rank - 1 - step) % N][chunk]
+            arriving = pieces[(rank - 2 - step) % N][chunk]
+            received = incoming[chunk][: len(arriving)]
+            works = start(group, send=(leaving, following), receive=(received, previous))
+            under_way.append((works, arriving, received))
+            if len(under_way) == 2:
+                wait_and_add(*under_way.pop(0))
+    for addition in under_way:
+        wait_and_add(*addition)
+
+
+def wait_and_add(works, total, received):
+    for work in works:
+        work.wait()
+    total.add_(received)
+
+
 def all_to_all(tensor, process_group=None):
-    """-> part `rank` of each rank's tensor, cut in N along dimension 0. N = 4: r → r + 1 | r → r + 2 | r → r + 3."""
+    """-> part `rank` of the tensor of each rank. N = 4: r → r + 1 | r → r + 2 | r → r + 3.
+
+    Tensors are cut into N equal parts along dimension 0.
+    """
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-    with (
-        flattened(whole.clone(), process_group) as (x, rank, N),
-        flattened(whole, process_group) as (y, _, _),
-    ):
+    with flattened(tensor.detach().clone(), process_group) as (x, rank, N):
         if tensor.dim() == 0 or len(tensor) % N:
-            raise ValueError(
-                f"{tuple(tensor.shape)} must divide by {N} ranks along dimension 0; pad it to a multiple"
-            )
-        leaving, arriving = x.tensor_split(N), y.tensor_split(N)
-        for to, source in (((rank + step) % N, (rank - step) % N) for step in range(1, N)):
-            exchange(process_group, send=(leaving[to], to), receive=(arriving[source], source))
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{shape} must divide by {N} ranks along dimension 0; pad it")
+        with flattened(whole, process_group) as (y, _, _):
+            leaving = x.tensor_split(N)
+            arriving = y.tensor_split(N)
+            for step in range(1, N):
+                to = (rank + step) % N
+                source = (rank - step) % N
+                message = arriving[source]
+                exchange(process_group, send=(leaving[to], to), receive=(message, source))
     return whole
 
 
 def predict(algorithm, ranks, nbytes, latency, bandwidth):
-    """-> seconds by the α–β model: nothing is added, and no two messages share a wire or a core. algorithm: a function
-    of this file, or its name; latency: seconds; bandwidth: bytes per second; nbytes: of the whole tensor.
+    """-> seconds by the α–β model, in which additions take no time and no messages share a wire.
+
+    algorithm: a function of this file or its name; nbytes: of the whole tensor; latency: seconds;
+    bandwidth: bytes per second.
     """
-    name, N, L = (
-        getattr(algorithm, "__name__", algorithm).removesuffix("_all_reduce"),
-        ranks,
-        (ranks - 1).bit_length(),
-    )
-    of_all = {
-        "naive": 2 * (N - 1),
-        "tree": 2 * L,
-        "tree_broadcast": L,
-        "recursive_doubling": L + (N < 2**L),
+    name = getattr(algorithm, "__name__", algorithm).removesuffix("_all_reduce")
+    N = ranks
+    L = (ranks - 1).bit_length()
+    part = nbytes / max(1, N)
+    messages = {  # how many follow one another, and the bytes of each
+        "naive": (2 * (N - 1), nbytes),
+        "tree": (2 * L, nbytes),
+        "tree_broadcast": (L, nbytes),
+        "recursive_doubling": (L if N == 2**L else L + 1, nbytes),
+        "ring": (2 * (N - 1), part),
+        "ring_reduce_scatter": (N - 1, part),
+        "ring_all_gather": (N - 1, part),
+        "all_to_all": (N - 1, part),
     }
-    of_a_part = {
-        "ring": 2 * (N - 1),
-        "ring_reduce_scatter": N - 1,
-        "ring_all_gather": N - 1,
-        "all_to_all": N - 1,
-    }
-    if N < 1 or name not in of_all | of_a_part:
+    if N < 1 or name not in messages:
         raise ValueError(
-            f"{name} on {ranks} ranks: needs 1 or more, and one of {', '.join(of_all | of_a_part)}"
+            f"{name} on {ranks} ranks: take 1 rank or more, and one of {', '.join(messages)}"
         )
-    messages, size = (of_all[name], nbytes) if name in of_all else (of_a_part[name], nbytes / N)
-    return messages * (latency + size / bandwidth)
+    number, size = messages[name]
+    return number * (latency + size / bandwidth)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Demo: trains with each all-reduce in the place of DDP's; then what each takes, measured, and predicted from ping-pong.
+# --------------------------------------------------------------------------------------------------
+# Demo: train with each all-reduce in the place of DDP's, then time each one.
 
 
 def main():
     demo = Demo(steps=8)
-    N, L = demo.ranks, (demo.ranks - 1).bit_length()
-    functions = {naive_all_reduce: ("Ψ(N-1)", N - 1), tree_all_reduce: ("Ψ⌈log₂N⌉", L)}
-    functions |= {
-        ring_all_reduce: ("2Ψ(N-1)/N", 2 * (N - 1) / N),
-        recursive_doubling_all_reduce: ("Ψ⌈log₂N⌉", L),
-    }
-    status = max([train(demo, function, *sent) for function, sent in functions.items()])
+    N = demo.ranks
+    L = (N - 1).bit_length()
+    statuses = [
+        train(demo, naive_all_reduce, "Ψ(N-1)", N - 1),
+        train(demo, tree_all_reduce, "Ψ⌈log₂N⌉", L),
+        train(demo, ring_all_reduce, "2Ψ(N-1)/N", 2 * (N - 1) / N),
+        train(demo, recursive_doubling_all_reduce, "Ψ⌈log₂N⌉", L),
+    ]
     if N > 1:
-        measure(
-            demo,
-            {function.__name__.removesuffix("_all_reduce"): function for function in functions},
-        )
-    return status
+        measure(demo)
+    return max(statuses)
 
 
 def train(demo, all_reduce, formula, times):
-    exact = (
-        demo.ranks <= 2 or all_reduce is naive_all_reduce
-    )  # which adds in rank order, as one device
-    model = demo.start(f"collectives {all_reduce.__name__.removesuffix('_all_reduce')}", exact)
-    optimizer, parameters = torch.optim.AdamW(model.parameters(), lr=1e-3), list(model.parameters())
+    # The naive one adds in rank order, as one device does.
+    bitwise = demo.ranks <= 2 or all_reduce is naive_all_reduce
+    name = all_reduce.__name__.removesuffix("_all_reduce")
+    model = demo.start(f"collectives {name}", bitwise)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
 
     def step(inputs, targets):
         optimizer.zero_grad()
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         loss.backward()
-        all_reduce(total := nn.utils.parameters_to_vector(p.grad for p in parameters))
-        nn.utils.vector_to_parameters(total / demo.ranks, (p.grad for p in parameters))
+        gradients = [parameter.grad for parameter in parameters]
+        total = nn.utils.parameters_to_vector(gradients)
+        all_reduce(total)
+        nn.utils.vector_to_parameters(total / demo.ranks, gradients)
         optimizer.step()
         return loss
 
@@ -287,48 +360,58 @@ def train(demo, all_reduce, formula, times):
     return demo.report(held(parameters, optimizer), formula, times * held_bytes(parameters))
 
 
-def measure(demo, functions):
-    N, rank, x, pair = (
-        demo.ranks,
-        demo.rank,
-        torch.full((2**24,), 0.0, device=demo.device),
-        dist.new_group([0, 1]),
-    )
-    ping_pong = functools.partial(
-        lambda x: [tree_broadcast(x, src, pair) for src in (0, 1) if rank < 2]
-    )
-    alpha, large = (seconds(ping_pong, x[:n]) / 2 for n in (1, 2**22))
-    bandwidth = 2**24 / (large - alpha)
-    demo.show(
-        f"\nping-pong   α = {1e6 * alpha:.0f} µs, by 4 bytes; 1/β = {bandwidth / 1e9:.2f} GB/s, by 16 MB"
-    )
-    demo.show(
-        f"ms (α–β)    {''.join(f'{name:20}' for name in functions)}fastest (by α–β, as if ranks shared no cores)"
-    )
+def measure(demo):
+    """Time each all-reduce, beside what the α–β model predicts from a message there and back."""
+    x = torch.zeros(2**24, device=demo.device)
+    pair = dist.new_group([0, 1])
+
+    def ping_pong(tensor):
+        if demo.rank < 2:
+            tree_broadcast(tensor, 0, pair)
+            tree_broadcast(tensor, 1, pair)
+
+    latency = seconds(ping_pong, x[:1]) / 2
+    bandwidth = 2**24 / (seconds(ping_pong, x[: 2**22]) / 2 - latency)
+    alpha = f"α = {1e6 * latency:.0f} µs, by 4 bytes"
+    beta = f"1/β = {bandwidth / 1e9:.2f} GB/s, by 16 MB"
+    demo.show(f"\nping-pong   {alpha}; {beta}")
+    functions = {
+        "naive": naive_all_reduce,
+        "tree": tree_all_reduce,
+        "ring": ring_all_reduce,
+        "recursive_doubling": recursive_doubling_all_reduce,
+    }
+    header = "".join(f"{name:20}" for name in functions)
+    demo.show(f"ms (α–β)    {header}fastest (by α–β, as if ranks shared no cores)")
     for size in (2**10, 2**14, 2**18, 2**22, 2**26):
-        ms = {name: 1e3 * seconds(function, x[: size // 4]) for name, function in functions.items()}
-        model = {name: 1e3 * predict(name, N, size, alpha, bandwidth) for name in functions}
-        cells = "".join(f"{f'{ms[name]:.2f} ({model[name]:.2f})':20}" for name in functions)
-        demo.show(
-            f"  {size // 1024:5d} KB  {cells}{min(ms, key=ms.get)} ({min(model, key=model.get)})"
-        )
-    ms = [
-        1e3 * seconds(functools.partial(ring_all_reduce, chunks=chunks), x)
-        for chunks in (1, 2, 4, 8)
-    ]
-    pay = "they pay" if min(ms) < 0.9 * ms[0] else "no gain here"
-    demo.show(
-        f"chunks      1, 2, 4, 8 of 64 MB on the ring: {', '.join(f'{t:.0f}' for t in ms)} ms: {pay}"
-    )
+        measured = {}
+        predicted = {}
+        cells = ""
+        for name, function in functions.items():
+            measured[name] = 1e3 * seconds(function, x[: size // 4])
+            predicted[name] = 1e3 * predict(name, demo.ranks, size, latency, bandwidth)
+            cells += f"{f'{measured[name]:.2f} ({predicted[name]:.2f})':20}"
+        fastest = min(measured, key=measured.get)
+        demo.show(f"  {size // 1024:5d} KB  {cells}{fastest} ({min(predicted, key=predicted.get)})")
+    times = []
+    for chunks in (1, 2, 4, 8):
+        all_reduce = functools.partial(ring_all_reduce, chunks=chunks)
+        times.append(1e3 * seconds(all_reduce, x))
+    verdict = "they pay" if min(times) < 0.9 * times[0] else "no gain here"
+    listed = ", ".join(f"{ms:.0f}" for ms in times)
+    demo.show(f"chunks      1, 2, 4, 8 of 64 MB on the ring: {listed} ms: {verdict}")
 
 
-def seconds(
-    function, tensor
-):  # of a call, of which rank 0 never ends early; the best, as what else runs only adds
+def seconds(function, tensor):
+    """The best time of a call: other programs can only make it longer."""
     calls = max(1, min(5, 2**22 // tensor.nbytes))
-    rounds = timeit.repeat(
-        lambda: (function(tensor), tensor[0].item()), dist.barrier, number=calls, repeat=3 * calls
-    )
+
+    def call():
+        function(tensor)
+        tensor[0].item()  # waits for a GPU
+
+    # After a barrier, rank 0 does not end before the others: all of these collectives involve it.
+    rounds = timeit.repeat(call, dist.barrier, number=calls, repeat=3 * calls)
     return min(rounds) / calls
 
 
