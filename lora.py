@@ -1,23 +1,31 @@
-"""LoRA: freeze the model, and train for each chosen matrix a correction of low rank, a hundredth of its size.
+"""LoRA: fine-tune a model that is too large to train, by a small correction beside some matrices.
+
+In a step W is frozen, and only the two thin factors A and B of the correction get gradients.
 
     x ──┬── W (d × k), frozen; QLoRA: in 4 bits ──┬── y = W x + (α/r) B A x
         └── A (r × k) ── r numbers ── B (d × r) ──┘
 
-B starts at zero: training starts from the pretrained model, bit for bit. Afterwards (α/r) B A is added to W (merge), or
-stays beside it, in a small file of its own. Data-parallel, only gradients of A and B travel: W has none.
+B starts at zero, so training starts from the pretrained model, bit for bit. After training,
+(α/r) B A is added to W (merge), or stays beside it in a small file of its own.
 
-Cost per rank in elements, with Adam; Ψ parameters, Φ = Σ r(d + k) over the adapted matrices:
+Cost per rank in elements, with Adam, for Ψ parameters and Φ = Σ r(d + k) over the adapted matrices.
+"sent" is per step, times (N-1)/N. Data-parallel ranks send only the gradients of A and B.
 
-                          weights     gradients   optimizer   sent per step
-    full fine-tuning         Ψ            Ψ          2Ψ       2Ψ(N-1)/N
-    LoRA                     Ψ + Φ        Φ          2Φ       2Φ(N-1)/N
-    QLoRA                    Ψ/4 + Φ      Φ          2Φ       2Φ(N-1)/N      (4.127 bits where there were 16)
+                          weights     gradients   optimizer   sent
+    full fine-tuning         Ψ            Ψ          2Ψ       2Ψ
+    LoRA                     Ψ + Φ        Φ          2Φ       2Φ
+    QLoRA                    Ψ/4 + Φ      Φ          2Φ       2Φ          (16 bits become 4.127)
+    LoRA over fsdp.py       (Ψ + Φ)/N    Φ/N        2Φ/N      2Ψ + 3Φ
 
-Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py is a world of one)
-Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314; rsLoRA, 2312.03732
-Mirrors:  peft (get_peft_model, its layer and files), bitsandbytes (quantize_4bit, dequantize_4bit)
-Left out: convolutions, embeddings, DoRA, several adapters, .bin files, weights that are read where no layer is called
-          (nn.MultiheadAttention's; in eval nn.TransformerEncoderLayer's): peft. Products of 4 bits: bitsandbytes
+fsdp.py gathers all weights in forward and again in backward. It sends only gradients of A and B.
+
+Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py runs as one rank)
+Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314;
+          Kalajdzievski 2023, rsLoRA, 2312.03732
+Mirrors:  peft (get_peft_model, its layer and files); bitsandbytes (quantize_4bit, dequantize_4bit)
+Left out: convolutions, embeddings, DoRA, several adapters, .bin files, and weights that are read
+          without a call of their layer (nn.MultiheadAttention, nn.TransformerEncoderLayer in eval):
+          see peft. Kernels that multiply 4-bit weights: see bitsandbytes
 """
 
 import argparse
@@ -35,31 +43,31 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # an import after init_process_group keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 1. The idea.
 
 
 def naive_lora(x, W, A, B, scaling):
-    """(…, k) to (…, d). Only A and B want gradients, and W + scaling · B A, d × k, never exists."""
+    """(…, k) to (…, d). W + scaling · B A, which is d × k, is never built."""
     return x @ W.t() + scaling * (x @ A.t() @ B.t())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. The real one: a layer that takes the place of nn.Linear, found by name.
+# --------------------------------------------------------------------------------------------------
+# 2. The real one: a layer that takes the place of an nn.Linear, which is found by name.
 
 
 class LoRALinear(nn.Module):
-    """base(x) + scaling · B A dropout(x), (…, k) to (…, d); base, an nn.Linear, is frozen.
+    """base(x) + scaling · B A dropout(x) for a frozen nn.Linear `base`. (…, k) becomes (…, d).
 
-    scaling is lora_alpha/r; with use_rslora lora_alpha/√r, which does not fade as r grows. quantize: None, or "nf4" for
-    an NF4 (section 5) in place of base, with double_quant at 4.127 bits. ValueError: an argument is unusable.
+    scaling is lora_alpha/r. With use_rslora it is lora_alpha/√r, which does not fade as r grows.
+    quantize="nf4" replaces the base by an NF4 (section 5), with double_quant at 4.127 bits.
     """
 
     def __init__(
@@ -75,36 +83,43 @@ class LoRALinear(nn.Module):
         super().__init__()
         if r < 1 or not 0 <= lora_dropout < 1 or quantize not in (None, "nf4"):
             raise ValueError(
-                f"r={r} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
+                f"{r=} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
             )
-        W, (d, k) = base.weight, base.weight.shape
-        dtype = torch.promote_types(
-            W.dtype, torch.float32
-        )  # 16 bits are too few to add up small updates
-        A = torch.empty(r, k, dtype=dtype, device=W.device).uniform_(
-            -(k**-0.5), k**-0.5
-        )  # as peft's
-        self.lora_A, self.lora_B = nn.Parameter(A), nn.Parameter(A.new_zeros(d, r))
-        self.scaling, self.lora_dropout = lora_alpha / (r**0.5 if use_rslora else r), lora_dropout
-        self.base_layer = quantize_nf4(W, double_quant=double_quant) if quantize else base
-        self.base_layer.bias = base.bias
+        weight = base.weight
+        d, k = weight.shape
+        dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits lose small updates
+        A = torch.empty(r, k, dtype=dtype, device=weight.device)
+        A.uniform_(-(k**-0.5), k**-0.5)  # as peft draws it
+        self.lora_A = nn.Parameter(A)
+        self.lora_B = nn.Parameter(A.new_zeros(d, r))
+        self.scaling = lora_alpha / (r**0.5 if use_rslora else r)
+        self.lora_dropout = lora_dropout
+        self.base_layer = base
+        if quantize:
+            self.base_layer = quantize_nf4(weight, double_quant=double_quant)
+            self.base_layer.bias = base.bias
         self.base_layer.requires_grad_(False)
-        self.register_buffer(
-            "merged", None, persistent=False
-        )  # from merge() to unmerge(): W + scaling · B A
+        # W + scaling · B A between merge() and unmerge(), else None
+        self.register_buffer("merged", None, persistent=False)
 
     def forward(self, x):
         if self.merged is not None:
-            if self.training and torch.is_grad_enabled():
-                raise ValueError(
-                    "merged, A and B get no gradient: unmerge(model) to train, or model.eval()"
-                )
-            return F.linear(x, self.merged, self.base_layer.bias)
-        y, x = self.base_layer(x), F.dropout(x, self.lora_dropout, self.training)
-        A, B = self.lora_A.to(y.dtype), self.lora_B.to(y.dtype)  # the dtype of x, or autocast's
-        # (r, tokens), and Bᵀ as (r, d): long rows. Products with r long columns take up to 1.3 times as long (MKL).
+            return self.merged_forward(x)
+        y = self.base_layer(x)
+        x = F.dropout(x, self.lora_dropout, self.training)
+        A = self.lora_A.to(y.dtype)  # the dtype of x, or autocast's
+        B = self.lora_B.to(y.dtype)
+        # (r, tokens) and (r, d): with r columns, MKL takes up to 1.3 times as long.
         hidden = self.scaling * (A @ x.reshape(-1, x.shape[-1]).t())
-        return torch.addmm(y.reshape(-1, y.shape[-1]), hidden.t(), B.t().contiguous()).view(y.shape)
+        rows = torch.addmm(y.reshape(-1, y.shape[-1]), hidden.t(), B.t().contiguous())
+        return rows.view(y.shape)
+
+    def merged_forward(self, x):
+        if self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "merged, so A and B get no gradient: unmerge(model) to train, or model.eval()"
+            )
+        return F.linear(x, self.merged, self.base_layer.bias)
 
 
 def inject_lora(
@@ -115,44 +130,46 @@ def inject_lora(
     target_modules="all-linear",
     use_rslora=False,
     quantize=None,
-    **more,
+    double_quant=False,
 ):
-    """Put a LoRALinear in the place of each nn.Linear that target_modules names, and freeze all else; -> model.
+    """Put a LoRALinear in the place of every nn.Linear that is named. Freeze all else.
 
-    target_modules: a list of names, whole or from a dot on ("q_proj"); or one regular expression for whole names; or
-    "all-linear". The rest, and `more` (double_quant), is LoRALinear's. ValueError: an argument is unusable.
+    target_modules is a list of names, each whole or its end after a dot ("q_proj"); or a regular
+    expression that matches whole names; or "all-linear". The other arguments are LoRALinear's.
+    Return the model.
     """
-    if any(isinstance(layer, LoRALinear) for layer in model.modules()):
+    if lora_layers(model):
         raise ValueError("the model has adapters already")
+    pattern, targets = find_targets(model, target_modules)
+    config = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
+    config["use_rslora"] = use_rslora
+    adapted = {}  # nn.Linear: its LoRALinear, one also if the model uses the layer in two places
+    for layer in targets.values():
+        adapted[layer] = LoRALinear(layer, **config, quantize=quantize, double_quant=double_quant)
+    model.requires_grad_(False)
+    for path, layer in targets.items():
+        model.set_submodule(path, adapted[layer])
+    # peft knows "all-linear" for some models only, so save_adapter writes the pattern.
+    names = pattern if target_modules == "all-linear" else target_modules
+    model.lora_config = {**config, "target_modules": names}
+    return model
+
+
+def find_targets(model, target_modules):
+    """A pattern of their whole names, and {name: nn.Linear}. ValueError if other layers fit."""
     layers = dict(model.named_modules(remove_duplicate=False))
     linear = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
-    names = linear if target_modules == "all-linear" else target_modules
-    pattern = (
-        names
-        if isinstance(names, str)
-        else "|".join(rf"(.*\.)?{re.escape(name)}" for name in names)
-    )
-    targets = {
-        path: layer for path, layer in layers.items() if path and re.fullmatch(pattern, path)
-    }
-    if not targets or not targets.keys() <= set(linear):
-        raise ValueError(
-            f"target_modules {names!r} finds {list(targets)}; there are nn.Linear {linear}"
-        )
-    config = {
-        "r": r,
-        "lora_alpha": lora_alpha,
-        "lora_dropout": lora_dropout,
-        "use_rslora": use_rslora,
-    }
-    adapted = {
-        layer: LoRALinear(layer, **config, quantize=quantize, **more) for layer in targets.values()
-    }
-    model.requires_grad_(False)
-    for path, layer in targets.items():  # a layer that is used in two places stays one
-        model.set_submodule(path, adapted[layer])
-    model.lora_config = {**config, "target_modules": names}  # for save_adapter
-    return model
+    if target_modules == "all-linear":
+        pattern = "|".join(map(re.escape, linear))
+    elif isinstance(target_modules, str):
+        pattern = target_modules
+    else:
+        pattern = "|".join(rf"(.*\.)?{re.escape(name)}" for name in target_modules)
+    found = [path for path in layers if path and re.fullmatch(pattern, path)]
+    if not found or not set(found) <= set(linear):
+        wrong = f"target_modules {target_modules!r} finds {found}"
+        raise ValueError(f"{wrong}; there are nn.Linear {linear}")
+    return pattern, {path: layers[path] for path in found}
 
 
 def trained_by(model):
@@ -160,25 +177,28 @@ def trained_by(model):
 
 
 def average_adapters(model, process_group=None):
-    """Between backward and step: the mean over ranks of the gradients of what trains, in one all-reduce.
+    """Average the gradients of what trains over the ranks, between backward and step.
 
-    All ranks must start from the same A: inject after the same torch.manual_seed. Or leave it to ddp.py (under QLoRA
-    with broadcast_buffers=False, or the 4 bits, which are buffers, travel before every forward) or fsdp.py.
+    All ranks must start from the same A: inject after the same torch.manual_seed. ddp.py or
+    fsdp.py can take the place of this function. Under QLoRA pass broadcast_buffers=False to
+    ddp.py, or the 4-bit weights, which are buffers, travel before every forward.
     """
-    if (ranks := dist.get_world_size(process_group)) < 1:
+    ranks = dist.get_world_size(process_group)
+    if ranks < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    trained = trained_by(model)  # zeros for what only other ranks have used: all must send the same
-    flat = torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in trained]
-    )
+    parameters = trained_by(model)
+    # Zeros for what only other ranks have used, because all ranks must send the same sizes.
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=process_group)
     flat /= ranks  # after the sum, as one device that accumulates
-    for parameter, mean in zip(trained, flat.split([p.numel() for p in trained]), strict=True):
+    means = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean.view_as(parameter).to(parameter.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. When training is over: merge.
+# --------------------------------------------------------------------------------------------------
+# 3. After training: merge.
 
 
 def lora_layers(model):
@@ -186,45 +206,47 @@ def lora_layers(model):
 
 
 def merge(model):
-    """From now on every adapted layer multiplies by W + scaling · B A, in W's dtype; W is kept beside it, for unmerge.
+    """Let every adapted layer multiply by W + scaling · B A, in W's dtype, and keep W for unmerge.
 
-    The sum is dense even where W has 4 bits: in them it would lose much. Not under fsdp.py, where no rank has all of W.
+    The sum is not quantized again, because 4 bits would lose most of the correction. It does not
+    work under fsdp.py, because no rank has all of W.
     """
     for layer in lora_layers(model).values():
-        W = layer.base_layer.weight
-        layer.merged = (W + layer.scaling * layer.lora_B @ layer.lora_A).to(W.dtype).detach()
+        weight = layer.base_layer.weight
+        merged = weight + layer.scaling * layer.lora_B @ layer.lora_A
+        layer.merged = merged.to(weight.dtype).detach()
 
 
 def unmerge(model):
-    """Back to W and its adapter, bit for bit."""
+    """Go back to W and its adapter, bit for bit."""
     for layer in lora_layers(model).values():
         layer.merged = None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. Files in peft's format: adapter_config.json and adapter_model.safetensors (pip install safetensors).
+# --------------------------------------------------------------------------------------------------
+# 4. Files in peft's format: adapter_config.json and adapter_model.safetensors.
 
+# The fields that are read, with peft's defaults.
 CONFIG = {
     "r": 8,
     "lora_alpha": 8,
     "lora_dropout": 0.0,
     "use_rslora": False,
     "target_modules": None,
-}  # peft's defaults
+}
+# The values of other fields that change nothing in what an adapter computes.
 SUPPORTED = {
     "peft_type": ["LORA"],
     "bias": ["none"],
     "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
 }
-# What does not change what an adapter computes. Any other field that is set may, and is refused.
+# The fields that change nothing. Any other field that is set is refused.
 IGNORED = {
     "auto_mapping",
     "base_model_name_or_path",
     "ensure_weight_tying",
     "eva_config",
     "inference_mode",
-}
-IGNORED |= {
     "megatron_core",
     "peft_version",
     "qalora_group_size",
@@ -235,60 +257,46 @@ IGNORED |= {
 
 
 def adapter_state_dict(model, state_dict=None):
-    """{peft's key: tensor}. state_dict: under fsdp.py full_state_dict(model), where model.state_dict() has shards."""
+    """{peft's name: tensor}. Under fsdp.py, pass its full_state_dict(model) as state_dict."""
     state_dict = model.state_dict() if state_dict is None else state_dict
     names = [f"{path}.{factor}" for path in lora_layers(model) for factor in ("lora_A", "lora_B")]
     return {f"base_model.model.{name}.weight": state_dict[name] for name in names}
 
 
 def save_adapter(model, directory, state_dict=None):
-    """Write what peft.PeftModel.from_pretrained(base_model, directory) reads. Call it on one rank."""
-    from safetensors.torch import save_file
+    """Write what peft.PeftModel.from_pretrained(base_model, directory) reads. Call on one rank."""
+    from safetensors.torch import save_file  # pip install safetensors
 
-    (directory := Path(directory)).mkdir(parents=True, exist_ok=True)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
-    (directory / "adapter_config.json").write_text(
-        json.dumps(fields, indent=2, default=list)
-    )  # a set of names, too
+    text = json.dumps(fields, indent=2, default=list)  # names may be a set
+    (directory / "adapter_config.json").write_text(text)
     save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
 
 
 def load_adapter(model, directory):
-    """Read what save_adapter or peft wrote, into the adapters of `model`, which are injected if it has none; -> model.
+    """Read what save_adapter or peft wrote. Inject adapters if `model` has none. Return the model.
 
-    ValueError: all that the files have and this module has not, or that does not fit the model; nothing is copied.
+    If the files ask for what is left out here, or do not fit the model, ValueError lists all of
+    it, and nothing is copied.
     """
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # pip install safetensors
 
-    fields = json.loads((Path(directory) / "adapter_config.json").read_text())
-    others = [
-        (name, value)
-        for name, value in fields.items()
-        if value and name not in CONFIG.keys() | IGNORED
-    ]
-    if wrong := [
-        f"{name} {value!r}" for name, value in others if value not in SUPPORTED.get(name, [])
-    ]:
-        raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
-    config = {name: fields.get(name, default) for name, default in CONFIG.items()}
+    config = read_config(directory)
     if not hasattr(model, "lora_config"):
         inject_lora(model, **config)
-    theirs, ours = (
-        load_file(Path(directory) / "adapter_model.safetensors"),
-        adapter_state_dict(model),
-    )
-    pairs = [
-        (name, config[name], model.lora_config[name]) for name in ("r", "lora_alpha", "use_rslora")
-    ]
-    for key in ours | theirs:
-        pairs.append(
-            (key, *(list(side[key].shape) if key in side else "missing" for side in (theirs, ours)))
-        )
-    if wrong := [
-        f"{name} is {there} in the file, {here} in the model"
-        for name, there, here in pairs
-        if here != there
-    ]:
+    theirs = load_file(Path(directory) / "adapter_model.safetensors")
+    ours = adapter_state_dict(model)
+    in_file = config | {key: list(tensor.shape) for key, tensor in theirs.items()}
+    in_model = model.lora_config | {key: list(tensor.shape) for key, tensor in ours.items()}
+    wrong = []
+    for what in in_model | in_file:
+        there = in_file.get(what, "missing")
+        here = in_model.get(what, "missing")
+        if here != there and what not in ("target_modules", "lora_dropout"):
+            wrong.append(f"{what} is {there} in the file, {here} in the model")
+    if wrong:
         raise ValueError(f"{directory} does not fit: {'; '.join(wrong)}")
     for key, tensor in ours.items():
         tensor.copy_(theirs[key])
@@ -296,122 +304,145 @@ def load_adapter(model, directory):
     return model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def read_config(directory):
+    """inject_lora's arguments. ValueError for fields that are set to what is left out here."""
+    path = Path(directory) / "adapter_config.json"
+    fields = json.loads(path.read_text())
+    wrong = []
+    for name, value in fields.items():
+        expected = name in CONFIG.keys() | IGNORED or value in SUPPORTED.get(name, [])
+        if value and not expected:
+            wrong.append(f"{name} {value!r}")
+    if wrong:
+        raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
+    return {name: fields.get(name, default) for name, default in CONFIG.items()}
+
+
+# --------------------------------------------------------------------------------------------------
 # 5. QLoRA: frozen weights in 4 bits.
 
-# Quantiles of a normal distribution, so that pretrained weights use all 16 alike (Dettmers et al. §3).
-NF4_VALUES = (
-    -1.0,
-    -0.6961928,
-    -0.52507305,
-    -0.3949175,
-    -0.28444138,
-    -0.18477343,
-    -0.091050036,
-    0.0,
+# Quantiles of a normal distribution: pretrained weights use all 16 about equally (Dettmers, §3).
+NF4_TABLE = torch.tensor(
+    [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
+    + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0],
+    dtype=torch.float32,
 )
-NF4_VALUES += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
-NF4_TABLE = torch.tensor(NF4_VALUES, dtype=torch.float32)
-NF4_PAIRS = (
-    torch.cartesian_prod(NF4_TABLE, NF4_TABLE).view(torch.int64).flatten()
-)  # a byte's two values move as one
-# bitsandbytes' 256 signed 8-bit values: 7 decades, each twice as fine as the one below (arXiv 2110.02861 §2.2).
-EDGES = [torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32) for i in range(7)]
-DECADES = torch.cat(
-    [10.0 ** (i - 6) * ((edge[:-1] + edge[1:]) / 2) for i, edge in enumerate(EDGES)]
-)
-DYNAMIC_MAP = torch.cat([-DECADES, DECADES, torch.tensor([0.0, 1.0])]).sort().values
-on = functools.cache(torch.Tensor.to)  # on(table, device): copied there once
 
 
-def quantize_blocks(flat, values, block_size):
-    """-> index of the nearest of `values` (of two, the lower) to each x / absmax of its block; absmax of each block."""
-    blocks = F.pad(flat, (0, -flat.numel() % block_size)).view(-1, block_size)
+def dynamic_map():
+    """bitsandbytes' 256 signed 8-bit values (arXiv 2110.02861, §2.2).
+
+    They cover 7 decades. Each decade has twice as many as the one below.
+    """
+    positive = []
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = (edges[:-1] + edges[1:]) / 2
+        positive.append(10.0 ** (decade - 6) * middles)
+    positive = torch.cat(positive)
+    return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values
+
+
+DYNAMIC_MAP = dynamic_map()
+
+
+@functools.cache
+def on_device(table, device):
+    """A copy of the table, made once for each device."""
+    return table.to(device)
+
+
+def quantize_blocks(flat, table, block_size):
+    """Return the code of each number, and the largest magnitude, absmax, of each block.
+
+    A code is the index of the value in `table` that is nearest to number / absmax. Of two values
+    that are equally near it is the lower.
+    """
+    table = on_device(table, flat.device)
+    blocks = F.pad(flat, (0, -len(flat) % block_size)).view(-1, block_size)
     absmax = blocks.abs().amax(1)
-    relative = blocks * (1 / absmax.clamp_min(1e-38))[:, None]
-    indices = torch.bucketize(relative, (values[:-1] + values[1:]) / 2).to(torch.uint8)
-    return indices.flatten()[: flat.numel()].clone(), absmax
+    relative = blocks * (1 / absmax.clamp_min(1e-38)).unsqueeze(1)
+    codes = torch.bucketize(relative, (table[:-1] + table[1:]) / 2).to(torch.uint8)
+    return codes.flatten()[: len(flat)].clone(), absmax
+
+
+def dequantize_blocks(codes, absmax, table, block_size):
+    values = on_device(table, codes.device).index_select(0, codes.int())  # table[codes], but faster
+    return values * absmax.repeat_interleave(block_size)[: len(codes)]
 
 
 def quantize_nf4(weight, block_size=64, double_quant=False):
-    """Round to the nearest of 16 values, relative to the largest of each block; -> NF4.
+    """Round to the nearest of 16 values, relative to the largest of each block. Return an NF4.
 
-    4 bits a value and 32 a block are 4.5 in all. double_quant: those 32, less their mean, in blocks of 256 to 8 bits,
-    4.127 in all. As bitsandbytes, byte for byte (its CPU kernel takes one of those 8 bits nearly as near now and then).
+    A value takes 4 bits, and a block 32: 4.5 bits a value. double_quant stores those 32 bits, less
+    their mean, in 8 bits with a scale for 256 blocks: 4.127 bits a value. The bytes are those of
+    bitsandbytes, but for a few of the 8-bit codes, where its CPU kernel takes a neighbour.
     """
-    codes, absmax = quantize_blocks(
-        weight.detach().flatten().float(), on(NF4_TABLE, weight.device), block_size
-    )
-    packed = codes[::2] << 4 | F.pad(codes[1::2], (0, weight.numel() % 2), value=7)  # 7: 0.0
+    flat = weight.detach().flatten().float()
+    codes, absmax = quantize_blocks(flat, NF4_TABLE, block_size)
+    codes = F.pad(codes, (0, len(codes) % 2), value=7)  # 0.0
+    packed = codes[::2] << 4 | codes[1::2]
     if not double_quant:
         return NF4(weight, block_size, packed, absmax)
     mean = absmax.mean(0, keepdim=True)
-    return NF4(
-        weight,
-        block_size,
-        packed,
-        *quantize_blocks(absmax - mean, on(DYNAMIC_MAP, weight.device), 256),
-        mean,
-    )
+    absmax, scales = quantize_blocks(absmax - mean, DYNAMIC_MAP, 256)
+    return NF4(weight, block_size, packed, absmax, scales, mean)
 
 
 def dequantize_nf4(q, dtype=None):
-    """The rounded values, in the shape that was quantized, and in its dtype (None) or another."""
-    absmax, device, n = q.absmax, q.packed.device, q.shape.numel()
+    """The rounded weight, in q.dtype or in another."""
+    absmax = q.absmax
     if q.mean is not None:
-        absmax = (
-            on(DYNAMIC_MAP, device)[absmax.int()] * q.scales.repeat_interleave(256)[: len(absmax)]
-            + q.mean
-        )
-    values = on(NF4_PAIRS, device).index_select(0, q.packed.int()).view(torch.float32)[:n]
-    values *= absmax[:, None].expand(-1, q.block_size).flatten()[:n]
-    return values.view(q.shape).to(dtype or q.dtype)
+        absmax = dequantize_blocks(absmax, q.scales, DYNAMIC_MAP, 256) + q.mean
+    codes = torch.stack((q.packed >> 4, q.packed & 15), 1).flatten()
+    weight = dequantize_blocks(codes[: q.shape.numel()], absmax, NF4_TABLE, q.block_size)
+    return weight.view(q.shape).to(dtype or q.dtype)
 
 
 class NF4(nn.Module):
-    """A weight in 4 bits; called, the frozen nn.Linear that has it. state_dict() has its bytes, .to() moves them."""
+    """A frozen nn.Linear with a weight in 4 bits. state_dict() has the bytes; .to() moves them."""
 
     def __init__(self, weight, block_size, packed, absmax, scales=None, mean=None):
         super().__init__()
-        self.shape, self.dtype, self.block_size, self.bias = (
-            weight.shape,
-            weight.dtype,
-            block_size,
-            None,
-        )
-        self.register_buffer("packed", packed)  # uint8, two values each, the first in the high half
-        self.register_buffer(
-            "absmax", absmax
-        )  # of each block, float32; with double_quant uint8, and
-        self.register_buffer("scales", scales)  # of each 256 of those, float32
-        self.register_buffer("mean", mean)  # of all, float32
+        self.shape = weight.shape
+        self.dtype = weight.dtype  # of the weight when it is dequantized
+        self.block_size = block_size
+        self.bias = None
+        self.register_buffer("packed", packed)  # uint8: two codes, the first in the high half
+        self.register_buffer("absmax", absmax)  # a block: float32, or a uint8 with double_quant
+        self.register_buffer("scales", scales)  # 256 blocks: float32, with double_quant
+        self.register_buffer("mean", mean)  # of absmax: float32, with double_quant
 
-    weight = property(dequantize_nf4)
+    @property
+    def weight(self):
+        return dequantize_nf4(self)
 
-    def forward(
-        self, x
-    ):  # checkpoint: autograd keeps the 4 bits, and dequantises again in backward
-        return checkpoint(
-            lambda x: F.linear(x, dequantize_nf4(self, x.dtype), self.bias), x, use_reentrant=False
-        )
+    def forward(self, x):
+        # Autograd keeps the 4 bits, and dequantizes again in backward.
+        return checkpoint(self.linear, x, use_reentrant=False)
 
-    def _apply(self, fn, recurse=True):  # buffers as bytes: model.half() must not round the scales
+    def linear(self, x):
+        return F.linear(x, dequantize_nf4(self, x.dtype), self.bias)
+
+    def _apply(self, fn, recurse=True):
+        """Move everything, but cast only the bias: model.half() must not round the scales."""
+        buffers = dict(self.named_buffers())
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
-        return super()._apply(
-            lambda t: fn(t) if t is self.bias else fn(t.view(torch.uint8)).view(t.dtype), recurse
-        )
+        super()._apply(fn, recurse)
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
-def train(demo, model, lr, what):
-    demo.show(f"{what}:")
+def train(demo, model, lr, title):
+    demo.show(f"{title}:")
     demo.model = copy.deepcopy(model)
-    optimizer, demo.optimizer = (
-        torch.optim.AdamW(trained_by(m), lr=lr) for m in (model, demo.model)
-    )
+    demo.optimizer = torch.optim.AdamW(trained_by(demo.model), lr=lr)
+    optimizer = torch.optim.AdamW(trained_by(model), lr=lr)
 
     def step(inputs, targets):
         optimizer.zero_grad()
@@ -421,48 +452,51 @@ def train(demo, model, lr, what):
         optimizer.step()
         return loss
 
-    demo.train(
-        step, lambda: ([parameter.grad for parameter in trained_by(model)], trained_by(model))
+    def whole():
+        return [parameter.grad for parameter in trained_by(model)], trained_by(model)
+
+    demo.train(step, whole)
+    return held([*model.parameters(), *model.buffers()], optimizer)  # buffers hold the 4 bits
+
+
+def show_merged(demo, layer):
+    """Print how much of the correction is lost if the merged weight is rounded."""
+    weight = layer.base_layer.weight
+    correction = (layer.merged - weight).norm()
+    error16 = (layer.merged - layer.merged.half()).norm() / correction
+    error4 = (layer.merged - quantize_nf4(layer.merged).weight).norm() / correction
+    demo.show(
+        f"merging     rounding W + (α/r) B A to 16 bits loses {error16:.1%} of (α/r) B A, "
+        f"to 4 bits {error4:.0%}"
     )
-    return held([*model.parameters(), *model.buffers()], optimizer)  # buffers: the 4 bits
 
 
 def main():
-    demo, names = Demo(), ["linear1", "linear2"]
-    plain, text = demo.start("lora", bitwise=demo.ranks <= 2), demo.text
-    prose = (Path(argparse.__file__).with_name("pydoc_data") / "topics.py").read_bytes()
-    demo.text = torch.frombuffer(bytearray(prose), dtype=torch.uint8)
+    demo = Demo()
+    names = ["linear1", "linear2"]
+    plain = demo.start("lora", bitwise=demo.ranks <= 2)
+    text = demo.text
+    documentation = Path(argparse.__file__).with_name("pydoc_data") / "topics.py"
+    demo.text = demo.read(documentation)
     train(demo, plain, 2e-3, "pretraining on Python's documentation")
     plain.zero_grad()
     demo.text = text
-    qlora = inject_lora(
-        copy.deepcopy(plain), target_modules=names, quantize="nf4", double_quant=True
-    )
-    full, lora = copy.deepcopy(plain), inject_lora(plain, target_modules=names)
+    full = copy.deepcopy(plain)
+    qlora = copy.deepcopy(plain)
+    inject_lora(qlora, target_modules=names, quantize="nf4", double_quant=True)
+    lora = inject_lora(plain, target_modules=names)
     for name, model, lr in (("full", full, 1e-3), ("QLoRA", qlora, 3e-3), ("LoRA", lora, 3e-3)):
-        here = train(demo, model, lr, f"{name} fine-tuning on {Path(demo.args.data).name}")
-        weights, gradients, state = (f"{n / 1e6:.1f} MB" for n in here)
-        demo.show(
-            f"held: weights {weights}, gradients {gradients}, optimizer {state}; last loss {demo.losses[-1]:.3f}"
-        )
-    status = demo.report(
-        here, "2Φ(N-1)/N", 2 * here[1] * (demo.ranks - 1) / demo.ranks
-    )  # of the last, LoRA
+        held_here = train(demo, model, lr, f"{name} fine-tuning on {Path(demo.args.data).name}")
+        weights, gradients, state = (f"{size / 1e6:.1f} MB" for size in held_here)
+        held_line = f"weights {weights}, gradients {gradients}, optimizer {state}"
+        demo.show(f"held: {held_line}; last loss {demo.losses[-1]:.3f}")
+    sent = 2 * held_here[1] * (demo.ranks - 1) / demo.ranks  # LoRA, the last
+    status = demo.report(held_here, "2Φ(N-1)/N", sent)
     merge(lora)
-    W, merged = lora[1].linear1.base_layer.weight, lora[1].linear1.merged
-    error16, error4 = (
-        (merged - w).norm() / (merged - W).norm()
-        for w in (merged.half(), quantize_nf4(merged).weight)
-    )
-    demo.show(
-        f"merging     W + (α/r) B A is off by {error16:.1%} of (α/r) B A in 16 bits, by {error4:.0%} in 4 again"
-    )
-    counts = ", ".join(
-        f"{96 * 2 * r * (12288 + 12288):,} at r = {r}" for r in (1, 4, 8)
-    )  # Φ = Σ r(d + k)
-    demo.show(
-        f"GPT-3       LoRA on W_q and W_v of its 96 layers trains {counts}, of 175 billion parameters"
-    )
+    show_merged(demo, lora[1].linear1)
+    counts = [f"{96 * 2 * r * (12288 + 12288):,} at r = {r}" for r in (1, 4, 8)]  # Σ r(d + k)
+    demo.show(f"GPT-3       LoRA on W_q and W_v of its 96 layers trains {', '.join(counts)},")
+    demo.show("            of 175 billion parameters")
     return status
 
 

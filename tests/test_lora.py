@@ -110,6 +110,11 @@ def test_what_is_named_is_adapted_or_it_is_an_error_and_nothing_has_changed(argu
     assert found or not lora.lora_layers(model)
 
 
+def test_all_linear_takes_no_other_layer_whose_name_ends_alike():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2)))
+    assert lora.lora_layers(lora.inject_lora(model)).keys() == {"0", "1.1"}
+
+
 @pytest.mark.parametrize(
     ("targets", "rslora"), [({"0", "2"}, False), ("[02]", True), ("all-linear", False)]
 )
@@ -183,7 +188,7 @@ def test_a_file_that_does_not_fit_is_refused_and_nothing_is_copied(
     bitwise(model.state_dict(), before)
 
 
-VALUES = torch.tensor(lora.NF4_VALUES)
+VALUES = lora.NF4_TABLE
 TIES = torch.cat(
     [VALUES, (VALUES[:-1] + VALUES[1:]) / 2, VALUES.flip(0), torch.zeros(17)]
 )  # a block
