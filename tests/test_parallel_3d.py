@@ -425,6 +425,7 @@ write, restarts = checkpoint.write, os.environ.get("TORCHELASTIC_RESTART_COUNT")
 
 def hurt(path, pieces):
     if path.name == "1.bin" and restarts is None:  # while it saves step 1
+        os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
     if path.name == "1.bin" and restarts == "0" and (path.parent.parent / "3").exists():  # step 4
         os.kill(os.getpid(), signal.SIGKILL)
@@ -465,7 +466,7 @@ def launch_on_two_machines(command):
 
 
 def test_stopped_and_killed_on_two_machines(tmp_path):
-    """A SIGTERM to one rank ends all of them with a checkpoint and status 0.
+    """Ctrl-C and SIGTERM to one rank end all of them with a checkpoint and status 0.
 
     Torchrun restarts a rank that was killed while it saved. All of it equals one device.
     """
