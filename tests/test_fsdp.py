@@ -165,6 +165,8 @@ def evaluated(model, rank, n, ours, plain):
             with mode():
                 assert torch.equal(ours(x), plain(x))
                 assert torch.equal(ours[1](x), plain[1](x))
+            if mode is torch.inference_mode:
+                assert_at_rest(ours)
         losses.append(batch_loss(model, rank, n))
     return losses[0]
 
@@ -285,6 +287,17 @@ def test_gradients_of_frozen_parameters_are_not_sent_and_may_train_later():
     for model in (ours, plain):
         model.requires_grad_(True)
     train(ours, plain)
+
+
+@pool.on(2)
+def test_an_input_that_a_unit_does_not_use_has_no_gradient():
+    unit = Block()
+    unit.forward = lambda x, unused: unit.one(x)
+    used = make_batch(0, 0).requires_grad_()
+    unused = make_batch(0, 1).requires_grad_()
+    fully_shard(unit)(used, unused).sum().backward()
+    assert used.grad is not None
+    assert unused.grad is None
 
 
 @pool.on(2)
