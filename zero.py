@@ -1,41 +1,52 @@
-"""ZeRO: data-parallel training in which each rank keeps 1/N of the optimizer state, the gradients, the parameters.
+"""ZeRO: data-parallel training in which no rank keeps the whole optimizer state or all gradients.
 
-DDP keeps N copies of everything. But an elementwise optimizer can update any part of the flat parameters alone, so the
-all-reduce may be taken apart, at no extra cost, and each rank updates (and stores the state of) its own part only:
+DDP keeps a copy of everything on each of N ranks. But an elementwise optimizer, such as Adam, can
+update any part of the parameters on its own. So each rank updates 1/N of the parameters, and keeps
+the optimizer state of that part only.
+
+In a step, every rank computes the gradients of its own batch. A reduce-scatter gives each rank the
+sum of all ranks' gradients for its part. The rank updates its part, and an all-gather gives the
+updated parameters to every rank. The two together send as much as DDP's all-reduce:
 
             backward ── reduce-scatter gradients ── update own part ── all-gather parameters
     rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
     rank 1   g₁ ━━━━┷━━━━ ╱╲ ━━━━ sum of the right halves ── AdamW ━━━━ ╱╲ ━━━━┷━━━━ p
 
-    Zero1 shards optimizer state. Gradients wait whole in .grad until step(), which reduces, updates and gathers.
-    Zero2 also gradients. A bucket is reduced as soon as backward has filled it, and its .grad are freed at once.
-    Zero3 also parameters. A unit's are gathered before its forward and again before its backward, and freed after.
+    Zero1 shards the optimizer state. step() reduces the gradients, updates, and gathers.
+    Zero2 also shards the gradients. Backward reduces a bucket of gradients as soon as it is full.
+    Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
+          forward and again before its backward, and frees it afterwards.
 
-Bytes held per rank for Ψ 16-bit parameters with Adam and its fp32 masters (in fp32: 4Ψ, 4Ψ, 8Ψ), and elements sent,
-each times (N-1)/N:
+The table has the bytes held per rank for Ψ 16-bit parameters with Adam and fp32 master weights. In
+fp32 they are 4Ψ, 4Ψ and 8Ψ. The elements sent per step are to be multiplied by (N-1)/N:
 
-              parameters  gradients  optimizer   sent per step               with m backwards per step
-    DDP       2Ψ          2Ψ         12Ψ         2Ψ: all-reduce              2Ψ (no_sync)
-    Zero1     2Ψ          2Ψ         12Ψ/N       2Ψ: reduce-scatter, gather  2Ψ
-    Zero2     2Ψ          2Ψ/N       12Ψ/N       2Ψ: the same                (m+1)Ψ, or 2Ψ and whole gradients (no_sync)
-    Zero3     2Ψ/N        2Ψ/N       12Ψ/N       3Ψ: one more gather         3mΨ
+           parameters  gradients  optimizer  sent with 1 backward            m backwards
+    DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
+    Zero1  2Ψ          2Ψ         12Ψ/N      2Ψ: reduce-scatter, all-gather  2Ψ
+    Zero2  2Ψ          2Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
+    Zero3  2Ψ/N        2Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
-Besides, a bucket in flight is held twice (Zero3: two units), and a byte sent per parameter tensor. On CPUs the owner
-adds the ranks' parts in rank order: training equals, bit by bit at every N, one device that adds up the ranks'
-gradients in that order, then divides by N. NCCL's own reduce-scatter, faster on GPUs, adds in another order.
+In no_sync() Zero2 sends 2Ψ as well, but keeps whole gradients. A bucket whose gradients are on
+their way is held twice. Zero3 also holds the unit that runs, and the next one. Every step sends one
+byte more for each parameter tensor.
 
-Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py is a world of one)
-Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021, ZeRO-Offload, 2101.06840
-Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's stages 1, 2, 3
-Left out: optimizers that need whole matrices (Adafactor, Muon), closures, sparse gradients, loss scaling (amp.py),
-          offload to disk (DeepSpeed), meta-device construction and shards under any optimizer (fsdp.py); in Zero3
-          modules that return their input changed in place, or a view of a parameter
+Each rank adds the gradients of all ranks in rank order. So training equals, bit by bit and for any
+N, one device that adds up the ranks' gradients in that order and then divides by N.
+
+Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
+Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
+          ZeRO-Offload, arXiv 2101.06840
+Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
+          stages 1, 2 and 3
+Left out: optimizers that need whole matrices (Adafactor, Muon), closures, sparse gradients, offload
+          to disk (DeepSpeed), construction on the meta device and any optimizer over shards
+          (fsdp.py), NCCL's own reduce-scatter, which adds in an order of its own; in Zero3, modules
+          that return their input changed in place, or a view of a parameter
 """
 
 import argparse
 import copy
 import functools
-import itertools
 import os
 import signal
 import sys
@@ -47,259 +58,236 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # before init_process_group: later it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea: `optimizer` knows only this rank's part of the flat parameters. Call this after loss.backward().
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: one flat tensor of all parameters, of which this rank updates 1/N.
 
 
 def flatten(tensors, N):
-    """All elements side by side, and zeros up to a multiple of N."""
+    """Return all elements in one tensor, followed by zeros up to a multiple of N."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     return F.pad(flat, (0, -flat.numel() % N))
 
 
 @torch.no_grad()
 def sharded_step(parameters, shard, optimizer, process_group=None):
-    """One step of `optimizer` over [shard], which was flatten(parameters, N).chunk(N)[rank].clone() at first."""
-    parameters, N = list(parameters), dist.get_world_size(process_group)
+    """Call this after backward. `optimizer` holds one parameter, this rank's `shard`.
+
+    The shard must be flatten(parameters, N).chunk(N)[rank].clone() before the first step.
+    """
+    parameters = list(parameters)
+    N = dist.get_world_size(process_group)
+
+    # Reduce-scatter: rank r receives part r of every rank's gradients, and adds them in rank order.
     gradients = flatten([parameter.grad for parameter in parameters], N)
     received = torch.empty_like(gradients)
-    dist.all_to_all_single(
-        received, gradients, group=process_group
-    )  # part r of everyone's goes to rank r,
-    shard.grad = sum(received.chunk(N)) / N  # which adds them in rank order: a reduce-scatter
+    dist.all_to_all_single(received, gradients, group=process_group)
+    shard.grad = sum(received.chunk(N)) / N
+
     optimizer.step()
-    rest = torch.empty_like(received)
-    dist.all_gather(list(rest.chunk(N)), shard, group=process_group)
+
+    # All-gather: every rank receives all updated shards.
+    flat = torch.empty_like(gradients)
+    dist.all_gather(list(flat.chunk(N)), shard, group=process_group)
     for parameter in parameters:
-        values, rest = rest.tensor_split([parameter.numel()])
+        values, flat = flat.tensor_split([parameter.numel()])
         parameter.copy_(values.view_as(parameter))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. What the real ones are made of: messages, and buckets of parameters.
+# --------------------------------------------------------------------------------------------------
+# 2. Buckets: parameters that are reduced and gathered in one message.
 
-# torch 2.13 renames both, and warns about the old names
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+class Exchange:
+    """Messages on their way: sent[r] goes to rank r, and received[r] comes from it."""
+
+    def __init__(self, sent, received, process_group):
+        device = sent[0].device
+        if f"{device.type}:gloo" in dist.get_backend_config(process_group):
+            device = torch.device("cpu")  # gloo sends from host memory
+        self.received = received
+        self.messages = [tensor.to(device) for tensor in received]  # no copies on the same device
+        operations = []
+        for peer, message in enumerate(self.messages):
+            if peer != dist.get_rank(process_group):
+                to_or_from = {"group": process_group, "group_peer": peer}
+                operations.append(dist.P2POp(dist.isend, sent[peer].to(device), **to_or_from))
+                operations.append(dist.P2POp(dist.irecv, message, **to_or_from))
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        for tensor, message in zip(self.received, self.messages, strict=True):
+            tensor.copy_(message)  # does nothing if they are one tensor
+        return self.received
+
+
+class Slot:
+    """The place of one parameter in its bucket, and of one segment in this rank's shard.
+
+    The segment is what both have in common. On most ranks it is empty.
+    """
+
+    def __init__(self, parameter, start, shard_start):
+        end = start + parameter.numel()
+        self.parameter = parameter
+        self.start = start  # the number of its first element in the bucket
+        self.part = slice(max(0, start - shard_start), max(0, end - shard_start))  # of the shard
+        self.first = min(max(0, shard_start - start), parameter.numel())  # element in the segment
+        # As in the plain model, because some kernels round differently with other strides.
+        self.stride = torch.empty_like(parameter, device="meta").stride()
+        self.segment = None  # what the optimizer updates: this part of the bucket's `master`
+        self.used = False  # whether the bucket's `grad` includes this parameter's
+        self.waits = False  # whether a rank has a .grad that is not in the bucket's `grad`
+        self.pointer = None  # the address of the parameter's data
+
+    def view(self, flat):
+        """Return the parameter's elements of `flat`, in the parameter's shape."""
+        return flat.as_strided(self.parameter.shape, self.stride, self.start)
+
+    def attach(self, data):
+        """Make `data` the data of the parameter."""
+        self.parameter.data = data
+        self.pointer = data.data_ptr()
+
+    def check(self):
+        if self.parameter.data_ptr() != self.pointer:
+            raise RuntimeError(
+                "parameters are no longer where they were: make the optimizer after module.to()"
+            )
+
+    def cut(self, whole):
+        """Return this rank's segment of a tensor like the parameter."""
+        flat = whole.new_empty(whole.numel())
+        flat.as_strided(whole.shape, self.stride).copy_(whole)
+        return flat[self.first :][: self.segment.numel()].clone()
+
+    def join(self, segments):
+        """Make a tensor like the parameter from the segments of all ranks."""
+        return torch.cat(segments).as_strided(self.parameter.shape, self.stride)
 
 
 class Bucket:
-    """Some parameters of one dtype side by side in `flat`, cut regardless of borders into N equal shards.
+    """Parameters of one dtype in one flat tensor, cut into N equal shards.
 
-    parameters  │ weight               │ bias     │ weight           │    views of flat
-    shards      │ rank 0                     │ rank 1                 │    `master`: in fp32, or offloaded
-    segments    │ weight               │ bia│s    │ weight           │    of it: what the optimizer updates
+    For the parameters weight = [1 2 3 4 5] and bias = [6 7 8] on two ranks:
+
+                rank 0             rank 1
+        flat    1 2 3 4 5 6 7 8    1 2 3 4 5 6 7 8    all values; the parameters are views of it
+        shard   1 2 3 4            5 6 7 8            this rank's part of flat
+        grad    of 1 2 3 4         of 5 6 7 8         the gradients, summed over ranks
+        master  1 2 3 4            5 6 7 8            the shard itself; for 16-bit or offloaded
+                                                      parameters a copy in fp32 or in host memory
+        slots   weight: 1 2 3 4    weight: 5          segments of master, one per parameter,
+                bias:   -          bias:   6 7 8      which the optimizer updates
+
+    In fact parameters start at multiples of 64 bytes, and shards at multiples of 16.
     """
 
-    def __init__(self, parameters, group, units, process_group, offload):
-        self.parameters, self.group, self.units = (
-            parameters,
-            group,
-            units,
-        )  # of param_groups, by number; Zero3's
-        first, self.process_group = parameters[0].data, process_group
-        self.N, self.rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        align = (
-            64 // first.itemsize
-        )  # as if allocated alone: elsewhere some kernels are slower or round otherwise
-        sizes = [-(-p.numel() // align) * align for p in parameters]
-        *starts, end = itertools.accumulate(sizes, initial=0)
-        size = max(1, -(-end // self.N))  # no message may be empty
-        self.borders = [
-            max(start - self.rank * size, 0) for start in starts[1:]
-        ]  # between segments, in a shard
+    def __init__(self, parameters, process_group, offload):
+        first = parameters[0].data
+        self.parameters = parameters
+        self.process_group = process_group
+        self.N = dist.get_world_size(process_group)
+        self.rank = dist.get_rank(process_group)
+
+        # PyTorch aligns tensors to 64 bytes. Elsewhere kernels are slower, or round differently.
+        starts = [0]
+        for parameter in parameters:
+            starts.append(round_up(starts[-1] + parameter.numel(), 64 // first.itemsize))
+        # NCCL is faster if messages are aligned to 16 bytes. None may be empty.
+        size = round_up(max(1, starts[-1]), self.N * 16 // first.itemsize) // self.N
+        self.slots = []
+        for parameter, start in zip(parameters, starts, strict=False):
+            self.slots.append(Slot(parameter, start, self.rank * size))
+
         self.flat = first.new_zeros(self.N * size)
-        self.own = self.flat.chunk(self.N)[self.rank]
-        self.whole = []  # the parameters, as views of `flat`
-        for parameter, start in zip(parameters, starts, strict=True):
-            stride = torch.empty_like(parameter, device="meta").stride()  # kept, where without gaps
-            self.whole.append(self.flat.as_strided(parameter.shape, stride, start))
-            parameter.data = self.whole[-1].copy_(parameter.data)
-        self.shard = (
-            self.own if units is None else self.own.clone()
-        )  # what is sent: Zero3's outlives `flat`
-        self.low = first.is_floating_point() and first.itemsize < 4
-        self.master = self.shard.to(
-            offload or first.device, torch.float32 if self.low else first.dtype
-        )
-        # A parameter has a segment on every rank, mostly an empty one, so that all have state of the same names.
-        self.segments = self.master.tensor_split(self.borders)
-        self.divisor = 1 if self.low else self.N  # what makes `grad` the mean
-        self.grad, self.used = (
-            0,
-            set(),
-        )  # this rank's part of the sum over ranks and backwards; whose gradients it has
-        self.nothing = torch.full((), torch.nan).to(self.flat)  # what freed parameters read
-        self.works, self.freed = (
-            [],
-            False,
-        )  # what `flat` waits for until it is whole; Zero3: it has no memory
+        for slot in self.slots:
+            slot.attach(slot.view(self.flat).copy_(slot.parameter.data))
+        self.shard = self.make_shard()
 
-    def views(self, flat):  # as the parameters lie in self.flat
-        return [
-            flat.as_strided(view.shape, view.stride(), view.storage_offset()) for view in self.whole
-        ]
+        self.is_16_bit = first.is_floating_point() and first.itemsize < 4
+        dtype = torch.float32 if self.is_16_bit else first.dtype
+        self.master = self.shard.to(offload or first.device, dtype)
+        for slot in self.slots:
+            slot.segment = self.master[slot.part]
 
-    def exchange(self, sent, received):
-        """Send sent[r] to each other rank r, and fill received[r] from it. -> what to wait for"""
-        others = [r for r in range(self.N) if r != self.rank]
-        works = [dist.isend(sent[r], group=self.process_group, group_dst=r) for r in others]
-        return works + [
-            dist.irecv(received[r], group=self.process_group, group_src=r) for r in others
-        ]
+        self.grad = None  # sum over ranks and backwards; for 16 bits the mean over ranks
+        self.divisor = 1 if self.is_16_bit else self.N  # of `grad`, to make it the mean over ranks
+        self.reducing = None  # the Exchange of gradients, during a reduce-scatter
+        self.gathering = None  # the Exchange of shards, during an all-gather
 
-    def start_reduce(self):
-        """Move the gradients out of .grad, and send part r of them to rank r."""
-        flat = torch.zeros_like(self.flat)
-        for parameter, view, place in zip(
-            self.parameters, self.whole, self.views(flat), strict=True
-        ):
-            if not self.freed and parameter.data_ptr() != view.data_ptr():
-                raise RuntimeError(
-                    "parameters are no longer where they were: make the optimizer after module.to()"
-                )
-            if parameter.grad is not None:
-                place.copy_(parameter.grad)
-                parameter.grad = None
-                self.used.add(parameter)
-        if flat.is_cpu:  # gloo's own reduce-scatter adds in another order
-            parts = flat.chunk(self.N)
-            self.parts = [
-                part if r == self.rank else torch.empty_like(part) for r, part in enumerate(parts)
-            ]
-            self.sent = self.exchange(parts, self.parts)
-        else:
-            if self.low:
-                flat /= self.N  # before the sum, which in fp16 overflows at 65504
-            self.parts = [torch.empty_like(self.shard)]
-            self.sent = [
-                reduce_scatter_single(*self.parts, flat, group=self.process_group, async_op=True)
-            ]
+    def make_shard(self):
+        return self.own_part(self.flat)
 
-    def finish_reduce(self):
-        """Add to `grad` what has come, in rank order; 16 bits up in fp32, divided after, rounded once."""
-        while self.sent:
-            self.sent.pop().wait()
-        if self.low:
-            self.parts = [sum(part.float() for part in self.parts) / len(self.parts)]
-        self.grad = sum(self.parts, self.grad).to(self.flat.dtype)
-        self.parts = None
+    def own_part(self, flat):
+        return flat.chunk(self.N)[self.rank]
+
+    def reduce_scatter(self):
+        """Move the gradients out of .grad, and start to send part r of them to rank r."""
+        gradients = torch.empty_like(self.flat)
+        for slot in self.slots:
+            slot.check()
+            if slot.parameter.grad is None:
+                slot.view(gradients).zero_()
+            else:
+                slot.view(gradients).copy_(slot.parameter.grad)
+                slot.parameter.grad = None
+                slot.used = True
+        sent = gradients.chunk(self.N)
+        received = [torch.empty_like(part) for part in sent]
+        received[self.rank] = sent[self.rank]
+        self.reducing = Exchange(sent, received, self.process_group)
+
+    def wait_for_reduce(self):
+        """Add what has come to `grad`, in rank order."""
+        parts = self.reducing.wait()
+        self.reducing = None
+        if self.is_16_bit:  # in fp32, because a sum in fp16 overflows at 65504, and rounded once
+            parts = [sum(part.float() for part in parts) / self.N]
+        if self.grad is not None:
+            parts.insert(0, self.grad)
+        self.grad = functools.reduce(torch.add, parts).to(self.flat.dtype)
+
+    def all_gather(self):
+        """Start to fill `flat` with the shards of all ranks."""
+        shards = [self.shard] * self.N
+        self.gathering = Exchange(shards, self.flat.chunk(self.N), self.process_group)
+
+    def wait_for_gather(self):
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     def adopt(self):
-        """Take over what was written to 16-bit or offloaded parameters; the masters of the rest keep their digits."""
-        self.finish_gather()  # who waits for our shard must not see it change
-        if not self.freed and self.master is not self.own:
-            now = self.own.to(self.master.device)
-            self.master.copy_(torch.where(now == self.master.to(now.dtype), self.master, now))
-            self.shard.copy_(self.own)
-
-    def start_gather(self):
-        """Fill all ranks' `flat` with their shards in rank order."""
-        if self.flat.is_cpu:  # gloo's own all-gather takes twice as long
-            self.own.copy_(self.shard)
-            self.works = self.exchange([self.shard] * self.N, self.flat.chunk(self.N))
-        else:
-            self.works = [
-                all_gather_single(self.flat, self.shard, group=self.process_group, async_op=True)
-            ]
-
-    def finish_gather(self):
-        while self.works:
-            self.works.pop().wait()
-
-    def gather(self):
-        if self.freed:
-            if any(
-                (p.dtype, p.device) != (self.flat.dtype, self.flat.device) for p in self.parameters
-            ):
-                raise RuntimeError(
-                    "parameters are no longer what they were: make the optimizer after module.to()"
-                )
-            self.flat.untyped_storage().resize_(self.flat.nbytes)
-            for parameter, view in zip(self.parameters, self.whole, strict=True):
-                parameter.data = view
-            self.freed = False
-            self.start_gather()
-
-    def free(self):
-        """Zero3: empty the storage of `flat`, until gather(): views that autograd saved for backward look into it."""
-        if not self.freed:
-            self.finish_gather()  # it may have been started in vain
-            for parameter in self.parameters:
-                parameter.data = self.nothing.expand(parameter.shape)
-            self.flat.untyped_storage().resize_(0)
-            self.freed = True
+        """Let the master follow what someone wrote into the parameters since the last step."""
+        self.wait_for_gather()  # peers may still be receiving our shard
+        if self.master is not self.shard:
+            values = self.shard.to(self.master.device)
+            unchanged = self.master.to(values.dtype) == values  # keep the digits of these
+            self.master.copy_(torch.where(unchanged, self.master, values))
 
 
-def assign_buckets(kinds, cap_bytes):
-    """Lists of parameters of one kind, closed at `cap_bytes` or more, in the order in which backward fills them."""
-    closed, filling = [], {}
-    for parameter, kind in reversed(kinds.items()):
-        filling[kind] = [
-            *filling.pop(kind, []),
-            parameter,
-        ]  # behind the others: it is the last to be filled
-        if sum(p.nbytes for p in filling[kind]) >= cap_bytes:
-            closed.append(filling.pop(kind))
-    return closed + list(filling.values())
-
-
-def start_alike(module, process_group):
-    """Take over rank 0's values. ValueError where ranks hold other models: messages would abort, or add garbage."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    mine = [
-        f"{name!r}: shape {tuple(t.shape)}, {t.dtype}, requires_grad={t.requires_grad}"
-        for name, t in named
-    ]
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != mine:
-            raise ValueError(
-                f"ranks must hold the same model; rank {rank}'s differs in {sorted({*mine} ^ {*theirs})}"
-            )
-    for _, tensor in named:
-        values = tensor.detach().reshape(-1)
-        dist.broadcast(
-            values.view(torch.uint8), group=process_group, group_src=0
-        )  # bytes: gloo has no int16
-        tensor.detach().copy_(values.view_as(tensor))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. The three stages, each the one before and one thing more.
-
-# The optimizers that treat each element by itself, and what they keep once for each tensor.
-ELEMENTWISE = {
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Adadelta",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "ASGD",
-}
-PER_TENSOR = {"step", "mu_product", "eta", "mu"}
+# --------------------------------------------------------------------------------------------------
+# 3. ZeRO-1: the optimizer holds this rank's segments of the parameters.
 
 
 class Zero1(torch.optim.Optimizer):
-    """Averages gradients over `process_group` and steps; each rank holds 1/N of the optimizer state.
+    """Averages gradients over `process_group` and steps. Each rank holds 1/N of the state.
 
-    Use clip_grad_norm_() and zero_grad() of this class: torch.nn.utils.clip_grad_norm_ would clip by each rank's own
-    norm, and module.zero_grad() miss what step() has reduced. `module` is the model, where it is to stay; it becomes
-    rank 0's. `params` are its parameter groups, all of them; `kw` go to `optimizer_class`. offload="cpu" keeps
-    optimizer state and masters in host memory, and updates there. A bucket closes at `bucket_cap_mb` MiB, on CPUs at
-    most 4. 16-bit parameters have fp32 masters, "master" in state_dict().
+    `module` must be on its device. All ranks take over rank 0's parameters and buffers. `params`
+    has the parameter groups, by default one with all parameters. With offload="cpu" optimizer state and
+    master weights stay in host memory, and the update runs there. A bucket is closed when it has
+    `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
+
+    Use this class's clip_grad_norm_() and zero_grad(). torch.nn.utils.clip_grad_norm_ clips by the
+    norm of each rank's own gradients, and module.zero_grad() misses gradients that are reduced.
     """
 
     def __init__(
@@ -310,368 +298,419 @@ class Zero1(torch.optim.Optimizer):
         offload=None,
         bucket_cap_mb=25,
         params=None,
-        **kw,
+        **optimizer_kwargs,
     ):
-        if dist.get_rank(process_group) < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only"
-            )
-        if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
-            raise ValueError(
-                "module is in DistributedDataParallel, which averages as well; pass the model without it"
-            )
-        if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
-            raise ValueError(
-                f"{optimizer_class.__name__} may need whole parameters: use one of {sorted(ELEMENTWISE)}"
-            )
-        defaults = optimizer_class([torch.zeros(1)], **kw).defaults
+        check_arguments(module, optimizer_class, process_group)
+        defaults = optimizer_class([torch.zeros(1)], **optimizer_kwargs).defaults
         super().__init__(module.parameters() if params is None else params, defaults)
-        self.module, self.process_group, self._sync = (
-            module,
-            process_group,
-            True,
-        )  # not inside no_sync()
-        self._in_flight = self._unsent = (
-            None  # the bucket whose gradients travel; Zero2, in backward: those to follow
-        )
-        self._group_of = group_of = {
-            p: n for n, group in enumerate(self.param_groups) for p in group["params"]
-        }
-        units = getattr(
-            self, "_units", {}
-        )  # Zero3's: {parameter: the units that it is gathered for}
-        kinds = {
-            p: (p.dtype, p.requires_grad, group_of[p], units.get(p))
-            for p in module.parameters()
-            if p in group_of
-        }
-        if len(kinds) < len(group_of):
-            raise ValueError(
-                "params has parameters that are not among module.parameters(); give those only"
-            )
+        self.module = module
+        self.process_group = process_group
+        groups = enumerate(self.param_groups)
+        self._group_index = {p: index for index, group in groups for p in group["params"]}
+        if not self._group_index.keys() <= set(module.parameters()):
+            raise ValueError("params has parameters that are not among module.parameters()")
         start_alike(module, process_group)
-        if next(iter(kinds)).is_cpu:  # larger messages are no faster there, and leave the cache
-            bucket_cap_mb = min(bucket_cap_mb, 4)
-        lists = assign_buckets(kinds, torch.inf if units else bucket_cap_mb * 2**20)
-        self._buckets = [Bucket(ps, *kinds[ps[0]][2:], process_group, offload) for ps in lists]
-        groups = [
-            {**self.param_groups[bucket.group], "params": bucket.segments}
-            for bucket in self._buckets
-        ]
-        self._optimizer = optimizer_class(groups, **kw)
-        self.add_param_group = None  # all parameters are in buckets by now
+        self._buckets = self._make_buckets(bucket_cap_mb * 2**20, offload)
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        groups = [self._segment_group(bucket) for bucket in self._buckets]
+        self._optimizer = optimizer_class(groups, **optimizer_kwargs)
+        self._in_flight = None  # the bucket whose gradients are on their way
+        self._sync = True  # False in no_sync()
+        self._loss_scale = 1.0
+
+    def _make_buckets(self, cap_bytes, offload, bucket_class=Bucket):
+        parameters = [p for p in self.module.parameters() if p in self._group_index]
+        lists = assign_buckets(parameters, self._kind, cap_bytes)
+        return [bucket_class(together, self.process_group, offload) for together in lists]
+
+    def _kind(self, parameter):
+        """Only parameters of one kind share a bucket."""
+        return parameter.dtype, parameter.requires_grad, self._group_index[parameter]
+
+    def _segment_group(self, bucket):
+        """Return the bucket's param_group, with this rank's segments as its parameters."""
+        segments = [slot.segment for slot in bucket.slots]
+        group = self.param_groups[self._group_index[bucket.parameters[0]]]
+        return {**group, "params": segments}
 
     def step(self):
-        """Reduce what waits in .grad, update this rank's part, gather the others'."""
-        self._reduce_waiting()
+        """Reduce what is still in .grad, update this rank's shards, and gather the others."""
+        for bucket in self._reduce_gradients():
+            self._update(bucket)
+            bucket.all_gather()  # goes on while the next bucket is updated
         for bucket in self._buckets:
-            if bucket.used:
-                bucket.adopt()
-                means = (bucket.grad.to(bucket.master) / bucket.divisor).tensor_split(
-                    bucket.borders
-                )
-                for parameter, segment, mean in zip(
-                    bucket.parameters, bucket.segments, means, strict=True
-                ):
-                    segment.grad = mean if parameter in bucket.used else None
-                # Each bucket by itself, so that its gather begins at once; a scheduler may have set another lr.
-                self._optimizer.param_groups = [
-                    {**self.param_groups[bucket.group], "params": bucket.segments}
-                ]
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-                bucket.shard.copy_(bucket.master)
-                if not bucket.freed:
-                    bucket.start_gather()
-        for bucket in self._buckets:
-            bucket.finish_gather()
+            bucket.wait_for_gather()
 
-    def _reduce_waiting(self):
-        """Reduce what is in any rank's .grad. First all agree where gradients are; 1: in bucket.grad, 2: in .grad."""
-        flags = [
-            int(p in b.used) if p.grad is None else 2 for b in self._buckets for p in b.parameters
-        ]
+    def _update(self, bucket):
+        """Update this rank's segments with the averaged gradients."""
+        bucket.adopt()
+        mean = bucket.grad.to(bucket.master) / (bucket.divisor * self._loss_scale)
+        for slot in bucket.slots:
+            slot.segment.grad = mean[slot.part] if slot.used else None
+        # From self.param_groups at each step, because a scheduler changes the lr there.
+        self._optimizer.param_groups = [self._segment_group(bucket)]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        bucket.shard.copy_(bucket.master)
+
+    def _reduce_gradients(self):
+        """Reduce the buckets that have a .grad on any rank. Returns those that have gradients now.
+
+        Ranks may use different parameters, but must issue the same collectives. So they first agree
+        on a flag for each parameter: 0 has no gradient, 1 has a reduced one, 2 has one in .grad.
+        """
+        # tolist() is the one place in a step that waits for the device: the host must know.
+        flags = [int(slot.used) if slot.parameter.grad is None else 2 for slot in self._slots]
         flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        flags = flags.cpu().split([len(bucket.parameters) for bucket in self._buckets])
-        for bucket, of_bucket in zip(self._buckets, flags, strict=True):
-            if 2 in of_bucket:
-                self._reduce(bucket)
-            bucket.used = set(itertools.compress(bucket.parameters, of_bucket))
-        self._reduce(None)
+        for slot, flag in zip(self._slots, flags.tolist(), strict=True):
+            slot.used = flag > 0
+            slot.waits = flag == 2
+        for bucket in self._buckets:
+            if any(slot.waits for slot in bucket.slots):
+                self._start_reduce(bucket)
+        self._finish_reduce()
+        return [bucket for bucket in self._buckets if any(slot.used for slot in bucket.slots)]
 
-    def _reduce(self, bucket):
-        """Take in the gradients that were sent last, then send those of `bucket`, if any: only one's exist twice."""
-        if self._in_flight:
-            self._in_flight.finish_reduce()
-        if bucket:
-            bucket.start_reduce()
+    def _start_reduce(self, bucket):
+        self._finish_reduce()  # one at a time, because a bucket on its way is held twice
+        bucket.reduce_scatter()
         self._in_flight = bucket
 
+    def _finish_reduce(self):
+        if self._in_flight is not None:
+            self._in_flight.wait_for_reduce()
+            self._in_flight = None
+
+    def add_param_group(self, param_group):
+        if hasattr(self, "_buckets"):
+            raise ValueError("the buckets are made: give all parameter groups to the constructor")
+        super().add_param_group(param_group)
+
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, reduced or not, also those of a backward that raised."""
+        """Drop all gradients: those in .grad, and those that are reduced."""
         super().zero_grad()
-        self._reduce(None)
-        self._unsent = None
+        self._finish_reduce()  # after a backward that raised
+        self._loss_scale = 1.0
         for bucket in self._buckets:
-            bucket.grad, bucket.used = 0, set()
-            bucket.divisor = 1 if bucket.low else bucket.N
-
-    def unscale_(self, scale):
-        """Divide the mean gradients by the scale of the loss. -> 1.0 if any of any rank is not finite, else 0.0
-
-        With a scaler: scaler.record_found_inf(optimizer, optimizer.unscale_(scaler.get_scale())), then
-        scaler.step(optimizer).
-        """
-        self._reduce_waiting()
-        found = torch.zeros((), device=self._buckets[0].flat.device)
-        for bucket in self._buckets:
-            if bucket.used:
-                bucket.divisor = scale * (1 if bucket.low else bucket.N)
-                found = torch.maximum(found, (~bucket.grad.isfinite()).any().float())
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.process_group)
-        return found
-
-    def shards(self):
-        """Yield (parameter, number of its first element here, what the optimizer updates, its state) for each.
-
-        Elements are counted as they lie in memory. After a write to what the optimizer updates: sync_parameters().
-        """
-        for bucket in self._buckets:
-            begin = bucket.rank * bucket.own.numel()
-            for parameter, view, segment in zip(
-                bucket.parameters, bucket.whole, bucket.segments, strict=True
-            ):
-                start = min(max(0, begin - view.storage_offset()), parameter.numel())
-                state = self._optimizer.state[segment]
-                yield parameter, start, segment, state
-
-    @torch.no_grad()
-    def sync_parameters(self):
-        """Write what the optimizer holds into the parameters of all ranks."""
-        for bucket in self._buckets:
-            bucket.finish_gather()
-            bucket.shard.copy_(bucket.master)
-            if not bucket.freed:
-                bucket.start_gather()
-                bucket.finish_gather()
+            bucket.grad = None
+        for slot in self._slots:
+            slot.used = False
 
     @contextmanager
     def no_sync(self):
-        """Gradients of a backward in here stay whole in .grad, until step(), or a backward outside, reduces them."""
-        before, self._sync = self._sync, False
+        """Backward in here leaves whole gradients in .grad, until step() or a backward outside."""
+        before = self._sync
+        self._sync = False
         try:
             yield
         finally:
             self._sync = before
 
-    def clip_grad_norm_(self, max_norm, *, counted=lambda parameter: True, process_groups=()):
-        """Scale the mean gradients to a norm of at most `max_norm`. -> what it was, of what is `counted` on any rank"""
-        self._reduce_waiting()
+    def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
+        """Scale the averaged gradients to a joint norm of at most `max_norm`. Returns their norm.
+
+        With model parallelism, `process_groups` are the groups over which the model is split, and
+        counted(parameter) says whether this rank counts a parameter that others in them hold, too.
+        """
+        norm = self._total_norm(counted, process_groups)
+        for bucket in self._buckets:
+            if bucket.grad is not None:
+                bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    def _total_norm(self, counted=None, process_groups=()):
         total = torch.zeros((), dtype=torch.float64, device=self._buckets[0].flat.device)
-        buckets = [bucket for bucket in self._buckets if bucket.used]
-        for bucket in buckets:
-            for parameter, part in zip(
-                bucket.parameters, bucket.grad.tensor_split(bucket.borders), strict=True
-            ):
-                if counted(parameter):
-                    total += (part.norm(dtype=torch.float64) / bucket.divisor).square()
-        for group in (self.process_group, *process_groups):  # those of model parallelism, too
+        for bucket in self._reduce_gradients():
+            for slot in bucket.slots:
+                if counted is None or counted(slot.parameter):
+                    norm = bucket.grad[slot.part].norm(dtype=torch.float64)
+                    total += (norm / (bucket.divisor * self._loss_scale)).square()
+        for group in (self.process_group, *process_groups):
             dist.all_reduce(total, group=group)
-        total.sqrt_()
-        for bucket in buckets:
-            bucket.grad *= (max_norm / (total + 1e-6)).clamp(max=1.0)
-        return total
+        return total.sqrt()
+
+    def unscale_(self, loss_scale):
+        """Divide the gradients by the loss's scale. Returns 1.0 if one is inf or NaN, else 0.0.
+
+        amp.GradScaler has record_found_inf(optimizer, found_inf) to take it, before its step().
+        """
+        self._loss_scale = loss_scale
+        return 1.0 - self._total_norm().isfinite().float()
 
     def state_dict(self):
-        """What the plain optimizer over the same parameters would return, in host memory. All ranks must call this."""
-        state, everyone = {}, [None] * dist.get_world_size(self.process_group)
-        for bucket in self._buckets:
-            mine = [
-                {**self._optimizer.state[s], **({"master": s} if bucket.low else {})}
-                for s in bucket.segments
-            ]
-            mine = tree_map(lambda tensor: tensor.cpu().clone(), mine)
-            dist.all_gather_object(everyone, mine, group=self.process_group)
-            for parameter, view, *entries in zip(
-                bucket.parameters, bucket.whole, *everyone, strict=True
-            ):
-                state[parameter] = entries[0]
-                for name in entries[0].keys() - PER_TENSOR:
-                    flat = torch.cat([entry[name] for entry in entries])
-                    state[parameter][name] = flat.as_strided(view.shape, view.stride())
-        return {
-            **super().state_dict(),
-            "state": {n: state[p] for n, p in enumerate(self._group_of) if state[p]},
-        }
+        """Return what the plain optimizer would, in host memory. All ranks must call this."""
+        mine = []
+        for slot in self._slots:
+            state = dict(self._optimizer.state[slot.segment])
+            if slot.segment.dtype != slot.parameter.dtype:
+                state["master"] = slot.segment
+            mine.append(tree_map(lambda tensor: tensor.cpu().clone(), state))
+        everyone = [None] * dist.get_world_size(self.process_group)
+        dist.all_gather_object(everyone, mine, group=self.process_group)
+        states = {}
+        for slot, *parts in zip(self._slots, *everyone, strict=True):
+            states[slot.parameter] = state = parts[0]
+            for name in state.keys() - PER_TENSOR:
+                state[name] = slot.join([part[name] for part in parts])
+        state = {n: states[p] for n, p in enumerate(self._group_index) if states[p]}
+        return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict):
-        """Take over what state_dict() or the plain optimizer's returned, whatever the number of ranks was."""
-        super().load_state_dict({**state_dict, "state": {}})  # checks and takes over the groups
-        state = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_of)}
-        entries, groups = {}, []
+        """Load what state_dict() or the plain optimizer's returned, at any number of ranks."""
+        super().load_state_dict({**state_dict, "state": {}})  # checks and loads the groups
+        saved = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_index)}
+        states = []
+        for slot in self._slots:
+            state = copy.deepcopy(saved[slot.parameter])
+            for name in state.keys() - PER_TENSOR:
+                state[name] = slot.cut(state[name])
+            if "master" in state:
+                slot.segment.copy_(state.pop("master"))
+            states.append(state)
+        self._optimizer.param_groups = [self._segment_group(bucket) for bucket in self._buckets]
+        groups = self._optimizer.state_dict()["param_groups"]  # as PyTorch numbers the segments
+        self._optimizer.load_state_dict({"state": dict(enumerate(states)), "param_groups": groups})
+
+    def shards(self):
+        """Yield (parameter, first, segment, state) for each parameter, to save or load in pieces.
+
+        `segment` is what the optimizer updates: this rank's elements of the flattened parameter,
+        beginning with element `first`. After writing to segments, call sync_parameters().
+        """
+        for slot in self._slots:
+            yield slot.parameter, slot.first, slot.segment, self._optimizer.state[slot.segment]
+
+    def sync_parameters(self):
+        """Write the segments of all ranks into the parameters."""
         for bucket in self._buckets:
-            flat = bucket.master.new_zeros(bucket.flat.numel())
-            views, parts = (
-                bucket.views(flat),
-                flat.chunk(bucket.N)[bucket.rank].tensor_split(bucket.borders),
-            )
-            for parameter, segment, view, part in zip(
-                bucket.parameters, bucket.segments, views, parts, strict=True
-            ):
-                entries[len(entries)] = entry = copy.deepcopy(state[parameter])
-                for name in entry.keys() - PER_TENSOR:
-                    view.copy_(entry[name])
-                    entry[name] = part.clone()
-                segment.copy_(entry.pop("master", segment))
-            groups.append({**self.param_groups[bucket.group], "params": bucket.segments})
-        self._optimizer.param_groups = groups
-        numbers = iter(entries)
-        saved = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
-        # It moves "step" to the GPU if the optimizer is fused or capturable.
-        self._optimizer.load_state_dict({"state": entries, "param_groups": saved})
+            bucket.wait_for_gather()
+            bucket.shard.copy_(bucket.master)
+            bucket.all_gather()
+            bucket.wait_for_gather()
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. ZeRO-2: backward reduces the gradients, so that whole ones never pile up.
+
+
+def weak_hook(method):
+    """Return a hook that calls `method` while its optimizer exists, and does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args):
+        method = reference()
+        if method is not None:
+            method(*args)
+
+    return hook
 
 
 class Zero2(Zero1):
-    """Zero1 whose gradients are sharded too: backward reduces each bucket once it is full, and frees its .grad.
+    """Zero1 with sharded gradients: backward reduces a bucket when it is full, and frees its .grad.
 
-    After it torch.nn.utils.clip_grad_norm_ would find no .grad and clip nothing, silently: use clip_grad_norm_() and
-    zero_grad() of this class. Each backward must reach at least one parameter on every rank.
+    So torch.nn.utils.clip_grad_norm_ finds no .grad and silently clips nothing. Every backward must
+    reach at least one parameter on every rank.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        me = weakref.ref(self)  # hooks do not keep it alive
-        for parameter in filter(lambda parameter: parameter.requires_grad, self._group_of):
-            parameter.register_post_accumulate_grad_hook(
-                lambda parameter: me() and me()._on_gradient(parameter)
-            )
+        self._to_reduce = None  # during backward: the buckets that it has not reduced yet
+        self._arrived = set()  # the parameters whose gradients this backward has computed
+        for parameter in self._group_index:
+            if parameter.requires_grad:
+                hook = weak_hook(self._post_accumulate_grad)
+                parameter.register_post_accumulate_grad_hook(hook)
 
-    def _on_gradient(self, parameter):
-        """Backward is running, and has added to the .grad of `parameter`, if one is given."""
-        if self._unsent is None:
-            self._entered = set()
-            trained = [
-                bucket
-                for bucket in self._buckets
-                if any(p.requires_grad for p in bucket.parameters)
-            ]
-            self._unsent, self._arrived = trained if self._sync else [], set()
-            torch.autograd.Variable._execution_engine.queue_callback(
-                self._finish_pass
-            )  # as backward ends
-        self._check_entered(parameter)
+    def _pre_backward(self):
+        """The first hook that runs in a backward prepares it. Others do nothing here."""
+        if self._to_reduce is None:
+            self._to_reduce = []
+            if self._sync:
+                for bucket in self._buckets:
+                    if any(parameter.requires_grad for parameter in bucket.parameters):
+                        self._to_reduce.append(bucket)
+            self._arrived = set()
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._post_backward)
+
+    def _post_accumulate_grad(self, parameter):
+        """Backward has added to the .grad of `parameter`."""
+        self._pre_backward()
         self._arrived.add(parameter)
-        # Buckets leave by number, not as they fill: ranks that send them in different orders add the wrong tensors.
-        while self._unsent and self._arrived.issuperset(self._unsent[0].parameters):
-            self._reduce(self._unsent.pop(0))
+        # Buckets fill in the order of backward, which may differ between ranks. They must leave in
+        # the same order on every rank, or the ranks add up different buckets.
+        while self._to_reduce and self._arrived.issuperset(self._to_reduce[0].parameters):
+            self._start_reduce(self._to_reduce.pop(0))
 
-    def _check_entered(self, parameter):
-        pass
+    def _post_backward(self):
+        for bucket in self._to_reduce:  # this backward did not reach all of their parameters
+            self._start_reduce(bucket)
+        self._finish_reduce()
+        self._to_reduce = None
 
-    def _finish_pass(self):
-        for bucket in self._unsent or ():  # those with parameters that this backward did not reach
-            self._reduce(bucket)
-        self._reduce(None)
-        self._unsent = None
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad()
+        self._to_reduce = None  # after a backward that raised
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. ZeRO-3: parameters have memory only while a unit that needs them runs.
+
+
+class FreeableBucket(Bucket):
+    """A bucket whose `flat` can be freed. Its `shard` therefore has memory of its own."""
+
+    def __init__(self, *args):
+        self.freed = False
+        super().__init__(*args)
+        self.nan = torch.full((), torch.nan).to(self.flat)  # the freed parameters read this
+
+    def make_shard(self):
+        return super().make_shard().clone()
+
+    def gather(self):
+        """Start to gather the parameters, if they are freed."""
+        if self.freed:
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            for slot in self.slots:
+                slot.check()
+                slot.attach(slot.view(self.flat))
+            self.freed = False
+            self.all_gather()
+
+    def all_gather(self):
+        if not self.freed:
+            self.own_part(self.flat).copy_(self.shard)
+            super().all_gather()
+
+    def free(self):
+        """Give the memory back but keep the tensor, as autograd has saved views of it."""
+        if not self.freed:
+            self.wait_for_gather()  # it may be prefetched and not used
+            for slot in self.slots:
+                slot.attach(self.nan.expand(slot.parameter.shape))
+            self.flat.untyped_storage().resize_(0)
+            self.freed = True
+
+    def adopt(self):
+        if not self.freed:
+            self.wait_for_gather()
+            self.shard.copy_(self.own_part(self.flat))
+        super().adopt()
 
 
 class Zero3(Zero2):
-    """Zero2 whose parameters are sharded too, and whole only while a unit that needs them runs.
+    """Zero2 with sharded parameters, which are whole only while a unit that needs them runs.
 
-    A unit is a largest module without a list of modules in it; what is in none is whole all through a pass. All else
-    reads NaN, so module.state_dict() is refused: use module_state_dict() and full_parameters(), and, as in Zero2,
-    clip_grad_norm_() and zero_grad() of this class. All ranks must use the same modules and parameters, in one order.
+    A unit is a largest module that has no list of modules in it, such as a transformer block.
+    Parameters outside of all units stay whole during a forward or backward. All other parameters
+    read NaN. So call a module instead of reading its weights, and call module_state_dict() instead
+    of module.state_dict(). All ranks must run the same modules in the same order.
 
-        forward   unit 0: gather 0, start 1     unit 1: free 0, start 2     unit 2: free 1        end: free 2
-        backward  unit 2: gather 2, start 1     unit 1: free 2, start 0     unit 0: free 1        end: free 0
+    While a unit runs, the unit that followed it last time is already gathered:
+
+    forward   unit 0: gather 0, start 1   unit 1: free 0, start 2   unit 2: free 1       end: free 2
+    backward  unit 2: gather 2, start 1   unit 1: free 2, start 0   unit 0: free 1       end: free 0
     """
 
     def __init__(self, module, *args, **kwargs):
-        inside = {unit: set(unit.parameters()) for unit in find_units(module)}
-        self._units = {
-            p: tuple(unit for unit in inside if p in inside[unit]) for p in module.parameters()
-        }
+        self._units = dict.fromkeys(module.parameters(), ())  # parameter: the units it is in
+        units = list(find_units(module))
+        for unit in units:
+            for parameter in unit.parameters():
+                self._units[parameter] += (unit,)
         super().__init__(module, *args, **kwargs)
-        self._held = 0  # how many full_parameters() there are around
-        self._last, self._next = (
-            None,
-            {},
-        )  # (what was entered last, in backward?): what was entered then, the last time
-        self._needed, me = (
-            {None: tuple(self._buckets)},
-            weakref.ref(self),
-        )  # module: the buckets it needs; None: all
-        for unit in (module, *inside):
+        self._held = 0  # the number of full_parameters() contexts that are open
+        self._entered = set()  # the parameters that this backward has gathered
+        self._last = None  # (buckets gathered last, whether in backward)
+        self._next = {}  # for each `_last`: the buckets that were gathered after it last time
+        self._needed = {None: tuple(self._buckets)}  # module: the buckets that it needs
+        units_of = {bucket: self._units[bucket.parameters[0]] for bucket in self._buckets}
+        for unit in (module, *units):
             needed = tuple(
-                bucket for bucket in self._buckets if unit in bucket.units or not bucket.units
+                b for b, its_units in units_of.items() if unit in its_units or not its_units
             )
-            self._needed |= dict.fromkeys(unit.modules(), needed)
+            self._needed.update(dict.fromkeys(unit.modules(), needed))
         for part in module.modules():
-            part.register_forward_pre_hook(lambda part, _: me() and me()._enter(part), prepend=True)
-            part.register_forward_hook(
-                lambda *of: me() and me()._after_forward(*of), with_kwargs=True
-            )
-            part.register_state_dict_pre_hook(lambda part, *_: me() and me()._refuse(part))
-        self._finish_pass()
+            part.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
+            part.register_forward_hook(weak_hook(self._post_forward), with_kwargs=True)
+            part.register_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
+        self._free_all()
 
-    def _enter(self, module, _=None):
-        """`module` runs, forward or backward: free what it does not need, gather what it does, start what is next."""
-        needed, in_backward = self._needed.get(module, ()), torch._C._current_graph_task_id() != -1
-        if in_backward:  # in which checkpointed forwards run as well
-            self._on_gradient(None)  # so that _finish_pass runs as it ends
-            self._entered.update(needed)
-        if not any(
-            bucket.freed or bucket.works for bucket in needed
-        ):  # it is in what was entered last, or around it
-            return
+    def _kind(self, parameter):
+        return *super()._kind(parameter), self._units[parameter]
+
+    def _make_buckets(self, cap_bytes, offload):
+        return super()._make_buckets(torch.inf, offload, FreeableBucket)  # one bucket for each unit
+
+    def _post_forward(self, module, args, kwargs, output):
+        """Let backward enter the module when it reaches an output."""
+        inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}  # outputs of other modules
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.grad_fn and id(tensor) not in inputs:
+                tensor.register_hook(functools.partial(self._enter, module))
+        if module is self.module and not in_backward():
+            self._free_all()
+
+    def _enter(self, module, args_or_gradient=None):
+        """A hook: `module` is about to run, in forward or in backward."""
+        needed = self._needed.get(module, ())  # a copy of the module needs nothing
+        if in_backward():
+            self._pre_backward()
+            self._entered.update(p for bucket in needed for p in bucket.parameters)
+        if any(bucket.freed or bucket.gathering for bucket in needed):
+            self._unshard(needed)
+
+    def _unshard(self, needed):
+        """Gather the buckets that are needed, free the others, and start to gather what is next."""
         self._next[self._last] = needed
-        self._last = needed, in_backward
-        # Autograd runs nodes in the reverse order of their creation: what is not needed now is not before this is done.
+        self._last = (needed, in_backward())
+        # Autograd runs nodes in the reverse order of their creation. So backward, too, has finished
+        # with a unit when it enters another.
         for bucket in self._buckets:
-            bucket.gather() if bucket in needed else bucket.free()
+            if bucket in needed:
+                bucket.gather()
+            else:
+                bucket.free()
         for bucket in needed:
-            bucket.finish_gather()
+            bucket.wait_for_gather()
         for bucket in self._next.get(self._last, ()):
             bucket.gather()
 
-    def _after_forward(self, module, args, kwargs, output):
-        inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}
-        for tensor in tree_leaves(output):
-            if (
-                torch.is_tensor(tensor) and tensor.grad_fn and id(tensor) not in inputs
-            ):  # which are others' outputs
-                tensor.register_hook(functools.partial(self._enter, module))
-        if module is self.module and torch._C._current_graph_task_id() == -1:
-            self._finish_pass()
+    def _free_all(self):
+        """The end of a forward or backward."""
+        self._last = None
+        self._entered.clear()
+        if not self._held:
+            for bucket in self._buckets:
+                bucket.free()
 
-    def _check_entered(self, parameter):
-        """RuntimeError if the forward read `parameter` elsewhere than in its module, where it is NaN."""
-        bucket = next((b for b in self._buckets if parameter in set(b.parameters)), None)
-        if bucket is not None and bucket not in self._entered and not self._held:
+    def _post_accumulate_grad(self, parameter):
+        self._pre_backward()
+        if parameter not in self._entered and not self._held:
             names = {p: name for name, p in self.module.named_parameters()}
             raise RuntimeError(
-                f"{names[parameter]} has a gradient, but backward did not come through its module: "
-                "Zero3 gathers parameters when their module is called. Call the module, as in "
-                "self.pos(positions) instead of self.pos.weight[:T]. It must return its tensors "
-                "alone or in lists, tuples and dicts"
+                f"{names[parameter]} has a gradient, but backward did not come through its module. "
+                "Zero3 gathers parameters when their module is called: call the module, "
+                "as in self.pos(positions), instead of reading self.pos.weight. "
+                "It must return tensors, or lists, tuples and dicts of them"
             )
+        super()._post_accumulate_grad(parameter)
 
-    def _finish_pass(self):
-        super()._finish_pass()
-        for bucket in self._buckets if not self._held else ():
-            bucket.free()
-        self._last = None
+    def _post_backward(self):
+        super()._post_backward()
+        self._free_all()
 
-    def _refuse(self, module):
-        if module in self._needed and not self._held:  # not in a copy of it
+    def _refuse_state_dict(self, module, prefix, keep_vars):
+        if module in self._needed and not self._held:
             raise RuntimeError(
                 "these parameters are sharded: call the optimizer's module_state_dict() instead"
             )
 
     @contextmanager
     def full_parameters(self):
-        """In here the module has whole parameters, and what is written to them, alike on all ranks, stays."""
+        """A context with whole parameters. The caller may write to them, alike on all ranks."""
         self._held += 1
         self._enter(None)
         try:
@@ -680,73 +719,157 @@ class Zero3(Zero2):
             self._held -= 1
             for bucket in self._buckets:
                 bucket.adopt()
-            self._finish_pass()
+            self._free_all()
 
     def module_state_dict(self):
-        """The module's, whole. Load one by `with optimizer.full_parameters(): module.load_state_dict(state_dict)`."""
+        """Return the whole state_dict of the module.
+
+        Load one with `with optimizer.full_parameters(): module.load_state_dict(state_dict)`.
+        """
         with self.full_parameters():
             return copy.deepcopy(self.module.state_dict())
 
 
+def in_backward():
+    """Whether backward is running. A checkpointed module runs its forward again in there."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def find_units(module):
-    """The largest modules inside `module` that have no list of modules (Sequential, or no forward) in them."""
+    """Yield the largest modules inside `module` that have no list of modules in them."""
     for child in module.children():
-        lists = [
-            m
-            for m in child.modules()
-            if isinstance(m, nn.Sequential) or type(m).forward is nn.Module.forward
-        ]
-        yield from find_units(child) if lists else [child]
+        parts = child.modules()
+        if any(isinstance(part, nn.Sequential) or not has_forward(part) for part in parts):
+            yield from find_units(child)
+        else:
+            yield child
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def has_forward(module):
+    """False for containers such as ModuleList."""
+    return type(module).forward is not nn.Module.forward
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. What the constructor needs.
+
+# These optimizers treat each element on its own, but for the state of these names.
+ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
+ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
+PER_TENSOR = {"step", "mu_product", "eta", "mu"}
+
+
+def check_arguments(module, optimizer_class, process_group):
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only"
+        )
+    if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
+        raise ValueError(
+            "module is in DistributedDataParallel, which averages as well; give the model inside it"
+        )
+    if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
+        raise ValueError(
+            f"{optimizer_class.__name__} may need whole parameters; use one of "
+            f"{sorted(ELEMENTWISE)}"
+        )
+
+
+def start_alike(module, process_group):
+    """Copy rank 0's parameters and buffers to all ranks, if all have the same model."""
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    mine = [
+        f"{name!r}: shape {tuple(x.shape)}, {x.dtype}, requires_grad={x.requires_grad}"
+        for name, x in tensors.items()
+    ]
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != mine:
+            raise ValueError(
+                "ranks must hold the same model; "
+                f"rank {rank}'s differs in {sorted({*mine} ^ {*theirs})}"
+            )
+    for tensor in tensors.values():
+        values = tensor.detach().reshape(-1)
+        # As bytes, because gloo has no int16.
+        dist.broadcast(values.view(torch.uint8), group=process_group, group_src=0)
+        tensor.detach().copy_(values.view_as(tensor))
+
+
+def assign_buckets(parameters, kind_of, cap_bytes):
+    """Return lists of parameters of one kind, each closed when it has `cap_bytes`.
+
+    They are in the order in which backward computes the gradients, from the last parameter on.
+    """
+    closed = []
+    filling = {}  # kind: the parameters of its open list
+    for parameter in reversed(parameters):
+        kind = kind_of(parameter)
+        together = filling.setdefault(kind, [])
+        together.append(parameter)
+        if sum(p.nbytes for p in together) >= cap_bytes:
+            closed.append(filling.pop(kind))
+    return closed + list(filling.values())
+
+
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
 def main():
-    demo, status = Demo(), 0
+    demo = Demo()
+    status = 0
     for stage, passes in ((Zero1, 2), (Zero2, 2), (Zero3, 3)):
-        optimizer = stage(
-            demo.start(stage.__name__, bitwise=True), torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3
-        )
+        model = demo.start(stage.__name__, bitwise=True)
+        optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
+        held_at_most = []
 
-        def step(inputs, targets, optimizer=optimizer):
+        def step(inputs, targets, optimizer=optimizer, held_at_most=held_at_most):
             optimizer.zero_grad()
             loss = language_loss(optimizer.module(demo.part(inputs)), demo.part(targets))
             loss.backward()
-            optimizer.held = held_by(optimizer)  # at its most: Zero1's gradients are whole
+            held_at_most[:] = held_by(optimizer)  # Zero1's gradients are still whole
             optimizer.step()
             return loss
 
         demo.train(step, functools.partial(whole, optimizer))
         sent = passes * held_bytes(demo.model.parameters()) * (demo.ranks - 1) / demo.ranks
-        status |= demo.report(optimizer.held, f"{passes}Ψ(N-1)/N", sent)
+        status |= demo.report(held_at_most, f"{passes}Ψ(N-1)/N", sent)
         demo.show()
     return status
 
 
-def whole(optimizer):  # -> gradients, parameters
-    gradients, parameters = {}, list(optimizer.module.parameters())
+def whole(optimizer):
+    """The whole gradients and parameters."""
+    gradients = {}
     for bucket in optimizer._buckets:
         flat = torch.empty_like(bucket.flat)
         dist.all_gather(list(flat.chunk(bucket.N)), bucket.grad)
-        gradients.update(zip(bucket.parameters, bucket.views(flat / bucket.divisor), strict=True))
+        for slot in bucket.slots:
+            gradients[slot.parameter] = slot.view(flat / bucket.divisor)
+    parameters = list(optimizer.module.parameters())
     with getattr(optimizer, "full_parameters", nullcontext)():
-        return [gradients[p] for p in parameters], [p.clone() for p in parameters]
+        copies = [parameter.clone() for parameter in parameters]
+    return [gradients[parameter] for parameter in parameters], copies
 
 
-def held_by(
-    optimizer,
-):  # -> bytes of parameters, gradients and optimizer state, master weights included, on this rank
-    buckets, state = optimizer._buckets, tree_leaves(list(optimizer._optimizer.state.values()))
-    parameters = [tensor for bucket in buckets for tensor in (bucket.flat, bucket.shard)]
-    gradients = [p.grad for bucket in buckets for p in bucket.parameters] + [
-        bucket.grad for bucket in buckets
-    ]
-    state += [bucket.master for bucket in buckets if bucket.master is not bucket.shard]
-    return tuple(
-        held_bytes(filter(torch.is_tensor, tensors)) for tensors in (parameters, gradients, state)
-    )
+def held_by(optimizer):
+    """This rank's bytes of parameters, gradients, and optimizer state with master weights."""
+    parameters = []
+    gradients = []
+    state = tree_leaves(list(optimizer._optimizer.state.values()))
+    for bucket in optimizer._buckets:
+        parameters += [bucket.flat, bucket.shard]
+        gradients += [bucket.grad, *(parameter.grad for parameter in bucket.parameters)]
+        if bucket.master is not bucket.shard:
+            state.append(bucket.master)
+    kinds = (parameters, gradients, state)
+    return tuple(held_bytes(filter(torch.is_tensor, tensors)) for tensors in kinds)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -133,16 +133,15 @@ def train(
     same_parameters(optimizer, model, plain)
     bitwise(state, saved[1])  # also now: it is a copy
     optimizer.load_state_dict(state)
+    bitwise(optimizer.state_dict(), state, check_dtype=False)  # torch.optim casts NAdam's scalar
     # A shard, and nothing of the whole: torch.optim casts a scalar of NAdam's to the parameter's type.
     numbers = 8 * len(list(model.parameters()))
     assert all(0 <= a - b <= numbers for a, b in zip(zero.held_by(optimizer), held, strict=True))
     assert stage is not zero.Zero3 or whole_bytes(optimizer) == 0
-    places = [
-        view.storage_offset() * view.itemsize
-        for bucket in optimizer._buckets
-        for view in bucket.whole
-    ]
-    assert not any(place % 64 for place in places)  # as torch aligns what it allocates
+    for bucket in optimizer._buckets:
+        size = bucket.flat.itemsize
+        assert not any(slot.start * size % 64 for slot in bucket.slots)  # as torch allocates
+        assert bucket.shard.nbytes % 16 == 0  # as NCCL wants messages
     return optimizer, model, plain, (saved[0], state)
 
 
@@ -277,8 +276,8 @@ def test_shards_are_all_of_the_model_and_may_be_written(stage):
     optimizer = stage(model, torch.optim.AdamW, pool.group(), bucket_cap_mb=1e-3)
     batch_loss(model, pool.rank(), 0).backward()
     optimizer.step()
-    for _, start, shard, state in optimizer.shards():
-        assert shard.shape == state["exp_avg"].shape
+    for parameter, start, shard, state in optimizer.shards():
+        assert shard.numel() == state["exp_avg"].numel() <= parameter.numel() - start
         numbers = start + torch.arange(shard.numel(), dtype=torch.float32)
         shard.data.copy_(numbers % 128)
     optimizer.sync_parameters()
@@ -316,14 +315,11 @@ def live_bytes():
 
 
 @each_stage
-@pytest.mark.parametrize(("N", "low", "frozen"), [(3, 0, 0), (2, 1, 0), (2, 0, 1), (1024, 0, 0)])
-def test_bytes_held_and_sent_are_those_of_the_docstring(
-    stage, N, low, frozen, request, monkeypatch
-):
-    """In this process, in a world that moves no data; at 1024 ranks by the collectives that NCCL has."""
+@pytest.mark.parametrize(("N", "low", "frozen"), [(3, 0, 0), (2, 1, 0), (2, 0, 1), (64, 0, 0)])
+def test_bytes_held_and_sent_are_those_of_the_docstring(stage, N, low, frozen, request):
+    """In this process, in a world that moves no data."""
     dist.init_process_group("fake", store=FakeStore(), rank=N // 2, world_size=N)
     request.addfinalizer(dist.destroy_process_group)
-    monkeypatch.setattr(torch.Tensor, "is_cpu", N < 1024)
     gc.freeze()
     request.addfinalizer(gc.unfreeze)
     start, x = live_bytes(), torch.randn(4, 64).to(torch.bfloat16 if low else torch.float32)
@@ -336,7 +332,7 @@ def test_bytes_held_and_sent_are_those_of_the_docstring(
         bucket.flat.nbytes for bucket in optimizer._buckets if bucket.parameters[0].requires_grad
     )
     assert (
-        0 <= psi - sum(p.nbytes for p in model.parameters()) <= 4 * N * len(optimizer._buckets)
+        0 <= psi - sum(p.nbytes for p in model.parameters()) <= 16 * N * len(optimizer._buckets)
     )  # padding
     unpadded = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     params, grads = (
@@ -387,11 +383,12 @@ def test_bytes_held_and_sent_are_those_of_the_docstring(
 
 def test_buckets_are_in_the_order_in_which_backward_fills_them():
     parameters = [nn.Parameter(torch.tensor(float(number))) for number in range(6)]
-    buckets = zero.assign_buckets(dict(zip(parameters, "abaccc", strict=True)), cap_bytes=12)
+    kind_of = dict(zip(parameters, "abaccc", strict=True)).get
+    buckets = zero.assign_buckets(parameters, kind_of, cap_bytes=12)
     assert [[int(parameter) for parameter in bucket] for bucket in buckets] == [
         [5, 4, 3],
-        [1],
         [2, 0],
+        [1],
     ]
 
 
@@ -436,7 +433,7 @@ def test_units_of_zero3_and_their_prefetch(how):
     optimizer, model, plain, *_ = train(zero.Zero3, functools.partial(Blocks, 7), loss=loss_of)
     buckets, early = optimizer._buckets[::-1], []
     psi_bytes = sum(bucket.flat.nbytes for bucket in buckets)
-    ahead = lambda: [number for number, bucket in enumerate(buckets) if bucket.works]  # noqa: E731
+    ahead = lambda: [number for number, bucket in enumerate(buckets) if bucket.gathering]  # noqa: E731
     optimizer.zero_grad()
     loss = None
     for order in ([[1], [2], [3], [4], [5], [6], [7], []], [[6], [5], [4], [3], [2], [1], [0], []]):
@@ -448,7 +445,9 @@ def test_units_of_zero3_and_their_prefetch(how):
 
     def look(inner, *_):  # at shards that a step is about to change: none is on its way
         early.extend(
-            b for b in buckets if b.works and b.segments is inner.param_groups[0]["params"]
+            b
+            for b in buckets
+            if b.gathering and b.slots[0].segment is inner.param_groups[0]["params"][0]
         )
 
     optimizer._optimizer.register_step_pre_hook(look)
@@ -485,7 +484,7 @@ def test_zero3_says_which_parameter_was_read_without_its_module():
     for model.reads in (False, True, False):
         optimizer.zero_grad()
         loss = model(tokens).square().mean()
-        says = pytest.raises(RuntimeError, match=r"pos\.weight has a gradient.* Call the module")
+        says = pytest.raises(RuntimeError, match=r"pos\.weight has a gradient.* call the module")
         with says if model.reads else contextlib.nullcontext():
             loss.backward()
     assert loss.isfinite()
@@ -523,7 +522,7 @@ def test_wrong_use(stage):
         with pytest.raises(ValueError, match=words):
             stage(module, **{"optimizer_class": torch.optim.SGD, "process_group": group} | wrong)
     optimizer = stage(plain, torch.optim.SGD, group)
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="to the constructor"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     for move, words in ((torch.nn.Module.float, ""), (torch.nn.Module.double, r"after module\.to")):
         move(plain)
