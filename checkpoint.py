@@ -333,14 +333,14 @@ def read_box(path, position, checksum, box, like):
 
 
 def load_whole(directory):
-    """-> a state_dict of the latest checkpoint, in one process. save(directory, state_dict) is the
-    other way."""
+    """-> a state_dict of the latest checkpoint. Any process may call this alone, as rank 0 does to
+    export a model; save(directory, state_dict) is the other way."""
     _, tensors, _ = open_latest(Path(directory))
     state_dict = {}
     for name, entry in tensors.items():
         dtype, shape = entry["whole"]
         state_dict[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-    load(directory, state_dict)
+    read(Path(directory), state_dict)
     return state_dict
 
 

@@ -783,6 +783,18 @@ def load_full_optimizer_state_dict(module, optimizer, state_dict):
     optimizer.load_state_dict(state_dict)
 
 
+def shards(module, optimizer):
+    """Yield (name, whole shape, number of the shard's first element, shard, its optimizer state).
+
+    checkpoint.shard_pieces() takes them. Elements are numbered in the order of memory.
+    """
+    for name, sharded in module.named_parameters():
+        parameter = sharded._sharded_parameter
+        group = parameter.group
+        first = max(0, group.rank * group.shard_size - parameter.start)
+        yield name, parameter.shape, first, sharded, optimizer.state.get(sharded, {})
+
+
 # --------------------------------------------------------------------------------------------------
 # Demo.
 

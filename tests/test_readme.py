@@ -17,7 +17,10 @@ import torch
 from launch import ROOT, fork, launch
 
 import bench
+import checkpoint
 import ddp
+import fsdp
+import zero
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -269,3 +272,67 @@ def test_run_all_by_name(tmp_path):
         wrong = run_script(script, *arguments)
         assert (wrong.returncode, wrong.stdout, wrong.stderr) == (1, "", words)
     assert run_script(script, "--help").stdout.startswith("./run_all.sh [-n RANKS] [NAME ...]")
+
+
+SAVE, LOAD = re.findall(r"```python\n((?:from checkpoint|step = load).*?)```", README, re.DOTALL)
+
+
+def sharded_run(kind, group):
+    """-> the names that the recipe uses, and a function that trains on batches"""
+    model = ddp.language_model(C=20, heads=2, layers=2).double()
+    if kind == "fsdp":
+        for layer in (*model, model):
+            fsdp.fully_shard(layer, process_group=group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        optimizer = getattr(zero, kind)(model, torch.optim.AdamW, group, lr=1e-2)
+
+    def train(batches):  # their mean gradient
+        for batch in batches:
+            loss = ddp.language_loss(model(batch[:, :-1]), batch[:, 1:])
+            (loss / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"model": model, "optimizer": optimizer, "fsdp": fsdp}, train
+
+
+def recipe(text, kind, folder, names):
+    text = text.replace('"checkpoints"', repr(str(folder)))
+    if kind == "fsdp":
+        text = re.sub("shards = .*\n    # with fsdp: ", "", text)
+        text = text.replace("optimizer.sync_parameters()", "")
+    exec(text, names)
+
+
+@pytest.mark.parametrize("kind", ["Zero1", "Zero2", "Zero3", "fsdp"])
+@pool.on(2)
+def test_a_sharded_run_is_saved_and_goes_on_at_any_world_size(kind, tmp_path):
+    """Bitwise: saved by two ranks, loaded by each rank alone, and again by two."""
+    both, rank = pool.group(), pool.rank()
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank]
+    batches = torch.randint(256, (4, 2, 3, 9), generator=torch.Generator().manual_seed(0))
+    with claims.default_group(both):
+        names, train = sharded_run(kind, both)
+        for batch in batches[:2]:
+            train([batch[rank]])
+        recipe(SAVE, kind, tmp_path / "2 steps", names | {"step": 2})
+        for batch in batches[2:]:
+            train([batch[rank]])
+        recipe(SAVE, kind, tmp_path / "4 steps", names | {"step": 4})
+    expected = checkpoint.load_whole(tmp_path / "4 steps")
+    for group, folder in ((alone, f"alone {rank}"), (both, "both")):
+        with claims.default_group(group):
+            names, train = sharded_run(kind, group)
+            train([batches[3, 0]])
+            recipe(SAVE.partition("save(")[0], kind, "", names)
+            recipe(LOAD, kind, tmp_path / "2 steps", names)
+            for batch in batches[2:]:
+                train(list(batch) if group is alone else [batch[rank]])
+            recipe(SAVE, kind, tmp_path / folder, names | {"step": 4})
+        assert names["step"] == 2
+        found = checkpoint.load_whole(tmp_path / folder)
+        assert found.keys() == expected.keys()
+        assert len(found) == 4 * len(list(names["model"].parameters()))
+        for name, tensor in found.items():
+            assert torch.equal(tensor, expected[name]), name
