@@ -11,11 +11,12 @@ import torch.nn as nn
 import torch.nn.functional as F  # noqa: F401 (in ALIKE and UNLIKE)
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import OPTIMIZERS, Collectives, loss_of, make_batch, make_model
+from shared import OPTIMIZERS, Collectives, batch_loss, loss_of, make_batch, make_model
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 import amp
 import ddp
+import zero
 
 INF, NAN = float("inf"), float("nan")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -132,18 +133,34 @@ def test_an_overflow_of_one_optimizer_on_one_rank():
 
 
 @pool.on(2)
-def test_gradients_that_are_not_in_grad_are_unscaled_by_their_optimizer_or_an_error_on_all_ranks():
+def test_no_gradient_on_any_rank_is_an_error_on_all():
     """The error comes after the all-reduce: a rank that alone has no gradient takes part (above)."""
     scaler = amp.GradScaler("cpu", 8.0, process_group=pool.group())
-    _, (optimizer, other) = two_optimizers()
     with pytest.raises(AssertionError, match=r"No inf checks were recorded.* If SGD keeps grad"):
-        scaler.step(optimizer)
-    scales = []
-    other.unscale_ = lambda scale: scales.append(scale) or torch.tensor(float(pool.rank()))
-    other.step = lambda: scales.append("a step")
-    scaler.step(other)
-    scaler.update()
-    assert (scales, scaler.get_scale()) == ([8.0], 4.0)
+        scaler.step(two_optimizers()[1][0])
+
+
+@pytest.mark.parametrize("stage", [zero.Zero1, zero.Zero2, zero.Zero3])
+@pool.on(2)
+def test_over_zero_a_scale_changes_nothing_and_an_overflow_on_one_rank_skips_the_step(stage):
+    """Bitwise. Zero2 and Zero3 leave nothing in .grad: they unscale themselves."""
+    models = [make_model("plain"), make_model("plain")]
+    optimizers = [stage(model, torch.optim.SGD, pool.group(), lr=0.1) for model in models]
+    scaler = amp.GradScaler("cpu", 1024.0, process_group=pool.group())
+    for step in range(4):
+        overflows = step == 2
+        factor = INF if overflows and pool.rank() == 1 else 1.0
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(batch_loss(models[0], pool.rank(), step) * factor).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        if not overflows:
+            batch_loss(models[1], pool.rank(), step).backward()
+            optimizers[1].step()
+    assert scaler.get_scale() == 512.0
+    shards = [[shard for _, _, shard, _ in optimizer.shards()] for optimizer in optimizers]
+    bitwise(*shards)
 
 
 def test_a_caller_that_unscales_records_what_it_found():
