@@ -1,27 +1,31 @@
-"""Activation checkpointing: forget what a layer computed on its way, and compute it again when backward comes to it.
+"""Activation checkpointing: forget what a layer computes inside, and compute it again for backward.
 
-Three layers; x0 … x3 lie between them, a1 … a3 are what backward needs of their insides:
+Three layers, with x0 … x3 between them. a1 … a3 are what backward needs from inside the layers:
 
-    forward    x0 ─ a1 ─ x1 ─ a2 ─ x2 ─ a3 ─ x3 ─ loss      kept: x0, x1, x2. a1, a2, a3 are freed at once
-    backward                       x2 ─ a3                  layer 3 again, from x2; its gradients; a3 is freed
-                         x1 ─ a2                            layer 2 again, from x1; its gradients; a2 is freed; …
+    forward    x0 ─ a1 ─ x1 ─ a2 ─ x2 ─ a3 ─ x3 ─ loss    x0, x1, x2 are kept; a1, a2, a3 are freed
+    backward                       x2 ─ a3                layer 3 again, from x2; then a3 is freed
+                         x1 ─ a2                          layer 2 again, from x1; then a2 is freed
+               x0 ─ a1                                    layer 1 again, from x0; then a1 is freed
 
-Bytes kept for backward by l transformer layers in 16 bits, and operations per token in products with weights:
+Bytes that l transformer layers keep for backward in 16 bits, and operations per token in products
+with weights (b sequences of s tokens, h wide, a heads; Ψ parameters):
 
-    nothing is checkpointed              l·sbh(34 + 5as/h)                         6Ψ
-    attention's core is                  l·34sbh                                   6Ψ, and half the core's forward again
-    all but the products with weights    l·20sbh                                   6Ψ, and the core's forward again
-    every layer                          l·2sbh; one layer at a time + the rest    8Ψ: forward again
-    k segments, all but the last         (k-1)·2sbh + l/k·sbh(34 + 5as/h)          8Ψ - 2Ψ/k
-    offload_to_cpu                       the same bytes as the first, in host memory, and the weights; 6Ψ
+    checkpoints                          bytes                                  operations
+    none                                 l·sbh(34 + 5as/h)                      6Ψ
+    the core of attention                l·34sbh                                6Ψ + its forward
+    selective: all but linear layers     l·20sbh                                6Ψ + its forward
+    every layer                          l·2sbh, and one layer at a time        8Ψ: forward again
+    k segments, all but the last one     (k-1)·2sbh + l/k·sbh(34 + 5as/h)       8Ψ - 2Ψ/k
+    offload_to_cpu, instead              none's, and the weights, on the host   6Ψ
 
-b sequences of s tokens, h wide, a heads; Ψ parameters. Collectives in what is checkpointed are sent again.
+Collectives in a checkpointed function are sent again.
 
-Run:      torchrun --nproc-per-node 2 activation_checkpoint.py          (python activation_checkpoint.py: one rank)
-Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 2022, 2205.05198, §4, 5: the bytes
+Run:      torchrun --nproc-per-node 2 activation_checkpoint.py    (or without torchrun)
+Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 2022, 2205.05198,
+          sections 4 and 5: the bytes
 Mirrors:  torch.utils.checkpoint (use_reentrant=False, selective), torch.autograd.graph.save_on_cpu
-Left out: torch.compile, a function on several GPUs, torch_function modes around it (enter amp.py's autocast inside).
-          Buffers that forward updates, as BatchNorm's, are updated twice
+Left out: torch.compile; functions on several GPUs; torch_function modes around a checkpoint (enter
+          amp.py's autocast inside). Buffers that forward updates (BatchNorm) are updated twice
 """
 
 import argparse
@@ -36,12 +40,11 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from operator import attrgetter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # a later import keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
@@ -49,137 +52,159 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea, of one tensor, which must want a gradient. Dropout would draw anew, autocast be forgotten; parameters get
-#    their gradients by .backward() alone: torch.autograd.grad does not see them.
+# --------------------------------------------------------------------------------------------------
+# 1. The idea, for a function of one tensor that needs a gradient. Dropout would draw other numbers,
+#    and torch.autograd.grad would not see parameters: only .backward() gives them gradients.
 
 
-class NaiveCheckpoint(torch.autograd.Function):  # NaiveCheckpoint.apply(function, x) -> function(x)
+class NaiveCheckpoint(torch.autograd.Function):
+    """NaiveCheckpoint.apply(function, x) -> function(x)"""
+
     @staticmethod
-    def forward(ctx, function, x):  # autograd is off in here: nothing of the inside is kept
+    def forward(ctx, function, x):  # without autograd, so nothing from inside is kept
         ctx.function = function
         ctx.save_for_backward(x)
         return function(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
         with torch.enable_grad():
             y = ctx.function(x)
         torch.autograd.backward(y, gradient)
         return None, x.grad
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. The real one. Autograd sees all of `function`, and gradients go where they always go; only what it saves is swapped
-#    for a number. The first that backward asks for has function run again, which saves the same in the same order.
-
-kind_of = attrgetter("shape", "dtype", "device")
-versions_of = functools.partial(tree_map_only, torch.Tensor, attrgetter("_version"))
-
-
-class Complete(BaseException): ...  # ends a recomputation; no Exception, which function may catch
-
-
-class KeepInput(torch.autograd.Function):
-    """Its node saves a tensor as all nodes do: changed in place, it is an error; inside a segment, that forgets it."""
-
-    @staticmethod
-    def forward(ctx, wants_gradient, tensor):
-        ctx.save_for_backward(tensor)
-        return wants_gradient.clone()
-
-
-class Segment:
-    """A call of function: what it takes to repeat it; the kinds of what it saved; tensors, from repetition to use."""
-
-    def __init__(self, function, inputs, preserve_rng_state):
-        self.function, self.kept, self.kinds, self.tensors = function, {}, [], {}
-        anchor = torch.empty(0, requires_grad=True)
-        self.inputs = tree_map_only(
-            torch.Tensor, functools.partial(KeepInput.apply, anchor), inputs
-        )
-        self.random = random_states() if preserve_rng_state else []
-        kinds, cache = (
-            ("cpu", "cuda")[: 1 + torch.cuda.is_available()],
-            torch.is_autocast_cache_enabled(),
-        )
-        casts = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache)
-            for kind in kinds
-        ]
-        self.modes = [torch.enable_grad(), *itertools.starmap(torch.autocast, casts)]
-
-    def pack(self, tensor):
-        self.kinds.append(kind_of(tensor))
-        return len(self.kinds) - 1
-
-    def unpack(self, number):
-        if number not in self.tensors:  # the first of a backward; with retain_graph, of each
-            self.recompute()
-        return self.tensors.pop(number)
-
-    def recompute(self):
-        """Run function again, until all that it saved is there."""
-        self.tensors = {}
-
-        def fill(tensor):
-            number, tensor = (
-                len(self.tensors),
-                tensor.detach(),
-            )  # with its graph, it would keep itself for ever
-            was, now = self.kinds[number], kind_of(tensor)
-            if was != now:
-                raise RuntimeError(
-                    f"checkpoint: {self.function} saves {now} as tensor {number}, was {was}"
-                )
-            self.tensors[number] = tensor
-            if len(self.tensors) == len(self.kinds):
-                raise Complete
-            return tensor  # and no number: function may itself call backward
-
-        args, kwargs = tree_map_only(
-            torch.Tensor, lambda kept: kept.grad_fn.saved_tensors[0], self.inputs
-        )
-        with ExitStack() as as_before:
-            for mode in self.modes + [Keep(None, self.kept)] * bool(self.kept):
-                as_before.enter_context(mode)
-            as_before.callback(set_random_states, random_states() if self.random else [])
-            set_random_states(self.random)
-            try:
-                with saved_tensors_hooks(fill, lambda tensor: tensor):
-                    self.function(*args, **kwargs)
-            except Complete:
-                return
-        number, before = len(self.tensors), len(self.kinds)
-        raise RuntimeError(
-            f"checkpoint: {self.function} saves {number} tensors, saved {before} before"
-        )
+# --------------------------------------------------------------------------------------------------
+# 2. The real one. Autograd records the function as usual, and gradients go where they always go.
+#    But a hook replaces each tensor that autograd saves by its number. The first number that
+#    backward asks for makes the function run again: it saves the same tensors in the same order.
 
 
 def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
-    """-> function(*args, **kwargs), and bitwise its gradients, but nothing of its inside is kept for backward.
+    """-> function(*args, **kwargs). Its gradients are bitwise the same, but its inside is not kept.
 
-    Random numbers (CPU's, current GPU's) and autocast are for the second time as for the first; whatever else it reads
-    must be. policy(ATen operator, *its arguments, **…): is its output kept? None is, by default.
+    Random numbers (of the CPU and the current GPU) and autocast are the same in the second run. The
+    function must not depend on anything else that changes.
+    policy(ATen operator, *its arguments, **its keywords): True if its output is kept after all.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     segment = Segment(function, (args, kwargs), preserve_rng_state)
-    with (
-        saved_tensors_hooks(segment.pack, segment.unpack),
-        Keep(policy, segment.kept) if policy else nullcontext(),
-    ):
+    keep = Keep(policy, segment.kept) if policy else nullcontext()
+    with saved_tensors_hooks(segment.pack, segment.unpack), keep:
         return function(*args, **kwargs)
 
 
-def random_states():  # of the CPU's generator, and the current GPU's
-    gpu = (
-        [torch.cuda.default_generators[torch.cuda.current_device()]]
-        if torch.cuda.is_initialized()
-        else []
-    )
-    return [(generator, generator.get_state()) for generator in (torch.default_generator, *gpu)]
+class SaveInput(torch.autograd.Function):
+    """A node that only saves a tensor, as every node may, so that nobody else has to hold it.
+
+    Autograd raises an error if the tensor is changed in place before it is used. If the node is
+    inside another checkpoint, the hook of that one replaces the tensor by a number here too.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor, tensor):
+        ctx.save_for_backward(tensor)
+        return anchor.clone()
+
+
+def save_input(tensor):
+    anchor = torch.empty(0, requires_grad=True)  # without it, there is no node for some tensors
+    return SaveInput.apply(anchor, tensor)
+
+
+def saved_input(saved):
+    (tensor,) = saved.grad_fn.saved_tensors
+    return tensor
+
+
+class Segment:
+    """A call of a function, and what it takes to repeat it."""
+
+    def __init__(self, function, inputs, preserve_rng_state):
+        self.function = function
+        self.inputs = tree_map_only(torch.Tensor, save_input, inputs)
+        self.random_states = random_states() if preserve_rng_state else []
+        self.autocasts = current_autocasts()
+        self.kinds = []  # shape, dtype and device of each tensor that autograd saved in forward
+        self.recomputed = {}  # number -> this tensor of the second run, until backward uses it
+        self.kept = {}  # what a policy keeps, see Keep
+
+    def pack(self, tensor):
+        """Autograd calls this instead of saving a tensor, and saves the number."""
+        self.kinds.append(kind_of(tensor))
+        return len(self.kinds) - 1
+
+    def unpack(self, number):
+        """Autograd calls this when backward needs the tensor."""
+        if number not in self.recomputed:  # backward has just begun, perhaps for a second time
+            self.recompute()
+        return self.recomputed.pop(number)
+
+    def recompute(self):
+        """Run the function again, until it has saved as many tensors as in forward."""
+        self.recomputed = {}
+        args, kwargs = tree_map_only(torch.Tensor, saved_input, self.inputs)
+        with self.as_in_forward(), saved_tensors_hooks(self.pack_again, lambda tensor: tensor):
+            try:
+                self.function(*args, **kwargs)
+            except Complete:
+                return
+        now, before = len(self.recomputed), len(self.kinds)
+        raise RuntimeError(f"checkpoint: {self.function} saves {now} tensors, before {before}")
+
+    def pack_again(self, tensor):
+        number = len(self.recomputed)
+        before = self.kinds[number]
+        if kind_of(tensor) != before:
+            now = f"{kind_of(tensor)} as tensor {number}"
+            raise RuntimeError(f"checkpoint: {self.function} saves {now}, before {before}")
+        tensor = tensor.detach()  # with its graph, the tensor would hold itself for ever
+        self.recomputed[number] = tensor
+        if len(self.recomputed) == len(self.kinds):
+            raise Complete
+        return tensor  # not a number, because the function may itself call backward
+
+    @contextmanager
+    def as_in_forward(self):
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for arguments in self.autocasts:
+                stack.enter_context(torch.autocast(*arguments))
+            if self.kept:
+                stack.enter_context(Keep(None, self.kept))
+            if self.random_states:
+                stack.callback(set_random_states, random_states())
+            set_random_states(self.random_states)
+            yield
+
+
+class Complete(BaseException):
+    """Ends the second run. Not an Exception, which the function might catch."""
+
+
+def kind_of(tensor):
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def current_autocasts():
+    """-> arguments of torch.autocast for each type of device."""
+    device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    cache = torch.is_autocast_cache_enabled()
+    return [
+        (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each), cache)
+        for each in device_types
+    ]
+
+
+def random_states():
+    """-> (generator, its state) of the CPU and of the current GPU."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return [(generator, generator.get_state()) for generator in generators]
 
 
 def set_random_states(states):
@@ -187,40 +212,52 @@ def set_random_states(states):
         generator.set_state(state)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Selective: what takes long to compute, and is small, is kept after all.
+# --------------------------------------------------------------------------------------------------
+# 3. Selective checkpointing: keep what takes long to compute and is small.
 
 
 class Keep(TorchDispatchMode):
-    """Puts outputs of the operators that policy chooses into `kept`; without a policy, returns what is there."""
+    """In forward, puts the outputs that the policy chooses into `kept`.
+
+    In the second run, when there is no policy, returns what is in `kept`.
+    """
 
     def __init__(self, policy, kept):
         super().__init__()
-        self.policy, self.kept, self.calls = policy, kept, Counter()
+        self.policy = policy
+        self.kept = kept  # (operator, number of its call) -> outputs, their versions, random states
+        self.calls = Counter()  # of each operator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if shares_memory(func):  # a view, or in place: it must do so again
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if shares_memory(func):  # a view or a change in place must happen again
+            return func(*args, **kwargs)
         self.calls[func] += 1
         call = func, self.calls[func]
         if self.policy is None and call in self.kept:
-            outputs, versions, random = self.kept[call]
-            if versions != versions_of(outputs):
-                raise RuntimeError(
-                    f"checkpoint: an output of {func} that policy keeps was changed in place"
-                )
-            set_random_states(random)  # who draws next draws what it drew
-            return detached(outputs)
-        outputs = func(*args, **(kwargs or {}))
-        if self.policy and self.policy(func, *args, **(kwargs or {})):
-            random = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
-            self.kept[call] = detached(outputs), versions_of(outputs), random
+            return self.outputs_of(call)
+        outputs = func(*args, **kwargs)
+        if self.policy and self.policy(func, *args, **kwargs):
+            states = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
+            self.kept[call] = detached(outputs), versions_of(outputs), states
         return outputs
 
+    def outputs_of(self, call):
+        outputs, versions, states = self.kept[call]
+        if versions != versions_of(outputs):
+            raise RuntimeError(
+                f"checkpoint: an output of {call[0]} that policy keeps was changed in place"
+            )
+        set_random_states(states)  # the next operator that draws numbers gets the same ones
+        return detached(outputs)
 
-def detached(
-    outputs,
-):  # from the graph, which would hold itself; changes in place still count for all
+
+def versions_of(outputs):
+    return [each._version for each in tree_leaves(outputs) if torch.is_tensor(each)]
+
+
+def detached(outputs):
+    """-> the outputs without their graph, which would hold itself. They still share versions."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
@@ -231,19 +268,20 @@ def shares_memory(operator):
 
 
 def keep_products(operator, *args, **kwargs):
-    """A policy: nn.Linear's outputs are kept, those of attention's core, many bytes and few operations, are not."""
+    """A policy: keep the outputs of nn.Linear. Those of attention's core are large and cheap."""
     return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. Several layers at a time; and waiting in host memory, in place of computing again.
+# --------------------------------------------------------------------------------------------------
+# 4. Refinements: several layers at a time; host memory instead of a second run.
 
 
 def checkpoint_sequential(layers, segments, x):
-    """Run x through l layers in k about equal segments; the last, where backward begins, forgets nothing.
+    """Run x through l layers in k segments of about the same length.
 
-    Layers that keep a tensor each keep k - 1 + l/k, fewest at k = √l (Chen et al. §4.1); transformer layers, whose
-    insides are many times what is between them, keep least at k = l.
+    The last segment is not checkpointed, because backward begins with it. If each layer keeps one
+    tensor, k - 1 + l/k of them are kept, the fewest for k = √l (Chen et al., section 4.1). But
+    transformer layers keep many times as much inside as between them. They keep least for k = l.
     """
     if not 1 <= segments <= len(layers):
         raise ValueError(
@@ -251,87 +289,172 @@ def checkpoint_sequential(layers, segments, x):
         )
     ends = [len(layers) * i // segments for i in range(segments + 1)]
     for start, end in itertools.pairwise(ends):
-        part = functools.partial(functools.reduce, lambda x, layer: layer(x), layers[start:end])
+        part = functools.partial(run_layers, layers[start:end])
         x = part(x) if end == len(layers) else checkpoint(part, x)
+    return x
+
+
+def run_layers(layers, x):
+    for each in layers:
+        x = each(x)
     return x
 
 
 @contextmanager
 def offload_to_cpu():
-    """What is saved for backward in here, weights too, waits in host memory: on a GPU pinned, copied asynchronously."""
+    """What is saved for backward in here waits in host memory, weights included.
 
-    def pack(
-        tensor,
-    ):  # a copy even of what is there already: as it was, when it is changed in place later
-        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return host.copy_(tensor, non_blocking=True), tensor.device
-
-    with saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1], non_blocking=True)):
+    Copies from and to a GPU are asynchronous.
+    """
+    with saved_tensors_hooks(copy_to_host, copy_back):
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def copy_to_host(tensor):
+    # On a CPU too it is a copy, which does not change if the tensor later changes in place.
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True), tensor.device
+
+
+def copy_back(packed):
+    host, device = packed
+    return host.to(device, non_blocking=True)
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
 def main():
     demo = Demo()
     model = demo.start("activation_checkpoint", bitwise=demo.ranks <= 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        loss = language_loss(
-            checkpoint_sequential(model, len(model), demo.part(inputs)), demo.part(targets)
-        )
+        logits = checkpoint_sequential(model, len(model), demo.part(inputs))
+        loss = language_loss(logits, demo.part(targets))
         loss.backward()
-        for parameter in model.parameters():
+        for parameter in parameters:
             dist.all_reduce(parameter.grad)
             parameter.grad /= demo.ranks
         optimizer.step()
         return loss
 
-    demo.train(
-        step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters())
-    )
-    sent = 2 * held_bytes(model.parameters()) * (demo.ranks - 1) / demo.ranks
-    status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
-    l, h, a, s, b = 8, 128, 8, 128, 1
+    demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
+    sent = 2 * held_bytes(parameters) * (demo.ranks - 1) / demo.ranks
+    status = demo.report(held(parameters, optimizer), "2Ψ(N-1)/N", sent)
+    return max(status, compare_ways(demo))
+
+
+def compare_ways(demo, l=8, h=128, a=8, s=128, b=1):
+    """Print what each way keeps and computes. Return the exit status."""
     demo.show(
-        f"{l} layers in bf16, 5as/h = {5 * a * s // h}. Kept for backward: measured = by formula. Operations per"
+        f"{l} layers in bf16 with 5as/h = {5 * a * s // h}. Kept for backward: measured = formula."
     )
     demo.show(
-        "token: 6Ψ in products with weights, 1Ψ in attention, and what is computed again. Time: with counting"
+        "Operations per token: 6Ψ in products with weights, 1Ψ in attention, and the second run"
     )
-    for name, kept, formula, operations, ms, same in measure(l, h, a, s, b, demo.device):
-        line = f"{name:13} kept {kept:6.1f} sbh = {formula:4.0f}   operations {operations:.2f}Ψ   {ms:4.0f} ms"
+    layers, x = transformer_layers(l, h, a, s, b, demo.device)
+    inside = 34 + 5 * a * s / h  # in units of sbh bytes, as all of what is kept
+    segments = 4
+    ways = {  # how to run the layers, and what is then kept
+        "none": (run_layers, inside * l),
+        f"{segments} segments": (
+            functools.partial(run_in_segments, segments=segments),
+            2 * (segments - 1) + inside * l / segments,
+        ),
+        "every layer": (run_checkpointed, 2 * l),
+        "selective": (functools.partial(run_checkpointed, policy=keep_products), 20 * l),
+    }
+    expected = None
+    differs = False
+    for name, (run, formula) in ways.items():
+        kept, operations, gradients = measure(run, layers, x)
+        ms = 1e3 * time_step(run, layers, x)
+        expected = expected or gradients
+        same = all(map(torch.equal, gradients, expected))
+        differs = differs or not same
+        kept_line = f"kept {kept / (s * b * h):6.1f} sbh = {formula:4.0f}"
+        operations /= s * b * 12 * h * h * l
+        line = f"{name:12} {kept_line}   operations {operations:.2f}Ψ   {ms:4.0f} ms"
         demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
-        status = status or int(not same)
-    return status
+    return int(differs)
 
 
-dropout = functools.partial(
-    torch.native_dropout, p=0.1, train=True
-)  # F.dropout's mask is of x's dtype on a CPU
+def run_in_segments(layers, x, segments):
+    return checkpoint_sequential(layers, segments, x)
+
+
+def run_checkpointed(layers, x, policy=None):
+    for each in layers:
+        x = checkpoint(each, x, policy=policy)
+    return x
+
+
+class TransformerLayer(nn.Module):
+    """A Block with dropout and with the weights of attention in memory, as in Korthikanti et al."""
+
+    def __init__(self, block, run_core=None):
+        super().__init__()
+        self.block = block
+        self.run_core = run_core or run_plainly
+
+    def forward(self, x):
+        block = self.block
+        q, k, v = map(block.split_heads, block.qkv(block.norm1(x)).chunk(3, -1))
+        y = self.run_core(attention, q, k, v).transpose(1, 2).flatten(2)
+        x = x + dropout(block.proj(y))
+        return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))
+
+
+def run_plainly(function, *args):
+    return function(*args)
 
 
 def attention(q, k, v):  # (batch, heads, time, head_dim)
     future = q.new_full((q.shape[2], q.shape[2]), -torch.inf).triu(1)
-    return dropout((q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1))[0] @ v
+    weights = (q @ k.mT * q.shape[-1] ** -0.5 + future).softmax(-1)
+    return dropout(weights) @ v
 
 
-def layer(block, x, run=lambda core, *qkv: core(*qkv)):
-    """A Block with dropout, and with attention's weights in memory: the layer of Korthikanti et al. §4.1."""
-    q, k, v = (
-        y.unflatten(-1, (-1, block.head_dim)).transpose(1, 2)
-        for y in block.qkv(block.norm1(x)).chunk(3, -1)
-    )
-    x = x + dropout(block.proj(run(attention, q, k, v).transpose(1, 2).flatten(2)))[0]
-    return x + dropout(block.linear2(F.gelu(block.linear1(block.norm2(x)))))[0]
+def dropout(x):
+    # Its mask takes a byte per element. On a CPU, the mask of F.dropout is of x's dtype.
+    return torch.native_dropout(x, p=0.1, train=True)[0]
+
+
+def transformer_layers(l, h, a, s, b, device, run_core=None):
+    """-> l layers in bf16 and an input for them, (b, s, h)."""
+    blocks = language_model(h, a, l).to(device, torch.bfloat16)[1:-2]
+    layers = nn.ModuleList(TransformerLayer(block, run_core) for block in blocks)
+    return layers, torch.randn(b, s, h, dtype=torch.bfloat16, device=device)
+
+
+def measure(run, layers, x):
+    """-> the bytes that run(layers, x) keeps for backward, the operations of a step, gradients."""
+    layers.zero_grad()
+    torch.manual_seed(0)
+    with FlopCounterMode(display=False) as flops, Alive() as alive:
+        y = run(layers, x)
+        kept = alive.bytes()
+        y.sum().backward()
+    return kept, flops.get_total_flops(), [parameter.grad for parameter in layers.parameters()]
+
+
+def time_step(run, layers, x):
+    layers.zero_grad()
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(layers, x).sum().backward()
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 class Alive(TorchDispatchMode):
-    """The memory of all that is computed in here, as long as somebody else refers to it."""
+    """The memory of all that is computed in here, as long as something refers to it."""
 
     def __init__(self):
         super().__init__()
@@ -340,55 +463,12 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
         if not shares_memory(func):
-            self.storages.update(
-                tensor.untyped_storage()
-                for tensor in tree_leaves(outputs)
-                if torch.is_tensor(tensor)
-            )
+            tensors = filter(torch.is_tensor, tree_leaves(outputs))
+            self.storages.update(tensor.untyped_storage() for tensor in tensors)
         return outputs
 
     def bytes(self):
         return sum(storage.nbytes() for storage in self.storages)
-
-
-def measure(l, h, a, s, b, device):
-    """A step through l layers each way: sbh bytes kept, and by formula; Ψ operations per token; ms; bitwise equal?"""
-    blocks = language_model(h, a, l).to(device, torch.bfloat16)[1:-2]
-    x, layers = (
-        torch.randn(b, s, h, dtype=torch.bfloat16, device=device),
-        [functools.partial(layer, B) for B in blocks],
-    )
-    inside, weights, expected = 34 + 5 * a * s / h, 24 * h / (s * b), None
-    ways = [
-        *(
-            (f"{k} segments", k, lambda layer: layer, 2 * (k - 1) + inside * l / k)
-            for k in (1, 2, 4)
-        ),
-        ("every layer", 1, lambda layer: functools.partial(checkpoint, layer), 2 * l),
-        (
-            "not products",
-            1,
-            lambda layer: functools.partial(checkpoint, layer, policy=keep_products),
-            20 * l,
-        ),
-        ("core", 1, lambda layer: functools.partial(layer, run=checkpoint), 34 * l),
-        ("offload", 1, offload_to_cpu(), (inside + weights) * l),
-    ]
-    for name, segments, how, formula in ways:
-        blocks.zero_grad()
-        torch.manual_seed(0)
-        start = time.perf_counter()
-        with FlopCounterMode(display=False) as flops, Alive() as alive:
-            y = checkpoint_sequential(list(map(how, layers)), segments, x)
-            kept = alive.bytes() / (s * b * h)
-            y.sum().backward()
-        ms, gradients = (
-            1e3 * (time.perf_counter() - start),
-            [parameter.grad for parameter in blocks.parameters()],
-        )
-        expected = expected or gradients
-        operations = flops.get_total_flops() / (s * b * 12 * h * h * l)
-        yield name, kept, formula, operations, ms, all(map(torch.equal, gradients, expected))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from unittest import mock
 
 import pool
 import pytest
@@ -149,24 +150,52 @@ def test_k_segments_keep_k_1_and_l_over_k_tensors_and_compute_all_but_the_last_a
             ac.checkpoint_sequential(layers, k, x)
 
 
-def test_a_transformer_layer_keeps_the_bytes_of_the_formulas():
-    """sbh(34 + 5as/h), 34sbh, 20sbh, 2sbh; but for the statistics of LayerNorm, 4 numbers a token."""
-    (s, h, a, b, l), per_layer = (32, 48, 3, 3, 4), 12 * 48 * 48 + 2 * 32 * 48
-    for name, kept, formula, operations, _, same in ac.measure(l, h, a, s, b, "cpu"):
-        few = l * (16 * s * b + 8 * h)  # statistics; what `offload` copies of biases and norms
-        copied = 2 if name == "offload" else 0  # sbh: x, too; else only y is new
-        assert abs(kept - formula - copied) <= few / (s * b * h), name
-        again = {
-            "every layer": per_layer * l,
-            "not products": 2 * s * h * l,
-            "core": s * h * l,
-            "offload": 0,
-        }
-        again |= {f"{k} segments": per_layer * (l - l // k) for k in (1, 2, 4)}
-        assert operations == pytest.approx(
-            2 * (3 * l * per_layer + again[name]) / (12 * h * h * l)
-        ), name
-        assert same, name
+s, h, a, b, l = 32, 48, 3, 3, 4  # tokens, width, heads, sequences, layers
+INSIDE = 34 + 5 * a * s / h  # bytes that a layer keeps, in units of sbh, as all below
+PRODUCTS = 12 * h * h + 2 * s * h  # operations of a layer's forward per token
+WAYS = {  # how to run, how to run attention's core, bytes kept, operations computed again
+    "none": (ac.run_layers, None, INSIDE * l, 0),
+    "2 segments": (
+        functools.partial(ac.run_in_segments, segments=2),
+        None,
+        2 + INSIDE * l / 2,
+        PRODUCTS * l / 2,
+    ),
+    "every layer": (ac.run_checkpointed, None, 2 * l, PRODUCTS * l),
+    "selective": (
+        functools.partial(ac.run_checkpointed, policy=ac.keep_products),
+        None,
+        20 * l,
+        2 * s * h * l,
+    ),
+    "core": (ac.run_layers, ac.checkpoint, 34 * l, s * h * l),
+    # The first input is copied as well, and so are the weights.
+    "offload": (ac.offload_to_cpu()(ac.run_layers), None, INSIDE * l + 2 + 24 * h / (s * b) * l, 0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transformer_layer_keeps_the_bytes_of_the_formulas(way):
+    """But for the statistics of LayerNorm, 4 numbers a token, and copies of biases and norms."""
+    run, run_core, formula, again = WAYS[way]
+    torch.manual_seed(1)
+    layers, x = ac.transformer_layers(l, h, a, s, b, "cpu", run_core)
+    kept, operations, gradients = ac.measure(run, layers, x)
+    few = l * (16 * s * b + 8 * h)
+    assert abs(kept - formula * s * b * h) <= few
+    assert operations == 2 * s * b * (3 * PRODUCTS * l + again)
+    for layer in layers:
+        layer.run_core = plainly
+    _, _, expected = ac.measure(ac.run_layers, layers, x)
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+
+
+def test_a_step_is_timed_when_the_gpu_is_done():
+    calls = mock.Mock()
+    with mock.patch.object(torch.cuda, "synchronize", calls.synchronize):
+        ac.time_step(calls.run, nn.Linear(1, 1), mock.Mock(is_cuda=True))
+    names = [name for name, *_ in calls.mock_calls]
+    assert names == ["synchronize", "run", "run().sum", "run().sum().backward", "synchronize"]
 
 
 @pytest.mark.parametrize("technique", ["ddp", "fsdp", "tensor parallel"])
