@@ -28,15 +28,6 @@ def _workers():
     pool.shut_down()
 
 
-@pytest.fixture(autouse=True)
-def _device(request):
-    """Tests that run in this process use the GPU as well, unless they are about the CPU."""
-    if request.node.get_closest_marker("cpu") is None:
-        pool.use_device(0)
-    yield
-    torch.set_default_device(None)
-
-
 def pytest_addoption(parser):
     parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where tests run")
     for name, kind in KINDS.items():

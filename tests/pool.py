@@ -4,12 +4,11 @@ A body is a function of a test module. `group()` is the process group of the ran
 is torch.distributed's default group when all workers do. Its return values come back in rank order.
 `@on(2, 3)` makes a test of a body: it runs in a world of two ranks, then in one of three.
 
-The suite runs on CPUs, also on a machine with GPUs. Under `--device cuda` the workers create their
-tensors on a GPU by default, `device()`, with deterministic kernels: what is bitwise on CPUs is then
-bitwise there. A test marked `cpu` runs on CPUs only.
+The suite runs on CPUs, also on a machine with GPUs. Under `--device cuda` bodies run on a GPU: their
+default device is `device()`, and kernels are deterministic, so what is bitwise on CPUs is bitwise
+there. Tests that need no worker stay on the CPU. A test marked `cpu` does not run under `--device cuda`.
 """
 
-import contextlib
 import faulthandler
 import functools
 import importlib
@@ -242,25 +241,26 @@ def on(*world_sizes):
         def test(**arguments):
             possible = [size for size in world_sizes if size <= planned()[1]]
             for size in possible or world_sizes:
-                with skipped_if_gloo_cannot():
+                try:
                     run(size, _call, place, arguments)
+                except BodyFailed as failure:
+                    if reason := refusal_of_gloo(failure):
+                        pytest.skip(reason)
+                    raise
 
         return test
 
     return decorate
 
 
-@contextlib.contextmanager
-def skipped_if_gloo_cannot():
-    """gloo offers some collectives for tensors on a GPU, not all."""
-    try:
-        yield
-    except BodyFailed as failure:
-        words = ("unsupported device", "Invalid device", "invalid device type")
-        refused = [text for text in failure.errors.values() if any(w in text for w in words)]
-        if planned()[0] == "gloo" and environment.DEVICE_TYPE == "cuda" and refused:
-            pytest.skip(f"gloo, on a GPU: {refused[0].strip().splitlines()[-1]}")
-        raise
+def refusal_of_gloo(failure):
+    """-> the error, if gloo does not offer a collective for tensors on a GPU"""
+    words = ("unsupported device", "Invalid device", "invalid device type")
+    if environment.DEVICE_TYPE == "cuda" and planned()[0] == "gloo":
+        for text in failure.errors.values():
+            if any(each in text for each in words):
+                return f"gloo, on a GPU: {text.strip().splitlines()[-1]}"
+    return None
 
 
 def _call(place, arguments):

@@ -116,7 +116,7 @@ def test_what_is_16_bits_is_scaled_in_32_or_refused():
 def test_an_overflow_of_one_optimizer_on_one_rank():
     """All ranks skip its step, not the other's; four bytes for each optimizer are reduced, also without gradients."""
     scaler, (weights, optimizers) = (
-        amp.GradScaler("cpu", 4.0, process_group=pool.group()),
+        amp.GradScaler(pool.device().type, 4.0, process_group=pool.group()),
         two_optimizers(),
     )
     for i in range(2 - pool.rank()):  # rank 0 alone has gradients for the second
@@ -135,7 +135,7 @@ def test_an_overflow_of_one_optimizer_on_one_rank():
 @pool.on(2)
 def test_no_gradient_on_any_rank_is_an_error_on_all():
     """The error comes after the all-reduce: a rank that alone has no gradient takes part (above)."""
-    scaler = amp.GradScaler("cpu", 8.0, process_group=pool.group())
+    scaler = amp.GradScaler(pool.device().type, 8.0, process_group=pool.group())
     with pytest.raises(AssertionError, match=r"No inf checks were recorded.* If SGD keeps grad"):
         scaler.step(two_optimizers()[1][0])
 
@@ -146,7 +146,7 @@ def test_over_zero_a_scale_changes_nothing_and_an_overflow_on_one_rank_skips_the
     """Bitwise. Zero2 and Zero3 leave nothing in .grad: they unscale themselves."""
     models = [make_model("plain"), make_model("plain")]
     optimizers = [stage(model, torch.optim.SGD, pool.group(), lr=0.1) for model in models]
-    scaler = amp.GradScaler("cpu", 1024.0, process_group=pool.group())
+    scaler = amp.GradScaler(pool.device().type, 1024.0, process_group=pool.group())
     for step in range(4):
         overflows = step == 2
         factor = INF if overflows and pool.rank() == 1 else 1.0

@@ -10,6 +10,8 @@ from shared import MODELS, assert_equal, assert_same_parameters, make_batch, mak
 
 import data_parallel as dp
 
+pytestmark = pytest.mark.cpu  # several devices are one CPU here
+
 Pair = namedtuple("Pair", "a b")
 
 

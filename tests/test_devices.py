@@ -5,13 +5,14 @@ import os
 import sys
 import threading
 
+import environment
 import pool
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from claims import KINDS, default_group, registry, resolve
-from claims.verdicts import names_of_claims
+from claims.verdicts import judge, names_of_claims
 from launch import ROOT
 from shared import fake_world, loss_of, make_batch, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,6 +102,29 @@ def test_the_suite_chooses(device_type, gpus, may_share, expected):
 def test_the_suite_hides_the_gpus_from_itself_and_its_children():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert pool.run(1, os.getenv, "CUDA_VISIBLE_DEVICES") == [""]
+
+
+def test_a_worker_uses_its_gpu_with_deterministic_kernels(monkeypatch):
+    used = []
+    monkeypatch.setattr(environment, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    try:
+        pool.use_device(3)
+
+        assert (used, str(pool.device())) == ([1], "cuda:1")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_default_device(None)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_claim_that_needs_a_larger_world_is_not_run(monkeypatch):
+    monkeypatch.setattr(pool, "planned", lambda: ("nccl", 2))
+
+    verdict = judge("ddp", "momentum", KINDS["ddp"].ours)
+
+    assert verdict == ("not run", "needs 3 ranks; nccl has 2 here")
 
 
 # ---- CPU tensors on a machine with a GPU

@@ -41,7 +41,7 @@ def options(flags="", dtype="float64"):
 
 def batches(config=SMALL, length=8):
     """Four global batches. The first sequences have more masked targets than the last ones."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
     for masked in (0.4, 1.4, 0.0, 100.0):  # some, all of the first sequences, none, all
         tokens = torch.randint(config.vocab, (8, length + 1), generator=generator)
         targets = tokens[:, 1:].clone()

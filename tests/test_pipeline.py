@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters
+from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters, randn
 from torch.distributed.pipelining import schedules as theirs
 from torch.utils.checkpoint import checkpoint
 
@@ -136,7 +136,7 @@ class Odd(nn.Module):
             rows = torch.arange(len(x)).flip(0)
         layers = [self.frozen, self.no_weight, self.twice, self.no_bias, self.normed, self.twice]
         y = x
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(pool.device().type, torch.bfloat16):
             for linear in layers:
                 y = (torch.tanh(linear(y)) + y).to(x.dtype)
             y = checkpoint(self.layer, y, use_reentrant=False).to(x.dtype)
@@ -144,8 +144,7 @@ class Odd(nn.Module):
 
 
 def make_batch(step, rows, shape=(6,), dtype=torch.float32):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(2, rows, *shape, generator=generator).to(dtype).unbind()
+    return randn((2, rows, *shape), step, torch.float32).to(dtype).unbind()
 
 
 def accumulate(stages, inputs, targets, m, weight=len):
@@ -438,6 +437,7 @@ def test_wrong_use_is_an_error_on_every_rank(first, second, words):
 # ---- devices
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("backend", ["cpu:gloo", "cpu:gloo,cuda:gloo"])
 @pool.on(2)
 def test_the_name_of_the_backend_does_not_matter(backend):

@@ -251,7 +251,7 @@ def test_gradients_of_a_scaled_loss_and_an_overflow_on_one_rank(stage, dtype):
     plain.load_state_dict(model.state_dict())  # the same values, in fp32
     optimizer = stage(model, torch.optim.SGD, pool.group(), lr=0.5)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.5)
-    scaler = amp.GradScaler("cpu", init_scale=1024.0, process_group=pool.group())
+    scaler = amp.GradScaler(pool.device().type, init_scale=1024.0, process_group=pool.group())
     for step in range(3):
         overflow = torch.inf if step == 1 and pool.rank() == 1 else 1.0
         optimizer.zero_grad()

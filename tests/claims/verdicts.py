@@ -65,6 +65,8 @@ def _judge_in_world(N, kind, name, spec):
 
 
 def _what_happened(failure, N):
+    if reason := pool.refusal_of_gloo(failure):
+        return Verdict("not run", reason)
     if failure.errors:  # a rank's own exception says more than that the others wait for it
         rank, text = next(iter(failure.errors.items()))
         return Verdict("raises", f"{last_error(text)} (rank {rank} of {N})")
