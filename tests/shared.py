@@ -82,7 +82,7 @@ OPTIMIZERS = {
 }
 
 
-def randn(shape, seed, dtype=torch.float64):
+def randn(shape, seed=0, dtype=torch.float64):
     """The same numbers on every rank and device."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(shape, dtype=dtype, generator=generator, device="cpu")

@@ -1,4 +1,4 @@
-"""lora.py against dense weights W + (α/r) B A, peft and bitsandbytes; of whole models tests/claims says more."""
+"""lora.py against dense weights W + (α/r) B A, peft and bitsandbytes. tests/claims has more."""
 
 import copy
 import json
@@ -21,9 +21,8 @@ import lora
 
 F64, F32, BF16, INPUT = torch.float64, torch.float32, torch.bfloat16, make_batch(0, 0).double()
 bitwise, within = (partial(torch.testing.assert_close, rtol=0, atol=atol) for atol in (0, 1e-12))
-inject = partial(
-    lora.inject_lora, r=2, target_modules=["0", "2"]
-)  # of "plain": layers 6 to 33, 33 to 17, and not 4
+# In the model "plain": the layers 6 to 33 and 33 to 17, but not layer 4.
+inject = partial(lora.inject_lora, r=2, target_modules=["0", "2"])
 
 
 def trained(model, seed=5):
@@ -121,16 +120,10 @@ def test_all_linear_takes_no_other_layer_whose_name_ends_alike():
 def test_an_adapter_is_loaded_as_it_was_saved_also_by_peft_and_from_peft(tmp_path, targets, rslora):
     pytest.importorskip("safetensors")
     plain, directory = make_model("plain", F64), tmp_path / "new" / "folder"
-    options = {
-        "r": 2,
-        "lora_alpha": 6,
-        "lora_dropout": 0.5,
-        "target_modules": targets,
-        "use_rslora": rslora,
-    }
-    written, merged = (
-        trained(lora.inject_lora(copy.deepcopy(plain), **options), seed).eval() for seed in (5, 6)
-    )
+    options = {"r": 2, "lora_alpha": 6, "lora_dropout": 0.5}
+    options |= {"target_modules": targets, "use_rslora": rslora}
+    models = [lora.inject_lora(copy.deepcopy(plain), **options) for _ in range(2)]
+    written, merged = trained(models[0], seed=5).eval(), trained(models[1], seed=6).eval()
     lora.save_adapter(written, directory)
     lora.merge(merged)
     for model in (copy.deepcopy(plain), merged):
@@ -143,28 +136,14 @@ def test_an_adapter_is_loaded_as_it_was_saved_also_by_peft_and_from_peft(tmp_pat
 
 
 SPOILT = [  # fields, tensors, what the error says; None: it is not there
-    ({}, {"0.lora_A": None}, r"0\.lora_A\.weight is missing in the file, \[2, 6\] in the model"),
-    (
-        {},
-        {"0.lora_C": torch.ones(1)},
-        r"0\.lora_C\.weight is \[1\] in the file, missing in the model",
-    ),
-    (
-        {},
-        {"0.lora_A": torch.ones(1, 6)},
-        r"0\.lora_A\.weight is \[1, 6\] in the file",
-    ),  # copy_ would broadcast it
-    (
-        {"r": None, "lora_alpha": None, "use_rslora": True},
-        {},
-        "r is 8 in .*, 2 in .* lora_alpha is 8 .* 16 .* is True",
-    ),
+    ({}, {"0.lora_A": None}, r"0\.lora_A\.weight is missing in the file, \[2, 6\] in"),
+    ({}, {"0.lora_C": torch.ones(1)}, r"0\.lora_C\.weight is \[1\] in the file, missing in"),
+    # copy_ would broadcast it
+    ({}, {"0.lora_A": torch.ones(1, 6)}, r"0\.lora_A\.weight is \[1, 6\] in the file"),
+    ({"r": None, "lora_alpha": None}, {}, "r is 8 in .*, 2 in .* lora_alpha is 8 .* 16"),
+    ({"use_rslora": True}, {}, "use_rslora is True in the file, False in the model"),
     ({"peft_type": "IA3", "bias": "all"}, {}, "not supported: peft_type 'IA3', bias 'all'"),
-    (
-        {"init_lora_weights": "pissa", "of_a_later_peft": 1},
-        {},
-        "init_lora_weights 'pissa', of_a_later_peft 1",
-    ),
+    ({"init_lora_weights": "pissa", "later": 1}, {}, "init_lora_weights 'pissa', later 1"),
 ]
 
 
@@ -200,7 +179,7 @@ WEIGHTS = [
 
 
 def quantize_plainly(x, values, block_size):
-    """-> of each block the largest; of each x in parts of that, the number of the nearest value; ties go down."""
+    """The largest of each block; for each x, relative to it, the nearest value's number."""
     absmax = torch.stack([block.abs().max() for block in x.split(block_size)])
     parts = x * (1 / absmax.clamp_min(1e-38)).repeat_interleave(block_size)[: len(x)]
     return absmax, sum(parts > middle for middle in (values[:-1] + values[1:]) / 2)
@@ -210,7 +189,7 @@ def quantize_plainly(x, values, block_size):
 @pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.parametrize(("dtype", "double_quant"), [(F32, True), (BF16, False), (F64, True)])
 def test_nf4_rounds_to_the_nearest_value_of_each_block(weight, block_size, dtype, double_quant):
-    """And keeps the bytes of that, no more, through casts and state dicts, and when it multiplies."""
+    """It holds those bytes and no more, through casts and state dicts, and in a product."""
     n, weight, saved = len(weight), weight[:, None].to(dtype), []
     q = lora.quantize_nf4(weight, block_size, double_quant)
     absmax, codes = quantize_plainly(weight.flatten().float(), VALUES, block_size)
@@ -268,21 +247,16 @@ def test_nf4_is_byte_for_byte_bitsandbytes():
 
 @pool.on(2, 3)
 def test_average_adapters_is_the_mean_also_where_a_rank_has_not_used_one_and_only_A_and_B_travel():
-    ranks, rank, model = (
-        pool.world_size(),
-        pool.rank(),
-        inject(make_model("plain", F64), quantize="nf4"),
-    )
+    ranks, rank = pool.world_size(), pool.rank()
+    model = inject(make_model("plain", F64), quantize="nf4")
     for i, factor in enumerate(lora.trained_by(model)):
         factor.grad = None if i == rank else torch.full_like(factor, 0.1 + rank)
     with Collectives() as seen:
         lora.average_adapters(model, pool.group())
     assert seen.calls == [("allreduce_", 8 * (2 * (6 + 33) + 2 * (33 + 17)))]  # Σ r(d + k)
     for i, factor in enumerate(lora.trained_by(model)):
-        within(
-            factor.grad,
-            torch.full_like(factor, sum(0.1 + r for r in range(ranks) if r != i) / ranks),
-        )
+        mean = sum(0.1 + r for r in range(ranks) if r != i) / ranks
+        within(factor.grad, torch.full_like(factor, mean))
     outside = [dist.new_group([r]) for r in range(ranks)][rank - 1]
     with pytest.raises(ValueError, match=f"rank {rank} is not a member"):
         lora.average_adapters(model, outside)
