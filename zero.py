@@ -433,7 +433,7 @@ class Zero1(torch.optim.Optimizer):
     def unscale_(self, loss_scale):
         """Divide the gradients by the loss's scale. Returns 1.0 if one is inf or NaN, else 0.0.
 
-        amp.GradScaler has record_found_inf(optimizer, found_inf) to take it, before its step().
+        amp.GradScaler calls it. The division is done by step() and counts until zero_grad().
         """
         self._loss_scale = loss_scale
         return 1.0 - self._total_norm().isfinite().float()
