@@ -45,6 +45,7 @@ def test_a_layer_has_the_dense_weight_beside_or_merged_until_it_is_unmerged(
     layer = trained(lora.LoRALinear(nn.Linear(k, d, bias).double(), r, *options, *quantize))
     x = torch.randn(*batch, 2 * k, dtype=F64)[..., ::2].requires_grad_()  # strided
     W, A, B, b = layer.base_layer.weight, layer.lora_A, layer.lora_B, layer.base_layer.bias
+    assert lora.trained_by(layer) == [A, B]
     scaling = alpha / r**0.5 if rslora else alpha / r
     for training in (True, False):
         torch.manual_seed(1)
@@ -112,6 +113,7 @@ def test_what_is_named_is_adapted_or_it_is_an_error_and_nothing_has_changed(argu
 def test_all_linear_takes_no_other_layer_whose_name_ends_alike():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2)))
     assert lora.lora_layers(lora.inject_lora(model)).keys() == {"0", "1.1"}
+    assert model.lora_config["target_modules"] == r"0|1\.1"  # for peft, which may not know the word
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,14 @@ def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, ig
     bitwise(tp.full_state_dict(ours), plain.state_dict())
 
 
+@pool.on(2)
+def test_a_layer_in_two_places_stays_one():
+    layer = nn.Linear(4, 4)
+    model = tp.parallelize(nn.Sequential(layer, layer), {"0": "column"}, pool.group())
+    assert isinstance(model[0], tp.ColumnParallelLinear)
+    assert model[1] is model[0]
+
+
 @pytest.mark.parametrize("sp", [False, True])
 @pool.on(2)
 def test_dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
