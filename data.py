@@ -438,7 +438,10 @@ def preprocess(
         options = Options(str(input), keys, files, append_eod, writers[0].dtype.str, folder)
         lines = write_all(options, workers, writers)
         publish(*writers)
-    rate = megabytes / (time.monotonic() - start)
+    show_result(writers, lines, megabytes / (time.monotonic() - start))
+
+
+def show_result(writers, lines, rate):
     for writer in writers:
         left_out = lines - writer.documents
         empty = f", {left_out:,} empty left out" if left_out else ""

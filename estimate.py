@@ -478,10 +478,9 @@ def step_times(model, plan, machine):
     if plan.stage < 2:
         hidden /= plan.accumulation
     times["dp"] = max(0.0, times["dp"] - hidden)
-    times["host"] = 0.0
     if "offload" in plan.technique:
-        # 32 bytes per parameter: gradient down and parameter up, 2 + 2; Adam on the host reads the
-        # gradient, weight and moments, 2 + 12, and writes the parameter, weight and moments, 2 + 12
+        # bytes per parameter: gradient down and parameter up, 2 + 2; the host's Adam reads gradient,
+        # weight and moments, 2 + 12, and writes parameter, weight and moments, 2 + 12
         shard = model.parameters(plan.tp, plan.pp) / plan.replicas
         times["host"] = 32 * shard / machine.host
     return times

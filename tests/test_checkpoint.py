@@ -215,6 +215,7 @@ def test_another_model_is_an_error_that_names_the_tensor(tmp_path):
             {"a": Piece(a, [4, 3], [3, 0])},
             "a: ((3, 7), (0, 3)) is not within a whole of [4, 3]",
         ),
+        (save, folder, {"a": Piece(a, [9, 3], [-1, 0])}, "a: ((-1, 3), (0, 3)) is not within"),
         (
             load,
             folder,

@@ -47,6 +47,8 @@ def test_parameters_are_those_published():
     for shape, parameters in sizes.items():
         assert GPT(*shape, 50257, 1024).parameters() == parameters
     assert (GPT2.parameters(), GPT3.parameters()) == (354_823_168, 174_615_846_912)
+    first_stage = (50257 + 1024) * 1024 + 12 * (12 * 1024**2 + 13 * 1024)
+    assert GPT2.parameters(pp=2) == first_stage  # the last norm is on the last stage
     assert (SEVEN_B.layers, SEVEN_B.hidden, SEVEN_B.parameters()) == (32, 4096, 7e9)
 
 
@@ -59,12 +61,12 @@ def test_experts_multiply_the_mlps_and_expert_parallelism_divides_them():
     assert moe.active_parameters() == SMALL.parameters() + mlps + layers * h * 2
     assert moe.parameters(ep=4) == moe.parameters() - 6 * mlps
     here = moe.parameters(ep=4)
-    states = {
-        name: sum(estimate.states_of(moe, Plan(8, technique=name, ep=4))) for name in TECHNIQUES
-    }
-    assert states["ddp"] == 16 * here
-    assert states["zero1"] == 4 * here + 12 * moe.parameters() / 8
-    assert states["zero3"] == 16 * moe.parameters() / 8
+    ddp, zero1, zero3 = (
+        sum(estimate.states_of(moe, Plan(8, technique=name, ep=4)))
+        for name in ("ddp", "zero1", "zero3")
+    )
+    assert (ddp, zero3) == (16 * here, 16 * moe.parameters() / 8)
+    assert zero1 == 4 * here + 12 * moe.parameters() / 8
     assert estimate.activations(moe, 1) - estimate.activations(SMALL, 1) == layers * 16 * 64 * h
 
 
@@ -109,16 +111,14 @@ def test_activations_are_those_of_korthikantis_table_2(t):
     assert flash == estimate.activations(GPT3, b, t, recompute="selective")
 
 
-@pytest.mark.parametrize(
-    ("model", "micro_batch", "pp"),
-    [(GPT(48, 6144, 64, 51200, 2048), 4, 1), (GPT3, 1, 8), (MT_NLG, 1, 35), (ONE_T, 1, 64)],
-)
-def test_80_gb_suffice_without_scores_and_with_a_split_sequence_only(model, micro_batch, pp):
+def test_80_gb_suffice_without_scores_and_with_a_split_sequence_only():
     """Korthikanti et al., figure 1."""
-    plan = Plan(tp=8, pp=pp, micro_batch=micro_batch, accumulation=pp, flash=False)
-    smaller = replace(plan, flash=True, sequence_parallel=True)
-    assert sum(estimate.footprint(model, plan).values()) > 80e9
-    assert sum(estimate.footprint(model, smaller).values()) < 80e9
+    gpt_22b = GPT(48, 6144, 64, 51200, 2048)
+    for model, micro_batch, pp in ((gpt_22b, 4, 1), (GPT3, 1, 8), (MT_NLG, 1, 35), (ONE_T, 1, 64)):
+        plan = Plan(tp=8, pp=pp, micro_batch=micro_batch, accumulation=pp, flash=False)
+        smaller = replace(plan, flash=True, sequence_parallel=True)
+        assert sum(estimate.footprint(model, plan).values()) > 80e9
+        assert sum(estimate.footprint(model, smaller).values()) < 80e9
 
 
 @pytest.mark.parametrize("name", estimate.MEASURED)
@@ -195,29 +195,19 @@ def test_plans_fit_use_all_gpus_and_are_sorted():
     assert {estimate.global_batch(p.micro_batch, p.accumulation, p.dp) for p in plans} == {512}
     assert plans[0].technique == "zero1"  # 16Ψ do not fit
     assert estimate.advise(GPT2, 8, 80e9)[0].technique == "ddp"
+    assert "offload" not in estimate.advise(SEVEN_B, 16, 40e9, host=1e8)[0].technique
+    slow = estimate.advise(SEVEN_B, 16, 40e9, inter=1e8)[0]
+    assert slow.tp * slow.dp * slow.cp <= 8  # only the pipeline crosses the slow network
 
 
 def test_every_grid_is_tried_with_what_it_can_split():
     plans = estimate.advise(SMALL, 4, 80e9, batch=4)
-    grids = {(p.tp, p.pp, p.cp) for p in plans}
-    assert grids == {
-        (t, p, c) for t in (1, 2, 4) for p in (1, 2, 4) for c in (1, 2, 4) if t * p * c < 5
-    }
+    grids = {(t, p, c) for t in (1, 2, 4) for p in (1, 2, 4) for c in (1, 2, 4) if t * p * c < 5}
+    assert {(p.tp, p.pp, p.cp) for p in plans} == grids
     assert {p.technique for p in plans if p.dp * p.cp == 1} == {"ddp", "zero2+offload"}
     assert {p.technique for p in plans if p.dp * p.cp == 2} == set(TECHNIQUES)
     odd = estimate.advise(replace(SMALL, sequence=66), 4, 80e9, batch=4)
-    assert {(p.tp, p.cp, p.sequence_parallel) for p in odd} == {
-        (1, 1, False),
-        (2, 1, True),
-        (4, 1, False),
-    }
-
-
-def test_speeds_decide():
-    slow_host = estimate.advise(SEVEN_B, 16, 40e9, host=1e8)[0]
-    slow_network = estimate.advise(SEVEN_B, 16, 40e9, inter=1e8)[0]
-    assert "offload" not in slow_host.technique
-    assert slow_network.tp * slow_network.dp * slow_network.cp <= 8  # only the pipeline crosses it
+    assert {(p.cp, p.tp, p.sequence_parallel) for p in odd} == {(1, 1, 0), (1, 2, 1), (1, 4, 0)}
 
 
 def test_lora_is_a_plan_if_nothing_else_fits_without_offload():
@@ -249,8 +239,23 @@ def test_context_parallelism_splits_a_sequence_that_does_not_fit():
     assert estimate.traffic(SMALL, plan)["cp"] == 3 * 4 * 3 * u * (2 * 2 + 2 * 2 + 2 * 4)
     again = estimate.traffic(SMALL, replace(plan, recompute="full"))
     assert again["cp"] == 3 * 4 * 3 * u * (2 * 2 * 2 + 2 * 2 + 2 * 4)
-    times = estimate.step_times(SMALL, plan, Machine(gpus_per_node=8, intra=2.0))
-    assert times["cp"] == estimate.traffic(SMALL, plan)["cp"] / 2
+    staged = replace(plan, pp=2)
+    times = estimate.step_times(SMALL, staged, Machine(gpus_per_node=4, intra=2.0, inter=1.0))
+    sent = estimate.traffic(SMALL, staged)
+    assert (times["cp"], times["tp"]) == (sent["cp"], sent["tp"] / 2)  # 2 × 4 ranks: two nodes
+    assert times["bubble"] == (times["compute"] + times["tp"] + times["cp"]) / 3
+
+
+def test_tensor_parallel_traffic_is_its_formula():
+    """8bsh per block, 2bsh per end, 3 numbers of 4 bytes a token twice in the loss."""
+
+    def sent(**how):
+        return estimate.tensor_parallel_traffic(10, 8, 2, 3, **how)
+
+    assert sent() == ((8 * 3 + 2 * 2) * 80 * 2 + 6 * 10 * 4) / 2
+    gathered_again = (2 * 3 + 2) * 80
+    norms = (12 * 3 + 4) * 8
+    assert sent(sequence_parallel=True) - sent() == (gathered_again + norms) * 2 / 2
 
 
 def test_what_micro_batches_recomputation_and_units_cost():
@@ -269,6 +274,8 @@ def test_what_micro_batches_recomputation_and_units_cost():
         estimate.footprint(GPT3, Plan(pp=8, accumulation=m))["activations"] for m in (1, 4, 64)
     )
     assert (four / one, many / one) == (4, 8)
+    heads = [estimate.footprint(GPT3, Plan(pp=8, accumulation=m))["logits"] for m in (1, 64)]
+    assert heads == [estimate.logits(GPT3, 1), 0]  # the last stage is fuller, then the first
     embedding = 50257 * 1024 / 2
     assert estimate.footprint(GPT2, Plan(8, 2, technique="zero3"))["working"] == 5 * 2 * embedding
     assert estimate.footprint(GPT2, Plan(8, 2, technique="lora"))["working"] == 2 * 2 * embedding
@@ -308,6 +315,7 @@ def test_savings_are_differences_and_lines_that_are_kept_add_up():
     moe = estimate.savings(replace(SEVEN_B, experts=8, top_k=2), 8, 64)
     assert moe[-1][0].technique == "expert parallel, 8"
     assert moe[-1][1] > 1e9
+    assert estimate.savings(SEVEN_B, 64, 8)[-4][0].technique == "tensor parallel, 8"
 
 
 @pytest.mark.parametrize("technique", estimate.STAGES)
@@ -362,10 +370,9 @@ def test_the_page_has_the_sum_of_the_states_and_explains_every_column(run):
 
 def test_json_has_what_the_page_has(run):
     answer = json.loads(run("--model gpt3-175b --gpus 1024 --tokens 300e9 --json")[2:])
-    states = answer["techniques"]["zero3"]["parts"]["parameters"]
-    assert states == answer["parameters"] * 2 / 1024
-    assert round(answer["days"][1]) == 34
-    assert answer["plans"][0]["bound"] == "compute"
+    parts = answer["techniques"]["zero3"]["parts"]
+    assert parts["parameters"] == answer["parameters"] * 2 / 1024
+    assert (round(answer["days"][1]), answer["plans"][0]["bound"]) == (34, "compute")
 
 
 def test_help_has_units_and_the_defaults_that_hold(run, capsys):
