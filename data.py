@@ -13,7 +13,7 @@ GPTDataset shuffles an epoch's documents, joins them to one long text, and cuts 
     document index   the order             │ 7      │ 2             │ 9   │ 0            │ 4 …
     sample index     place in the order    (0, 0)  (0, 8)  (1, 7)  (1, 15) (3, 1)  (3, 9)  …
                      and offset of a cut   ├── s ──├── s ──├── s ──├── s ──├── s ──├── s ──┼
-    sample 1         s inputs + 1 target           └───────┘ the target is also sample 2's first input
+    sample 1         s inputs + 1 target           └───────┘ the target is sample 2's first input
     shuffle index    [i] is sample shuffle[i]; the next epoch comes after the last sample
 
 A seed decides all of this, so training can resume at any step. The samples of a step are cut among
@@ -404,6 +404,13 @@ def write_all(options, workers, writers):
     return lines
 
 
+def vocabulary_size(files, append_eod):
+    _, size, eod = tokenizer(*files)
+    if append_eod and eod is None:
+        raise ValueError(f"{files[0]} has no <|endoftext|>, which --append-eod appends")
+    return size
+
+
 def preprocess(
     input,
     output_prefix,
@@ -423,9 +430,7 @@ def preprocess(
     megabytes = os.path.getsize(input) / 1e6
     if not os.path.isfile(input):
         raise ValueError(f"{input} must be a regular file: workers read parts of it")
-    _, vocab_size, eod = tokenizer(*files)
-    if append_eod and eod is None:
-        raise ValueError(f"{vocab_file} has no <|endoftext|>, which --append-eod appends")
+    vocab_size = vocabulary_size(files, append_eod)
     words = f"{megabytes:,.1f} MB · {vocab_size:,} tokens · --workers {workers}"
     print(f"data · {input}, {words}", flush=True)
     start = time.monotonic()
