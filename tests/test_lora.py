@@ -15,8 +15,9 @@ from claims import registry
 from claims.training import Trainer, trains_as_one_device
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import Collectives, make_batch, make_model
+from shared import Collectives, fake_world, make_batch, make_model
 
+import fsdp
 import lora
 
 F64, F32, BF16, INPUT = torch.float64, torch.float32, torch.bfloat16, make_batch(0, 0).double()
@@ -282,3 +283,17 @@ def test_an_adapted_model_trains_under_ddp_and_fsdp_as_on_one_device(kind, quant
         trains_as_one_device(make, adapted, "adamw", exact, after=adapter)
 
     assert not registry._problems
+
+
+@pytest.mark.parametrize(("N", "rank"), [(2, 0), (8, 3)])
+def test_over_fsdp_all_weights_are_gathered_twice_and_only_adapters_send_gradients(N, rank):
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    lora.inject_lora(model)
+    trained = sum(factor.numel() for factor in lora.trained_by(model))
+    frozen = sum(parameter.numel() for parameter in model.parameters()) - trained
+    with fake_world(N, rank):
+        for layer in (*model, model):
+            fsdp.fully_shard(layer)
+        with fsdp.SentBytes() as sent:
+            model(torch.randn(4, 64, requires_grad=True)).sum().backward()
+    assert sent.total == 4 * (2 * frozen + 3 * trained) * (N - 1) / N
