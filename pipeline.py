@@ -674,8 +674,8 @@ def backward_for_weights(deferred):
     """W. One call for all layers adds a shared weight's gradients in a plain backward's order."""
     if deferred:
         outputs, gradients, trained = zip(*deferred, strict=True)
-        weights = dict.fromkeys(itertools.chain(*trained))  # each once
-        torch.autograd.backward(outputs, gradients, inputs=list(weights))
+        weights = list(itertools.chain(*trained))
+        torch.autograd.backward(outputs, gradients, inputs=weights)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -364,6 +364,8 @@ def test_an_error_in_a_stage_is_told_on_all_ranks_and_the_next_step_is_right(act
     with pytest.raises((ZeroDivisionError, RuntimeError)) as raised:
         run.ours.step(*make_batch(step, 8))
     assert re.match(error if pool.rank() == 1 else elsewhere + error, repr(raised.value))
+    if pool.rank() == 1:
+        assert run.ours.timeline[-1][0] == action  # no action runs after the one that failed
     step += 1
     run.stages.zero_grad()
     run.step(*make_batch(step, 8))
