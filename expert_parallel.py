@@ -1,0 +1,794 @@
+"""Expert parallelism: a mixture of experts (MoE) whose experts are split over N ranks.
+
+An MoE layer has E feed-forward networks, the experts, and sends each token to k of them. Its
+parameters grow with E, its operations per token do not. In a step each rank routes its own tokens,
+sends a row to the rank of each chosen expert (all-to-all), computes its own experts on the rows
+that arrive, and sends the results back. E = 4 experts on N = 2 ranks, k = 2:
+
+              tokens        router               experts             combine
+    rank 0    t0 t1  ───▶  t0: e0 e2  ──┐  ┌──▶  e0: t0 t3   ──┐  ┌──▶  w·e0(t0) + w·e2(t0), …
+                           t1: e3 e1    │  │     e1: t1 t2     │  │
+                                     all-to-all            all-to-all
+    rank 1    t2 t3  ───▶  t2: e1 e3    │  │     e2: t0        │  │
+                           t3: e0 e3  ──┘  └──▶  e3: t1 t2 t3 ─┘  └──▶  w·e1(t2) + w·e3(t2), …
+
+All other parameters are replicated, as in data parallelism. The loss is the mean of the losses of
+all W ranks, and this is what most implementations get wrong:
+
+    a replicated parameter   each rank has the gradient of its own tokens:    add over W, divide by W
+    an expert                its rank has the gradient of ALL tokens' rows:   nothing to add, divide by W
+                             (add over the ranks with the same experts, if there are several)
+
+Cost per rank, layer and step, in elements; Ψe parameters of an expert, h hidden size, T tokens:
+
+                      held (with Adam 4 times)   sent forward                 sent backward
+    one device        E·Ψe                       0                            0
+    expert parallel   (E/N)·Ψe                   2kTh(N-1)/N on average       the same
+    with capacity     (E/N)·Ψe                   2ECh(N-1)/N, C rows each     the same
+
+The exact number of elements is (a + b)h each way, for a rows that leave the rank and b that arrive.
+Ranks also exchange 8E(N-1)/N bytes of counts (with capacity: 8(N-1) bytes with the token counts),
+and the losses that balance experts are one all-reduce of 2E + 2 numbers.
+
+Run:      torchrun --nproc-per-node 2 expert_parallel.py
+Paper:    Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
+          Jiang et al. 2024, Mixtral, 2401.04088; DeepSeek-V3, 2412.19437
+Mirrors:  transformers' MixtralSparseMoeBlock, Megatron-LM's MoELayer
+Left out: grouped matrix products (torch._grouped_mm; MegaBlocks), overlap of the exchange with
+          computation (DeepEP), node-limited routing, tensor parallelism inside an expert
+"""
+
+import argparse
+import copy
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before the world is joined: a later import keeps the group
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: one expert per rank, one choice per token.
+
+
+class AllToAllRows(torch.autograd.Function):
+    """Send `send_counts[i]` rows to rank i, and get `recv_counts[i]` from it.
+
+    The gradients of the rows take the same way back. (A plain dist.all_to_all_single has no
+    gradient, and the experts would not train.)
+    """
+
+    @staticmethod
+    def forward(ctx, rows, send_counts, recv_counts, process_group):
+        ctx.send_counts = send_counts
+        ctx.recv_counts = recv_counts
+        ctx.process_group = process_group
+        received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
+        dist.all_to_all_single(
+            received, rows.contiguous(), recv_counts, send_counts, group=process_group
+        )
+        return received
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = AllToAllRows.apply(grad, ctx.recv_counts, ctx.send_counts, ctx.process_group)
+        return grad, None, None, None
+
+
+def exchange_counts(counts, process_group):
+    """Element i of `counts` goes to rank i; the result holds what the ranks have for this one."""
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=process_group)
+    return received
+
+
+class NaiveMoE(nn.Module):
+    """Switch Transformer's layer on as many ranks as experts: `expert` is this rank's."""
+
+    def __init__(self, hidden, expert, process_group=None):
+        super().__init__()
+        self.gate = nn.Linear(hidden, dist.get_world_size(process_group), bias=False)
+        self.expert = expert
+        self.process_group = process_group
+
+    def forward(self, x):  # (tokens, hidden)
+        probability, expert = self.gate(x).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)  # rows for rank 0 first, then rank 1
+        counts = expert.bincount(minlength=self.gate.out_features)
+        send_counts = counts.tolist()
+        recv_counts = exchange_counts(counts, self.process_group).tolist()
+        rows = AllToAllRows.apply(x[order], send_counts, recv_counts, self.process_group)
+        results = self.expert(rows)
+        results = AllToAllRows.apply(results, recv_counts, send_counts, self.process_group)
+        return results[order.argsort()] * probability[:, None]
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. The layer. On one device until parallelize() splits its experts.
+
+
+class Experts(nn.Module):
+    """SwiGLU networks, E on one device and E/N on each of N ranks. Parameters as in transformers."""
+
+    def __init__(self, num_experts, hidden, ffn_hidden):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * ffn_hidden, hidden))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, ffn_hidden))
+        for weight in self.parameters():
+            bound = weight.shape[-1] ** -0.5  # as nn.Linear's
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, rows, counts):
+        """The first counts[0] of the rows are for expert 0, the next counts[1] for expert 1, …"""
+        results = []
+        for expert, part in enumerate(rows.split(counts)):
+            gate, up = (part @ self.gate_up_proj[expert].T).chunk(2, dim=-1)
+            results.append((F.silu(gate) * up) @ self.down_proj[expert].T)
+        return torch.cat(results)
+
+
+class Groups:
+    """The ranks over which the experts are split, and those that have the same experts, or None."""
+
+    def __init__(self, process_group, edp_group):
+        self.process_group = process_group
+        self.edp_group = edp_group
+        self.size = dist.get_world_size(process_group)  # N
+        self.rank = dist.get_rank(process_group)
+        copies = 1 if edp_group is None else dist.get_world_size(edp_group)
+        self.num_ranks = self.size * copies  # W
+
+    def __deepcopy__(self, memo):  # a ProcessGroup cannot be copied
+        return self
+
+    def sum(self, tensor):
+        """Add up `tensor` over all W ranks, in place."""
+        dist.all_reduce(tensor, group=self.process_group)
+        if self.edp_group is not None:
+            dist.all_reduce(tensor, group=self.edp_group)
+        return tensor
+
+
+class MoE(nn.Module):
+    """A mixture of experts: (…, hidden) to (…, hidden).
+
+    top_k: experts per token. Their probabilities are the weights, renormalised to a sum of 1 if
+    norm_topk_prob (Mixtral). capacity_factor: section 4. num_shared_experts: experts that see every
+    token (DeepSeekMoE), as one network of their total width. bias_update_rate: section 5.
+    After a forward `aux_loss` and `z_loss` are those of the tokens of all ranks.
+    """
+
+    def __init__(
+        self,
+        hidden,
+        ffn_hidden,
+        num_experts,
+        top_k=2,
+        *,
+        capacity_factor=None,
+        num_shared_experts=0,
+        norm_topk_prob=True,
+        bias_update_rate=None,
+    ):
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k} of {num_experts} experts; choose 1 to {num_experts}")
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.capacity_factor = capacity_factor
+        self.norm_topk_prob = norm_topk_prob
+        self.bias_update_rate = bias_update_rate
+        self.gate = nn.Linear(hidden, num_experts, bias=False)
+        self.experts = Experts(num_experts, hidden, ffn_hidden)
+        self.shared_experts = None
+        if num_shared_experts:
+            self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
+        self.groups = None  # Groups, after parallelize()
+        self.aux_loss = None  # Switch's load-balancing loss: 1 if balanced
+        self.z_loss = None  # ST-MoE's loss that keeps logits small
+        self.rows_sent = (0, 0)  # in the last forward: to other ranks' experts, and back to others
+        # DeepSeek-V3's bias of the choice, and the tokens per expert since the last update_bias().
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
+        self.register_buffer("load", torch.zeros(num_experts), persistent=False)
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.route(tokens)  # (tokens, k) each
+        slots, counts = self.assign_slots(chosen)
+        rows = self.dispatch(tokens, slots, sum(counts))
+        results = self.compute(rows, counts)
+        output = self.combine(results, slots, weights)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(tokens, [len(tokens)])
+        return output.view_as(x)
+
+    def route(self, tokens):
+        """Return the weights and the numbers of the experts of each token, (tokens, k) each."""
+        dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits confuse close experts
+        logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
+        probabilities = logits.softmax(-1)
+        preference = probabilities if self.bias_update_rate is None else probabilities + self.bias
+        chosen = preference.topk(self.top_k).indices
+        weights = probabilities.gather(1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        self.compute_losses(logits, probabilities, chosen)
+        return weights.to(tokens.dtype), chosen
+
+    def assign_slots(self, chosen):
+        """Give each assignment of a token to an expert a slot; slots are sorted by expert.
+
+        Return the slot of each assignment, (k, tokens), and the number of slots of each expert.
+        Assignments are taken in GShard's order: all first choices by position, then all second.
+        """
+        expert = chosen.T.flatten()
+        order = expert.argsort(stable=True)
+        counts = expert.bincount(minlength=self.num_experts)
+        first = counts.cumsum(0) - counts  # of each expert, in `order`
+        place = torch.empty_like(order)  # among the assignments of the same expert
+        place[order] = torch.arange(len(order), device=order.device) - first[expert[order]]
+        if self.capacity_factor is not None:
+            return self.slots_with_capacity(expert, place, len(chosen))
+        return (first[expert] + place).view(self.top_k, -1), counts.tolist()
+
+    def dispatch(self, tokens, slots, num_slots):
+        """Return the row of each slot. An empty slot has zeros."""
+        copies = tokens.expand(self.top_k, *tokens.shape).flatten(0, 1)
+        copies = torch.cat([copies, copies.new_zeros(1, copies.shape[1])])
+        source = torch.full((num_slots + 1,), len(copies) - 1, device=tokens.device)
+        source[slots.flatten()] = torch.arange(len(copies) - 1, device=tokens.device)
+        return copies[source[:-1]]  # the last slot is where dropped assignments go
+
+    def compute(self, rows, counts):
+        """Run each row through its expert, wherever that is. The result has the order of `rows`."""
+        if self.groups is None:
+            return self.experts(rows, counts)
+        group = self.groups.process_group
+        to_ranks = torch.tensor(counts, device=rows.device).view(self.groups.size, -1)
+        from_ranks = to_ranks  # with a capacity, C everywhere
+        if self.capacity_factor is None:
+            from_ranks = exchange_counts(to_ranks, group)  # (rank, expert of this rank)
+        send_counts = to_ranks.sum(1).tolist()
+        recv_counts = from_ranks.sum(1).tolist()
+        rank = self.groups.rank
+        self.rows_sent = (
+            sum(send_counts) - send_counts[rank],
+            sum(recv_counts) - recv_counts[rank],
+        )
+        arrived = AllToAllRows.apply(rows, send_counts, recv_counts, group)
+        # They arrive sorted by rank, then by expert. The experts want them sorted by expert.
+        expert = torch.arange(from_ranks.shape[1], device=rows.device).repeat(len(from_ranks))
+        order = expert.repeat_interleave(from_ranks.flatten()).argsort(stable=True)
+        results = self.experts(arrived[order], from_ranks.sum(0).tolist())
+        return AllToAllRows.apply(results[order.argsort()], recv_counts, send_counts, group)
+
+    def combine(self, results, slots, weights):
+        """Add up the results of each token's experts, first choice first, times their weights."""
+        results = torch.cat([results, results.new_zeros(1, results.shape[1])])  # of dropped ones
+        return (results[slots] * weights.T[:, :, None]).sum(0)
+
+    # ----------------------------------------------------------------------------------------------
+    # Refinements: capacity (GShard), balance by a loss (Switch), balance by a bias (DeepSeek-V3).
+
+    def slots_with_capacity(self, expert, place, num_tokens):
+        """Each expert has C slots for the tokens of this rank. What finds none left is dropped.
+
+        A dropped assignment adds nothing to its token; the other weights stay as they are.
+        """
+        if self.groups is not None:
+            self.verify_equal_counts(num_tokens, expert.device)
+        capacity = math.ceil(self.capacity_factor * self.top_k * num_tokens / self.num_experts)
+        num_slots = self.num_experts * capacity
+        slots = torch.where(place < capacity, expert * capacity + place, num_slots)
+        return slots.view(self.top_k, -1), [capacity] * self.num_experts
+
+    def verify_equal_counts(self, num_tokens, device):
+        counts = torch.full((self.groups.size,), num_tokens, device=device)
+        counts = exchange_counts(counts, self.groups.process_group).tolist()
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"with a capacity all ranks must have as many tokens, but they have {counts}; "
+                "pad the batches, or use capacity_factor=None"
+            )
+
+    def compute_losses(self, logits, probabilities, chosen):
+        """Set aux_loss and z_loss, and count the tokens of each expert, over all ranks' tokens.
+
+        aux_loss = E Σ f P (Fedus et al., §2.2): f the share of assignments that an expert gets,
+        P its mean probability. The average of gradients divides by W, and f has no gradient. So W
+        times this rank's own term has the right gradient, and the value is put in without one.
+        """
+        E = self.num_experts
+        counts = chosen.flatten().bincount(minlength=E).to(probabilities.dtype)
+        own = torch.cat([probabilities.sum(0), logits.logsumexp(-1).square().sum()[None]])
+        num_tokens = own.new_full((1,), len(chosen))
+        total = torch.cat([counts, num_tokens, own.detach()])
+        num_ranks = 1
+        if self.groups is not None:
+            self.groups.sum(total)
+            num_ranks = self.groups.num_ranks
+        counts, num_tokens, value = total.split([E, 1, E + 1])
+        num_tokens = num_tokens.clamp(min=1)
+        own = (num_ranks * (own - own.detach()) + value) / num_tokens
+        share = counts / (self.top_k * num_tokens)
+        self.aux_loss = E * (share * own[:E]).sum()
+        self.z_loss = own[E]
+        if self.training:
+            self.load += counts
+
+    @torch.no_grad()
+    def update_bias(self):
+        """Prefer experts with less than the mean load, by `bias_update_rate` (§2.1.2). Once a step."""
+        self.bias += self.bias_update_rate * (self.load.mean() - self.load).sign()
+        self.load.zero_()
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Splitting the experts, and what follows for gradients and states.
+
+
+def moe_layers(module):
+    return [layer for layer in module.modules() if isinstance(layer, MoE)]
+
+
+def expert_names(module):
+    """{name: Groups, or None before parallelize()} of the parameters that are split over ranks."""
+    names = {}
+    for path, layer in module.named_modules():
+        if isinstance(layer, MoE):
+            for name, _ in layer.named_parameters():
+                if name.startswith("experts."):
+                    names[f"{path}.{name}" if path else name] = layer.groups
+    return names
+
+
+def parallelize(module, process_group=None, edp_group=None):
+    """Split the experts of every MoE in `module` over `process_group`, in place.
+
+    All ranks hold the same whole module before. If there are more ranks than these, `edp_group` has
+    the ranks with the same experts as this one: one of each process_group. ValueError if the number
+    of experts does not divide.
+    """
+    groups = Groups(process_group, edp_group)
+    for layer in moe_layers(module):
+        if layer.num_experts % groups.size:
+            raise ValueError(
+                f"{layer.num_experts} experts do not divide by {groups.size} ranks; use fewer ranks "
+                "in process_group, and edp_group for the others"
+            )
+        layer.groups = groups
+        for parameter in layer.experts.parameters():
+            parameter.data = parameter.data.chunk(groups.size)[groups.rank].clone()
+    return module
+
+
+@torch.no_grad()
+def average_gradients(module, process_group=None, edp_group=None):
+    """Make every gradient that of the mean loss of all ranks. Call it between backward and step."""
+    groups = Groups(process_group, edp_group)
+    experts = expert_names(module)
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:  # not used on this rank; all ranks issue the same collectives
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad.contiguous()
+        gradient /= groups.num_ranks
+        if name not in experts:
+            groups.sum(gradient)
+        elif edp_group is not None:
+            dist.all_reduce(gradient, group=edp_group)
+        parameter.grad.copy_(gradient)
+
+
+@torch.no_grad()
+def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
+    """As torch.nn.utils.clip_grad_norm_ over the whole module. Return its norm, alike on all ranks.
+
+    Every rank's experts count once. `edp_group` has the same experts, so nothing is added over it.
+    """
+    experts = expert_names(module)
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    device = next(module.parameters()).device
+    squares = {True: torch.zeros((), device=device), False: torch.zeros((), device=device)}
+    for name, gradient in gradients.items():
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        is_expert = name in experts
+        squares[is_expert] = squares[is_expert] + gradient.to(dtype).square().sum()
+    dist.all_reduce(squares[True], group=process_group)
+    norm = (squares[True] + squares[False]).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def full_state_dict(module, gradients=False):
+    """The state dict, or the gradients by name, of the whole module, on every rank."""
+    tensors = module.state_dict()
+    if gradients:
+        tensors = {name: parameter.grad for name, parameter in module.named_parameters()}
+    for name, groups in expert_names(module).items():
+        if groups is not None:
+            shard = tensors[name].contiguous()
+            shards = [torch.empty_like(shard) for _ in range(groups.size)]
+            dist.all_gather(shards, shard, group=groups.process_group)
+            tensors[name] = torch.cat(shards)
+    return tensors
+
+
+def load_full_state_dict(module, state_dict):
+    """Load what full_state_dict() returned, at any number of ranks."""
+    shards = dict(state_dict)
+    for name, groups in expert_names(module).items():
+        if groups is not None:
+            shards[name] = state_dict[name].chunk(groups.size)[groups.rank]
+    module.load_state_dict(shards)
+
+
+# --------------------------------------------------------------------------------------------------
+# Demo.
+
+
+class ResidualMoE(nn.Module):
+    def __init__(self, hidden, num_experts):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.moe = MoE(hidden, 2 * hidden, num_experts)
+
+    def forward(self, x):
+        return x + self.moe(self.norm(x))
+
+
+def add_moe_layers(model, num_experts):
+    """The demo's language model with a mixture of experts after its second and its fourth block."""
+    hidden = model[0].embedding_dim
+    layers = list(model)
+    for position in (5, 3):
+        layers.insert(position, ResidualMoE(hidden, num_experts))
+    return nn.Sequential(*layers).to(model[0].weight)
+
+
+def main():
+    demo = Demo()
+    N = demo.ranks
+    num_experts = 8
+    if num_experts % N:
+        demo.stop(f"{num_experts} experts do not divide by {N} ranks; use 1, 2, 4 or 8")
+    demo.model = add_moe_layers(demo.start("expert_parallel"), num_experts)
+    demo.optimizer = torch.optim.AdamW(demo.model.parameters(), lr=1e-3)
+    balanced = parallelize(copy.deepcopy(demo.model))
+    model = parallelize(copy.deepcopy(demo.model))
+    names = [name for name, _ in model.named_parameters()]
+    before = tokens_per_expert(demo, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def whole():
+        gradients = full_state_dict(model, gradients=True)
+        parameters = full_state_dict(model)
+        return [gradients[name] for name in names], [parameters[name] for name in names]
+
+    step = partial(train_step, demo, model, optimizer, 0.0)
+    demo.train(step, whole)
+    sent = bytes_by_formula(demo, model)
+    formula = "2Ψr(N-1)/N + Σ 2(a+b)h, Ψr replicated"
+    status = demo.report(held(model.parameters(), optimizer), formula, sent)
+    optimizer = torch.optim.AdamW(balanced.parameters(), lr=1e-3)
+    for number in range(demo.args.steps):
+        train_step(demo, balanced, optimizer, 0.01, *demo.batch(number))
+    demo.show("\ntokens per expert in the first MoE layer, of all ranks; ideal is the same for all")
+    for title, counts in (
+        ("before training", before),
+        ("after, no balance loss", tokens_per_expert(demo, model)),
+        ("after, 0.01 · aux_loss", tokens_per_expert(demo, balanced)),
+    ):
+        demo.show(title)
+        for expert, count in enumerate(counts):
+            demo.show(
+                f"  expert {expert}  {int(count):5} {'▇' * round(8 * num_experts * count / sum(counts))}"
+            )
+    return status
+
+
+def train_step(demo, model, optimizer, balance, inputs, targets):
+    optimizer.zero_grad()
+    loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+    aux_loss = sum(layer.aux_loss for layer in moe_layers(model))
+    (loss + balance * aux_loss).backward()
+    average_gradients(model)
+    optimizer.step()
+    return loss
+
+
+@torch.no_grad()
+def tokens_per_expert(demo, model):
+    layer = moe_layers(model)[0]
+    layer.load.zero_()
+    model(demo.part(demo.batch(0)[0]))
+    return layer.load.tolist()
+
+
+def bytes_by_formula(demo, model):
+    """What this rank sent in the last step. float64 and int64 have 8 bytes."""
+    N = demo.ranks
+    experts = set(expert_names(model))
+    numbers = sum(p.numel() for name, p in model.named_parameters() if name not in experts)
+    elements = 2 * numbers * (N - 1) / N
+    for layer in moe_layers(model):
+        a, b = layer.rows_sent
+        E = layer.num_experts
+        elements += 2 * (a + b) * layer.gate.in_features
+        elements += 2 * (2 * E + 2) * (N - 1) / N  # for aux_loss and z_loss
+        elements += E * (N - 1) / N  # counts
+    return 8 * elements
+
+
+# --------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, trained by all ranks and by one device.
+# This section is the same in every file.
+
+
+class Block(nn.Module):
+    def __init__(self, C, heads):
+        super().__init__()
+        self.head_dim = C // heads
+        self.norm1 = nn.LayerNorm(C)
+        self.norm2 = nn.LayerNorm(C)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.proj = nn.Linear(C, C)
+        self.linear1 = nn.Linear(C, 4 * C)
+        self.linear2 = nn.Linear(4 * C, C)
+
+    def forward(self, x):  # (batch, time, C)
+        q, k, v = map(self.split_heads, self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+    def split_heads(self, x):  # (batch, time, C) to (batch, heads, time, head_dim)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def language_model(C=192, heads=6, layers=4, V=256):
+    blocks = [Block(C, heads) for _ in range(layers)]
+    # No position embedding: the causal mask alone tells positions apart.
+    return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends. A collective counts as its ring algorithm sends."""
+
+    # operator: (how often its payload goes around the ring, which argument the payload is)
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0)}
+    RING |= {"_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            self.total += self.sent_by(func.__name__.split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def sent_by(self, operator, args):
+        if operator in ("send", "recv_"):
+            return args[0][0].nbytes if operator == "send" else 0
+        rounds, payload = self.RING[operator]  # KeyError: an unknown operator is not 0 bytes
+        handle = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(handle)
+        if operator == "alltoall_base_" and args[4]:  # the rows that each rank gets
+            rows = sum(args[4]) - args[4][group.rank()]
+            return rows * args[payload][:1].nbytes
+        size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+        return rounds * size * (group.size() - 1) / group.size()
+
+
+def held_bytes(tensors):
+    """The bytes of the storages behind `tensors`. A storage that several of them share counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def held(parameters, optimizer):
+    """The bytes of parameters, of gradients, and of optimizer state."""
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes(gradients), held_bytes(state)
+
+
+def choose_device(name):
+    """This rank's device, and the backend that it can use: NCCL wants a GPU for each local rank."""
+    if name == "cpu":
+        return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    enough = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 or newer
+    return device, "nccl" if enough or may_share else "gloo"
+
+
+def join_world(device, backend):
+    """Initialize the default group: NCCL if all ranks on all machines can use it, else gloo."""
+    timeout = timedelta(seconds=120)
+    if "RANK" in os.environ:
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+    else:  # without torchrun
+        store, rank, ranks = dist.HashStore(), 0, 1
+    store.set(f"backend/{rank}", backend)
+    backends = {store.get(f"backend/{peer}") for peer in range(ranks)}
+    backend = "nccl" if backends == {b"nccl"} else "gloo"
+    options = {"store": store, "rank": rank, "world_size": ranks, "timeout": timeout}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend == "nccl":
+        options["device_id"] = device
+    dist.init_process_group(backend, **options)
+
+
+class Demo:
+    """Trains with a technique and, beside it, the same model on one device, and compares the two.
+
+    If the technique claims to be bitwise equal, they train in float32, otherwise in float64.
+    """
+
+    def __init__(self, flags=None, steps=30):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.error = self.stop
+        parser.add_argument("--steps", type=int, default=steps)
+        parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="a text")
+        for flag, options in (flags or {}).items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        self.text = self.read(self.args.data)
+        if self.args.steps < 1:
+            self.stop(f"--steps {self.args.steps}: give 1 or more")
+        self.device, backend = choose_device(self.args.device)
+        join_world(self.device, backend)
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+
+    def read(self, name):
+        try:
+            text = Path(name).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {name}: {error.strerror.lower()}")
+        if len(text) < 66:
+            self.stop(f"--data {name}: {len(text)} bytes; a sequence and its targets need 66")
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def stop(self, message):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)  # at once: every rank finds the same error
+
+    def show(self, line="", end="\n"):
+        if self.rank == 0:
+            print(line, end=end, flush=True)
+
+    def start(self, name, bitwise=False, parts=None):
+        """Make the plain model, and return a copy of it. One device takes the batch in `parts`."""
+        self.parts = parts or self.ranks
+        self.tolerance = 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        torch.manual_seed(self.args.seed)
+        dtype = torch.float64 if self.tolerance else torch.float32
+        self.model = language_model().to(self.device, dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        world += f" · {self.device.type}/{dist.get_backend()}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):
+        """Inputs and targets of step `number`, (batch, time): 8 sequences of 64 bytes a rank."""
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def part(self, batch):
+        return batch.chunk(self.ranks)[self.rank]
+
+    def step_on_one_device(self, inputs, targets):
+        """Return the loss, the gradients and the parameters, in one list."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        losses = []
+        self.optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(self.parts), targets.chunk(self.parts), strict=True):
+            loss = language_loss(self.model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: 3 parts would round differently before it
+        self.optimizer.step()
+        gradients = [parameter.grad for parameter in parameters]
+        return [torch.stack(losses).mean().cpu(), *gradients, *parameters]
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def train(self, step, whole):
+        """Compare after each `step(inputs, targets)`, which returns this rank's loss, or None.
+
+        `whole()` returns the gradients and the parameters as the plain model has them.
+        """
+        self.losses = []  # of the whole batch, one per step
+        self.times = []  # per step, in seconds: (the technique's, one device's)
+        self.differences = [0.0]
+        for number in range(self.args.steps):
+            batch = self.batch(number)
+            is_last = number + 1 == self.args.steps
+            start = self.now()
+            with SentBytes() if is_last else nullcontext() as self.sent:  # counting takes time
+                loss = step(*batch)
+            middle = self.now()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, self.now() - middle))
+            losses = [None] * self.ranks
+            dist.all_gather_object(losses, None if loss is None else loss.item())
+            losses = [loss for loss in losses if loss is not None]
+            loss = torch.tensor(losses, dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            gradients, parameters = whole()
+            for ours, theirs in zip([loss, *gradients, *parameters], plain, strict=True):
+                if not torch.equal(ours, theirs):
+                    self.differences.append((ours - theirs).abs().max().item())
+            self.show_progress(number + 1)
+
+    def show_progress(self, done):
+        line = f"step {done}/{self.args.steps}   loss {self.losses[-1]:.3f}"
+        if sys.stdout.isatty():
+            self.show(line, end="\r")
+        elif (done - 1) % -(-self.args.steps // 3) == 0:  # a log gets three lines
+            self.show(line)
+
+    def report(self, held_here, formula, sent):
+        """Print what the README explains. Return the exit status: 1 if a rank found a difference."""
+        differences = torch.tensor(self.differences, device=self.device)
+        largest = differences.nan_to_num(nan=torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = largest.item() <= self.tolerance
+        verdict = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+        if largest == 0:
+            verdict = "bitwise equal"
+        verdict = f"loss, gradients and parameters {verdict} over {self.args.steps} steps"
+        params, grads, state = (f"{size / 1e6:.1f} MB" for size in held_here)
+        plain_held = held(self.model.parameters(), self.optimizer)
+        plain = " / ".join(f"{size / 1e6:.1f}" for size in plain_held)
+        measured = f"{self.sent.total / 1e6:.1f} MB per step"
+        ms, plain_ms = (1e3 * torch.tensor(self.times)).median(dim=0).values.tolist()
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
+        self.show(f"vs 1 device {verdict}")
+        held_line = f"params {params}   grads {grads}   optimizer {state}"
+        self.show(f"held/rank   {held_line}      (1 device: {plain})")
+        self.show(f"sent/rank   {measured}      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms:.0f} ms per step      (1 device: {plain_ms:.0f})")
+        return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()  # a rank that exits early drops its peers' connections
+    dist.destroy_process_group()
+    sys.exit(status)
