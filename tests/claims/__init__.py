@@ -19,6 +19,7 @@ FILES = [  # in the order of the README's table
     "activation_checkpoint",
     "attention",
     "all_reduce",
+    "moe",
 ]
 for _file in FILES:
     importlib.import_module(f"claims.{_file}")

@@ -17,6 +17,7 @@ FILES = [
     "activation_checkpoint",
     "attention",
     "all_reduce",
+    "moe",
 ]
 
 MISTAKES = []  # (kind, "wrong.file:name", the claim that does not hold)

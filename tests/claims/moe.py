@@ -1,0 +1,235 @@
+"""An implementation of --moe is called as Class(hidden, ffn_hidden, num_experts, top_k=2): a module.
+
+It maps (tokens, hidden) to (tokens, hidden). Its parameters are gate.weight (E, hidden),
+experts.gate_up_proj (E, 2F, hidden) with the gate first, and experts.down_proj (E, hidden, F). The
+file that defines it, or the class, also has parallelize(module), which leaves every rank of the
+default group E/N experts in the order of ranks, and average_gradients(module), which is called
+between backward and step. The claims about them also use norm_topk_prob=, the attributes aux_loss
+and z_loss, and clip_grad_norm_(module, max_norm).
+"""
+
+import sys
+
+import pool
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from shared import randn
+
+from claims.registry import NotOffered, add_kind, call, check, claim, same, same_on_all
+
+HIDDEN = 6
+FFN = 5
+EXPERTS = 4
+
+
+class Ours:
+    """The module under test and the functions that come with it."""
+
+    def __init__(self, implementation, **options):
+        self.implementation = implementation
+        self.module = call(implementation, HIDDEN, FFN, EXPERTS, needed=options, top_k=2).double()
+
+    def function(self, name):
+        found = getattr(self.implementation, name, None)
+        found = found or getattr(sys.modules[self.implementation.__module__], name, None)
+        if found is None:
+            raise NotOffered(f"no function {name}")
+        return found
+
+
+def make_moe(implementation, weights, **options):
+    """The implementation with these whole weights, split over the ranks."""
+    ours = Ours(implementation, **options)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            ours.module.get_parameter(name).copy_(weight)
+    ours.function("parallelize")(ours.module)
+    return ours
+
+
+add_kind("moe", called=__doc__, make=make_moe, ours="expert_parallel:MoE")
+
+
+def whole_weights(scale=1.0):
+    return {
+        "gate.weight": randn((EXPERTS, HIDDEN), seed=1) * scale,
+        "experts.gate_up_proj": randn((EXPERTS, 2 * FFN, HIDDEN), seed=2),
+        "experts.down_proj": randn((EXPERTS, HIDDEN, FFN), seed=3),
+    }
+
+
+def plain_moe(x, weights, normalise=True):
+    """One token after the other, one expert after the other."""
+    outputs = []
+    for token in x:
+        probabilities = (weights["gate.weight"] @ token).softmax(0)
+        values, chosen = probabilities.topk(2)
+        if normalise:
+            values = values / values.sum()
+        output = torch.zeros_like(token)
+        for value, expert in zip(values, chosen.tolist(), strict=True):
+            gate, up = (weights["experts.gate_up_proj"][expert] @ token).chunk(2)
+            output = output + value * (weights["experts.down_proj"][expert] @ (F.silu(gate) * up))
+        outputs.append(output)
+    return torch.stack(outputs) if outputs else x
+
+
+def tokens_of(rank, count, step=0):
+    return randn((count, HIDDEN), seed=100 + 10 * step + rank)
+
+
+def mine(name, whole):
+    """This rank's part of a whole weight."""
+    if not name.startswith("experts."):
+        return whole
+    return whole.chunk(pool.world_size())[pool.rank()]
+
+
+def loss_of(output, rank):
+    return (output * randn(output.shape, seed=50 + rank)).sum()
+
+
+def gradients_of_one_device(weights, counts, plain=plain_moe):
+    """-> the weights with the gradients of the mean of all ranks' losses, and the ranks' inputs"""
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    inputs = [tokens_of(rank, count).requires_grad_() for rank, count in enumerate(counts)]
+    losses = [loss_of(plain(x, leaves), rank) for rank, x in enumerate(inputs)]
+    unused = 0 * sum(leaf.sum() for leaf in leaves.values())  # has a gradient without tokens, too
+    (sum(losses) / len(losses) + unused).backward()
+    return leaves, inputs
+
+
+def computes_as_one_device(make, weights, counts, normalise=True, **options):
+    counts = counts[: pool.world_size()]
+    rank = pool.rank()
+    expected, inputs = gradients_of_one_device(
+        weights, counts, lambda x, leaves: plain_moe(x, leaves, normalise)
+    )
+    ours = make(weights, **options)
+    x = tokens_of(rank, counts[rank]).requires_grad_()
+
+    output = ours.module(x)
+    loss_of(output, rank).backward()
+    ours.function("average_gradients")(ours.module)
+
+    same(output, plain_moe(x, weights, normalise), "output")
+    same(x.grad, inputs[rank].grad * pool.world_size(), "gradient of the input")
+    for name, whole in expected.items():
+        found = ours.module.get_parameter(name).grad
+        same(found, mine(name, whole.grad), f"gradient of {name}")
+
+
+@claim("moe", 1, 2, 4)
+def as_one_device(make):
+    """Outputs and all gradients are those of a loop over tokens. Ranks may have other numbers of tokens, and none."""
+    computes_as_one_device(make, whole_weights(), counts=[7, 3, 0, 5])
+    computes_as_one_device(make, whole_weights(), counts=[0, 4, 4, 4])
+
+
+@claim("moe", 1, 2)
+def crowded_expert(make):
+    """All tokens may choose the same two experts. The gradient of an expert without tokens is zero."""
+    weights = whole_weights()
+    weights["gate.weight"][2:] = 0
+    weights["gate.weight"][:2] = 0
+    weights["gate.weight"][1, 0] = 1e-3  # ties break alike: nearly equal probabilities
+    weights["gate.weight"][3, 1] = 1e-3
+    computes_as_one_device(make, weights, counts=[6, 6])
+
+
+@claim("moe", 2)
+def without_renormalisation(make):
+    """With norm_topk_prob=False the weights are the probabilities, which add up to less than 1."""
+    counts = [5, 4]
+    computes_as_one_device(make, whole_weights(), counts, normalise=False, norm_topk_prob=False)
+
+
+def train_as_one_device(make, optimizer_class, **options):
+    weights = {name: nn.Parameter(weight) for name, weight in whole_weights().items()}
+    ours = make(whole_weights())
+    parameters = dict(ours.module.named_parameters())
+    plain_optimizer = optimizer_class(weights.values(), **options)
+    optimizer = optimizer_class(parameters.values(), **options)
+    N = pool.world_size()
+    for step in range(3):
+        plain_optimizer.zero_grad()
+        optimizer.zero_grad()
+        for rank in range(N):
+            output = plain_moe(tokens_of(rank, 4, step), weights)
+            (loss_of(output, rank) / N).backward()
+        loss_of(ours.module(tokens_of(pool.rank(), 4, step)), pool.rank()).backward()
+        ours.function("average_gradients")(ours.module)
+        plain_optimizer.step()
+        optimizer.step()
+    for name, weight in weights.items():
+        same(parameters[name].detach(), mine(name, weight.detach()), f"{name} after 3 steps")
+    same_on_all(parameters["gate.weight"], "gate.weight")
+
+
+@claim("moe", 2, 4)
+def trains(make):
+    """Several steps of SGD and of AdamW end where one device ends. Replicas of the router agree."""
+    train_as_one_device(make, torch.optim.SGD, lr=0.05)
+    train_as_one_device(make, torch.optim.AdamW, lr=0.01)
+
+
+@claim("moe", 1, 2, 4)
+def balance_over_all_tokens(make):
+    """aux_loss, Switch's, and z_loss are those of all ranks' tokens, and so are their gradients."""
+    weights = whole_weights()
+    rank = pool.rank()
+    inputs = [tokens_of(each, 3 + each) for each in range(pool.world_size())]
+    gate = weights["gate.weight"].clone().requires_grad_()
+    logits = torch.cat(inputs) @ gate.T
+    probabilities = logits.softmax(-1)
+    chosen = probabilities.topk(2).indices.flatten()
+    share = torch.bincount(chosen, minlength=EXPERTS).double() / len(chosen)
+    aux_loss = EXPERTS * (share * probabilities.mean(0)).sum()
+    z_loss = logits.logsumexp(-1).square().mean()
+    (aux_loss + 3 * z_loss).backward()
+
+    ours = make(weights)
+    ours.module(inputs[rank])
+    if not hasattr(ours.module, "aux_loss") or not hasattr(ours.module, "z_loss"):
+        raise NotOffered("no aux_loss and z_loss")
+    (ours.module.aux_loss + 3 * ours.module.z_loss).backward()
+    ours.function("average_gradients")(ours.module)
+
+    same(ours.module.aux_loss.detach(), aux_loss.detach(), "aux_loss")
+    same(ours.module.z_loss.detach(), z_loss.detach(), "z_loss")
+    same(ours.module.gate.weight.grad, gate.grad, "gradient of gate.weight")
+
+
+@claim("moe", 2, 4)
+def whole_norm(make):
+    """clip_grad_norm_ uses the norm of the whole model: each rank's experts, and the router once."""
+    weights = whole_weights()
+    counts = [4, 2, 3, 1][: pool.world_size()]
+    expected, _ = gradients_of_one_device(weights, counts)
+    norm = torch.nn.utils.clip_grad_norm_(expected.values(), 0.5)
+    ours = make(weights)
+    clip = ours.function("clip_grad_norm_")
+    rank = pool.rank()
+    loss_of(ours.module(tokens_of(rank, counts[rank])), rank).backward()
+    ours.function("average_gradients")(ours.module)
+
+    found = clip(ours.module, 0.5)
+
+    same(found, norm, "norm")
+    for name, whole in expected.items():
+        clipped = ours.module.get_parameter(name).grad
+        same(clipped, mine(name, whole.grad), f"clipped gradient of {name}")
+
+
+@claim("moe", 2, 4, about="property")
+def experts_are_split(make):
+    """A rank holds 1/N of the experts, parameters and gradients."""
+    ours = make(whole_weights())
+    loss_of(ours.module(tokens_of(pool.rank(), 4)), pool.rank()).backward()
+    for name, whole in whole_weights().items():
+        parameter = ours.module.get_parameter(name)
+        elements = mine(name, whole).numel()
+        held = parameter.untyped_storage().nbytes() // 8
+        check(held == elements, f"{name} holds {held} elements, not {elements}")
+        check(parameter.grad.numel() == elements, f"{name}.grad has {parameter.grad.numel()}")

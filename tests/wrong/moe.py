@@ -1,0 +1,89 @@
+"""Mistakes in expert parallelism, and the claim that catches each."""
+
+import torch
+import torch.distributed as dist
+
+from expert_parallel import MoE, average_gradients, clip_grad_norm_, parallelize  # noqa: F401
+
+
+def scale_expert_gradients(module, factor):
+    average_gradients(module)
+    for parameter in module.experts.parameters():
+        parameter.grad *= factor
+
+
+class ExpertsNotDivided(MoE):
+    @staticmethod
+    def average_gradients(module):
+        scale_expert_gradients(module, dist.get_world_size())
+
+
+class ExpertsDividedTwice(MoE):
+    @staticmethod
+    def average_gradients(module):
+        scale_expert_gradients(module, 1 / dist.get_world_size())
+
+
+class RouterNotAveraged(MoE):
+    @staticmethod
+    def average_gradients(module):
+        own = module.gate.weight.grad.clone()
+        average_gradients(module)
+        module.gate.weight.grad.copy_(own)
+
+
+class LocalBalance(MoE):
+    """The balance of each rank's own tokens."""
+
+    def compute_losses(self, *args):
+        groups = self.groups
+        self.groups = None
+        super().compute_losses(*args)
+        self.groups = groups
+
+
+class NoRenormalisation(MoE):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **{**options, "norm_topk_prob": False})
+
+
+class NoWeights(MoE):
+    def combine(self, results, slots, weights):
+        return super().combine(results, slots, torch.ones_like(weights))
+
+
+class WrongOrder(MoE):
+    """Rows come back in the order in which experts have them."""
+
+    def compute(self, rows, counts):
+        return super().compute(rows, counts).roll(1, 0)
+
+
+class RawAllToAll(MoE):
+    """The exchange has no gradient."""
+
+    def compute(self, rows, counts):
+        return super().compute(rows.detach(), counts)
+
+
+class NormOfThisRank(MoE):
+    """Forgets the other ranks' experts."""
+
+    @staticmethod
+    def clip_grad_norm_(module, max_norm):
+        return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+
+
+MISTAKES = {
+    "moe": {
+        "ExpertsNotDivided": "as_one_device",
+        "ExpertsDividedTwice": "trains",
+        "RouterNotAveraged": "trains",
+        "LocalBalance": "balance_over_all_tokens",
+        "NoRenormalisation": "as_one_device",
+        "NoWeights": "as_one_device",
+        "WrongOrder": "as_one_device",
+        "RawAllToAll": "as_one_device",
+        "NormOfThisRank": "whole_norm",
+    },
+}
