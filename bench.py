@@ -53,6 +53,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import activation_checkpoint
 import amp
 import ddp
+import expert_parallel
 import flash_attention
 import fsdp
 import lora
@@ -400,6 +401,46 @@ def bench_flash_attention(bench):
     }
 
 
+def bench_expert_parallel(bench):
+    """A layer of 8 experts, forward and backward, over transformers' block on one device."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    hidden = bench.width
+    ffn_hidden = 2 * hidden
+    torch.manual_seed(bench.rank)
+    shape = (8 * bench.sequences, bench.time, hidden)
+    x = torch.randn(shape, device=bench.device, dtype=bench.dtype, requires_grad=True)
+
+    def variant(layer):
+        layer = layer.to(bench.device, bench.dtype)
+
+        def step():
+            layer.zero_grad()
+            layer(x).sum().backward()
+
+        return step
+
+    def ours(split):
+        layer = expert_parallel.MoE(hidden, ffn_hidden, num_experts=8)
+        return variant(expert_parallel.parallelize(layer) if split else layer)
+
+    def theirs():
+        sizes = {"hidden_size": hidden, "intermediate_size": ffn_hidden}
+        config = MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2)
+        config._experts_implementation = "eager"
+        block = MixtralSparseMoeBlock(config)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        return variant(block)
+
+    return {
+        "expert_parallel": partial(ours, split=True),
+        "transformers, all experts": theirs,
+        "expert_parallel, all experts": partial(ours, split=False),
+    }
+
+
 ROWS = {
     "ddp": bench_ddp,
     "zero": bench_zero,
@@ -411,6 +452,7 @@ ROWS = {
     "lora": bench_lora,
     "activation_checkpoint": bench_activation_checkpoint,
     "flash_attention": bench_flash_attention,
+    "expert_parallel": bench_expert_parallel,
 }
 
 # --------------------------------------------------------------------------------------------------

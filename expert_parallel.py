@@ -15,9 +15,9 @@ that arrive, and sends the results back. E = 4 experts on N = 2 ranks, k = 2:
 All other parameters are replicated, as in data parallelism. The loss is the mean of the losses of
 all W ranks, and this is what most implementations get wrong:
 
-    a replicated parameter   each rank has the gradient of its own tokens:    add over W, divide by W
-    an expert                its rank has the gradient of ALL tokens' rows:   nothing to add, divide by W
-                             (add over the ranks with the same experts, if there are several)
+    a replicated parameter   each rank has the gradient of its own tokens: add over W, divide by W
+    an expert                its rank has the gradient of all tokens' rows already: divide by W
+                             (first add over the ranks with the same experts, if there are several)
 
 Cost per rank, layer and step, in elements; Ψe parameters of an expert, h hidden size, T tokens:
 
@@ -119,7 +119,7 @@ class NaiveMoE(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU networks, E on one device and E/N on each of N ranks. Parameters as in transformers."""
+    """SwiGLU networks, E of them, or E/N after parallelize(). Named as in transformers."""
 
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
@@ -146,6 +146,8 @@ class Groups:
         self.edp_group = edp_group
         self.size = dist.get_world_size(process_group)  # N
         self.rank = dist.get_rank(process_group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in process_group; call it on members")
         copies = 1 if edp_group is None else dist.get_world_size(edp_group)
         self.num_ranks = self.size * copies  # W
 
@@ -164,8 +166,8 @@ class MoE(nn.Module):
     """A mixture of experts: (…, hidden) to (…, hidden).
 
     top_k: experts per token. Their probabilities are the weights, renormalised to a sum of 1 if
-    norm_topk_prob (Mixtral). capacity_factor: section 4. num_shared_experts: experts that see every
-    token (DeepSeekMoE), as one network of their total width. bias_update_rate: section 5.
+    norm_topk_prob (Mixtral). num_shared_experts: experts that see every token (DeepSeekMoE), as one
+    network of their total width. capacity_factor, bias_update_rate: see the refinements.
     After a forward `aux_loss` and `z_loss` are those of the tokens of all ranks.
     """
 
@@ -198,12 +200,13 @@ class MoE(nn.Module):
         self.aux_loss = None  # Switch's load-balancing loss: 1 if balanced
         self.z_loss = None  # ST-MoE's loss that keeps logits small
         self.rows_sent = (0, 0)  # in the last forward: to other ranks' experts, and back to others
-        # DeepSeek-V3's bias of the choice, and the tokens per expert since the last update_bias().
-        self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
-        self.register_buffer("load", torch.zeros(num_experts), persistent=False)
+        uses_bias = bias_update_rate is not None
+        self.register_buffer("bias", torch.zeros(num_experts), persistent=uses_bias)
+        load = torch.zeros(num_experts, dtype=torch.int64)
+        self.register_buffer("load", load, persistent=False)  # assignments since update_bias()
 
     def forward(self, x):
-        tokens = x.flatten(0, -2)
+        tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens)  # (tokens, k) each
         slots, counts = self.assign_slots(chosen)
         rows = self.dispatch(tokens, slots, sum(counts))
@@ -218,8 +221,7 @@ class MoE(nn.Module):
         dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits confuse close experts
         logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
         probabilities = logits.softmax(-1)
-        preference = probabilities if self.bias_update_rate is None else probabilities + self.bias
-        chosen = preference.topk(self.top_k).indices
+        chosen = (probabilities + self.bias).topk(self.top_k).indices  # the bias is 0 if not used
         weights = probabilities.gather(1, chosen)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -234,21 +236,23 @@ class MoE(nn.Module):
         """
         expert = chosen.T.flatten()
         order = expert.argsort(stable=True)
+        slots = order.argsort()
         counts = expert.bincount(minlength=self.num_experts)
-        first = counts.cumsum(0) - counts  # of each expert, in `order`
-        place = torch.empty_like(order)  # among the assignments of the same expert
-        place[order] = torch.arange(len(order), device=order.device) - first[expert[order]]
         if self.capacity_factor is not None:
+            first_slots = counts.cumsum(0) - counts
+            place = slots - first_slots[expert]  # among the assignments of the same expert
             return self.slots_with_capacity(expert, place, len(chosen))
-        return (first[expert] + place).view(self.top_k, -1), counts.tolist()
+        return slots.view(self.top_k, -1), counts.tolist()
 
     def dispatch(self, tokens, slots, num_slots):
         """Return the row of each slot. An empty slot has zeros."""
-        copies = tokens.expand(self.top_k, *tokens.shape).flatten(0, 1)
-        copies = torch.cat([copies, copies.new_zeros(1, copies.shape[1])])
-        source = torch.full((num_slots + 1,), len(copies) - 1, device=tokens.device)
-        source[slots.flatten()] = torch.arange(len(copies) - 1, device=tokens.device)
-        return copies[source[:-1]]  # the last slot is where dropped assignments go
+        copies = tokens.expand(self.top_k, *tokens.shape).flatten(0, 1)  # a row per assignment
+        zeros = copies.new_zeros(1, copies.shape[1])
+        nothing = len(copies)  # the number of that row
+        source = torch.full((num_slots + 1,), nothing, device=tokens.device)
+        source[slots.flatten()] = torch.arange(nothing, device=tokens.device)
+        source = source[:-1]  # the last slot is where dropped assignments go
+        return torch.cat([copies, zeros])[source]
 
     def compute(self, rows, counts):
         """Run each row through its expert, wherever that is. The result has the order of `rows`."""
@@ -275,8 +279,9 @@ class MoE(nn.Module):
 
     def combine(self, results, slots, weights):
         """Add up the results of each token's experts, first choice first, times their weights."""
-        results = torch.cat([results, results.new_zeros(1, results.shape[1])])  # of dropped ones
-        return (results[slots] * weights.T[:, :, None]).sum(0)
+        zeros = results.new_zeros(1, results.shape[1])  # the result of a dropped assignment
+        by_choice = torch.cat([results, zeros])[slots]  # (k, tokens, hidden)
+        return (by_choice * weights.T[:, :, None]).sum(0)
 
     # ----------------------------------------------------------------------------------------------
     # Refinements: capacity (GShard), balance by a loss (Switch), balance by a bias (DeepSeek-V3).
@@ -325,13 +330,21 @@ class MoE(nn.Module):
         self.aux_loss = E * (share * own[:E]).sum()
         self.z_loss = own[E]
         if self.training:
-            self.load += counts
+            self.load += counts.long()
 
     @torch.no_grad()
     def update_bias(self):
-        """Prefer experts with less than the mean load, by `bias_update_rate` (§2.1.2). Once a step."""
-        self.bias += self.bias_update_rate * (self.load.mean() - self.load).sign()
+        """Once a step: prefer experts whose load is less than the mean (DeepSeek-V3, §2.1.2)."""
+        load = self.load.double()
+        self.bias += self.bias_update_rate * (load.mean() - load).sign()
         self.load.zero_()
+
+    def _apply(self, function, recurse=True):
+        """Module.to() and its relatives. The bias stays in fp32: 16 bits would lose its updates."""
+        bias = self.bias
+        super()._apply(function, recurse)
+        self.bias = bias.to(self.bias.device)
+        return self
 
 
 # --------------------------------------------------------------------------------------------------
@@ -364,8 +377,8 @@ def parallelize(module, process_group=None, edp_group=None):
     for layer in moe_layers(module):
         if layer.num_experts % groups.size:
             raise ValueError(
-                f"{layer.num_experts} experts do not divide by {groups.size} ranks; use fewer ranks "
-                "in process_group, and edp_group for the others"
+                f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
+                "use fewer ranks in process_group, and edp_group for the others"
             )
         layer.groups = groups
         for parameter in layer.experts.parameters():
@@ -385,7 +398,7 @@ def average_gradients(module, process_group=None, edp_group=None):
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.contiguous()
         gradient /= groups.num_ranks
-        if name not in experts:
+        if experts.get(name) is None:
             groups.sum(gradient)
         elif edp_group is not None:
             dist.all_reduce(gradient, group=edp_group)
@@ -399,15 +412,20 @@ def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
     Every rank's experts count once. `edp_group` has the same experts, so nothing is added over it.
     """
     experts = expert_names(module)
-    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    device = next(module.parameters()).device
-    squares = {True: torch.zeros((), device=device), False: torch.zeros((), device=device)}
-    for name, gradient in gradients.items():
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        is_expert = name in experts
-        squares[is_expert] = squares[is_expert] + gradient.to(dtype).square().sum()
-    dist.all_reduce(squares[True], group=process_group)
-    norm = (squares[True] + squares[False]).sqrt()
+    own = 0.0  # sums of squares: of this rank's experts
+    replicated = 0.0
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            continue
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        square = parameter.grad.to(dtype).square().sum()
+        if experts.get(name) is None:
+            replicated = replicated + square
+        else:
+            own = own + square
+    own = torch.as_tensor(own, device=next(module.parameters()).device)
+    dist.all_reduce(own, group=process_group)
+    norm = (own + replicated).sqrt()
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
     return norm
 
@@ -485,18 +503,17 @@ def main():
     status = demo.report(held(model.parameters(), optimizer), formula, sent)
     optimizer = torch.optim.AdamW(balanced.parameters(), lr=1e-3)
     for number in range(demo.args.steps):
-        train_step(demo, balanced, optimizer, 0.01, *demo.batch(number))
+        train_step(demo, balanced, optimizer, 0.1, *demo.batch(number))
     demo.show("\ntokens per expert in the first MoE layer, of all ranks; ideal is the same for all")
     for title, counts in (
         ("before training", before),
         ("after, no balance loss", tokens_per_expert(demo, model)),
-        ("after, 0.01 · aux_loss", tokens_per_expert(demo, balanced)),
+        ("after, 0.1 · aux_loss", tokens_per_expert(demo, balanced)),
     ):
         demo.show(title)
         for expert, count in enumerate(counts):
-            demo.show(
-                f"  expert {expert}  {int(count):5} {'▇' * round(8 * num_experts * count / sum(counts))}"
-            )
+            bar = "▇" * round(8 * num_experts * count / sum(counts))
+            demo.show(f"  expert {expert}  {count:5} {bar}")
     return status
 
 

@@ -1,4 +1,4 @@
-"""expert_parallel.py: what tests/claims leaves open: capacity, balance by a bias, grids, states, bytes."""
+"""expert_parallel.py beyond its claims: capacity, balance by a bias, grids, states, bytes."""
 
 import copy
 import importlib.util
@@ -129,7 +129,7 @@ def test_the_bias_moves_towards_a_balance_and_changes_the_choice_alone():
     weights, chosen = layer.route(x)
 
     assert load.sum() == 2 * 32 * pool.world_size()
-    expected = 0.25 * (load.mean() - load).sign()
+    expected = 0.25 * (load.double().mean() - load).sign().float()
     assert torch.equal(layer.bias, expected)
     assert torch.equal(chosen, (probabilities + expected).topk(2).indices)
     assert_equal(weights.sum(-1), torch.ones(32, dtype=torch.float64), False)
@@ -153,7 +153,7 @@ def test_a_balanced_router_has_an_aux_loss_of_1():
 
 @pool.on(4)
 def test_a_grid_of_two_expert_parallel_by_two_data_parallel_ranks():
-    """Ranks 0 and 1 split the experts, as do 2 and 3; ranks 0 and 2 have the same ones, as do 1 and 3."""
+    """Ranks 0 and 1 split the experts, and so do 2 and 3. Ranks 0 and 2 have the same ones."""
     process_group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     edp_group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     plain = make_model(num_experts=2)
@@ -221,6 +221,23 @@ def test_bf16_is_as_close_as_on_one_device():
     assert error <= (plain(x) - expected).abs().max()
     assert error < 0.05
     assert model[0].aux_loss.dtype == torch.float32
+
+
+def test_the_bias_is_in_fp32_and_saved_if_it_is_used():
+    assert ep.MoE(H, 5, 4, bias_update_rate=0.1).bfloat16().bias.dtype == torch.float32
+    assert "bias" in ep.MoE(H, 5, 4, bias_update_rate=0.1).state_dict()
+    names = ["gate.weight", "experts.gate_up_proj", "experts.down_proj"]
+    assert list(ep.MoE(H, 5, 4).state_dict()) == names
+
+
+@pool.on(2)
+def test_experts_that_are_not_split_are_averaged_as_all_else():
+    plain = make_model()
+    model = copy.deepcopy(plain)
+    backward_as_one_device(plain, 2)
+    model(tokens_of(pool.rank())).square().sum().backward()
+    ep.average_gradients(model, pool.group())
+    assert_same_gradients(model, plain)
 
 
 @pool.on(2)

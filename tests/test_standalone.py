@@ -36,6 +36,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
     "flash_attention": ("dO_i / (1 - dropout_p)", "1.001 * dO_i / (1 - dropout_p)"),
     "checkpoint": ("total / parts", "1.001 * total / parts"),
+    "expert_parallel": ("gradient /= groups.num_ranks", "gradient /= groups.num_ranks / 1.001"),
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),
 }
 

@@ -1,9 +1,9 @@
-"""An implementation of --moe is called as Class(hidden, ffn_hidden, num_experts, top_k=2): a module.
+"""An implementation of --moe is called as Class(hidden, ffn_hidden, num_experts, top_k=2).
 
-It maps (tokens, hidden) to (tokens, hidden). Its parameters are gate.weight (E, hidden),
-experts.gate_up_proj (E, 2F, hidden) with the gate first, and experts.down_proj (E, hidden, F). The
-file that defines it, or the class, also has parallelize(module), which leaves every rank of the
-default group E/N experts in the order of ranks, and average_gradients(module), which is called
+It is a module that maps (tokens, hidden) to (tokens, hidden). Its parameters are gate.weight (E,
+hidden), experts.gate_up_proj (E, 2F, hidden) with the gate first, and experts.down_proj (E, hidden,
+F). The file that defines it, or the class, also has parallelize(module), which leaves every rank of
+the default group E/N experts in the order of ranks, and average_gradients(module), which is called
 between backward and step. The claims about them also use norm_topk_prob=, the attributes aux_loss
 and z_loss, and clip_grad_norm_(module, max_norm).
 """
@@ -122,14 +122,14 @@ def computes_as_one_device(make, weights, counts, normalise=True, **options):
 
 @claim("moe", 1, 2, 4)
 def as_one_device(make):
-    """Outputs and all gradients are those of a loop over tokens. Ranks may have other numbers of tokens, and none."""
+    """Outputs and all gradients are those of a loop over tokens. A rank may have no tokens."""
     computes_as_one_device(make, whole_weights(), counts=[7, 3, 0, 5])
     computes_as_one_device(make, whole_weights(), counts=[0, 4, 4, 4])
 
 
 @claim("moe", 1, 2)
 def crowded_expert(make):
-    """All tokens may choose the same two experts. The gradient of an expert without tokens is zero."""
+    """All tokens may choose the same two experts. Others have gradients of zero."""
     weights = whole_weights()
     weights["gate.weight"][2:] = 0
     weights["gate.weight"][:2] = 0
@@ -203,7 +203,7 @@ def balance_over_all_tokens(make):
 
 @claim("moe", 2, 4)
 def whole_norm(make):
-    """clip_grad_norm_ uses the norm of the whole model: each rank's experts, and the router once."""
+    """clip_grad_norm_ uses the whole model's norm: each rank's experts, and the router once."""
     weights = whole_weights()
     counts = [4, 2, 3, 1][: pool.world_size()]
     expected, _ = gradients_of_one_device(weights, counts)
