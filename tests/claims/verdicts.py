@@ -1,7 +1,6 @@
 """Does a claim hold for an implementation? What the suite asks, and how it reports the answers."""
 
 import re
-import sys
 import textwrap
 from typing import NamedTuple
 
@@ -117,7 +116,3 @@ def _rows(kind, verdicts, names, column):
         yield f"  {name:<28}{WORDS[outcome][column]:<13}{CLAIMS[kind, name].sentence}"
         if why:
             yield f"  {'':<41}{why}"
-
-
-if __name__ == "__main__":
-    print(*how_to_call(sys.argv[1]), sep="\n")
