@@ -191,9 +191,10 @@ class GradScaler:
         self._stepped = set()
 
     def _next_scale(self):
-        if not self._found_inf:
+        checks = [found for found in self._found_inf.values() if found != NO_GRADIENT]
+        if not checks:
             raise AssertionError("No inf checks were recorded prior to update")
-        if any(found_inf > 0 for found_inf in self._found_inf.values()):
+        if any(checks):
             self._growth_tracker = 0
             return self._scale * self._backoff_factor
         self._growth_tracker += 1

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F  # noqa: F401 (in ALIKE and UNLIKE)
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from shared import OPTIMIZERS, Collectives, batch_loss, loss_of, make_batch, make_model
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
@@ -71,10 +71,17 @@ HOW = [
 ]
 
 
+NO_GRADIENT = ["weight.grad = None", STEP]
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 1), VALUES), max_size=40),
     st.sampled_from(HOW),
 )
+@example([([SCALE, STEP, STEP], 0, 0.5)], HOW[0])
+@example([([SCALE, STEP, UPDATE], 0, value) for value in (0.5, INF, 0.5, 0.5, 0.5)], HOW[2])
+@example([(NO_GRADIENT, 0, 0.5), ([UPDATE], 0, 0.5)], HOW[0])
+@example([(NO_GRADIENT, 0, 0.5), ([SCALE, STEP, UPDATE], 1, 0.5)], HOW[0])
 def test_any_sequence_of_calls_and_overflows(calls, options):
     """The same scales, counters, weights and types of errors as PyTorch's, bit for bit."""
     sides = [
