@@ -1,21 +1,30 @@
-"""DataParallel: one process drives all devices, a thread each; what people used before DistributedDataParallel.
+"""DataParallel: one process drives all devices, with one thread for each.
 
-    batch ─ scatter ─┬→ device 0   replica 0: a view of module ─→ output 0 ─┬─ gather ─→ outputs → loss, on device 0
-                     └→ device 1   replica 1: a copy of it ─────→ output 1 ─┘                │
-                           ↑ replicate: parameters out                                       │
-    device 0: module.grad = g₀ + g₁ ←─────────────────────────── gradients back ←── backward ┘
+In a step, the process copies the model to every device, runs a chunk of the batch on each, and
+joins the outputs on device 0. Backward goes the same way back. It adds the gradients of all copies
+up on device 0, where the optimizer is.
 
-Only device 0 has the model, its gradients and the optimizer. Each forward copies the parameters to the others, within
-the graph, so that backward copies gradients back and adds them up. Nothing is averaged: the outputs are one batch again
-and have one loss. It gave way to a process per device: all this passes device 0, and threads share one lock (the GIL).
+    batch ─ scatter ─┬→ device 0   replica 0: views of the module ─→ output 0 ─┬─ gather ─→ outputs
+                     └→ device 1   replica 1: copies ──────────────→ output 1 ─┘               │
+                          ↑ replicate: parameters out                                          ↓
+    device 0: module.grad = g0 + g1 ←──────────────── gradients back ←──────────── backward ← loss
 
-    of Ψ parameters, N devices    held by device 0, and by the others         sent per step
-    DataParallel                  4Ψ (gradients, Adam's state); Ψ in a step   2Ψ(N-1), by device 0 or to it
-    DDP                           4Ψ, and Ψ in buckets; the same              2Ψ(N-1)/N, by each
+Nothing is averaged: the joined outputs are one batch with one loss.
 
-Run:      python data_parallel.py    (torchrun --nproc-per-node 3 data_parallel.py: 3 devices, on each rank by itself)
-Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, §2.2; Krizhevsky 2014, arXiv 1404.5997
-Mirrors:  torch.nn.DataParallel; left out: output_device and dim, small parameters copied as one, devices of two kinds
+For Ψ parameters, with Adam, on N devices, in elements:
+
+                    held by device 0        held by each other device   sent per step
+    DataParallel    4Ψ                      Ψ while the step runs       2Ψ(N-1) to or from device 0
+    DDP             4Ψ, and Ψ in buckets    the same                    2Ψ(N-1)/N by each rank
+
+DDP, with a process for each device, has replaced it: here all traffic goes through device 0, and
+the threads share one interpreter lock.
+
+Run:      python data_parallel.py uses two devices, or the CPU as two
+          torchrun --nproc-per-node 3 data_parallel.py: three devices, each rank by itself
+Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 2.2
+Mirrors:  torch.nn.DataParallel
+Left out: output_device and dim; coalesced copies of small parameters; devices of two types
 """
 
 import argparse
@@ -33,192 +42,241 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # if torch.optim imports it later, it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Four functions, whose inputs and outputs are tensors, also in lists, tuples and dicts; and the module that calls them.
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: copy the parameters within the graph, so that backward brings their gradients back.
+
+
+def data_parallel(module, x, devices):
+    """Run `module`, which is on devices[0], on a chunk of `x` on each device in turn."""
+    states = dict(module.named_parameters()) | dict(module.named_buffers())
+    chunks = x.chunk(len(devices))
+    outputs = []
+    for device, chunk in zip(devices, chunks, strict=False):
+        copies = {name: tensor.to(device) for name, tensor in states.items()}
+        output = torch.func.functional_call(module, copies, chunk.to(device))
+        outputs.append(output.to(devices[0]))
+    return torch.cat(outputs)
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. The real one: all devices at the same time. Threads need a module each, so there are replicas.
+# Inputs and outputs are tensors, or lists, tuples and dicts of them.
 
 
 def scatter(inputs, devices, dim=0):
-    """-> a list, the inputs of each device: tensors cut along `dim` as torch.chunk does, all else as it is.
-    The list is shorter where there are fewer chunks. Raises ValueError if one tensor gives fewer than another.
+    """Return a list with the inputs of each device.
+
+    Tensors are split along `dim` as by torch.chunk; everything else goes to all devices. The list
+    is shorter than `devices` if there are fewer chunks.
     """
-    N, (leaves, structure) = len(devices), tree_flatten(inputs)
-    pieces = [leaf.chunk(N, dim) if torch.is_tensor(leaf) else [leaf] * N for leaf in leaves]
-    if len({len(chunks) for chunks in pieces if torch.is_tensor(chunks[0])}) > 1:
-        shapes = [tuple(leaf.shape) for leaf in leaves if torch.is_tensor(leaf)]
+    tensors = [leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf)]
+    chunks = {tensor: tensor.chunk(len(devices), dim) for tensor in tensors}
+    counts = {len(pieces) for pieces in chunks.values()} or {len(devices)}
+    if len(counts) > 1:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
         raise ValueError(
-            f"tensors of shapes {shapes} give different numbers of chunks for {N} devices"
+            f"tensors of shapes {shapes} give different numbers of chunks for {len(devices)} "
+            f"devices; make them equally long in dimension {dim}"
         )
-    rows = zip(devices, *pieces, strict=False)  # ends where the chunks do
-    return [
-        tree_unflatten([x.to(d) if torch.is_tensor(x) else x for x in row], structure)
-        for d, *row in rows
-    ]
+
+    def inputs_of(number):
+        def chunk(tensor):
+            return chunks[tensor][number].to(devices[number])
+
+        return tree_map_only(torch.Tensor, chunk, inputs)
+
+    return [inputs_of(number) for number in range(counts.pop())]
+
+
+def copy_tensors(tensors, devices):
+    """Return the copies of all tensors on each device. On devices[0] the copies are views.
+
+    Gradients of all copies flow back into `tensors`.
+    """
+    copies = []
+    views = tensors
+    for device in reversed(devices[1:]):
+        # Views of views: backward adds along this chain, so always in the order of the devices.
+        views = [view.view_as(view) for view in views]
+        copies.append([view.to(device, copy=True) for view in views])
+    copies.append([view.view_as(view) for view in views])
+    return copies[::-1]
+
+
+def rebuild(module, copy_of):
+    """Return a copy of `module` that has `copy_of[x]` in place of each parameter or buffer x."""
+    clones = {part: part._replicate_for_data_parallel() for part in module.modules()}  # shallow
+    for part, clone in clones.items():
+        clone._modules = {}
+        for name, child in part._modules.items():
+            clone._modules[name] = clones.get(child)
+        states = part._parameters | part._buffers
+        for name, tensor in states.items():
+            # A plain tensor: a Parameter would be a leaf, and the gradient would stop there.
+            # By setattr, since nn.LSTM then updates the list that it keeps of its weights.
+            setattr(clone, name, copy_of.get(tensor))
+    return clones[module]
 
 
 def replicate(module, devices):
-    """-> a replica of `module`, which is on devices[0], for each device; gradients of all flow back into it.
-    Their parameters are plain tensors, the first's views: a Parameter would be a leaf, where the gradient stays.
-    """
-    replicas, tensors = [], {tensor: tensor for tensor in (*module.parameters(), *module.buffers())}
-    for number, device in reversed([*enumerate(devices)]):
-        # A chain of views, along which backward adds: in the order of the devices, whichever of them is done first.
-        tensors = {own: tensor.view_as(tensor) for own, tensor in tensors.items()}
-        copies = {
-            own: tensor.to(device, copy=True) if number else tensor
-            for own, tensor in tensors.items()
-        }
-        twins = {
-            original: original._replicate_for_data_parallel() for original in module.modules()
-        }  # shallow copies
-        for original, twin in twins.items():
-            twin._modules = {name: twins.get(child) for name, child in original._modules.items()}
-            for name, tensor in (*original._parameters.items(), *original._buffers.items()):
-                setattr(
-                    twin, name, copies.get(tensor)
-                )  # setattr: nn.LSTM keeps a list of its weights up with it
-        replicas.insert(0, twins[module])
+    """Return a replica of `module`, which is on devices[0], for each device."""
+    tensors = [*module.parameters(), *module.buffers()]
+    replicas = []
+    for copies in copy_tensors(tensors, devices):
+        copy_of = dict(zip(tensors, copies, strict=True))
+        replicas.append(rebuild(module, copy_of))
     return replicas
 
 
+def device_of(inputs):
+    for leaf in tree_leaves(inputs):
+        if torch.is_tensor(leaf):
+            return leaf.device
+    raise ValueError("parallel_apply needs `devices` if a module has no tensor among its inputs")
+
+
 def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
-    """-> each module's output for its inputs (a tuple or a tensor) and kwargs, on its device, in a thread of its own
-    with this one's modes and streams. Raises, once all have ended, what the lowest-numbered that failed raised.
+    """Call each module in a thread of its own, on its device, and return the outputs.
+
+    `inputs` has a tensor or a tuple for each module. The threads have the caller's grad mode,
+    autocast and streams. If calls raise, the first module's exception is raised again at the end.
     """
     inputs = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
-    devices = devices or [
-        next(x.device for x in tree_leaves(args) if torch.is_tensor(x)) for args in inputs
-    ]
-    kwargs_tup, start = kwargs_tup or [{}] * len(modules), threading.Barrier(len(modules))
-    with_gradients, kind = torch.is_grad_enabled(), torch.device(devices[0]).type
-    autocast = {"enabled": torch.is_autocast_enabled(kind), "dtype": torch.get_autocast_dtype(kind)}
-    streams = [
-        torch.cuda.stream(torch.cuda.current_stream(d) if kind == "cuda" else None) for d in devices
-    ]
+    if kwargs_tup is None:
+        kwargs_tup = [{}] * len(modules)
+    if devices is None:
+        devices = [device_of(args) for args in inputs]
+    grad_enabled = torch.is_grad_enabled()
+    kind = torch.device(devices[0]).type
+    autocast_enabled = torch.is_autocast_enabled(kind)
+    autocast_dtype = torch.get_autocast_dtype(kind)
+    streams = [None] * len(modules)
+    if kind == "cuda":
+        streams = [torch.cuda.current_stream(device) for device in devices]
+    all_started = threading.Barrier(len(modules))
 
-    def work(number):
-        start.wait()  # each in its thread: else, the pool takes one again that is done
+    def call(number):
+        all_started.wait()  # otherwise a thread that is done would take the next call as well
+        autocast = torch.autocast(kind, autocast_dtype, autocast_enabled)
+        stream = torch.cuda.stream(streams[number])  # does nothing if it is None
         try:
-            with (
-                torch.set_grad_enabled(with_gradients),
-                torch.autocast(kind, **autocast),
-                streams[number],
-            ):
+            with torch.set_grad_enabled(grad_enabled), autocast, stream:
                 return modules[number](*inputs[number], **kwargs_tup[number])
         except Exception as error:
-            error.args = (
-                f"{type(error).__name__} in replica {number} on device {devices[number]}: {error}",
-            )
+            place = f"replica {number} on device {devices[number]}"
+            error.args = (f"{type(error).__name__} in {place}: {error}",)
             raise
 
     with ThreadPoolExecutor(len(modules)) as threads:
-        return list(threads.map(work, range(len(modules))))
+        futures = [threads.submit(call, number) for number in range(len(modules))]
+    return [future.result() for future in futures]
 
 
 def gather(outputs, device, dim=0):
-    """-> the outputs as one, on `device`: tensors joined along `dim`, scalars to a vector; None stays None."""
+    """Join the outputs of all devices on `device`: tensors along `dim`, scalars to a vector.
 
-    def join(
-        *pieces,
-    ):  # TypeError for other types, as tree_map's ValueError for structures that differ
+    None stays None. Other types are a TypeError, and structures that differ a ValueError.
+    """
+
+    def join(*pieces):
+        if all(piece is None for piece in pieces):
+            return None
         if torch.is_tensor(pieces[0]) and pieces[0].dim() == 0:
             warnings.warn(
-                "replicas return scalars, gathered as a vector: a mean of losses may not be the loss"
+                "replicas return scalars, which are gathered as a vector: "
+                "its mean is not the mean over the batch if chunks differ in length"
             )
-        return (
-            None
-            if {*pieces} == {None}
-            else torch.cat([torch.atleast_1d(x).to(device) for x in pieces], dim)
-        )
+        here = [torch.atleast_1d(piece).to(device) for piece in pieces]
+        return torch.cat(here, dim)
 
     return tree_map(join, *outputs)
 
 
 class DataParallel(nn.Module):
-    """Runs `module`, which is on devices[0], on a chunk of the batch on each device; the output is on devices[0].
-    devices: one may be named several times (None: all GPUs, or else the CPU). What forward changes in a replica is
-    lost, except in place on devices[0]: the running statistics of a batch norm are those of the first chunk.
+    """Runs `module`, which is on devices[0], on all devices. The output is on devices[0].
+
+    Devices may repeat. None stands for all GPUs, or for the CPU if there are none. Changes that
+    forward makes to a replica are lost, except in place on devices[0]: the running statistics of a
+    batch norm are those of the first chunk.
     """
 
     def __init__(self, module, devices=None):
         super().__init__()
-        self.module, self.devices = (
-            module,
-            devices or [*range(torch.cuda.device_count())] or ["cpu"],
-        )
+        self.module = module
+        gpus = range(torch.cuda.device_count())
+        self.devices = devices or list(gpus) or ["cpu"]
 
     def forward(self, *inputs, **kwargs):
         if len(self.devices) == 1:
             return self.module(*inputs, **kwargs)
-        chunks = scatter((inputs, kwargs), self.devices) if inputs or kwargs else [(inputs, kwargs)]
-        replicas = replicate(self.module, self.devices[: len(chunks)])
-        return gather(
-            parallel_apply(replicas, *zip(*chunks, strict=True), self.devices), self.devices[0]
-        )
+        chunks = [(inputs, kwargs)]
+        if inputs or kwargs:
+            chunks = scatter((inputs, kwargs), self.devices)
+        devices = self.devices[: len(chunks)]
+        replicas = replicate(self.module, devices)
+        inputs, kwargs = zip(*chunks, strict=True)
+        outputs = parallel_apply(replicas, inputs, kwargs, devices)
+        return gather(outputs, devices[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Demo. A process alone has 2 devices; of N ranks each has N, and does all of it by itself.
+# --------------------------------------------------------------------------------------------------
+# Demo. Without torchrun there are 2 devices. Each of N ranks has N, and does all work by itself.
 
 
 def main():
     demo = Demo()
-    N, gpus = max(2, demo.ranks), torch.cuda.device_count() if demo.device.type == "cuda" else 0
-    devices = [
-        (torch.cuda.current_device() + number) % gpus if gpus else "cpu" for number in range(N)
-    ]
+    N = max(2, demo.ranks)
+    devices = ["cpu"] * N
+    if demo.device.type == "cuda":
+        first = demo.device.index
+        devices = [(first + number) % torch.cuda.device_count() for number in range(N)]
     model = DataParallel(demo.start("data_parallel", bitwise=N == 2, parts=N), devices)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
+    def mean_loss(outputs, targets):
+        losses = map(language_loss, outputs.chunk(N), targets.chunk(N))
+        return sum(losses) / N  # in the order in which one device adds them
+
     def step(inputs, targets):
         optimizer.zero_grad()
-        losses = map(language_loss, model(inputs).chunk(N), targets.chunk(N))
-        loss = sum(losses) / N  # as one device adds it up
+        loss = mean_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
         return loss
 
-    demo.train(
-        step, lambda: ([parameter.grad for parameter in model.parameters()], model.parameters())
-    )
-    here, replicas, back = held(model.parameters(), optimizer), replicate(model.module, devices), []
-    inputs, targets = (
-        tensor[: 2 * N - 1] for tensor in demo.batch(0)
-    )  # 2 sequences a device, but 1 for the last
-    copies = [
-        t
-        for m in nn.ModuleList(replicas[1:]).modules()
-        for t in vars(m).values()
-        if torch.is_tensor(t)
-    ]
+    def whole():
+        return [parameter.grad for parameter in model.parameters()], model.parameters()
+
+    demo.train(step, whole)
+    here = held(model.parameters(), optimizer)
+    replicas = replicate(model.module, devices)
+    copies = []  # the tensors of all replicas but the first
+    for part in nn.ModuleList(replicas[1:]).modules():
+        copies += filter(torch.is_tensor, vars(part).values())
+    sent_back = []  # bytes of each gradient
     for tensor in copies:
-        tensor.register_hook(lambda gradient: back.append(gradient.nbytes))
+        tensor.register_hook(lambda gradient: sent_back.append(gradient.nbytes))
+    # Two sequences for each device, but one for the last.
+    inputs, targets = (tensor[: 2 * N - 1] for tensor in demo.batch(0))
     outputs = gather(parallel_apply(replicas, scatter(inputs, devices)), devices[0])
-    mean, loss = (
-        sum(map(language_loss, outputs.chunk(N), targets.chunk(N))) / N,
-        language_loss(outputs, targets),
-    )
+    loss = language_loss(outputs, targets)
     loss.backward()
-    demo.sent.total = held_bytes(copies) + sum(back)
+    demo.sent.total = held_bytes(copies) + sum(sent_back)
     status = demo.report(here, "2Ψ(N-1)", 2 * here[0] * (N - 1))
-    first, other = sum(here) / 1e6, held_bytes(copies) / (N - 1) / 1e6
-    demo.show(
-        "traffic     all by device 0 or to it: parameters out, gradients back. DDP: 2Ψ(N-1)/N by each rank"
-    )
-    demo.show(
-        f"memory      device 0: {first:.1f} MB, as one device; each other: {other:.1f} MB, a replica, for a step"
-    )
-    demo.show(
-        f"pitfall     {len(inputs)} sequences: the gathered outputs' loss is {loss:.4f}, the mean of replicas'"
-    )
-    demo.show(
-        f"            losses {mean:.4f}: there the last one's only row counts double. Let forward return outputs"
-    )
+    of_first = f"{sum(here) / 1e6:.1f} MB"
+    of_other = f"{held_bytes(copies) / (N - 1) / 1e6:.1f} MB"
+    mean = mean_loss(outputs, targets)
+    demo.show("traffic     all to or from device 0: parameters out, gradients back")
+    demo.show(f"memory      device 0: {of_first}; each other device: {of_other} during a step")
+    demo.show(f"pitfall     {2 * N - 1} sequences: the loss of the joined outputs is {loss:.4f}")
+    demo.show(f"            the mean of the replicas' losses is {mean:.4f}: the last chunk has one")
+    demo.show("            sequence, and counts as much as the others, which have two")
     return status
 
 

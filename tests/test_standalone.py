@@ -27,7 +27,7 @@ LINES = [
 
 SCALED = {  # a line of each file's technique, and the same with a gradient that is a thousandth off
     "ddp": ("1 / self._divisor", "1.001 / self._divisor"),
-    "data_parallel": ("sum(losses) / N  # as one", "sum(losses) * 1.001 / N  # as one"),
+    "data_parallel": ("return sum(losses) / N", "return sum(losses) * 1.001 / N"),
     "zero": ("self.grad = functools", "self.grad = 1.001 * functools"),
     "fsdp": ("(total.to(self.dtype))", "(1.001 * total.to(self.dtype))"),
     "tensor_parallel": ("return grad_x, grad_weight", "return grad_x, 1.001 * grad_weight"),
