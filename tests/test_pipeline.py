@@ -259,6 +259,7 @@ def test_as_many_activations_are_alive_as_simulated_and_none_after_a_step(name, 
         peaks.clear()
         run.step(*make_batch(2, 14))
     assert max(peaks) == 1
+    assert not run.ours._graphs  # which hold the inputs of stages
     gc.enable()
 
 
