@@ -9,9 +9,9 @@ Here a unit with the parameters w, cut into w₀ and w₁ on N = 2 ranks:
                            ├ all-gather ┤
                rank 1   w₁ ┘            └ w   compute   free w
 
-    backward   rank 0   w₀ ┐            ┌ w   compute g   free w   g ┐                ┌ ḡ₀  optimizer
-                           ├ all-gather ┤                            ├ reduce-scatter ┤
-               rank 1   w₁ ┘            └ w   compute g   free w   g ┘                └ ḡ₁  optimizer
+    backward   rank 0   w₀ ┐            ┌ w   compute g   free w   g ┐              ┌ ḡ₀  optimizer
+                           ├ all-gather ┤                            ├reduce-scatter┤
+               rank 1   w₁ ┘            └ w   compute g   free w   g ┘              └ ḡ₁  optimizer
 
 ḡ is the mean of the ranks' gradients g. While a unit computes, the next unit is gathered and the
 gradients of the unit before it are reduced.
@@ -104,14 +104,21 @@ def forward_sharded(module, shards, *inputs, process_group=None):
 
 # --------------------------------------------------------------------------------------------------
 # 2. How parameters move: several at once, from one flat shard on each rank into one flat buffer.
+# A group of a weight of 40 elements and a bias of 30 on two ranks, numbered in elements:
+#
+#   unsharded    │ weight           │ padding │ bias         │ padding │
+#                0                  40        64             94        96
+#   shard        │ rank 0                │ rank 1                      │
+#                0                       48                            96
+#
+# Here rank 0 keeps the whole weight and rank 1 the whole bias. A weight of 60 would be cut at 48.
 
 # torch 2.13 renames all_gather_into_tensor and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# In elements of at least 16 bits. Products round differently if a matrix does not start at a
-# multiple of 64 bytes. NCCL is slower if a message does not start at a multiple of 16 bytes.
-PARAMETER_ALIGNMENT = 32
-SHARD_ALIGNMENT = 8
+# Where a parameter and a shard start: multiples of this many elements, of 2 bytes or more.
+PARAMETER_ALIGNMENT = 32  # 64 bytes, or products with a matrix round differently
+SHARD_ALIGNMENT = 8  # 16 bytes, or NCCL is slower
 
 
 def round_up(number, multiple):
@@ -119,10 +126,13 @@ def round_up(number, multiple):
 
 
 def all_gather(output, shard, group):
-    """Begin to fill `output` with all ranks' shards; `shard` is its part of this rank."""
+    """Begin to fill `output` with all ranks' shards. Return handles to wait for.
+
+    `shard` is this rank's part of `output` and is in place.
+    """
     if not shard.is_cpu:
         return [all_gather_single(output, shard, group=group, async_op=True)]
-    # Messages, because gloo's own all-gather takes 1.7 times as long, and a step 1.12 times.
+    # gloo's own all-gather takes 1.7 times as long as these messages, and a step 1.12 times.
     messages = []
     for peer, part in enumerate(output.chunk(dist.get_world_size(group))):
         if peer != dist.get_rank(group):
@@ -132,7 +142,11 @@ def all_gather(output, shard, group):
 
 
 class ShardedParameter:
-    """A parameter in two forms: `sharded` for the optimizer, `unsharded` while it is needed."""
+    """A parameter in two forms: `sharded` for the optimizer, `unsharded` to compute with.
+
+    Both are nn.Parameters that hold no memory of their own: `sharded` is a view of `group.shard`,
+    `unsharded` of `group.unsharded`. The modules hold one of them at a time.
+    """
 
     def __init__(self, group, parameter, owners, start):
         self.group = group  # the ParameterGroup that it moves with
@@ -141,18 +155,20 @@ class ShardedParameter:
         # Dimensions keep their order in memory: products of a transposed matrix round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.start = start  # its first element in `group.unsharded`
-        offset = start - group.rank * group.shard_size
-        # This rank's elements, in `group.shard`: perhaps none.
-        self.slice = slice(max(offset, 0), max(offset + parameter.numel(), 0))
+        # Its elements in `group.shard`. A slice that ends after the shard is cut there. It is empty
+        # if this rank has none of them.
+        begin = start - group.rank * group.shard_size
+        self.slice = slice(max(begin, 0), max(begin + parameter.numel(), 0))
         self.sharded = nn.Parameter(group.shard[self.slice], parameter.requires_grad)
-        # .data has a version of its own, so that a gather is no change of what autograd has saved.
+        # .data does not share its version counter: autograd would take a gather for a change of
+        # what it has saved.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
-        self.has_gradient = False  # in `group.gradients`
-        parameter._sharded_parameter = self
+        self.has_gradient = False  # this rank's, in `group.gradients`
+        parameter._sharded_parameter = self  # for find_parameters(), if another unit is tied to it
         self.sharded._sharded_parameter = self
 
     def view(self, flat):
-        """This parameter in a flat buffer of the whole group."""
+        """This parameter's part of `flat`, laid out as `group.unsharded`, in its own shape."""
         return flat.as_strided(self.shape, self.stride, self.start)
 
     def shard_of(self, full):
@@ -171,13 +187,7 @@ class ShardedParameter:
 
 
 class ParameterGroup:
-    """Parameters that move together. A weight of 40 elements and a bias of 30 on two ranks:
-
-    unsharded    │ weight           │ padding │ bias         │ padding │
-                 0                  40        64             94        96
-    shard        │ rank 0                │ rank 1                      │
-                 0                       48                            96
-    """
+    """Parameters that move together: their shards, their whole values and their gradients."""
 
     @torch.no_grad()
     def __init__(self, parameters, process_group, device, mp_policy, offload):
@@ -190,22 +200,21 @@ class ParameterGroup:
         self.reduce_dtype = mp_policy.reduce_dtype or param_dtype
         sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in parameters]
         *starts, end = itertools.accumulate(sizes, initial=0)
-        self.shard_size = round_up(-(-max(end, 1) // self.world_size), SHARD_ALIGNMENT)
+        padded = round_up(max(end, 1), self.world_size * SHARD_ALIGNMENT)
+        self.shard_size = padded // self.world_size
         self.shard = torch.empty(
             self.shard_size,
             dtype=first.dtype,
             device="cpu" if offload else device,
             pin_memory=offload and device.type != "cpu",
         )
-        self.unsharded = torch.empty(
-            self.world_size * self.shard_size, dtype=param_dtype, device=device
-        )
-        self.is_sharded = True  # `unsharded` has no memory
+        self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
+        self.is_sharded = True  # `unsharded` has no memory, from the end of __init__ on
         self.gathering = []  # handles of the all-gather under way
-        self.gradients = None  # this rank's, as `unsharded`, until they are sent
+        self.gradients = None  # this rank's, laid out as `unsharded`, until they have been sent
         self.received = None  # all ranks' gradients of this rank's shard, in rank order
         self.reducing = None  # handle of the reduction under way
-        # After the last copy between the GPU and pinned memory.
+        # Under offload to a GPU's host: the end of the last copy between the two.
         self.copied = torch.cuda.Event() if self.shard.is_pinned() else None
         self.parameters = []
         for (parameter, owners), start in zip(parameters.items(), starts, strict=True):
@@ -223,7 +232,7 @@ class ParameterGroup:
         self.use_shards()
 
     def own_part(self, flat):
-        """This rank's shard of a flat buffer of the whole group."""
+        """This rank's part of `flat`, laid out as `unsharded`."""
         return flat.chunk(self.world_size)[self.rank]
 
     def use_shards(self):
@@ -231,16 +240,16 @@ class ParameterGroup:
             parameter.set_on_modules(parameter.sharded)
 
     def unshard(self):
-        """Begin to gather all ranks' shards, if that has not begun."""
+        """Begin to gather all ranks' shards."""
         if not self.is_sharded:
-            return
+            return  # that has begun
         for parameter in self.parameters:
             module, name = parameter.owners[0]
             storage = module._parameters[name].untyped_storage()
             if storage.data_ptr() != self.shard.untyped_storage().data_ptr():
                 name = f"{type(module).__name__}.{name}"
                 raise ValueError(f"{name} was moved or replaced; call .to() before fully_shard")
-        # It stays the same storage, because autograd has saved views of it.
+        # The storage is resized, not replaced: autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         self.is_sharded = False
         own = self.own_part(self.unsharded)
@@ -251,23 +260,28 @@ class ParameterGroup:
 
     def wait_for_unshard(self):
         while self.gathering:
-            self.gathering[-1].wait()  # if it raises, the message still uses the memory
+            # If it raises, it stays in the list: its message may still use the memory.
+            self.gathering[-1].wait()
             self.gathering.pop()
         for parameter in self.parameters:
-            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
+            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)  # users set that
             parameter.set_on_modules(parameter.unsharded)
 
     def reshard(self):
         """Free the unsharded parameters."""
         if not self.is_sharded:
-            self.wait_for_unshard()  # it may have begun in vain
+            self.wait_for_unshard()  # a gather ahead that nobody has waited for
             self.use_shards()
             self.unsharded.untyped_storage().resize_(0)
             self.is_sharded = True
 
     @torch.no_grad()
     def reduce(self, send):
-        """Collect this rank's gradients. If `send`, begin to send each rank its part of them."""
+        """Add .grad to `gradients`. If `send`, begin to send each rank its part of them.
+
+        A rank that has no gradient for a parameter sends -0.0. A sum is -0.0 only if all terms are,
+        so the sum tells whether any rank had one.
+        """
         if self.gradients is None:
             if not any(parameter.sharded.requires_grad for parameter in self.parameters):
                 return
@@ -276,7 +290,6 @@ class ParameterGroup:
             if parameter.unsharded.grad is not None:
                 self.collect(parameter)
             elif send and not parameter.has_gradient:
-                # -0.0 means "no gradient": a sum is -0.0 only if all ranks send -0.0.
                 parameter.view(self.gradients).fill_(-0.0)
         if send:
             self.received = torch.empty_like(self.gradients)
@@ -286,11 +299,12 @@ class ParameterGroup:
 
     def collect(self, parameter):
         gradient = parameter.unsharded.grad
-        view = parameter.view(self.gradients)
-        total = view if parameter.has_gradient else gradient.new_zeros(())
+        total = parameter.view(self.gradients)
+        # The first is added to 0.0, which makes a gradient of -0.0 a 0.0.
+        before = total if parameter.has_gradient else gradient.new_zeros(())
         # float16 is divided before the sum, which overflows above 65504.
         scale = 1 / self.world_size if self.reduce_dtype == torch.float16 else 1
-        torch.add(total, gradient, alpha=scale, out=view)  # 0.0 + -0.0 is 0.0
+        torch.add(before, gradient, alpha=scale, out=total)
         parameter.has_gradient = True
         parameter.unsharded.grad = None
 
@@ -300,8 +314,9 @@ class ParameterGroup:
         if self.reducing is None:
             return
         self.reducing.wait()
-        # In rank order, as one device adds its micro-batches.
+        # Added in rank order, as one device adds the ranks' batches.
         total = functools.reduce(torch.add, self.received.chunk(self.world_size))
+        # has_gradient first, because is_used() makes the host wait for the GPU.
         used = [p for p in self.parameters if p.has_gradient or is_used(total[p.slice])]
         self.forget_gradients()
         if self.reduce_dtype != torch.float16:
@@ -311,7 +326,7 @@ class ParameterGroup:
             if parameter.sharded.grad is None:
                 parameter.sharded.grad = mean[parameter.slice]
             else:
-                self.wait_for_copies()
+                self.wait_for_copies()  # the host adds
                 parameter.sharded.grad += mean[parameter.slice]
 
     def forget_gradients(self):
@@ -323,7 +338,7 @@ class ParameterGroup:
 
     def to_device_of_shard(self, tensor):
         if self.copied is None:
-            return tensor.to(self.shard.device)
+            return tensor  # it is there
         pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
         pinned.copy_(tensor, non_blocking=True)
         self.copied.record()
@@ -336,12 +351,13 @@ class ParameterGroup:
 
 
 def is_used(total):
-    """Whether any rank had a gradient for these elements."""
+    """Whether any rank had a gradient for these elements: not all of them are -0.0."""
     return not bool(((total == 0) & total.signbit()).all())
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. When they move. A model of the units 0, 1 and 2; "wait" means that the move must have ended:
+# 3. When they move. A model of the units 0, 1 and 2. "unshard" and "reduce" only begin a move, and
+# "wait" ends it:
 #
 #   forward    pre_forward 0       unshard 0, wait   unshard 1
 #              post_forward 0      reshard 0
@@ -355,8 +371,9 @@ def is_used(total):
 #              pre_backward 0      wait unshard 0
 #              finish_backward     wait reduce 1     reshard 0     reduce 0     wait reduce 0
 #
-# All ranks make the same moves in the same order. The first pass records which unit comes next.
-# Later passes unshard that unit early.
+# No post_backward 0 is called, because the inputs of unit 0 need no gradient. The first pass records
+# which unit comes next. Later passes unshard that unit early, as shown. All ranks make the same
+# moves in the same order.
 
 
 def in_backward():
@@ -367,8 +384,7 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity on a unit's inputs. Its backward runs when that of the unit is over.
 
-    Autograd runs nodes in the reverse order of their creation. This node is made before those of
-    the unit's operations.
+    Autograd runs the node that was made last first. This one is made before the unit's operations.
     """
 
     @staticmethod
@@ -384,7 +400,7 @@ class PostBackward(torch.autograd.Function):
         return None, *gradients
 
 
-# The types of a unit's outputs. Other types may hide a tensor from post_forward.
+# What a unit may return, in lists, tuples or dicts. Other types may hide tensors from post_forward.
 PLAIN = (torch.Tensor, torch.Size, int, float, complex, str, bytes, type(None))
 
 
@@ -398,11 +414,12 @@ class Unit:
         self.input_dtype = input_dtype  # of floating-point inputs; None: they stay
         self.schedule = None  # the Schedule that all units of the model share
         self.sends = True  # False in no_sync()
-        self.needs_reduce = False  # there may be gradients that were not sent
+        self.needs_reduce = False  # gradients may have to be sent: of this backward or of no_sync()
 
     def pre_forward(self, module, args, kwargs):
-        """Unshard. Return the inputs, cast, those that need a gradient through PostBackward."""
+        """Unshard. Cast the inputs, and pass those that need a gradient through PostBackward."""
         schedule = self.schedule
+        # It is self if a forward of self has raised.
         if not in_backward() and schedule.outermost in (None, self):
             schedule.reset()
             schedule.outermost = self
@@ -424,15 +441,13 @@ class Unit:
         """Reshard. Have pre_backward called when backward reaches an output."""
         for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
             if not isinstance(leaf, PLAIN):
-                name = type(leaf).__name__
-                raise ValueError(
-                    f"a unit returns a {name}; return tensors in lists, tuples or dicts"
-                )
+                text = f"a unit returns a {type(leaf).__name__}"
+                raise ValueError(f"{text}; return tensors in lists, tuples or dicts")
             if torch.is_tensor(leaf) and leaf.grad_fn:
                 leaf.grad_fn.register_prehook(self.pre_backward)
-        if not in_backward():
+        if not in_backward():  # else the backward of this unit follows at once
             for group in self.groups:
-                group.use_shards()  # to an optimizer, even if reshard() comes later
+                group.use_shards()  # users see shards, even while the unit stays unsharded
             if self.reshard_after_forward or not torch.is_grad_enabled():
                 self.reshard()
         if self.schedule.outermost is self:
@@ -452,10 +467,10 @@ class Unit:
             unit.wait_for_reduce()  # its gradients have travelled while this unit computed
         self.reshard()
         self.reduce()
-        self.needs_reduce = not self.sends  # a later backward sends what no_sync() keeps
+        self.needs_reduce = not self.sends  # the next backward must send what no_sync() has kept
 
     def pre_state_dict(self, module, prefix, keep_vars):
-        if not keep_vars:  # full_state_dict() sets it
+        if not keep_vars:  # as full_state_dict() sets it, and users do not
             raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
         self.schedule.reset()
 
@@ -487,7 +502,7 @@ class Unit:
         self.needs_reduce = False
         for group in self.groups:
             if group.reducing is not None:
-                group.reducing.wait()  # until then its memory is in use
+                group.reducing.wait()  # it uses the memory that is freed next
             group.forget_gradients()
             for parameter in group.parameters:
                 parameter.unsharded.grad = None
@@ -498,8 +513,10 @@ class Schedule:
 
     def __init__(self, units):
         self.units = units  # the outermost first
-        self.outermost = None  # the unit whose call is under way; others are called within it
-        self.final_callback = None  # weak reference to what autograd calls when backward ends
+        self.outermost = None  # the unit whose forward is under way and calls the others
+        # From start_backward to finish_backward: weak reference to the callback. Autograd holds the
+        # callback, and drops it uncalled if backward raises.
+        self.final_callback = None
         self.previous = None  # (unit, phase) that was unsharded last
         self.next_unit = {}  # {(unit, phase): the unit that came after it the last time}
         for unit in units:
@@ -517,7 +534,7 @@ class Schedule:
     def start_backward(self):
         """Have autograd call finish_backward when the backward that is running ends."""
         if self.final_callback and self.final_callback() is None:
-            self.reset()  # autograd has dropped the callback, because an earlier backward raised
+            self.reset()  # an earlier backward raised
         if self.final_callback is None:
             callback = functools.partial(Schedule.finish_backward, self)
             self.final_callback = weakref.ref(callback)
@@ -529,14 +546,14 @@ class Schedule:
         for unit in self.units:
             if unit.needs_reduce:
                 unit.post_backward()
-        self.final_callback = None
+        self.final_callback = None  # reset() must not forget this backward
         self.reset()
 
     def reset(self):
-        """Bring all units to rest: sharded, nothing under way. Forget a backward that raised."""
+        """Bring all units to rest: sharded, nothing under way."""
         for unit in self.units:
             unit.reshard()
-            if self.final_callback:
+            if self.final_callback:  # a backward has begun and not ended, so it raised
                 unit.forget_backward()
             unit.wait_for_reduce()
             unit.wait_for_copies()
@@ -582,11 +599,11 @@ def fully_shard(
     reshard_after_forward: False keeps parameters unsharded from forward to backward.
     """
     process_group = choose_group(mesh, process_group)
-    inner = units_of(module)
+    inner = reset_units(module)
     check_module(module, inner, process_group)
     groups = make_groups(module, process_group, mp_policy, offload_policy is not None)
     unit = Unit(groups, process_group, reshard_after_forward, mp_policy.param_dtype)
-    Schedule([unit, *inner])
+    Schedule([unit, *inner])  # which the inner units now share, in place of their own
     module._fsdp_unit = unit
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.post_forward)
@@ -662,21 +679,20 @@ def find_parameters(module, process_group):
 def materialize(module, device):
     """Make what is on the meta device real, module by module."""
     for path, owner in module.named_modules():
-        on_meta = []
-        for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-            if tensor is not None and tensor.is_meta:
-                on_meta.append(f"{path}.{name}")
-        if on_meta and not getattr(owner, "reset_parameters", None):
+        tensors = owner._parameters | owner._buffers
+        on_meta = [name for name, tensor in tensors.items() if getattr(tensor, "is_meta", False)]
+        if not on_meta:
+            continue
+        if not getattr(owner, "reset_parameters", None):
             name = type(owner).__name__
-            text = f"{on_meta[0]} is on the meta device, and {name} has no reset_parameters()"
-            raise ValueError(f"{text}; add one that fills it, or make {name} on a real device")
-        if on_meta:
-            owner.to_empty(device=device, recurse=False)
-            owner.reset_parameters()
+            text = f"{path}.{on_meta[0]} is on the meta device; {name} has no reset_parameters()"
+            raise ValueError(f"{text}: add one that fills it, or make {name} on a real device")
+        owner.to_empty(device=device, recurse=False)
+        owner.reset_parameters()
 
 
-def units_of(module):
-    """The units in `module`, all at rest."""
+def reset_units(module):
+    """Bring the units in `module` to rest, and return them."""
     units = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
     for schedule in {unit.schedule for unit in units}:
         schedule.reset()
@@ -686,7 +702,7 @@ def units_of(module):
 @contextmanager
 def no_sync(module):
     """A backward in here sends nothing. The next one outside adds the gradients of both."""
-    units = units_of(module)
+    units = reset_units(module)
     for unit in units:
         unit.sends = False
     try:
@@ -702,7 +718,7 @@ def clip_grad_norm_(module, max_norm):
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "_sharded_parameter"):
             raise ValueError(f"{name}: in no unit, so its gradient is not reduced; shard the root")
-    group = next(group for unit in units_of(module) for group in unit.groups)
+    group = next(group for unit in reset_units(module) for group in unit.groups)
     total = torch.zeros((), dtype=torch.float64, device=group.shard.device)
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -719,18 +735,18 @@ def clip_grad_norm_(module, max_norm):
 
 
 def gather_full(sharded, state):
-    """From all ranks' {key: a tensor like the shard, or a number}, those of the whole parameter."""
+    """Join all ranks' `state` of a parameter: {key: a tensor like the shard, or a number}."""
     parameter = sharded._sharded_parameter
     states = [None] * parameter.group.world_size
     # A copy, because a view would be sent with the whole storage behind it.
     state = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), state)
     if parameter.shape.numel() and not sharded.numel():
-        state = None  # the optimizer of a rank without elements may have made fewer steps
+        state = None  # without elements, so without gradients: its "step" may be behind
     dist.all_gather_object(states, state, group=parameter.group.process_group)
     states = [state for state in states if state]
     full = states[0] if states else {}
     for key, value in full.items():
-        if torch.is_tensor(value) and value.dim():
+        if torch.is_tensor(value) and value.dim():  # "step" has no dimensions
             flat = torch.cat([state[key] for state in states])
             full[key] = flat.as_strided(parameter.shape, parameter.stride)
     return full
@@ -778,6 +794,7 @@ def load_full_optimizer_state_dict(module, optimizer, state_dict):
         parameter = sharded._sharded_parameter
         state = state_dict["state"].get(i, {})
         for key, value in state.items():
+            # A step has the shape of a parameter without dimensions.
             if torch.is_tensor(value) and value.shape == parameter.shape and key != "step":
                 state[key] = parameter.shard_of(value)
     optimizer.load_state_dict(state_dict)
