@@ -160,8 +160,8 @@ class ShardedParameter:
         begin = start - group.rank * group.shard_size
         self.slice = slice(max(begin, 0), max(begin + parameter.numel(), 0))
         self.sharded = nn.Parameter(group.shard[self.slice], parameter.requires_grad)
-        # .data does not share its version counter: autograd would take a gather for a change of
-        # what it has saved.
+        # .data has a version counter of its own. With the buffer's, autograd would take a gather for
+        # a change of what it has saved.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
         self.has_gradient = False  # this rank's, in `group.gradients`
         parameter._sharded_parameter = self  # for find_parameters(), if another unit is tied to it
@@ -371,7 +371,7 @@ def is_used(total):
 #              pre_backward 0      wait unshard 0
 #              finish_backward     wait reduce 1     reshard 0     reduce 0     wait reduce 0
 #
-# No post_backward 0 is called, because the inputs of unit 0 need no gradient. The first pass records
+# There is no post_backward 0, because the inputs of unit 0 need no gradient. The first pass records
 # which unit comes next. Later passes unshard that unit early, as shown. All ranks make the same
 # moves in the same order.
 
@@ -384,7 +384,7 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity on a unit's inputs. Its backward runs when that of the unit is over.
 
-    Autograd runs the node that was made last first. This one is made before the unit's operations.
+    Autograd runs the newest node first. This one is older than those of the unit's operations.
     """
 
     @staticmethod
@@ -401,7 +401,7 @@ class PostBackward(torch.autograd.Function):
 
 
 # What a unit may return, in lists, tuples or dicts. Other types may hide tensors from post_forward.
-PLAIN = (torch.Tensor, torch.Size, int, float, complex, str, bytes, type(None))
+OUTPUT_TYPES = (torch.Tensor, torch.Size, int, float, complex, str, bytes, type(None))
 
 
 class Unit:
@@ -440,7 +440,7 @@ class Unit:
     def post_forward(self, module, args, output):
         """Reshard. Have pre_backward called when backward reaches an output."""
         for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
-            if not isinstance(leaf, PLAIN):
+            if not isinstance(leaf, OUTPUT_TYPES):
                 text = f"a unit returns a {type(leaf).__name__}"
                 raise ValueError(f"{text}; return tensors in lists, tuples or dicts")
             if torch.is_tensor(leaf) and leaf.grad_fn:
@@ -622,6 +622,14 @@ def choose_group(mesh, process_group):
     return None if process_group is dist.group.WORLD else process_group
 
 
+def reset_units(module):
+    """Bring the units in `module` to rest, and return them."""
+    units = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
+    for schedule in {unit.schedule for unit in units}:
+        schedule.reset()
+    return units
+
+
 def check_module(module, inner, process_group):
     name = type(module).__name__
     if type(module).forward is nn.Module.forward:
@@ -646,15 +654,6 @@ def make_groups(module, process_group, mp_policy, offload):
     ]
 
 
-def device_for(device, backends):
-    """Where a unit computes. `backends` are the group's, such as "cpu:gloo,cuda:nccl"."""
-    if f"{device.type}:" in backends:
-        return device
-    # The parameters are on the meta device, or on the CPU and the group has NCCL alone.
-    has_gpu = torch.cuda.is_available() and "cuda:nccl" in backends
-    return torch.device("cuda" if has_gpu else "cpu")
-
-
 def find_parameters(module, process_group):
     """{parameter: [(module, attribute), …]} of a unit to be. An error if ranks do not agree."""
     found = {}
@@ -676,6 +675,15 @@ def find_parameters(module, process_group):
     return found
 
 
+def device_for(device, backends):
+    """Where a unit computes. `backends` are the group's, such as "cpu:gloo,cuda:nccl"."""
+    if f"{device.type}:" in backends:
+        return device
+    # The parameters are on the meta device, or on the CPU and the group has NCCL alone.
+    has_gpu = torch.cuda.is_available() and "cuda:nccl" in backends
+    return torch.device("cuda" if has_gpu else "cpu")
+
+
 def materialize(module, device):
     """Make what is on the meta device real, module by module."""
     for path, owner in module.named_modules():
@@ -689,14 +697,6 @@ def materialize(module, device):
             raise ValueError(f"{text}: add one that fills it, or make {name} on a real device")
         owner.to_empty(device=device, recurse=False)
         owner.reset_parameters()
-
-
-def reset_units(module):
-    """Bring the units in `module` to rest, and return them."""
-    units = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
-    for schedule in {unit.schedule for unit in units}:
-        schedule.reset()
-    return units
 
 
 @contextmanager
@@ -741,7 +741,7 @@ def gather_full(sharded, state):
     # A copy, because a view would be sent with the whole storage behind it.
     state = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), state)
     if parameter.shape.numel() and not sharded.numel():
-        state = None  # without elements, so without gradients: its "step" may be behind
+        state = None  # a rank without elements may have made fewer optimizer steps
     dist.all_gather_object(states, state, group=parameter.group.process_group)
     states = [state for state in states if state]
     full = states[0] if states else {}
