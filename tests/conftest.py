@@ -1,4 +1,4 @@
-"""The suite's options: `--device`, and one for each kind of implementation that the oracle can try."""
+"""The suite's options: `--device`, and one for each kind of implementation that it can try."""
 
 from collections import Counter
 

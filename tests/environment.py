@@ -1,5 +1,5 @@
-"""What every process of the suite inherits. Import it before torch: a process that has counted its GPUs
-does not look at CUDA_VISIBLE_DEVICES again.
+"""What every process of the suite inherits. Import it before torch: a process that has counted its
+GPUs does not look at CUDA_VISIBLE_DEVICES again.
 """
 
 import os

@@ -56,7 +56,7 @@ def kill(pids):
 
 
 def descendants(mark):
-    """-> the processes that inherited `mark`, NAME=value, in their environment, if there is a /proc."""
+    """-> the processes whose environment has `mark`, NAME=value. Without a /proc there are none."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -85,7 +85,7 @@ def environments(ranks):
 
 
 def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
-    """As launch(torchrun … path arguments), but without torchrun, and without importing torch anew."""
+    """As launch(torchrun … path arguments), without torchrun and without an import of torch."""
     command = [str(path), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]

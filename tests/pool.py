@@ -1,12 +1,15 @@
-"""Worker processes for the whole test run: `run(world_size, body, *args)` runs `body(*args)` on each.
+"""Worker processes for the whole test run: `run(world_size, body, *args)` runs `body(*args)` on
+each.
 
-A body is a function of a test module. `group()` is the process group of the ranks that take part; it
-is torch.distributed's default group when all workers do. Its return values come back in rank order.
-`@on(2, 3)` makes a test of a body: it runs in a world of two ranks, then in one of three.
+A body is a function of a test module. `group()` is the process group of the ranks that take
+part; it is torch.distributed's default group when all workers do. Its return values come back
+in rank order. `@on(2, 3)` makes a test of a body: it runs in a world of two ranks, then in one
+of three.
 
-The suite runs on CPUs, also on a machine with GPUs. Under `--device cuda` bodies run on a GPU: their
-default device is `device()`, and kernels are deterministic, so what is bitwise on CPUs is bitwise
-there. Tests that need no worker stay on the CPU. A test marked `cpu` does not run under `--device cuda`.
+The suite runs on CPUs, also on a machine with GPUs. Under `--device cuda` bodies run on a GPU:
+their default device is `device()`, and kernels are deterministic, so what is bitwise on CPUs is
+bitwise there. Tests that need no worker stay on the CPU. A test marked `cpu` does not run under
+`--device cuda`.
 """
 
 import faulthandler
@@ -29,7 +32,7 @@ import torch.multiprocessing as mp
 
 torch.set_num_threads(1)
 
-# The import of torch costs a process most. It happens once, in the process that the others are forked from.
+# The import of torch takes longest. It happens once, in the process that is forked.
 forkserver = mp.get_context("forkserver")
 forkserver.set_forkserver_preload(
     ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.testing", "pytest"]
@@ -42,7 +45,7 @@ _current = None  # in a worker: the world size of the running body
 
 
 def plan(device_type, gpus, may_share):
-    """-> the backend, and the largest world that it allows. NCCL wants a GPU for each rank, unless ranks may share one."""
+    """-> the backend and the largest world. NCCL wants a GPU for each rank, unless ranks share."""
     if device_type == "cpu":
         return "gloo", 4
     if gpus > 1 or may_share:
@@ -110,7 +113,7 @@ def _join_world(worker_rank, folder):
 
 def _forget_earlier_groups(number):
     world = dist.distributed_c10d._world
-    # New groups are named by a count. Ranks that took no part in earlier bodies would be behind with it.
+    # New groups are named by a count, which ranks without a part in earlier bodies are behind with.
     world.group_count = 1000 * number
     for old in set(world.pg_map) - set(_groups.values()):
         dist.destroy_process_group(old)  # each has three threads

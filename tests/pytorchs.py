@@ -1,4 +1,4 @@
-"""PyTorch's implementations, and peft's, called as tests/claims call a kind, if their own way differs."""
+"""PyTorch's implementations, and peft's, in the form in which tests/claims call a kind."""
 
 from types import SimpleNamespace
 

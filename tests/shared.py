@@ -1,4 +1,4 @@
-"""Models, data and comparisons that several test files use. Equal is bitwise, or 1e-12 in float64."""
+"""Models, data and comparisons of several test files. Equal is bitwise, or 1e-12 in float64."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Odd(nn.Module):
-    """Parameters that trip up flat buffers: scalar, empty, transposed, of one element, and used in another order."""
+    """Parameters that trip up flat buffers: scalar, empty, transposed, used in another order."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ class Blocks(nn.Sequential):
 
 
 class Outputs(Block):
-    """Outputs in containers, one of them a view, one not used, one the input itself; an input by keyword."""
+    """Its outputs lie in containers: a view, one that is not used, the input itself."""
 
     def forward(self, *, x):
         return {"a": [self.one(x)], "b": (self.two(self.one(x)).view(2, -1, 3), None), "x": x}

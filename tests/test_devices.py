@@ -198,7 +198,7 @@ def build(kind):
 
 
 class OnTheHost(TorchDispatchMode):
-    """Notes the operators for which the host waits for a GPU, or that touch a tensor of another device."""
+    """Notes operators for which the host waits for a GPU, or that touch another device."""
 
     WAITS = {
         "aten::_local_scalar_dense",  # item(), float(tensor), if tensor
@@ -267,7 +267,7 @@ def test_a_step_of_zero_reads_a_flag_of_each_parameter_once(kind):
 
 @pytest.mark.parametrize("kind", ["ddp", "tensor_parallel"])
 def test_a_step_copies_nothing_from_the_host(kind):
-    """The meta device stands for a GPU. It has no data and no send, so zero and fsdp cannot use it."""
+    """The meta device stands for a GPU. It has no data and no send, as zero and fsdp need."""
     with fake_world(2, rank=0), torch.device("meta"):
         model, optimizer = build(kind)
         assert seen_in_a_step(model, optimizer, "meta") == []

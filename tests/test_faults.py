@@ -1,4 +1,4 @@
-"""A fault ends the run soon, with one clear message and a non-zero status, and leaves no process behind."""
+"""A fault ends the run soon, with one clear message and a non-zero status. No process stays."""
 
 import os
 import re

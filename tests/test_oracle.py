@@ -1,4 +1,4 @@
-"""Each claim of tests/claims, about our implementations or the one that an option names; and that it can fail."""
+"""Each claim, about our implementations or the one that an option names; and that it can fail."""
 
 import importlib.util
 import re
@@ -139,7 +139,7 @@ def test_help_says_how_an_implementation_is_called(capsys):
     assert conftest.pytest_cmdline_main(config) == 0
 
     words = capsys.readouterr().out
-    assert "is a function that returns lists of actions. It runs nothing." in words
+    assert "is a function that returns lists of actions." in words
     assert "Ours is pipeline:build_schedule; PyTorch's own, pytorchs:build_schedule." in words
     assert "  complete\n      Each stage takes each micro-batch forward once" in words
 

@@ -38,7 +38,9 @@ HOW = {  # where each is run
     "torchrun --nproc-per-node 2 ddp.py": "run_all.sh",
     "torchrun --nproc-per-node 2 ddp.py --device cuda": "here",
     f"torchrun --nnodes 2 --nproc-per-node 1 {C10D} ddp.py": "test_parallel_3d, with another file",
-    f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2": "test_parallel_3d",
+    f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2": (
+        "test_parallel_3d"
+    ),
     "python ddp.py": "test_standalone",
     "python ddp.py --data README.md --steps 3": "here",
     "python bench.py ddp": "nowhere: a benchmark prints a ratio, and never runs in the suite",
@@ -68,7 +70,7 @@ def test_command(command):
 
 @pytest.mark.cpu
 def test_the_experiment(tmp_path):
-    """The five commands one after the other, with the smallest GPT-2, and all ranks on one machine."""
+    """The five commands, one after the other, with the smallest GPT-2 and on one machine."""
     texts = [(ROOT / name).read_text() for name in ("ddp.py", "README.md")]
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     (tmp_path / "oscar.jsonl").write_text("".join(lines))
@@ -97,7 +99,7 @@ ON_THE_SAME_DATA = ("DataParallel(model, devices)", "parallelize", "pipelin", "i
 
 
 def program(lines, signs):
-    """-> the lines of a snippet that begin with one of the signs, and the usual loop unless it has one"""
+    """-> the lines that begin with one of the signs, and the usual loop unless there is one"""
     text = "\n".join(line[2:] for line in lines if line[:1] in signs)
     if "for inputs" in text:
         return text
@@ -219,7 +221,8 @@ import os
 if os.environ["RANK"] == "0":
     print("good · 2 ranks · cpu/gloo · 1.0M parameters · 1 steps")
     print("vs 1 device loss, gradients and parameters equal within 1e-09: 3e-11 over 1 steps")
-    print("held/rank   params 1.0 MB   grads 2.0 MB   optimizer 3.0 MB      (1 device: 1.0 / 2.0 / 3.0)")
+    held = "params 1.0 MB   grads 2.0 MB   optimizer 3.0 MB"
+    print(f"held/rank   {held}      (1 device: 1.0 / 2.0 / 3.0)")
     print("sent/rank   4.0 MB per step      formula Ψ = 4.0 MB")
     print("time        5 ms per step      (1 device: 6)")
 """
@@ -248,7 +251,8 @@ def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
     assert done.returncode == 1
     *_, table, last = done.stdout.split("\n\n")
     assert [re.sub(r"  +", " | ", line) for line in table.splitlines()] == [
-        "file | run | ranks | equal to one device | held/rank MB | sent/rank MB | time ms (1 device) | verdict",
+        "file | run | ranks | equal to one device | held/rank MB | sent/rank MB | "
+        "time ms (1 device) | verdict",
         "bad.py | - | - | - | - | - | - | FAILED (1)",
         "good.py | good | 2 | within 1e-09 | 1.0 / 2.0 / 3.0 | 4.0 | 5 (6) | ok",
     ]

@@ -1,4 +1,4 @@
-"""Each file works alone, copied into an empty directory, with torchrun and without. Text, lint, format."""
+"""Each file works alone, in an empty directory, with torchrun and without. Text, lint, format."""
 
 import importlib.util
 import os
@@ -40,7 +40,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),
 }
 
-# One rank is enough for the demos that test_a_gradient_scaled_by_1_001_is_seen runs on one rank below.
+# Most run on one rank below, in test_a_gradient_scaled_by_1_001_is_seen.
 # On three ranks, which add in another order, ddp trains in float64.
 DEMOS = [(path, 2) for path in ALONE] + [(path, 1) for path in ALONE if path.stem not in SCALED]
 DEMOS += [(ROOT / "ddp.py", ranks) for ranks in (1, 3)]

@@ -1,7 +1,7 @@
-"""The oracle: what is true of a right implementation. One file for each kind, which says at its top how
-an implementation of that kind is called.
+"""The oracle: the claims that hold for a right implementation.
 
-`./run_all.sh tests --ddp package.module:Name`, or `--ddp path/to/file.py:Name`, tries another class.
+The file of each kind says at its top how an implementation of that kind is called.
+`./run_all.sh tests --ddp package.module:Name` or `--ddp path/to/file.py:Name` tries another class.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""An implementation of --activation-checkpoint is called as function(function, *arguments, **keywords).
+"""An implementation of --activation-checkpoint is called as torch.utils.checkpoint.checkpoint.
 
-It calls the inner function with these, as torch.utils.checkpoint.checkpoint does. It also gets
-use_reentrant=False, if it has such a name.
+That is function(function, *arguments, **keywords), which calls the inner function with these. It
+also gets use_reentrant=False, if it has such a name.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def results(build, way, seed, by_backward, **how):
 
 
 def computes_alike(make, build, **how):
-    """build(how functions are called) -> loss, leaves. Bitwise, by torch.autograd.grad and by backward."""
+    """build(how functions are called) -> loss, leaves. By torch.autograd.grad and by backward."""
     for seed in range(3):
         ours = results(build, make, seed, seed > 0, **how)
         plain = results(build, plainly, seed, seed > 0, **how)
@@ -161,7 +161,7 @@ def collectives_again(how):
 
 @alike(1)
 def again(how):
-    """Backward may run twice with retain_graph, for one leaf after another, and be differentiated."""
+    """Backward may run twice with retain_graph, for one leaf after another, and twice through."""
     x = torch.randn(4, 6, requires_grad=True)
     module = layer(nn.Dropout(0.5))
     loss = loss_of(how(module, how(torch.sin, x)))
@@ -173,7 +173,7 @@ def again(how):
 
 @claim("activation-checkpoint", 1, about="property")
 def forgotten(make):
-    """Nothing that the function computed stays in memory after forward, and the function runs twice in all."""
+    """What the function computed is freed after forward, and the function runs twice in all."""
     inside = []  # of each run: weak references to the memory of what it computed
     x = torch.randn(4, 6, requires_grad=True)
 

@@ -43,7 +43,7 @@ def everyone():
 
 @claim("all-reduce", 1, 2, 3, 4)
 def summed(make):
-    """Every rank ends with the sum of all ranks' tensors: scalar, empty, or of a size that N does not divide."""
+    """Every rank ends with the sum: of scalars, empty tensors, sizes that N does not divide."""
     cases = [((101,), torch.int64), ((101,), torch.int32)]
     for shape in [(12,), (7,), (1,), (), (0,), (5, 0), (2, 3, 5), (10_007,)]:
         cases.append((shape, torch.float64))
@@ -56,7 +56,7 @@ def summed(make):
 
 @claim("all-reduce", 2, 3)
 def strided(make):
-    """A tensor that is not contiguous becomes the sum, and the memory between its elements stays."""
+    """A strided tensor becomes the sum, and the memory between its elements does not change."""
     views = [lambda x: x.t(), lambda x: x[:, 1], lambda x: x[::2, 1::2]]
     for view in views:
         mine = numbers_of(pool.rank(), (6, 8))
@@ -68,7 +68,7 @@ def strided(make):
 
 @claim("all-reduce", 2, 3, 4)
 def same_bits(make):
-    """In float32 all ranks end with the same bits. At two ranks they are the bits of the one sum there is."""
+    """All ranks end with the same bits in float32. At two ranks these are those of a + b."""
     ours = make(numbers_of(pool.rank(), (1001,), torch.float32))
     same_on_all(ours, "their sums")
     if pool.world_size() == 2:

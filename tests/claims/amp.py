@@ -1,7 +1,8 @@
-"""An implementation of --grad-scaler is called as torch.amp.GradScaler: class(init_scale=, growth_interval=).
+"""An implementation of --grad-scaler is called as torch.amp.GradScaler.
 
-It also gets process_group=group and device="cpu" or "cuda", if it has such names. The methods are
-PyTorch's: scale, step, update, get_scale, state_dict, load_state_dict, and unscale_ if it has one.
+That is class(init_scale=, growth_interval=). It also gets process_group=group and device="cpu" or "cuda", if it has such names. The methods
+are PyTorch's: scale, step, update, get_scale, state_dict, load_state_dict, and unscale_ if it
+has one.
 """
 
 import environment
@@ -99,7 +100,7 @@ say(
 
 @claim("grad-scaler", 1)
 def grown(make):
-    """The scale doubles after growth_interval good steps in a row. An overflow restarts the count."""
+    """The scale doubles after growth_interval good steps. An overflow restarts the count."""
     scaler = make(init_scale=1024.0, growth_interval=3)
     weight, optimizer = one_weight()
     scales = []

@@ -1,8 +1,8 @@
-"""An implementation of --attention is called as function(q, k, v, causal=True), or with is_causal=True.
+"""An implementation of --attention is called as function(q, k, v, causal=True).
 
-q is (batch, heads, queries, head size). k and v are (batch, heads or fewer, keys, head size). The
-output has the shape of q. The claims about them also pass scale= and dropout_p=. If k has fewer heads
-than q, enable_gqa=True is passed if the function has such a name.
+Or with is_causal=True, if it has that name. q is (batch, heads, queries, head size). k and v are (batch, heads or fewer, keys, head size).
+The output has the shape of q. The claims about them also pass scale= and dropout_p=. If k has
+fewer heads than q, enable_gqa=True is passed if the function has such a name.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def queries_and_keys(S, Skv, heads=2, shared=2, size=8):
 
 
 def dense_weights(q, k, causal=False, scale=None):
-    """softmax, zero if all is hidden. The last query sees all keys, the one before it all but the last."""
+    """The softmax, zero if all keys are hidden. The last query sees all keys."""
     S = q.shape[-2]
     Skv = k.shape[-2]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -130,7 +130,7 @@ attention(
 
 @claim("attention", 1)
 def dropout(make):
-    """Each weight is dropped with the given probability, the others grow to match, and backward has forward's mask."""
+    """Weights are dropped with the given probability, and backward has forward's mask."""
     q, k, v = queries_and_keys(60, 32, size=32)
     identity = torch.eye(32, dtype=torch.float64).expand_as(
         v

@@ -1,8 +1,9 @@
 """An implementation of --ddp is called as PyTorch's class: class(module, process_group=group).
 
-It also gets bucket_cap_mb=1e-6 in the claims about overlap, and find_unused_parameters=True in those
-about unused parameters. An argument is left out if the class has no such name. If the class has a
-method `finish_gradient_synchronization()`, it is called after backward, before the optimizer's step.
+It also gets bucket_cap_mb=1e-6 in the claims about overlap, and find_unused_parameters=True in
+those about unused parameters. An argument is left out if the class has no such name. If the
+class has a method `finish_gradient_synchronization()`, it is called after backward, before the
+optimizer's step.
 """
 
 from datetime import timedelta
@@ -57,7 +58,7 @@ def no_sync_is_silent(make):
 
 
 def two_steps(make):
-    """-> the model and the collectives of the second step, between which the last gradient is noted."""
+    """-> the model, and the collectives of the second step with a note of the last gradient"""
     has_small_buckets = "bucket_cap_mb" in names_of(make.args[-1])
     width = 6 if has_small_buckets else 2600  # a layer fills PyTorch's bucket of 25 MB
     model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, width), nn.Linear(width, 6))

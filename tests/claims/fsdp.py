@@ -1,7 +1,7 @@
-"""An implementation of --fsdp is called as PyTorch's function: function(module, process_group=group).
+"""An implementation of --fsdp is called as function(module, process_group=group).
 
-It is called on submodules first and then on the root, and returns the module. A function without
-`process_group` gets `mesh`, a DeviceMesh of one dimension. Its file has a function
+It is called on submodules first and then on the root, and returns the module. A function
+without `process_group` gets `mesh`, a DeviceMesh of one dimension. Its file has a function
 `full_state_dict(module)`, unless the sharded parameters have a method `full_tensor()`.
 """
 

@@ -1,10 +1,11 @@
-"""An implementation of --pipeline-schedule is a function that returns lists of actions. It runs nothing.
+"""An implementation of --pipeline-schedule is a function that returns lists of actions.
 
-function(ranks, micro_batches, stages_per_rank) returns one list for each rank. Actions are PyTorch's,
-"{stage}{F|B|I|W}{micro-batch}": F is the forward, B the whole backward, I the backward for the input
-and W the backward for the weights. So "0F3" is the forward of stage 0 for micro-batch 3. Stage s
-belongs to rank s % ranks. The function may refuse a size with a ValueError. If its first argument is
-called `name`, it is called for each name in `function.names`.
+It runs nothing. function(ranks, micro_batches, stages_per_rank) returns one list for each rank.
+Actions are PyTorch's, "{stage}{F|B|I|W}{micro-batch}": F is the forward, B the whole backward,
+I the backward for the input and W the backward for the weights. So "0F3" is the forward of stage 0
+for micro-batch 3. Stage s belongs to rank s % ranks. The function may refuse a size with a
+ValueError. If its first argument is called `name`, it is called for each name in
+`function.names`.
 """
 
 import copy
@@ -112,7 +113,7 @@ def gradients_bitwise(make):
 
 @claim("pipeline-schedule", 1, about="property")
 def in_order(make):
-    """Micro-batches go backward in their own order, so gradients add up as in a loop on one device."""
+    """Micro-batches go backward in their order, so gradients add up as in a loop on one device."""
     for _, _, _, schedule in schedules_of(make):
         for actions in schedule:
             for stage in {action.partition("F")[0] for action in actions if "F" in action}:
@@ -125,7 +126,7 @@ def in_order(make):
 
 @claim("pipeline-schedule", 1, about="property")
 def bubble(make):
-    """It idles no longer than GPipe, (p-1)/(m+p-1) of the time, or keeps fewer activations than GPipe."""
+    """It idles no longer than GPipe, (p-1)/(m+p-1) of the time, or keeps fewer activations."""
     for p, m, v, schedule in schedules_of(make, ((2, 4, 1), (4, 8, 1), (4, 16, 1))):
         times = pipeline.simulate(schedule)
         has_few = max(times.peak_activations) < m * v

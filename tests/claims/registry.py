@@ -1,11 +1,11 @@
-"""How a kind of implementation and a claim about it are declared, and how a claim says what is wrong.
+"""How kinds of implementations and claims about them are declared, and how a claim fails.
 
-A claim is a function that runs on every rank of a world. Its argument `make` calls the implementation
-under test. `same` and `check` write down what does not hold and go on, because a rank that left early
-would leave the others waiting.
+A claim is a function that runs on every rank of a world. Its argument `make` calls the
+implementation under test. `same` and `check` write down what does not hold and go on, because a
+rank that left early would leave the others waiting.
 
-A claim is about results, or about a property. A result that does not hold makes an implementation
-wrong. A property, such as overlap or memory, it has or has not.
+A claim is about results, or about a property. A result that does not hold makes an
+implementation wrong. A property, such as overlap or memory, it has or has not.
 """
 
 import importlib
@@ -69,7 +69,7 @@ class NotOffered(Exception):
 
 
 def resolve(spec):
-    """'package.module:name' or 'path/to/file.py:name' -> the object. ValueError says what is missing."""
+    """'package.module:name' or 'path/to/file.py:name' -> the object, or a ValueError."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(
@@ -119,7 +119,7 @@ def names_of(function):
 
 
 def call(function, *args, needed=None, **welcome):
-    """function(*args) with the `needed` keywords, and with those `welcome` ones that it has a name for."""
+    """function(*args) with the `needed` keywords, and with those `welcome` ones that it knows."""
     names = names_of(function)
     needed = needed or {}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())

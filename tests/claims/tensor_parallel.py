@@ -1,8 +1,9 @@
 """An implementation of --column-linear or --row-linear is called as class.from_full(an nn.Linear).
 
-A class without `from_full` is called as class(in_features, out_features, bias), and gets this rank's
-slice of the weight and the bias afterwards. Both get `process_group=` if they have such a name, and
-Megatron's options gather_output=, input_is_parallel= and sequence_parallel= in the claims about these.
+A class without `from_full` is called as class(in_features, out_features, bias), and gets this
+rank's slice of the weight and the bias afterwards. Both get `process_group=` if they have such
+a name, and Megatron's options gather_output=, input_is_parallel= and sequence_parallel= in the
+claims about these.
 """
 
 import copy
@@ -56,7 +57,7 @@ add_kind(
 
 
 def linear_equals_one_device(make, dim, input_cut=None, output_cut=None, bias=True, **options):
-    """Two passes, whose gradients add up. input_cut and output_cut: the dimension that is split, or None."""
+    """In two passes, whose gradients add up. A cut is the dimension that is split, or None."""
     torch.manual_seed(0)
     linear = nn.Linear(12, 24, bias).double()
     layer = make(copy.deepcopy(linear), dim, **options)

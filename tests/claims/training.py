@@ -1,4 +1,4 @@
-"""What --ddp, --zero1, --zero2, --zero3 and --fsdp share: the claim that training equals one device."""
+"""The claims that --ddp, --zero1, --zero2, --zero3 and --fsdp share: training equals one device."""
 
 import copy
 import sys
@@ -25,7 +25,7 @@ class Trainer:
 
     def __init__(self, kind, implementation, module, optimizer="sgd", group=None, **options):
         names = names_of(implementation)
-        # ZeRO-1 of PyTorch's form steps on gradients that DDP has averaged. Ours averages them itself.
+        # PyTorch's ZeRO-1 steps on gradients that DDP has averaged. Ours averages them itself.
         self.averages = kind in ("zero2", "zero3") or (kind == "zero1" and "module" in names)
         if group and not (self.averages or {"process_group", "mesh"} & set(names)):
             raise NotOffered("no argument process_group")
@@ -55,7 +55,7 @@ class Trainer:
             self.optimizer = implementation(trained, make_optimizer.func, **arguments)
 
     def shard(self, fully_shard):
-        """Every second child with parameters is a unit. There is none if they are tied, or used by name."""
+        """Units are every second child. There are none if children are tied, or used by name."""
         if isinstance(self.module, nn.Sequential):
             children = list(self.module)[::2]
             self.units = [child for child in children if list(child.parameters())]
@@ -120,7 +120,7 @@ def full(tensor):
 
 
 def one_device(plain, batches, loss=lambda model, batch: loss_of(model(batch))):
-    """Accumulate the ranks' gradients in rank order, then divide. batches[rank] are its micro-batches."""
+    """Add the gradients in rank order, then divide. batches[rank] are the rank's micro-batches."""
     total = {}
     for micro_batches in batches:
         plain.zero_grad()
@@ -151,8 +151,8 @@ def trains_as_one_device(
 ):
     """Train for four steps, with other data on each rank in each step, and compare after each step.
 
-    `before(trainer)` and `after(trainer)` are called around the optimizer's step. `trainer.plain` is
-    the model on one device, `trainer.plain_optimizer` its optimizer.
+    `before(trainer)` and `after(trainer)` are called around the optimizer's step. `trainer.plain`
+    is the model on one device, `trainer.plain_optimizer` its optimizer.
     """
     ranks = dist.get_process_group_ranks(options.get("group", pool.group()))
     rank = dist.get_rank()

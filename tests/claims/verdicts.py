@@ -75,7 +75,7 @@ def _what_happened(failure, N):
 
 
 def last_error(text):
-    """-> the exception of a traceback, and the last line of the user's code that it came through."""
+    """-> the exception of a traceback, and the line of the user's code that it came through"""
     exception = text.strip().splitlines()[-1]
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
     theirs = [frame for frame in frames if not re.search(r"/tests/|/torch/|<", frame[0])]
@@ -88,7 +88,8 @@ def last_error(text):
 def how_to_call(kind):
     """For --KIND --help."""
     yield KINDS[kind].called.strip()
-    yield f"\nOurs is {KINDS[kind].ours}; PyTorch's own, {KINDS[kind].pytorchs or 'none'}. The claims:"
+    theirs = KINDS[kind].pytorchs or "none"
+    yield f"\nOurs is {KINDS[kind].ours}; PyTorch's own, {theirs}. The claims:"
     for name in names_of_claims(kind):
         about = " (a property)" if CLAIMS[kind, name].about == "property" else ""
         yield f"\n  {name}{about}"

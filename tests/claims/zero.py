@@ -1,9 +1,9 @@
-"""An implementation of --zero1 is called as PyTorch's class: class(parameters, optimizer_class, **arguments of it).
+"""An implementation of --zero1 is called as class(parameters, optimizer_class, **its arguments).
 
-PyTorch's DistributedDataParallel has averaged the gradients before the step. A class whose first
-argument is called `module`, as ours is, gets the module and averages the gradients itself. So does
-every class under --zero2 and --zero3: class(module, optimizer_class, process_group=group, **arguments).
-A class under --zero3 has a method `module_state_dict()`.
+So is PyTorch's. DistributedDataParallel has averaged the gradients before the step. A class whose
+first argument is called `module`, as ours is, gets the module and averages the gradients
+itself. So does every class under --zero2 and --zero3: class(module, optimizer_class,
+process_group=group, **arguments). A class under --zero3 has a method `module_state_dict()`.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ add_kind("zero3", called=__doc__, make=partial(Trainer, "zero3"), ours="zero:Zer
 
 
 def elements_of_state(optimizer):
-    """Of the tensors in the optimizer's state, or of the optimizer inside it; scalars do not count."""
+    """In the state of the optimizer, or of the one inside it. Scalars do not count."""
     inside = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
     state = (inside or [optimizer])[0].state
     tensors = [value for entry in state.values() for value in entry.values()]

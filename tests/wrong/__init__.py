@@ -1,7 +1,7 @@
 """Wrong on purpose: common mistakes, each in a few lines, and the claim that catches each.
 
-Most of them shipped somewhere. The implementations in RIGHT are right. Mistakes are made in them, and
-the claims listed with them say what they lack.
+Most of them shipped somewhere. The implementations in RIGHT are right. Mistakes are made in
+them, and the claims listed with them say what they lack.
 """
 
 import importlib

@@ -42,7 +42,7 @@ def ring_off_by_one(tensor):
 
 
 def never_folds_in(tensor):
-    """Recursive doubling among the first two of three ranks. The third takes the sum and adds nothing."""
+    """Recursive doubling among the first two of three ranks. The third adds nothing."""
     everyone = gathered(tensor)
     power_of_two = 1 << (len(everyone).bit_length() - 1)
     tensor.copy_(sum(everyone[:power_of_two]))

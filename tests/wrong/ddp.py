@@ -56,7 +56,7 @@ ReducesParameters = changed(
 )
 StartsAnywhere = changed(PlainDDP, start=lambda self: None)
 OwnBuffers = changed(PlainDDP, forward=lambda self, *args: self.module(*args))
-# A rank without a gradient skips the all-reduce, and its next one meets the others' for this parameter.
+# A rank without a gradient skips the all-reduce. Its next one meets the others' for this parameter.
 LeavesOutUnused = changed(PlainDDP, is_used=lambda self, parameter: parameter.grad is not None)
 # A gradient of zero is not the same as none: weight decay and momentum go on.
 ZerosForUnused = changed(PlainDDP, is_used=lambda self, parameter: True)
