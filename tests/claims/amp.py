@@ -1,8 +1,8 @@
 """An implementation of --grad-scaler is called as torch.amp.GradScaler.
 
-That is class(init_scale=, growth_interval=). It also gets process_group=group and device="cpu" or "cuda", if it has such names. The methods
-are PyTorch's: scale, step, update, get_scale, state_dict, load_state_dict, and unscale_ if it
-has one.
+That is class(init_scale=, growth_interval=). It also gets process_group=group and device="cpu" or
+"cuda", if it has such names. The methods are PyTorch's: scale, step, update, get_scale,
+state_dict, load_state_dict, and unscale_ if it has one.
 """
 
 import environment

@@ -1,8 +1,9 @@
 """An implementation of --attention is called as function(q, k, v, causal=True).
 
-Or with is_causal=True, if it has that name. q is (batch, heads, queries, head size). k and v are (batch, heads or fewer, keys, head size).
-The output has the shape of q. The claims about them also pass scale= and dropout_p=. If k has
-fewer heads than q, enable_gqa=True is passed if the function has such a name.
+Or with is_causal=True, if it has that name. q is (batch, heads, queries, head size). k and v are
+(batch, heads or fewer, keys, head size). The output has the shape of q. The claims about them
+also pass scale= and dropout_p=. If k has fewer heads than q, enable_gqa=True is passed if the
+function has such a name.
 """
 
 import itertools

@@ -1,7 +1,8 @@
 """An implementation of --lora is called as function(model, r=, lora_alpha=, target_modules=).
 
-It gets r=4, lora_alpha=16 and target_modules=["0", "2"], and returns the model. Its only trainable parameters are A, (r, in_features), and B,
-(out_features, r), in this order, for each layer that `target_modules` names.
+It gets r=4, lora_alpha=16 and target_modules=["0", "2"], and returns the model. Its only
+trainable parameters are A, (r, in_features), and B, (out_features, r), in this order, for each
+layer that `target_modules` names.
 """
 
 import copy
