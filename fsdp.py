@@ -160,7 +160,7 @@ class ShardedParameter:
         begin = start - group.rank * group.shard_size
         self.slice = slice(max(begin, 0), max(begin + parameter.numel(), 0))
         self.sharded = nn.Parameter(group.shard[self.slice], parameter.requires_grad)
-        # .data has a version counter of its own. With the buffer's, autograd would take a gather for
+        # .data has its own version counter. With the buffer's, autograd would take a gather for
         # a change of what it has saved.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
         self.has_gradient = False  # this rank's, in `group.gradients`
