@@ -1,43 +1,46 @@
-"""Context parallelism: a sequence that is too long for one rank is split over N ranks, in every layer.
+"""Context parallelism: N ranks share every sequence, so that it may be N times as long.
 
-In a step each rank runs all layers on its own tokens. Only attention needs the tokens of other
-ranks: a query attends to all keys before it. Ring attention sends the keys and values around a ring
-of ranks; Ulysses exchanges split sequences for split heads. Gradients of the weights are then
-summed over ranks, as in data parallelism.
+In a step, each rank runs all layers on its own part of each sequence. Only attention needs the
+tokens of other ranks, because a query attends to all keys before it. Ring attention passes keys and
+values around a ring of ranks. Ulysses gives each rank the whole sequence, for a part of the heads.
+The gradients of the weights are summed over ranks, as in data parallelism.
 
-Ring attention with N = 4, rank 0: own queries stay, blocks of keys and values (kv) pass through.
-While the rank computes with one block, the next one is on its way:
+Ring attention with N = 4, seen from rank 1. Its queries q1 stay. The blocks of keys and values, kv,
+go around. While the rank computes with one block, it receives the next:
 
-    time        ──────────────────────────────────────────────────────────────────────▶
-    computes    q0 × kv0          q0 × kv3          q0 × kv2          q0 × kv1
-    sends to 1  kv0               kv3               kv2
-    gets from 3 kv3               kv2               kv1
+    time           ───────────────────────────────────────────────────────────▶
+    computes       q1 × kv1       q1 × kv0       q1 × kv3       q1 × kv2
+    sends to 2     kv1            kv0            kv3
+    gets from 0    kv0            kv3            kv2
 
-Causal attention does not need q × kv if all keys lie behind all queries. If ranks hold contiguous
-parts, rank 0 computes 1 block and rank N-1 computes N. Zigzag cuts the sequence into 2N chunks and
-gives rank r the chunks r and 2N-1-r, so that every rank computes as much:
+Under a causal mask, queries do not need the blocks behind them. If rank r held the r-th of N parts,
+it would compute r + 1 blocks, and all ranks would wait for the last one. Zigzag cuts the sequence
+into 2N chunks and gives rank r the chunks r and 2N-1-r, so all ranks compute equally much:
 
     chunk    0   1   2   3   4   5   6   7
     rank     0   1   2   3   3   2   1   0
 
-Cost per rank, layer and step, in elements; u = batch · (S/N) · D; H heads of queries, K of keys:
+Cost per rank, layer and step, in elements. u = batch · S/N · D elements are one head's part of a
+sequence of S tokens. There are H heads of queries, and K heads of keys and of values:
 
-                 sent in forward              sent in backward     kept for backward
-    one device   0                            0                    N·u(2H + 2K)
-    idea         2K·u(N-1)                    2K·u(N-1)            N·u·2K, and u·H·(S/D) scores
-    ring         2K·u(N-1)                    4K·u(N-1)            u(2H + 2K), and u·H/D of lse
-    Ulysses      (2H + 2K')u(N-1)/N           the same             u(2H + 2K') and lse
+                 sent in forward           sent in backward       kept for backward
+    one device   0                         0                      (2H + 2K)·N·u + lse
+    the idea     2K·u(N-1)                 2K·u(N-1)              (2HN + H)·u + H·u·S/D weights
+    ring         2K·u(N-1)                 4K·u(N-1)              (2H + 2K)·u + lse
+    Ulysses      (2H' + 2K')·u(N-1)/N      (2H' + 2K')·u(N-1)/N   (2H' + 2K')·u + lse
 
-Gradients travel in fp32 if the keys have 16 bits. Ulysses repeats heads of keys until N divides
-their number K' = K·N/gcd(N, K), and pads the heads of queries to a multiple of K'. Each call first
-sends 8(N-1) bytes with which ranks make sure that they agree; this synchronises the host.
+lse is the log-sum-exp of the scores of each query: H·u/D elements of fp32. Half of what the ring
+sends in backward are gradients. They travel in fp32 if the keys have 16 bits. K' and H' are the
+smallest multiples of K and H with which Ulysses can give all ranks equally many heads. Each call
+also sends 8(N-1) bytes, or twice as many in the idea, with which the ranks check that they agree.
 
 Run:      torchrun --nproc-per-node 2 context_parallel.py
-Paper:    Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, §3.3.2 (zigzag);
+Papers:   Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, §3.3.2 (zigzag);
           Jacobs et al. 2023, DeepSpeed-Ulysses, 2309.14509
 Mirrors:  torch.distributed.tensor.experimental.context_parallel; DeepSpeed's DistributedAttention
-Left out: dropout, masks other than the causal one, documents packed into one sequence. A fast
-          kernel for a block: flash_attention.py's return the same output and log-sum-exp
+Left out: a fast kernel for a block: those of flash_attention.py return the output and the lse that
+          section 3 merges; dropout; masks other than the causal one; several documents in one
+          sequence; gradients of gradients
 """
 
 import argparse
@@ -51,11 +54,12 @@ import zlib
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: a later import keeps the group
+import torch.distributed.nn.functional  # if torch.optim imports it later, it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,7 +67,98 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: gather the keys and values of all ranks, and mask by global positions.
+# 1. The idea: gather the keys and values of all ranks. Mask by positions in the whole sequence.
+
+
+def gathered_attention(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    process_group=None,
+    zigzag=True,
+):
+    """Attention of this rank's queries to the keys of all ranks. Arguments as in ring_attention."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    sharing = q.shape[1] // k.shape[1]  # heads of queries that share a head of keys
+    keys = join_sequence(k, 2, process_group, zigzag).repeat_interleave(sharing, dim=1)
+    values = join_sequence(v, 2, process_group, zigzag).repeat_interleave(sharing, dim=1)
+    scores = q @ keys.mT * scale
+    if causal:
+        length = keys.shape[2]
+        query_positions = positions(length, process_group, zigzag)
+        future = torch.arange(length) > query_positions[:, None]
+        scores = scores.masked_fill(future.to(q.device), -math.inf)
+    return scores.softmax(-1) @ values
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Which rank has which tokens, and how ranks exchange them.
+
+
+def rank_and_size(process_group):
+    rank = dist.get_rank(process_group)
+    if rank < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in process_group; call this on its members"
+        )
+    return rank, dist.get_world_size(process_group)
+
+
+def chunks_of(rank, world_size, zigzag):
+    """The numbers of the chunks of the sequence that `rank` holds, in order."""
+    if zigzag:
+        return [rank, 2 * world_size - 1 - rank]
+    return [rank]
+
+
+def part_of(x, dim, rank, world_size, zigzag):
+    """The part of the whole sequence `x` that `rank` holds."""
+    numbers = chunks_of(rank, world_size, zigzag)
+    num_chunks = len(numbers) * world_size
+    length = x.shape[dim]
+    if length % num_chunks:
+        raise ValueError(
+            f"a sequence of {length} does not divide into {num_chunks} chunks "
+            f"({world_size} ranks, zigzag={zigzag}); pad it to a multiple of {num_chunks}"
+        )
+    chunks = x.tensor_split(num_chunks, dim)
+    return torch.cat([chunks[number] for number in numbers], dim)
+
+
+def join_parts(parts, dim, zigzag):
+    """The whole sequence, from the parts of all ranks."""
+    if not zigzag:
+        return torch.cat(parts, dim)
+    first_chunks = []
+    last_chunks = []
+    for part in parts:
+        first, last = part.tensor_split(2, dim)
+        first_chunks.append(first)
+        last_chunks.insert(0, last)
+    return torch.cat(first_chunks + last_chunks, dim)
+
+
+def split_sequence(x, dim=1, process_group=None, zigzag=True):
+    """Return this rank's part of `x`, which every rank has whole, along `dim`.
+
+    Shift labels against inputs before the split, because a part's neighbours are on other ranks.
+    """
+    rank, world_size = rank_and_size(process_group)
+    return part_of(x, dim, rank, world_size, zigzag)
+
+
+def positions(length, process_group=None, zigzag=True):
+    """The position of each token of this rank in the whole sequence, which has `length` tokens."""
+    return split_sequence(torch.arange(length), 0, process_group, zigzag)
+
+
+def join_sequence(x, dim=1, process_group=None, zigzag=True):
+    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
+    verify_agreement(f"{describe(x)}, dim={dim}, zigzag={zigzag}", x.device, process_group)
+    verify_chunks(x.shape[dim], zigzag)
+    return join_parts(gather(x, process_group).unbind(), dim, zigzag)
 
 
 class AllToAll(torch.autograd.Function):
@@ -72,8 +167,9 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, process_group):
         ctx.process_group = process_group
-        output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dist.all_to_all_single(output, x.contiguous(), group=process_group)
+        x = x.contiguous()
+        output = torch.empty_like(x)
+        dist.all_to_all_single(output, x, group=process_group)
         return output
 
     @staticmethod
@@ -81,276 +177,285 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad_output, ctx.process_group), None
 
 
-def gather(x, process_group=None):
-    """Return the `x` of all ranks, stacked. Its gradient is the sum of the gradients of all ranks."""
-    copies = x.expand(dist.get_world_size(process_group), *x.shape)
+def gather(x, process_group):
+    """Return the `x` of all ranks, stacked. Its gradient is the sum of the ranks' gradients."""
+    _, world_size = rank_and_size(process_group)
+    copies = x.expand(world_size, *x.shape)
     return AllToAll.apply(copies, process_group)
 
 
-def gathered_attention(q, k, v, causal=False, scale=None, process_group=None, zigzag=True):
-    """Attention of this rank's queries to the keys of all ranks, which it holds all at once."""
-    keys = join_sequence(k, 2, process_group, zigzag)
-    values = join_sequence(v, 2, process_group, zigzag)
-    mask = None
-    if causal:
-        length = keys.shape[2]
-        query_positions = positions(length, process_group, zigzag)
-        mask = (torch.arange(length) <= query_positions[:, None]).to(q.device)
-    return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
+def describe(x):
+    needs_grad = x.requires_grad and torch.is_grad_enabled()  # backward communicates, too
+    return f"{tuple(x.shape)} of {x.dtype}{' with gradient' * needs_grad}"
 
 
-# --------------------------------------------------------------------------------------------------
-# 2. Who has which tokens.
+def verify_agreement(mine, device, process_group):
+    """Raise the same ValueError on all ranks unless all of them pass the same text `mine`.
 
-
-def chunks_of(rank, world_size, zigzag):
-    """The numbers of the chunks of the sequence that `rank` holds, in order."""
-    return [rank, 2 * world_size - 1 - rank] if zigzag else [rank]
-
-
-def order_of_tokens(length, world_size, zigzag):
-    """The positions of the tokens of rank 0, then of rank 1, and so on: (world_size, length / N)."""
-    num_chunks = 2 * world_size if zigzag else world_size
-    if length % num_chunks:
-        chunks = f"{num_chunks} chunks ({world_size} ranks, zigzag={zigzag})"
-        raise ValueError(f"a sequence of {length} does not divide into {chunks}; pad or cut it")
-    chunks = torch.arange(length).view(num_chunks, -1)
-    return torch.stack(
-        [chunks[chunks_of(rank, world_size, zigzag)].flatten() for rank in range(world_size)]
-    )
-
-
-def positions(length, process_group=None, zigzag=True):
-    """The position in the whole sequence, of `length` tokens, of each token of this rank."""
-    world_size = dist.get_world_size(process_group)
-    return order_of_tokens(length, world_size, zigzag)[dist.get_rank(process_group)]
-
-
-def split_sequence(x, dim=1, process_group=None, zigzag=True):
-    """Return this rank's part of `x`, which all ranks have whole, along `dim`.
-
-    Shift labels against inputs before the split: a part's neighbours are on other ranks.
+    Otherwise ranks could exchange tensors of different sizes, which gloo turns into garbage or an
+    abort. The host waits for the device here, once per call.
     """
-    return x.index_select(dim, positions(x.shape[dim], process_group, zigzag).to(x.device))
+    checksum = torch.tensor(zlib.crc32(mine.encode()), device=device)
+    checksums = gather(checksum, process_group).tolist()
+    if len(set(checksums)) == 1:
+        return
+    everyone = [None] * len(checksums)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    ranks = "; ".join(f"rank {rank} has {theirs}" for rank, theirs in enumerate(everyone))
+    raise ValueError(f"all ranks must pass the same shapes, dtypes and options, but {ranks}")
 
 
-def join_sequence(x, dim=1, process_group=None, zigzag=True):
-    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
-    world_size = dist.get_world_size(process_group)
-    order = order_of_tokens(world_size * x.shape[dim], world_size, zigzag)
-    parts = gather(x, process_group)
-    return torch.cat(parts.unbind(), dim).index_select(dim, order.flatten().argsort().to(x.device))
+def verify_chunks(tokens, zigzag):
+    if zigzag and tokens % 2:
+        raise ValueError(
+            f"with zigzag each rank has two chunks, but its {tokens} tokens are an odd number; "
+            "pad the whole sequence, or use zigzag=False"
+        )
 
 
-def verify_agreement(q, k, v, causal, scale, process_group, zigzag):
-    """Raise the same ValueError on all ranks if the inputs are wrong, or differ between ranks."""
-    mine = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, {q.dtype}, {k.dtype}, "
-    mine += f"{v.dtype}, causal={causal}, scale={scale}, zigzag={zigzag}"
-    checksum = torch.tensor(zlib.crc32(mine.encode()), device=q.device)
-    if len(set(gather(checksum, process_group).tolist())) > 1:
-        everyone = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(everyone, mine, group=process_group)
-        ranks = "; ".join(f"rank {rank} has {theirs}" for rank, theirs in enumerate(everyone))
-        raise ValueError(f"all ranks must call attention alike, but {ranks}")
-    is_wrong = q.dim() != 4 or k.shape != v.shape or not q.dtype == k.dtype == v.dtype
-    if (
-        is_wrong
-        or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:])
-        or q.shape[1] % k.shape[1]
-    ):
-        wanted = "q (B, H, S/N, D), k and v (B, K, S/N, D) with H a multiple of K, in one dtype"
-        raise ValueError(f"attention takes {wanted}; got {mine}")
-    if zigzag and q.shape[2] % 2:
-        raise ValueError(f"{q.shape[2]} tokens on a rank are not two chunks; use zigzag=False")
+def verify_attention(q, k, v, causal, scale, process_group, zigzag):
+    """Raise ValueError on all ranks if the inputs do not fit, or differ between ranks."""
+    inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
+    mine = f"{inputs}, causal={causal}, scale={scale}, zigzag={zigzag}"
+    verify_agreement(mine, q.device, process_group)
+    fits = (
+        q.dim() == k.dim() == 4
+        and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])
+        and q.shape[1] % k.shape[1] == 0
+        and q.dtype == k.dtype == v.dtype
+    )
+    if not fits:
+        raise ValueError(
+            "q must be (B, H, S/N, D), k and v (B, K, S/N, D), H a multiple of K, all of one "
+            f"dtype; but they are {inputs}"
+        )
+    verify_chunks(q.shape[2], zigzag)
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. Ring attention.
 #
-# In the code q is (B, K, H/K, S/N, D) and kv is (2, B, K, 1, S/N, D), so that the H/K heads of
-# queries that share a head of keys broadcast. lse is the log-sum-exp of a row of scores.
+# Here q is (B, K, H/K, S/N, D) and kv is (2, B, K, 1, S/N, D), so that a head of keys broadcasts to
+# the H/K heads of queries that share it. All sums are in fp32, or in float64 if q is.
 
 PIECE = 512  # keys whose scores exist at one time
 
 
-def tiles(my_chunks, their_chunks, tokens, causal):
-    """Yield (rows, columns, is_diagonal): slices of queries and of a block's keys to attend to.
+def tokens(start, stop):
+    """The index of these tokens in a tensor (…, tokens, D)."""
+    return ..., slice(start, stop), slice(None)
 
-    A tile in which no query may see a key is left out. On the diagonal, query i sees keys 0 to i.
+
+class Tile(NamedTuple):
+    """Some queries, and keys that they attend to."""
+
+    rows: tuple  # index of the queries
+    columns: tuple  # index of the keys
+    is_diagonal: bool  # the tile's query i attends to its keys 0 to i; otherwise to all of them
+
+
+def merge(output, lse, other_output, other_lse):
+    """Merge the attention to other keys into `output` and `lse`, in place.
+
+    The weight of either output is its share of the sum of exp(scores).
     """
-    size = tokens // len(my_chunks)
-    for i, query_chunk in enumerate(my_chunks):
-        for j, key_chunk in enumerate(their_chunks):
-            if causal and key_chunk > query_chunk:
-                continue
-            is_diagonal = causal and key_chunk == query_chunk
-            for start in range(0, size, PIECE):
-                first = start if is_diagonal else 0  # rows before it see none of these keys
-                rows = slice(i * size + first, (i + 1) * size)
-                columns = slice(j * size + start, j * size + min(start + PIECE, size))
-                yield rows, columns, is_diagonal
+    total = torch.logaddexp(lse, other_lse)
+    output *= (lse - total).exp()
+    output += (other_lse - total).exp() * other_output
+    lse.copy_(total)
 
 
-def scores_of(q, k, scale, is_diagonal):
-    scores = q @ k.mT * scale
-    if is_diagonal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
-    return scores
+class Exchange:
+    """One block leaves for the next rank of the ring, and another comes from the previous rank."""
 
+    def __init__(self, block, process_group):
+        rank, world_size = rank_and_size(process_group)
+        following = (rank + 1) % world_size
+        previous = (rank - 1) % world_size
+        self.sent = block  # must not change, or be freed, before wait()
+        self.received = torch.empty_like(block)
+        send = dist.P2POp(dist.isend, self.sent, group=process_group, group_peer=following)
+        recv = dist.P2POp(dist.irecv, self.received, group=process_group, group_peer=previous)
+        self.works = dist.batch_isend_irecv([send, recv])  # their handles
 
-def attend(q, kv, output, lse, scale, tiles):
-    """Merge attention to the keys and values of one block into `output` and `lse`, in place."""
-    for rows, columns, is_diagonal in tiles:
-        k, v = kv[..., columns, :].to(q.dtype)
-        scores = scores_of(q[..., rows, :], k, scale, is_diagonal)
-        tile_lse = scores.logsumexp(-1, keepdim=True)
-        tile_output = (scores - tile_lse).exp() @ v
-        # Two results over disjoint keys: each weighs as much as its share of the sum of exp(scores).
-        total = torch.logaddexp(lse[..., rows, :], tile_lse)
-        output[..., rows, :] *= (lse[..., rows, :] - total).exp()
-        output[..., rows, :] += (tile_lse - total).exp() * tile_output
-        lse[..., rows, :] = total
-
-
-def attend_backward(q, kv, lse, grad_output, delta, grad_q, scale, tiles):
-    """Add to `grad_q`; return the gradient of `kv` (Dao 2023, arXiv 2307.08691, algorithm 2)."""
-    grad_kv = torch.zeros(kv.shape, dtype=q.dtype, device=q.device)
-    for rows, columns, is_diagonal in tiles:
-        k, v = kv[..., columns, :].to(q.dtype)
-        scores = scores_of(q[..., rows, :], k, scale, is_diagonal)
-        weights = (scores - lse[..., rows, :]).exp()
-        grad_weights = grad_output[..., rows, :] @ v.mT
-        grad_scores = weights * (grad_weights - delta[..., rows, :]) * scale
-        grad_q[..., rows, :] += grad_scores @ k
-        grad_k = grad_scores.mT @ q[..., rows, :]
-        grad_v = weights.mT @ grad_output[..., rows, :]
-        grad_kv[0][..., columns, :] += grad_k.sum(2, keepdim=True)  # heads that share these keys
-        grad_kv[1][..., columns, :] += grad_v.sum(2, keepdim=True)
-    return grad_kv
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        return self.received
 
 
 class Ring:
-    """This rank's place in the ring of ranks."""
+    """One call of ring attention, as this rank computes it."""
 
-    def __init__(self, process_group, zigzag):
+    def __init__(self, causal, scale, process_group, zigzag):
+        self.causal = causal
+        self.scale = scale
         self.process_group = process_group
         self.zigzag = zigzag
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
+        self.rank, self.world_size = rank_and_size(process_group)
 
-    def tiles(self, step, tokens, causal):
-        """The tiles of this rank's queries with the block that it holds after `step` exchanges."""
+    def forward(self, q, kv):
+        """Return the output, and the log-sum-exp of each query's scores."""
+        output = torch.zeros_like(q)
+        lse = torch.full_like(q[..., :1], -math.inf)
+        for step, block in enumerate(self.blocks(kv)):
+            for tile in self.tiles(step, q.shape[-2]):
+                self.attend(q, block, output, lse, tile)
+        return output, lse
+
+    def blocks(self, kv):
+        """Yield all ranks' blocks: this rank's own, the previous rank's, and so on.
+
+        The next block is on its way while the caller computes with one.
+        """
+        for _ in range(self.world_size - 1):
+            exchange = Exchange(kv, self.process_group)
+            yield kv
+            kv = exchange.wait()
+        yield kv
+
+    def tiles(self, step, num_tokens):
+        """Yield the tiles to compute with the block that is here after `step` exchanges."""
         owner = (self.rank - step) % self.world_size
-        mine = chunks_of(self.rank, self.world_size, self.zigzag)
-        theirs = chunks_of(owner, self.world_size, self.zigzag)
-        return tiles(mine, theirs, tokens, causal)
+        query_chunks = chunks_of(self.rank, self.world_size, self.zigzag)
+        key_chunks = chunks_of(owner, self.world_size, self.zigzag)
+        size = num_tokens // len(query_chunks)
+        for i, query_chunk in enumerate(query_chunks):
+            for j, key_chunk in enumerate(key_chunks):
+                if self.causal and key_chunk > query_chunk:
+                    continue
+                is_diagonal = self.causal and key_chunk == query_chunk
+                for start in range(0, size, PIECE):
+                    stop = min(start + PIECE, size)
+                    # On the diagonal, the queries before the first key see none of the keys.
+                    first_query = start if is_diagonal else 0
+                    rows = tokens(i * size + first_query, (i + 1) * size)
+                    columns = tokens(j * size + start, j * size + stop)
+                    yield Tile(rows, columns, is_diagonal)
 
-    def start_exchange(self, block):
-        """Send `block` to the next rank. Return what wait() needs to get the previous rank's."""
-        received = torch.empty_like(block)
-        group = self.process_group or dist.group.WORLD
-        following = dist.get_global_rank(group, (self.rank + 1) % self.world_size)
-        previous = dist.get_global_rank(group, (self.rank - 1) % self.world_size)
-        send = dist.P2POp(dist.isend, block, following, group)
-        receive = dist.P2POp(dist.irecv, received, previous, group)
-        works = dist.batch_isend_irecv([send, receive])
-        return works, received, block  # the block must not change, or be freed, before it has left
+    def scores(self, q, k, tile):
+        scores = q @ k.mT * self.scale
+        if tile.is_diagonal:
+            all_pairs = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            future = all_pairs.triu(1)
+            scores.masked_fill_(future, -math.inf)
+        return scores
 
-    def wait(self, exchange):
-        works, received, _ = exchange
-        for work in works:
-            work.wait()
-        return received
+    def attend(self, q, kv, output, lse, tile):
+        """Merge the attention to the keys of a tile into its rows of `output` and `lse`."""
+        k, v = kv[tile.columns].to(q.dtype)
+        scores = self.scores(q[tile.rows], k, tile)
+        tile_lse = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - tile_lse).exp()
+        merge(output[tile.rows], lse[tile.rows], weights @ v, tile_lse)
+
+    def backward(self, q, kv, output, lse, grad_output):
+        """Return the gradients of q and kv.
+
+        The gradient of a block goes around the ring one step behind the block, and each rank adds
+        its part. It ends at the rank that owns the block, so that rank's own part stays there.
+        """
+        grad_q = torch.zeros_like(q)
+        delta = (grad_output * output).sum(-1, keepdim=True)
+        exchange = None
+        for step, block in enumerate(self.blocks(kv)):
+            grad_kv = torch.zeros(block.shape, dtype=q.dtype, device=q.device)
+            for tile in self.tiles(step, q.shape[-2]):
+                self.attend_backward(q, block, lse, grad_output, delta, grad_q, grad_kv, tile)
+            if step == 0:
+                own_grad_kv = grad_kv
+                continue
+            if exchange:
+                grad_kv += exchange.wait()
+            exchange = Exchange(grad_kv, self.process_group)
+        if exchange:
+            own_grad_kv += exchange.wait()
+        return grad_q, own_grad_kv
+
+    def attend_backward(self, q, kv, lse, grad_output, delta, grad_q, grad_kv, tile):
+        """Add a tile's part to the gradients (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
+        k, v = kv[tile.columns].to(q.dtype)
+        q = q[tile.rows]
+        grad_output = grad_output[tile.rows]
+        weights = (self.scores(q, k, tile) - lse[tile.rows]).exp()
+        grad_weights = grad_output @ v.mT
+        grad_scores = weights * (grad_weights - delta[tile.rows]) * self.scale
+        grad_q[tile.rows] += grad_scores @ k
+        grad_k = grad_scores.mT @ q
+        grad_v = weights.mT @ grad_output
+        # A head of keys has the sum of the gradients of all heads of queries that share it.
+        grad_kv[tile.columns] += torch.stack([grad_k, grad_v]).sum(3, keepdim=True)
 
 
 class RingAttention(torch.autograd.Function):
+    """Keeps this rank's q, kv, output and lse. Backward sends the blocks around again."""
+
     @staticmethod
-    def forward(ctx, q, k, v, causal, scale, ring):
+    def forward(ctx, q, kv, ring):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        queries = q.unflatten(1, (k.shape[1], -1)).to(dtype)
-        kv = torch.stack([k, v]).unsqueeze(3)
-        output = torch.zeros_like(queries)
-        lse = torch.full_like(queries[..., :1], -math.inf)
-        for step in range(ring.world_size):
-            is_last = step + 1 == ring.world_size
-            exchange = None if is_last else ring.start_exchange(kv)
-            attend(queries, kv, output, lse, scale, ring.tiles(step, q.shape[2], causal))
-            if not is_last:
-                kv = ring.wait(exchange)
-        output = output.flatten(1, 2).to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, lse)
-        ctx.causal = causal
-        ctx.scale = scale
+        with torch.autocast(q.device.type, enabled=False):  # it would round products to 16 bits
+            output, lse = ring.forward(q.to(dtype), kv)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, kv, output, lse)
         ctx.ring = ring
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
-        """A block's gradient follows the block around the ring, one rank behind, and ends at home.
-
-        The rank that owns the block keeps its own contribution, and adds it at the end.
-        """
-        q, k, v, output, lse = ctx.saved_tensors
-        ring = ctx.ring
-        queries = q.unflatten(1, (k.shape[1], -1)).to(lse.dtype)
-        grads = grad_output.unflatten(1, (k.shape[1], -1)).to(lse.dtype)
-        delta = (grads * output.view_as(grads)).sum(-1, keepdim=True)
-        grad_q = torch.zeros_like(queries)
-        kv = torch.stack([k, v]).unsqueeze(3)
-        gradient_exchange = None
-        for step in range(ring.world_size):
-            is_last = step + 1 == ring.world_size
-            exchange = None if is_last else ring.start_exchange(kv)
-            tiles = ring.tiles(step, q.shape[2], ctx.causal)
-            grad_kv = attend_backward(queries, kv, lse, grads, delta, grad_q, ctx.scale, tiles)
-            if step == 0:
-                own_grad_kv = grad_kv
-            else:
-                if gradient_exchange:
-                    grad_kv += ring.wait(gradient_exchange)
-                gradient_exchange = ring.start_exchange(grad_kv)
-            if not is_last:
-                kv = ring.wait(exchange)
-        if gradient_exchange:
-            own_grad_kv += ring.wait(gradient_exchange)
-        grad_k, grad_v = own_grad_kv.squeeze(3).to(k.dtype)
-        return grad_q.flatten(1, 2).to(q.dtype), grad_k, grad_v, None, None, None
+        q, kv, output, lse = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            grad_q, grad_kv = ctx.ring.backward(
+                q.to(lse.dtype), kv, output, lse, grad_output.to(lse.dtype)
+            )
+        return grad_q.to(q.dtype), grad_kv.to(kv.dtype), None
 
 
-def ring_attention(q, k, v, causal=False, scale=None, process_group=None, zigzag=True):
-    """Attention of this rank's queries to the keys of all ranks, whose blocks pass by.
+def ring_attention(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    process_group=None,
+    zigzag=True,
+):
+    """Attention of this rank's queries to the keys of all ranks.
 
-    q is (B, H, S/N, D), k and v are (B, K, S/N, D), with H a multiple of K; the result is as q.
-    ValueError on all ranks if shapes, dtypes, `causal`, `scale` or `zigzag` differ between ranks.
+    q is (B, H, S/N, D). k and v are (B, K, S/N, D), and H is a multiple of K. The result is as q.
+    All ranks must call this, and run backward, alike: if shapes, dtypes or options differ, a
+    ValueError is raised on all ranks. To find out, the host waits for the device once per call.
     """
-    verify_agreement(q, k, v, causal, scale, process_group, zigzag)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return RingAttention.apply(q, k, v, causal, scale, Ring(process_group, zigzag))
+    verify_attention(q, k, v, causal, scale, process_group, zigzag)
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    kv = torch.stack([k, v]).unsqueeze(3)
+    ring = Ring(causal, scale, process_group, zigzag)
+    return RingAttention.apply(grouped, kv, ring).flatten(1, 2)
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Ulysses: every rank attends over the whole sequence, for 1/N of the heads.
+# 4. Ulysses: each rank attends over the whole sequence, with 1/N of the heads.
 
 
 def local_attention(q, k, v, causal, scale):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
 
-def sequence_to_heads(x, order, process_group):
+def sequence_to_heads(x, process_group, zigzag):
     """(B, heads, S/N, D), a part of the sequence, to (B, heads/N, S, D), a part of the heads."""
     world_size = dist.get_world_size(process_group)
-    by_rank = x.unflatten(1, (world_size, -1)).movedim(1, 0)  # (N, B, heads/N, S/N, D)
+    by_rank = x.unflatten(1, (world_size, -1)).movedim(1, 0)
     parts = AllToAll.apply(by_rank, process_group)
-    return torch.cat(parts.unbind(), dim=2).index_select(2, order.flatten().argsort())
+    return join_parts(parts.unbind(), 2, zigzag)
 
 
-def heads_to_sequence(x, order, process_group):
+def heads_to_sequence(x, process_group, zigzag):
     """(B, heads/N, S, D), a part of the heads, to (B, heads, S/N, D), a part of the sequence."""
-    by_rank = x.index_select(2, order.flatten()).unflatten(2, order.shape).movedim(2, 0)
-    parts = AllToAll.apply(by_rank, process_group)
-    return torch.cat(parts.unbind(), dim=1)
+    world_size = dist.get_world_size(process_group)
+    by_rank = [part_of(x, 2, rank, world_size, zigzag) for rank in range(world_size)]
+    heads = AllToAll.apply(torch.stack(by_rank), process_group)
+    return torch.cat(heads.unbind(), dim=1)
 
 
 def ulysses_attention(
@@ -363,20 +468,24 @@ def ulysses_attention(
     zigzag=True,
     attention=local_attention,
 ):
-    """As ring_attention, with `attention(q, k, v, causal=, scale=)` over the whole sequence."""
-    verify_agreement(q, k, v, causal, scale, process_group, zigzag)
+    """As ring_attention, by `attention(q, k, v, causal=, scale=)` over the whole sequence."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    verify_attention(q, k, v, causal, scale, process_group, zigzag)
     world_size = dist.get_world_size(process_group)
-    order = order_of_tokens(world_size * q.shape[2], world_size, zigzag).to(q.device)
-    # Repeat heads of keys until the ranks divide them, and give each copy as many heads of queries.
-    copies = world_size // math.gcd(world_size, k.shape[1])
-    group = q.shape[1] // k.shape[1]
-    padding = -group % copies
-    padded = F.pad(q.unflatten(1, (k.shape[1], group)), (0, 0, 0, 0, 0, padding))
-    inputs = [padded.flatten(1, 2)]
-    inputs += [x.repeat_interleave(copies, dim=1) for x in (k, v)]
-    whole = [sequence_to_heads(x, order, process_group) for x in inputs]
-    output = heads_to_sequence(attention(*whole, causal=causal, scale=scale), order, process_group)
-    return output.unflatten(1, (k.shape[1], -1))[:, :, :group].flatten(1, 2)
+    key_heads = k.shape[1]
+    sharing = q.shape[1] // key_heads  # heads of queries that share a head of keys
+    # Repeat each head of keys until the ranks can divide them. Its queries' heads are divided among
+    # the copies. If the copies do not divide them, add heads of zeros.
+    copies = world_size // math.gcd(world_size, key_heads)
+    padding = -sharing % copies
+    grouped = q.unflatten(1, (key_heads, sharing))
+    q = F.pad(grouped, (0, 0, 0, 0, 0, padding)).flatten(1, 2)
+    k = k.repeat_interleave(copies, dim=1)
+    v = v.repeat_interleave(copies, dim=1)
+    q, k, v = (sequence_to_heads(x, process_group, zigzag) for x in (q, k, v))
+    output = attention(q, k, v, causal=causal, scale=scale)
+    output = heads_to_sequence(output, process_group, zigzag)
+    return output.unflatten(1, (key_heads, -1))[:, :, :sharing].flatten(1, 2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -391,26 +500,31 @@ def main():
     model = demo.start("context_parallel", parts=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step(inputs, targets):  # of all ranks; targets are shifted already
+    def step(inputs, targets):  # of all ranks; targets are already shifted
         optimizer.zero_grad()
         with attention_is(ring_attention):
             logits = model(split_sequence(inputs))
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), split_sequence(targets).flatten(), reduction="sum"
-        )
-        loss = loss / targets.numel()  # all tokens, so that gradients are summed, not averaged
+        own_targets = split_sequence(targets)
+        total = F.cross_entropy(logits.flatten(0, 1), own_targets.flatten(), reduction="sum")
+        loss = (
+            total / targets.numel()
+        )  # the ranks' losses and gradients add up to the whole batch's
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
-        return loss * N  # the demo takes the mean over ranks
+        return loss * N  # because the demo takes the mean over ranks
 
-    demo.train(step, lambda: ([p.grad for p in model.parameters()], model.parameters()))
+    def whole():
+        return [parameter.grad for parameter in model.parameters()], model.parameters()
+
+    demo.train(step, whole)
     psi = held_bytes(model.parameters())
     layers, K, D = 4, 6, 32
-    u = 8 * N * (64 // N) * D  # 8N sequences
-    sent = layers * (8 * 6 * K * u + 8) * (N - 1) + 2 * psi * (N - 1) / N  # float64: 8 bytes
-    formula = "l·6Ku(N-1) + 2Ψ(N-1)/N"
+    u = 8 * N * 64 // N * D  # elements; 8N sequences of 64 tokens
+    sent_by_layer = (6 * K * u * 8 + 8) * (N - 1)  # bytes, in float64
+    sent = layers * sent_by_layer + 2 * psi * (N - 1) / N
+    formula = "layers · 6K·u(N-1) + 2Ψ(N-1)/N"
     status = demo.report(held(model.parameters(), optimizer), formula, sent)
     show_costs(demo)
     return status
@@ -418,48 +532,58 @@ def main():
 
 def attention_is(attention):
     """In this context the model's F.scaled_dot_product_attention is `attention`."""
-    name = "scaled_dot_product_attention"
-    return mock.patch.object(
-        F, name, lambda q, k, v, is_causal: attention(q, k, v, causal=is_causal)
-    )
+
+    def replacement(q, k, v, is_causal):
+        return attention(q, k, v, causal=is_causal)
+
+    return mock.patch.object(F, "scaled_dot_product_attention", replacement)
 
 
-def show_costs(demo, B=1, H=8, K=2, D=64):
-    """Forward and backward of one causal layer in fp32, at growing lengths."""
+def show_costs(demo):
+    """Forward and backward of one causal layer at growing lengths, in fp32."""
     N = demo.ranks
-    demo.show(f"\none causal layer, {H} heads of queries and {K} of keys of {D}, fp32; per rank:")
-    demo.show("kept for backward; sent in a step, measured and by formula; operations of each rank")
+    H, K, D = 4, 2, 32
     copies = N // math.gcd(N, K)
-    padded = K * copies * -(-H // (K * copies))
-    ring = 6 * K * (N - 1)
-    ulysses = 2 * (2 * padded + 2 * K * copies) * (N - 1) / N
-    ways = {
-        "gathered, zigzag": (gathered_attention, True, 4 * K * (N - 1)),
-        "ring": (ring_attention, False, ring),
-        "ring, zigzag": (ring_attention, True, ring),
-        "Ulysses, zigzag": (ulysses_attention, True, ulysses),
+    K_padded = K * copies
+    H_padded = K * math.ceil(H / K / copies) * copies
+    alone = [dist.new_group([rank]) for rank in range(N)][demo.rank]
+
+    def ulysses(q, k, v, **options):
+        def attention(q, k, v, causal, scale):  # counts as the ring does what causality hides
+            return ring_attention(q, k, v, causal, scale, alone, zigzag=False)
+
+        return ulysses_attention(q, k, v, **options, attention=attention)
+
+    ways = {  # (attention, zigzag, elements sent / u)
+        "the idea, zigzag": (gathered_attention, True, 4 * K * (N - 1)),
+        "ring": (ring_attention, False, 6 * K * (N - 1)),
+        "ring, zigzag": (ring_attention, True, 6 * K * (N - 1)),
+        "Ulysses, zigzag": (ulysses, True, 4 * (H_padded + K_padded) * (N - 1) / N),
     }
     demo.show(
-        f"{'S':>6}  {'':17} {'kept':>9} {'sent':>9} {'formula':>9}   operations on ranks 0 to {N - 1}"
+        f"\none causal layer, H = {H}, K = {K}, D = {D}, fp32, forward and backward, per rank"
     )
-    for S in (512, 1024, 2048):
-        length = S // (2 * N) * 2 * N
+    demo.show(
+        "kept: for backward; sent: measured, and by the formula; work: 10⁹ operations by rank"
+    )
+    demo.show(f"{'tokens':>6}  {'':16} {'kept':>9} {'sent':>9} {'formula':>9}   work")
+    for length in (512 // (2 * N) * 2 * N * scale for scale in (1, 2, 4)):
         for name, (attention, zigzag, sent) in ways.items():
-            kept, measured, operations = measure(demo, attention, zigzag, (B, H, K, length, D))
-            formula = 4 * B * (length // N) * D * sent / 1e6
-            work = " ".join(f"{n / 1e6:.0f}" for n in operations)
-            line = f"{length:6}  {name:17} {kept / 1e6:6.2f} MB {measured / 1e6:6.2f} MB"
-            demo.show(f"{line} {formula:6.2f} MB   {work} million")
+            kept, measured, operations = measure(demo, attention, zigzag, (H, K, length, D))
+            formula = 4 * (length // N) * D * sent
+            work = " ".join(f"{count / 1e9:.2f}" for count in operations)
+            megabytes = " ".join(f"{size / 1e6:6.2f} MB" for size in (kept, measured, formula))
+            demo.show(f"{length:6}  {name:16} {megabytes}   {work}")
 
 
 def measure(demo, attention, zigzag, sizes):
-    """Bytes kept for backward, bytes sent, and the operations of all ranks."""
-    B, H, K, length, D = sizes
+    """Bytes kept for backward, bytes sent, and the operations of each rank."""
+    H, K, length, D = sizes
     tokens = length // demo.ranks
     torch.manual_seed(demo.rank)
-    q = torch.randn(B, H, tokens, D, device=demo.device, requires_grad=True)
-    k = torch.randn(B, K, tokens, D, device=demo.device, requires_grad=True)
-    v = torch.randn(B, K, tokens, D, device=demo.device, requires_grad=True)
+    q = torch.randn(1, H, tokens, D, device=demo.device, requires_grad=True)
+    k = torch.randn(1, K, tokens, D, device=demo.device, requires_grad=True)
+    v = torch.randn(1, K, tokens, D, device=demo.device, requires_grad=True)
     saved = []
 
     def keep(tensor):
@@ -470,9 +594,9 @@ def measure(demo, attention, zigzag, sizes):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = attention(q, k, v, causal=True, zigzag=zigzag)
         output.sum().backward()
-    everyone = [None] * demo.ranks
-    dist.all_gather_object(everyone, flops.get_total_flops())
-    return held_bytes(saved), sent.total, everyone
+    operations = [None] * demo.ranks
+    dist.all_gather_object(operations, flops.get_total_flops())
+    return held_bytes(saved), sent.total, operations
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ FILES = [  # in the order of the README's table
     "lora",
     "activation_checkpoint",
     "attention",
+    "context_parallel",
     "all_reduce",
     "moe",
 ]

@@ -16,6 +16,7 @@ FILES = [
     "lora",
     "activation_checkpoint",
     "attention",
+    "context_parallel",
     "all_reduce",
     "moe",
 ]

@@ -1,0 +1,271 @@
+"""An implementation of --ring-attention or --ulysses-attention is called as function(q, k, v, causal=True).
+
+Every rank calls it with its part of the sequence: q is (batch, heads, tokens, head size), and k and v
+are (batch, heads or fewer, tokens, head size). The output has the shape of q. Rank r holds the r-th
+of N parts; with zigzag=True, it holds the chunks r and 2N-1-r of 2N. `causal` may be called is_causal.
+It gets process_group= if it has such a name. The claims about them also pass scale= and zigzag=.
+"""
+
+import pool
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from shared import randn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from claims.attention import dense_weights
+from claims.registry import add_kind, call, check, claim, names_of, same, same_on_all, say
+
+BOTH = "ring-attention ulysses-attention"
+
+
+def attend(implementation, q, k, v, causal=False, zigzag=False, **options):
+    name = "causal" if "causal" in names_of(implementation) else "is_causal"
+    if zigzag:
+        options["zigzag"] = True
+    welcome = {name: causal, "process_group": pool.group(), "zigzag": False}
+    if zigzag:
+        del welcome["zigzag"]
+    return call(implementation, q, k, v, needed=options, **welcome)
+
+
+add_kind("ring-attention", called=__doc__, make=attend, ours="context_parallel:ring_attention")
+add_kind(
+    "ulysses-attention", called=__doc__, make=attend, ours="context_parallel:ulysses_attention"
+)
+
+
+def mine(x, zigzag=False, dim=2):
+    """This rank's part of a whole sequence."""
+    N = pool.world_size()
+    rank = pool.rank()
+    if not zigzag:
+        return x.chunk(N, dim)[rank]
+    chunks = x.chunk(2 * N, dim)
+    return torch.cat([chunks[rank], chunks[2 * N - 1 - rank]], dim)
+
+
+def whole_inputs(tokens, heads=4, shared=4, size=8, dtype=torch.float64):
+    """-> q, k, v of the whole sequence, with `tokens` on each rank, and the output's gradient"""
+    S = tokens * pool.world_size()
+    numbers = [heads, shared, shared, heads]
+    inputs = [randn((2, each, S, size), seed=S + i) for i, each in enumerate(numbers)]
+    return [x.to(dtype) for x in inputs]
+
+
+def one_device(q, k, v, grad, causal=False, scale=None):
+    """-> output and gradients of attention over the whole sequence"""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    sharing = q.shape[1] // k.shape[1]
+    each_k, each_v = (x.repeat_interleave(sharing, 1) for x in leaves[1:])
+    output = dense_weights(leaves[0], each_k, causal, scale) @ each_v
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def on_ranks(attention, q, k, v, grad, zigzag=False):
+    """-> this rank's part of the same, by `attention(q, k, v)`"""
+    leaves = [mine(x, zigzag).clone().requires_grad_() for x in (q, k, v)]
+    output = attention(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, mine(grad, zigzag))]
+
+
+def same_as_one_device(found, expected, zigzag=False, what=""):
+    names = ["output", "gradient of q", "gradient of k", "gradient of v"]
+    for name, ours, theirs in zip(names, found, expected, strict=True):
+        same(ours, mine(theirs, zigzag), f"{name}{what}")
+
+
+def attends_as_one_device(make, tokens, causals=(False, True), zigzag=False, **how):
+    scale = {"scale": how.pop("scale")} if "scale" in how else {}
+    for causal in causals:
+        inputs = whole_inputs(tokens, **how)
+        expected = one_device(*inputs, causal, **scale)
+
+        def run(q, k, v, causal=causal):
+            return make(q, k, v, causal, zigzag, **scale)
+
+        found = on_ranks(run, *inputs, zigzag)
+
+        same_as_one_device(found, expected, zigzag, f" with causal={causal}")
+
+
+def attention(name, sentence, **how):
+    say(name, sentence, [1, 2, 3, 4], BOTH, attends_as_one_device, **how)
+
+
+attention(
+    "as_one_device",
+    "Output and gradients are those of attention over the whole sequence.",
+    tokens=7,
+    heads=12,
+    shared=12,
+    causals=[False],
+)
+attention(
+    "causal",
+    "With a causal mask, a query sees the keys up to its own position in the whole sequence.",
+    tokens=7,
+    heads=12,
+    shared=12,
+    causals=[True],
+)
+attention(
+    "zigzag",
+    "With zigzag, a rank's tokens are the chunks r and 2N-1-r of the whole sequence.",
+    tokens=10,
+    heads=12,
+    shared=12,
+    zigzag=True,
+)
+attention(
+    "shared_heads",
+    "Consecutive heads of queries share a head of keys and values. Their gradients add up there.",
+    tokens=6,
+    heads=12,
+    shared=2,
+    zigzag=True,
+)
+attention(
+    "any_number_of_heads",
+    "The number of ranks need not divide the heads of queries, or those of keys.",
+    tokens=5,
+    heads=6,
+    shared=2,
+)
+attention("scale", "A given scale replaces 1/√D.", tokens=6, scale=0.7, heads=12, shared=12)
+
+
+@claim(BOTH, 2, 4)
+def large_scores(make):
+    """Scores of thousands do not overflow, whichever rank has the largest."""
+    for slope in (1000, -1000):  # from the first key to the last
+        q, k, v, grad = whole_inputs(6)
+        k += torch.linspace(0, slope, k.shape[2], dtype=k.dtype)[:, None]
+        expected = one_device(q, k, v, grad)
+        found = on_ranks(make, q, k, v, grad)
+        for gradients in (expected, found):
+            gradients[1] /= 1000  # the gradient of q is a sum over keys, times k
+        same_as_one_device(found, expected, what=f" with a slope of {slope}")
+
+
+@claim(BOTH, 2, 4)
+def twice_backward(make):
+    """Backward may run twice over one graph, and both times gives the same gradients, bitwise."""
+    q, k, v, grad = whole_inputs(6)
+    leaves = [mine(x).clone().requires_grad_() for x in (q, k, v)]
+    output = make(*leaves, True)
+    first = torch.autograd.grad(output, leaves, mine(grad), retain_graph=True)
+    second = torch.autograd.grad(output, leaves, mine(grad))
+    same_as_one_device([output.detach(), *first], one_device(q, k, v, grad, True))
+    for name, ours, theirs in zip("qkv", second, first, strict=True):
+        same(ours, theirs, f"gradient of {name} in the second backward", exact=True)
+
+
+@claim(BOTH, 2, 4)
+def two_layers(make):
+    """It may follow itself, in an activation checkpoint, too. Run against run is bitwise equal."""
+    q, k, v, grad = whole_inputs(6)
+
+    def layers(q, k, v):
+        return make(make(q, k, v, True), k, v, True)
+
+    def checkpointed(q, k, v):
+        return checkpoint(layers, q, k, v, use_reentrant=False)
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    hidden = dense_weights(leaves[0], leaves[1], True) @ leaves[2]
+    output = dense_weights(hidden, leaves[1], True) @ leaves[2]
+    expected = [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+    first = on_ranks(layers, q, k, v, grad)
+    again = on_ranks(layers, q, k, v, grad)
+    same_as_one_device(first, expected)
+    same_as_one_device(on_ranks(checkpointed, q, k, v, grad), expected, what=", checkpointed")
+    for ours, theirs in zip(again, first, strict=True):
+        same(ours, theirs, "a second run", exact=True)
+
+
+@claim(BOTH, 2, 4)
+def without_gradients(make):
+    """Under no_grad the output is the same."""
+    q, k, v, grad = whole_inputs(6)
+    with torch.no_grad():
+        output = make(*(mine(x) for x in (q, k, v)), True)
+    same(output, mine(one_device(q, k, v, grad, True)[0]), "output")
+
+
+@claim(BOTH, 2, 4)
+def bf16(make):
+    """In bf16, the errors of output and gradients are at most 1.25 times those of F.scaled_dot_product_attention."""
+    inputs = whole_inputs(64, size=32, dtype=torch.bfloat16)
+    exact = one_device(*(x.double() for x in inputs))
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    output = F.scaled_dot_product_attention(*leaves)
+    theirs = [output.detach(), *torch.autograd.grad(output, leaves, inputs[3])]
+    ours = on_ranks(make, *inputs)
+    names = ["output", "gradient of q", "gradient of k", "gradient of v"]
+    for name, a, b, expected in zip(names, ours, theirs, exact, strict=True):
+        errors = torch.stack([(x.double() - mine(expected)).norm() for x in (a, mine(b))])
+        dist.all_reduce(errors, group=pool.group())
+        ratio = (errors[0] / errors[1]).item()
+        check(ratio <= 1.25, f"{name} has {ratio:.2f} times the error of one device")
+
+
+@claim(BOTH, 2, 4, about="property")
+def keeps_its_part(make):
+    """The memory kept for backward is that of one device, divided by the number of ranks."""
+    q, k, v, _ = whole_inputs(60)
+    leaves = [mine(x).clone().requires_grad_() for x in (q, k, v)]
+    saved = []
+
+    def keep(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        make(*leaves, True)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    kept = sum(storages.values()) // 8
+    own = 4 * leaves[0].numel()  # q, k, v and the output
+    check(0 < kept < 1.1 * own, f"{kept} elements are kept; q, k, v and the output have {own}")
+
+
+@claim("ring-attention", 2, 4, about="property")
+def equal_work(make):
+    """With zigzag and a causal mask, all ranks compute equally much."""
+    q, k, v, grad = whole_inputs(8)
+    with FlopCounterMode(display=False) as flops:
+        on_ranks(lambda *inputs: make(*inputs, True, True), q, k, v, grad, True)
+    operations = torch.tensor(flops.get_total_flops())
+    check(operations > 0, "no operations were counted")
+    same_on_all(operations, "their number of operations")
+
+
+DISAGREEMENTS = {
+    "tokens": lambda q, k, v: ((q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]), {}),
+    "dtype": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
+    "causal": lambda q, k, v: ((q, k, v), {"causal": True}),
+    "scale": lambda q, k, v: ((q, k, v), {"scale": 2.0}),
+}
+
+
+@claim(BOTH, 2, 3, about="property")
+def disagreement(make):
+    """If the last rank passes another shape, dtype, mask or scale, all ranks raise an error, and the group works on."""
+    q, k, v, grad = whole_inputs(6)
+    own = [mine(x) for x in (q, k, v)]
+    for name, change in DISAGREEMENTS.items():
+        inputs = own
+        options = {"causal": False, "scale": 1.0}
+        if pool.rank() == pool.world_size() - 1:
+            inputs, changed = change(*own)
+            options |= changed
+        try:
+            make(*inputs, **options)
+        except (ValueError, RuntimeError):
+            pass
+        else:
+            check(False, f"no error though ranks differ in {name}")
+        output = make(*own, True)
+        same(output, mine(one_device(q, k, v, grad, True)[0]), f"output after another {name}")
