@@ -267,7 +267,6 @@ class Bucket:
 
     def adopt(self):
         """Let the master follow what someone wrote into the parameters since the last step."""
-        self.wait_for_gather()  # peers may still be receiving our shard
         if self.master is not self.shard:
             values = self.shard.to(self.master.device)
             unchanged = self.master.to(values.dtype) == values  # keep the digits of these
@@ -282,9 +281,9 @@ class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and steps. Each rank holds 1/N of the state.
 
     `module` must be on its device. All ranks take over rank 0's parameters and buffers. `params`
-    has the parameter groups, by default one with all parameters. With offload="cpu" optimizer state and
-    master weights stay in host memory, and the update runs there. A bucket is closed when it has
-    `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
+    has the parameter groups, by default one with all parameters. With offload="cpu" optimizer state
+    and master weights stay in host memory, and the update runs there. A bucket is closed when it
+    has `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
 
     Use this class's clip_grad_norm_() and zero_grad(). torch.nn.utils.clip_grad_norm_ clips by the
     norm of each rank's own gradients, and module.zero_grad() misses gradients that are reduced.
@@ -595,7 +594,7 @@ class FreeableBucket(Bucket):
 
     def adopt(self):
         if not self.freed:
-            self.wait_for_gather()
+            self.wait_for_gather()  # peers may still be receiving this shard
             self.shard.copy_(self.own_part(self.flat))
         super().adopt()
 
@@ -787,8 +786,8 @@ def start_alike(module, process_group):
     for rank, theirs in enumerate(everyone):
         if theirs != mine:
             raise ValueError(
-                "ranks must hold the same model; "
-                f"rank {rank}'s differs in {sorted({*mine} ^ {*theirs})}"
+                f"ranks must hold the same model; rank {rank}'s differs in "
+                f"{sorted({*mine} ^ {*theirs}) or 'the order of its parameters'}"
             )
     for tensor in tensors.values():
         values = tensor.detach().reshape(-1)

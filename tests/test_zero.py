@@ -124,6 +124,8 @@ def train(
     theirs.step()
     same_parameters(optimizer, model, plain)
     bitwise(state, saved[1])
+    for _, _, segment, _ in optimizer.shards() if low else ():
+        segment.add_(1)
     optimizer.load_state_dict(state)
     bitwise(optimizer.state_dict(), state, check_dtype=False)  # torch.optim casts NAdam's scalar
     numbers = 8 * len(list(model.parameters()))
@@ -270,6 +272,8 @@ def test_the_scale_of_a_loss_divides_gradients_and_their_norm(stage):
         assert all((p - q).abs().max() < 2e-3 for p, q in pairs)
     optimizer.zero_grad()
     overflow = math.inf if pool.rank() == 1 else 1.0
+    batch_loss(model, pool.rank(), 0).backward()
+    assert optimizer.clip_grad_norm_(math.inf) > 100 * norms[0] / 1024  # not divided
     (batch_loss(model, pool.rank(), 0) * overflow).backward()
     assert not optimizer.clip_grad_norm_(math.inf).isfinite()
     assert optimizer.unscale_(1024.0) == 1
@@ -471,6 +475,28 @@ def test_units_of_zero3_and_their_prefetch(how):
     assert not early
 
 
+class PassesOn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x), x
+
+
+@pool.on(2)
+def test_a_unit_that_returns_its_input_is_gathered_once_in_backward():
+    """Its input's gradient is that of the unit before, which may not be freed for it."""
+    model = nn.Sequential(nn.Linear(6, 6), PassesOn())
+    optimizer = zero.Zero3(model, torch.optim.SGD, pool.group())
+    psi_bytes = sum(bucket.flat.nbytes for bucket in optimizer._buckets)
+    for step in range(2):  # the second prefetches
+        y, x = model(make_batch(pool.rank(), step))
+        with zero.SentBytes() as sent:
+            (y.sum() + x.sum()).backward()
+        assert sent.total == psi_bytes / 2 + psi_bytes / 2  # parameters, gradients
+
+
 class Positions(nn.Module):
     """Reads the weights of its position embedding, or calls it."""
 
@@ -513,11 +539,15 @@ def test_wrong_use(stage):
     group = pool.group()
     first = nn.Linear(2, 2)
     in_ddp = nn.parallel.DistributedDataParallel(plain, process_group=group)
+    shuffled = nn.ParameterDict()
+    for name in ("ab", "ba")[rank]:
+        shuffled.register_parameter(name, nn.Parameter(torch.ones(2)))
     differs = f"the same model; rank {1 - rank}'s differs in .*shape"
     cases = [
         (differs, nn.Sequential(first, nn.Linear(6, 4 + rank)), {}),
         (differs, nn.Sequential(first, nn.BatchNorm1d(4 + rank, affine=False)), {}),
         (differs, PLAIN((torch.float32, torch.float64)[rank]), {}),
+        (f"rank {1 - rank}'s differs in the order", shuffled, {}),
         ("which averages as well", in_ddp, {}),
         ("not among module.parameters", PLAIN(), {"params": plain.parameters()}),
     ]
