@@ -1,4 +1,4 @@
-"""ZeRO: data-parallel training in which no rank keeps the whole optimizer state or all gradients.
+"""ZeRO: data parallelism with optimizer state, gradients and parameters split over the ranks.
 
 DDP keeps a copy of everything on each of N ranks. But an elementwise optimizer, such as Adam, can
 update any part of the parameters on its own. So each rank updates 1/N of the parameters, and keeps
