@@ -551,7 +551,7 @@ class SentBytes(TorchDispatchMode):
 
 
 def held_bytes(tensors):
-    """The bytes of the storages behind `tensors`. A storage that several of them share counts once."""
+    """The bytes of the storages behind `tensors`. A shared storage counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -716,7 +716,7 @@ class Demo:
             self.show(line)
 
     def report(self, held_here, formula, sent):
-        """Print what the README explains. Return the exit status: 1 if a rank found a difference."""
+        """Print the result (README, "What the lines mean"). Return 1 if a rank differs."""
         differences = torch.tensor(self.differences, device=self.device)
         largest = differences.nan_to_num(nan=torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -479,7 +479,7 @@ def step_times(model, plan, machine):
         hidden /= plan.accumulation
     times["dp"] = max(0.0, times["dp"] - hidden)
     if "offload" in plan.technique:
-        # bytes per parameter: gradient down and parameter up, 2 + 2; the host's Adam reads gradient,
+        # bytes per parameter: gradient down, parameter up, 2 + 2; the host's Adam reads gradient,
         # weight and moments, 2 + 12, and writes parameter, weight and moments, 2 + 12
         shard = model.parameters(plan.tp, plan.pp) / plan.replicas
         times["host"] = 32 * shard / machine.host

@@ -95,7 +95,7 @@ def memory(runs):
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel(
-        "MB held by a rank, of two; a model of 1.9M parameters in fp32 (tensor_parallel's, in fp64, halved)"
+        "MB held by each of two ranks; 1.9M parameters in fp32 (tensor_parallel: fp64, halved)"
     )
     axes.legend(frameon=False, loc="lower right")
     save(figure, "memory")
@@ -147,7 +147,7 @@ def schedules(p=4, m=8):
                     )
         peak = max(times.peak_activations)
         axes.set_title(
-            f"{name}: idle {times.bubble_fraction:.0%}, a rank keeps the activations of at most {peak} forwards",
+            f"{name}: idle {times.bubble_fraction:.0%}, at most {peak} forwards' activations on a rank",
             loc="left",
             fontsize=10,
         )

@@ -1,4 +1,4 @@
-"""activation_checkpoint.py against no checkpoints, bitwise; and what it keeps and computes. More in tests/claims."""
+"""activation_checkpoint.py beyond its claims: what it keeps and what it computes."""
 
 import functools
 import gc
@@ -65,7 +65,7 @@ HOW = {  # run(layers, x), and how many tensors like y live after it, of 3 layer
 
 @pytest.mark.parametrize("how", HOW)
 def test_outputs_gradients_and_next_random_numbers_are_bitwise_those_without(how):
-    """Twice by one graph; between, no more is kept than before; and afterwards nothing, in no cycle either."""
+    """Two backwards through one graph. Between them no more is kept, and afterwards nothing."""
     with ac.Alive():  # the first in a process imports what it needs, and holds frames
         make_layers(1)
     results = []

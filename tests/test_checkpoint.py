@@ -1,4 +1,4 @@
-"""checkpoint.py: what any ranks wrote any others read, bit by bit; what is killed, full or damaged is never wrong."""
+"""checkpoint.py: any number of ranks reads what others wrote. Nothing half-written is ever read."""
 
 import math
 import re
@@ -23,7 +23,7 @@ CASES = [(HOW[i // 5], HOW[i % 5], DTYPES[i % 8], 1 + i % 4) for i in range(25)]
 
 @given(st.lists(st.integers(0, 5), max_size=4), st.data())
 def test_a_flat_range_is_a_few_boxes(shape, data):
-    """They have its elements in order, each once, at their places; at most 2n - 1; also of a buffer that is larger."""
+    """At most 2n - 1 pieces have each element once, in order, also of a buffer that is larger."""
     n = math.prod(shape)
     start, whole = data.draw(st.integers(-3, n)), torch.arange(n).view(shape)
     flat = torch.arange(start, data.draw(st.integers(start, n + 3)))
@@ -43,7 +43,7 @@ def test_a_flat_range_is_a_few_boxes(shape, data):
 
 
 def cut(how, tensor, ranks, rank):
-    """This rank's pieces of a matrix: all of it; flat as ZeRO cuts; rows; columns; rows of q, k and v, cut in two."""
+    """This rank's pieces of a matrix: all; flat, as ZeRO's; rows; columns; rows of q, k and v."""
     shape, numel = list(tensor.shape), tensor.numel()
     if how == "whole":
         return tensor
@@ -71,7 +71,7 @@ def cut(how, tensor, ranks, rank):
 @pytest.mark.parametrize(("written", "wanted", "dtype", "readers"), CASES)
 @pool.on(3)
 def test_any_pieces_are_read_as_any_others(written, wanted, dtype, readers, tmp_path):
-    """Bitwise, by any number of ranks; every element, and what all hold, is written once, and nothing else."""
+    """Any number of ranks loads the same bits. Every element is written exactly once."""
     group, N, rank = pool.group(), pool.world_size(), pool.rank()
     tensor, extra = (
         torch.arange(30.0).view(6, 5) * 1.7 - 9,
@@ -101,7 +101,7 @@ def test_a_state_dict_of_one_device_goes_in_and_out(tmp_path):
 
 
 def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path, monkeypatch):
-    """Before each line that writes in turn: load() has the old one, later the new one, and save() goes on."""
+    """Killed before each line that writes: load() has the old or the new one, and save() works."""
 
     def trace(frame, event, _):
         nonlocal lines

@@ -1,4 +1,4 @@
-"""collectives.py: each all-reduce by the oracle; orders of addition; its kin; messages, bytes, and what they take."""
+"""collectives.py: sums, their orders of addition, the bytes and messages of each algorithm."""
 
 import functools
 import itertools
@@ -84,7 +84,7 @@ def test_the_docstrings_example():
 
 
 def test_a_chunk_travels_while_another_is_added(monkeypatch):
-    """By the order of issue: one chunk is always under way while another is waited for and added."""
+    """One chunk is always in flight while another is waited for and added."""
     log = []
     numbers = itertools.count()
 
@@ -121,7 +121,7 @@ CASES = [  # members, dtype, shape, strided?
 @pytest.mark.parametrize(("ranks", "dtype", "shape", "strided"), CASES, ids=str)
 @pool.on(4)
 def test_broadcast_gather_scatter_and_all_to_all(ranks, dtype, shape, strided):
-    """In groups in any order, and what they take stays as it was; outside the group each raises a ValueError."""
+    """Groups in any order of ranks. Inputs do not change. A rank outside raises a ValueError."""
     group = dist.new_group(ranks)
     if pool.rank() not in ranks:
         for function in SENT:
@@ -153,7 +153,7 @@ def test_broadcast_gather_scatter_and_all_to_all(ranks, dtype, shape, strided):
 
 
 def simulate(programs, alpha, beta):
-    """-> seconds, when each rank r goes through its exchanges programs[r], of [to, from, bytes], one after another."""
+    """The seconds that the ranks take; programs[r] lists the exchanges of rank r, [to, from, bytes]."""
 
     @functools.cache
     def end(rank, i):
@@ -177,7 +177,7 @@ def simulate(programs, alpha, beta):
 def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
     function, N, monkeypatch
 ):
-    """Each rank's, as the function issues them, in worlds that move nothing, played by the α–β model."""
+    """Record each rank's messages in a world that moves no data, and play them by the α–β model."""
     programs, sent, real_start = {}, {}, c.start
 
     def start(group, send=None, receive=None):
@@ -202,7 +202,7 @@ def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
 
 
 def test_predict():
-    """Ring and recursive doubling cross at 8α/β bytes on 4 ranks; names, short and long; what there is not."""
+    """Ring and recursive doubling cross at 8α/β bytes on 4 ranks. An unknown name is an error."""
     for factor, faster in ((7.9, "recursive_doubling"), (8.1, "ring")):
         costs = {
             name: c.predict(name, 4, factor * 1e-4 * 1e9, 1e-4, 1e9)

@@ -1,4 +1,4 @@
-"""data.py: Megatron-LM's files, byte for byte; nothing half-written; samples by a seed, on any grid."""
+"""data.py: Megatron-LM's files byte for byte, nothing half-written, samples by a seed."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def written(prefix):
 
 @pytest.mark.parametrize(("vocab_size", "code"), [(257, 8), (65499, 8), (65500, 4)])
 def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, tmp_path, monkeypatch):
-    """No index ever stands beside the tokens of another: the old one goes first, the new one comes last."""
+    """An index never lies beside other tokens: the old one goes first, the new one comes last."""
     documents = [[0, vocab_size - 1, 7], [], [5], [*range(100)]]
     prefix = tmp_path / "x"
     replace = os.replace
@@ -85,7 +85,7 @@ def opened(index=INDEX, tokens=TOKENS):
 
 BE_INTEGERS = "integers from 0 to 256, unlike"
 NOT_JSON = "1 error: in:2001: not JSON:"
-WRONG = {  # what is said of a call; of a line in a file; of arguments. The status of a command is first
+WRONG = {  # message: the call, line or arguments that it is about. A status comes first
     f"{len(INDEX) - 1} bytes; 2 sequences in 2 documents are {len(INDEX)}": lambda: opened(
         INDEX[:-1]
     ),
@@ -155,7 +155,7 @@ def test_what_is_wrong_is_an_error_that_says_where_and_changes_nothing(
 def test_documents_are_in_order_whatever_the_number_of_workers(
     workers, vocabulary, tmp_path, monkeypatch, capsys
 ):
-    """Hundreds of chunks, some of one long line; two keys; no newline at the end; empty texts left out; a bar."""
+    """Hundreds of chunks, two keys, no newline at the end, empty texts left out, a progress bar."""
     files, encode, end = (), str.encode, 256
     if vocabulary == "GPT-2's":  # one of our own, as tokenizers' class has it
         bpe = pytest.importorskip(
@@ -209,7 +209,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path, monkeypatch):
 
 
 def test_jobs_are_taken_as_results_are_needed():
-    """At most 2 · workers and the one that is asked for: memory is bounded if the reader is slow."""
+    """At most 2 · workers chunks and one more are in flight, so memory is bounded."""
     taken = []
     jobs = ((n,) for n in range(99) if not taken.append(n))
     results = data.in_order(abs, jobs, 3)
@@ -287,7 +287,7 @@ def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(
     st.integers(0, 2**32 - 1),
 )
 def test_samples_are_the_cuts_of_the_shuffled_documents(tmp_path, lengths, s, seed):
-    """Each of an epoch once, whatever the number that is planned; any one first; empty documents do no harm."""
+    """An epoch has each sample once, whatever number is planned. Empty documents do no harm."""
     s, n = min(s, sum(lengths) - 1), (sum(lengths) - 1) // min(s, sum(lengths) - 1)
     write_indexed(tmp_path / "x", np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]), 1000)
     dataset, longer = (

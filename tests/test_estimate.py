@@ -1,4 +1,4 @@
-"""estimate.py: the papers' numbers, those that this project measures, and the page that it prints."""
+"""estimate.py: the papers' numbers, numbers measured here, and the printed page."""
 
 import json
 import re
@@ -223,7 +223,7 @@ def test_lora_is_a_plan_if_nothing_else_fits_without_offload():
 
 
 def test_context_parallelism_splits_a_sequence_that_does_not_fit():
-    """Activations and logits are 1/cp, states are split as by dp, keys and values travel cp-1 times."""
+    """Activations are 1/cp, states are split as by dp, keys and values travel cp-1 times."""
     long = replace(SEVEN_B, sequence=2**20)
     plans = estimate.advise(long, 64, 80e9, batch=4)
     assert plans

@@ -1,4 +1,4 @@
-"""fsdp.py bitwise against one device, and in 16 bits against PyTorch's; its costs and its errors."""
+"""fsdp.py: bitwise one device, PyTorch's in 16 bits, its costs and its errors."""
 
 import copy
 import functools
@@ -200,7 +200,7 @@ def raising(model, rank, n, ours, plain, where, then):
 
 SOME = [[0, 2, 3], [0, 2], [3, 2, 1, 0], []]
 TWICE = [[0, 1, 1, 2, 0, 3, 1]]
-# (loss, micro-batches). A unit that backward reaches twice is reduced twice: one micro-batch, as two
+# (loss, micro-batches). A unit that backward reaches twice is reduced twice, as if it were two
 # would be added in another order.
 WAYS = {
     **{how: (functools.partial(calls, how=how), 2) for how in HOW},
