@@ -125,7 +125,8 @@ class GradScaler:
             return
         if optimizer in self._found_inf:
             raise RuntimeError(
-                "unscale_() or step() has already been called on this optimizer since the last update"
+                "unscale_() or step() has already been called on this optimizer "
+                "since the last update()"
             )
         if hasattr(optimizer, "unscale_"):  # zero.py's, whose gradients are not in .grad
             found_inf = optimizer.unscale_(self._scale)
