@@ -1,4 +1,4 @@
-"""data_parallel.py against one device that works through the same chunks, and against torch.nn.DataParallel."""
+"""data_parallel.py against one device that takes the chunks in turn, and torch.nn.DataParallel."""
 
 import threading
 from collections import namedtuple
@@ -65,8 +65,9 @@ def test_equals_torchs():
 
 
 def test_scatter_and_gather_go_into_lists_tuples_and_dicts():
-    """They cut as torch.chunk does, and join; what is not a tensor goes to all, and but for None does not come back."""
-    x, marker = torch.arange(10).view(5, 2), object()
+    """Tensors are split as by torch.chunk. Others go to all devices; only None comes back."""
+    x = torch.arange(10).view(5, 2)
+    marker = object()
     whole, *chunks = (
         [part, {"y": (part[:, 0], None)}, Pair(part, None)] for part in (x, x[:3], x[3:])
     )
@@ -86,34 +87,31 @@ def test_scatter_and_gather_go_into_lists_tuples_and_dicts():
 
 @pytest.mark.filterwarnings("ignore:RNN module weights")
 def test_a_replica_has_the_structure_of_the_module_and_lies_on_its_device():
-    """Weights in lists, a module used twice, a child that is None, a frozen weight, no bias. The first shares the
-    module's memory; the others have copies, of each tensor one, no Parameter, through which one gradient comes back."""
-    module, devices = (
-        nn.ModuleDict({"lstm": nn.LSTM(6, 4), "norm": nn.BatchNorm1d(6)}),
-        ["cpu", "cpu", "meta"],
-    )
+    """Weights in lists, a module used twice, a child that is None, a frozen weight, no bias.
+
+    The first replica shares the module's memory; the others hold one copy of each tensor.
+    """
+    devices = ["cpu", "cpu", "meta"]
+    module = nn.ModuleDict({"lstm": nn.LSTM(6, 4), "norm": nn.BatchNorm1d(6)})
     module["twice"] = module["again"] = nn.Linear(4, 4, bias=False)
     module["list"] = nn.ParameterList(
         [nn.Parameter(torch.ones(4), requires_grad=False), torch.ones(4)]
     )
     module.register_module("none", None)
-    states, replicas = [*module.parameters(), *module.buffers()], dp.replicate(module, devices)
+    states = [*module.parameters(), *module.buffers()]
+    replicas = dp.replicate(module, devices)
     for device, replica in zip(devices, replicas, strict=True):
         assert replica["twice"] is replica["again"] is not module["twice"]
         assert replica["twice"].bias is replica.none is None
         assert [weight.requires_grad for weight in replica["list"]] == [False, True]
-        tensors = [
-            t
-            for m in replica.modules()
-            for t in (vars(m) | m._buffers).values()
-            if torch.is_tensor(t)
+        attributes = [
+            x for part in replica.modules() for x in (vars(part) | part._buffers).values()
         ]
+        tensors = list(filter(torch.is_tensor, attributes))
         assert {t.device.type for t in (*tensors, *replica["lstm"]._flat_weights)} == {device}
         shared = {t.data_ptr() for t in tensors} & {state.data_ptr() for state in states}
-        assert (len(tensors), len(shared)) == (
-            len(states),
-            len(states) if replica is replicas[0] else 0,
-        )
+        assert len(tensors) == len(states)
+        assert len(shared) == (len(states) if replica is replicas[0] else 0)
         if device == "cpu":
             sum(t.sum() for t in tensors if t.requires_grad).backward()
     assert all((state.grad == 2).all() for state in states if state.requires_grad)
@@ -123,15 +121,13 @@ def test_a_replica_has_the_structure_of_the_module_and_lies_on_its_device():
     assert [x.device.type for x in (*outputs, dp.gather(outputs, "meta"))] == [*devices, "meta"]
 
 
-class Sees(
-    nn.Linear
-):  # Records what reaches each replica, in a list that all of them have. Uses no bias
+class Sees(nn.Linear):
+    """Records what reaches each replica, in a list that all share. Does not use its bias."""
+
     def forward(self, *inputs, scale=1, loss=False):
-        x, self.scale, thread = (
-            inputs[0] if inputs else self.weight[:0],
-            scale,
-            threading.current_thread().name,
-        )
+        x = inputs[0] if inputs else self.weight[:0]
+        self.scale = scale
+        thread = threading.current_thread().name
         self.seen.append((len(x), scale, torch.is_grad_enabled(), self.training, thread))
         if (x < 0).any():
             raise KeyError(x[0, 0].item())
@@ -140,30 +136,31 @@ class Sees(
 
 
 def test_each_replica_in_a_thread_with_its_rows_and_this_threads_modes():
-    """Fewer rows have fewer replicas, no input one, no tensor all. What one raises is raised again, with its number,
-    when all threads have ended. Scalars become a vector, with a warning, as its mean is not the loss."""
+    """Fewer rows have fewer replicas, no input has one, and an input without a tensor has all.
+
+    An exception is raised again, with the replica's number, when all threads have ended.
+    """
     model = dp.DataParallel(Sees(6, 2), ["cpu"] * 3)
-    model.module.seen = seen = []
+    seen = []
+    model.module.seen = seen
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert model.eval()(torch.ones(7, 6), scale=2).dtype == torch.bfloat16
-    (output := model.train()(torch.ones(2, 6))).sum().backward()
+    output = model.train()(torch.ones(2, 6))
+    output.sum().backward()
     assert (output.dtype, model.module.bias.grad) == (torch.float32, None)
     assert (len(model()), len(model(scale=4))) == (0, 0)
     assert not hasattr(model.module, "scale")  # what a replica sets is lost
-    assert sorted(s[:4] for s in seen[:3]) == [
-        (1, 2, False, False),
-        (3, 2, False, False),
-        (3, 2, False, False),
-    ]
-    assert [s[:4] for s in seen[3:]] == [(1, 1, True, True)] * 2 + [(0, 1, True, True)] + [
-        (0, 4, True, True)
-    ] * 3
+    calls = [call[:4] for call in seen]  # (rows, scale, grad mode, training)
+    assert sorted(calls[:3]) == [(1, 2, False, False), (3, 2, False, False), (3, 2, False, False)]
+    assert calls[3:6] == [(1, 1, True, True)] * 2 + [(0, 1, True, True)]
+    assert calls[6:] == [(0, 4, True, True)] * 3
     assert len({s[4] for s in seen}) == 3 + 2 + 1 + 3
     with pytest.raises(KeyError, match=r"KeyError in replica 1 on device cpu: -1\.0"):
         model(-torch.arange(3.0).view(3, 1).expand(3, 6))  # the third raises as well
     assert not {s[4] for s in seen} & {thread.name for thread in threading.enumerate()}
+    x = torch.rand(5, 6)
     with pytest.warns(UserWarning, match="scalars"):
-        losses = model(x := torch.rand(5, 6), loss=True)
+        losses = model(x, loss=True)
     alone = dp.DataParallel(model.module, ["cpu"])(x, loss=True)  # one device has nothing to gather
     assert not torch.allclose(losses.mean(), alone)
     torch.testing.assert_close((2 * losses[0] + 2 * losses[1] + losses[2]) / 5, alone)
