@@ -24,8 +24,9 @@ too: norms, dropout and residuals see 1/t of the sequence. Each all-reduce becom
 Cost per rank, for t ranks, micro-batch b, sequence s, hidden size h, a heads, vocabulary V. A rank
 holds 1/t of the parameters, gradients and optimizer state, and all of the norms and row biases.
 "sent" counts elements per layer and micro-batch, times (t-1)/t. "activations" counts bytes per
-layer in 16 bits (Korthikanti et al., §4): 2sbh are dropout masks, and 5as/h are attention scores,
-which we compute again instead.
+layer in 16 bits (Korthikanti et al., §4), with 2sbh for dropout masks and 5as/h for attention
+scores. scaled_dot_product_attention keeps no scores: it computes them again in backward. The last
+row counts once for the whole model.
 
                             sent               activations
     one device              0                  sbh (34 + 5as/h)
@@ -40,7 +41,7 @@ Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: label smoothing; attention masks other than causal; more ranks than key and value heads;
+Left out: attention masks other than causal; more ranks than key and value heads;
           padding_idx, max_norm; norms other than LayerNorm; second derivatives
 """
 
@@ -60,7 +61,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # after init_process_group it would keep the group alive
+import torch.distributed.nn.functional  # a later import, with a group, would keep the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import Function
@@ -75,7 +76,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # 1. The idea: the operators f and g. Each is the other's gradient.
 #
 # A bare collective in the middle of a model gives wrong gradients without an error, because
-# autograd does not see it. So each collective has an autograd function.
+# autograd does not see it. So each collective has an autograd function. Its backward calls the
+# other operator of the pair, which is defined after both classes.
 
 
 class CopyToRegion(Function):
@@ -198,7 +200,7 @@ def all_gather(x, process_group):
 def reduce_scatter(x, process_group):
     _, world_size = rank_and_size(process_group)
     check_divides("positions", len(x), world_size)
-    # An exchange and a sum, because gloo's reduce-scatter is an all-reduce inside.
+    # gloo's reduce-scatter is an all-reduce inside, and sends twice as much as this exchange.
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=process_group)
     return received.unflatten(0, (world_size, -1)).sum(0)
@@ -206,11 +208,10 @@ def reduce_scatter(x, process_group):
 
 def check_divides(what, size, world_size):
     if size % world_size:
-        fit = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        fit = " or ".join(fit.rsplit(", ", 1))
+        fit = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
             f"{size} {what} do not divide by {world_size} tensor-parallel ranks; "
-            f"use a world size of {fit}"
+            f"use a world size in {fit}"
         )
 
 
@@ -222,7 +223,7 @@ reduce_scatter_to_sequence = partial(apply, ReduceScatterToSequence)
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The layers. `options` are process_group=None, sequence_parallel=False, stack and pad.
+# 3. The layers. `options` are ParallelLayer's: process_group, sequence_parallel, stack and pad.
 
 
 class Span(NamedTuple):
@@ -246,7 +247,7 @@ class ParallelLayer(nn.Module):
     def __init__(self, plain, process_group=None, sequence_parallel=False, stack=(1,), pad=False):
         super().__init__()
         for name, value in vars(plain).items():
-            if not name.startswith("_"):
+            if not name.startswith("_"):  # in_features, normalized_shape, p, …
                 setattr(self, name, value)
         self.rank, self.world_size = rank_and_size(process_group)
         self.process_group = process_group
@@ -254,7 +255,7 @@ class ParallelLayer(nn.Module):
         self.stack = stack
         self.padding = -len(plain.weight) % self.world_size if pad else 0  # rows
         self.whole_shapes = {name: whole.shape for name, whole in plain.named_parameters()}
-        self._parameters |= plain._parameters
+        self._parameters |= plain._parameters  # for a bias that is None
         for name, whole in plain.named_parameters():
             shard = self.shard(name, whole.detach())
             self.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
@@ -262,7 +263,7 @@ class ParallelLayer(nn.Module):
     @classmethod
     def from_full(cls, plain, **options):
         """This rank's shard of `plain`, which stays as it is."""
-        return cls(None, None, plain=plain, **options)
+        return cls(None, None, plain=plain, **options)  # its sizes are plain's
 
     def spans(self, name, rank=None):
         """Where a rank's shard lies in the whole: one Span for each matrix, none for padding."""
@@ -276,6 +277,7 @@ class ParallelLayer(nn.Module):
             size = padded_size * share // sum(self.stack)
             check_divides("features", size, self.world_size)
             length = size // self.world_size
+            # The matrices above this one, and this matrix's rows of lower ranks, come before.
             start = shard_start * self.world_size + rank * length
             if start < whole_size:
                 yield Span(shard_start, start, min(length, whole_size - start))
@@ -328,25 +330,26 @@ class ColumnLinear(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad_y):
         x, weight = ctx.saved_tensors
         length = len(x)  # of this rank's part of dimension 0
         options = {"group": ctx.process_group, "async_op": True}
         if ctx.sequence_parallel:
-            whole_x = x.new_empty(*grad.shape[:-1], x.shape[-1])
-            gather = all_gather_single(whole_x, x.contiguous(), **options)
-        grad_x = (grad @ weight.to(grad.dtype)).contiguous()  # under autocast their dtypes differ
+            whole_x = x.new_empty(*grad_y.shape[:-1], x.shape[-1])
+            gathering = all_gather_single(whole_x, x.contiguous(), **options)
+        # Under autocast the dtypes of grad_y, x and weight differ.
+        grad_x = (grad_y @ weight.to(grad_y.dtype)).contiguous()
         if ctx.sequence_parallel:
             received = torch.empty_like(grad_x)
-            reduce = dist.all_to_all_single(received, grad_x, **options)
-            gather.wait()
+            reducing = dist.all_to_all_single(received, grad_x, **options)
+            gathering.wait()
             x = whole_x
         else:
-            reduce = dist.all_reduce(grad_x, **options)
-        grad = grad.reshape(-1, len(weight))
-        grad_weight = grad.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)
-        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
-        reduce.wait()
+            reducing = dist.all_reduce(grad_x, **options)
+        grad_y = grad_y.reshape(-1, len(weight))
+        grad_weight = grad_y.t() @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
+        grad_bias = grad_y.sum(0) if ctx.needs_input_grad[2] else None
+        reducing.wait()
         if ctx.sequence_parallel:
             grad_x = received.unflatten(0, (-1, length)).sum(0)
         return grad_x, grad_weight, grad_bias, None, None
@@ -452,7 +455,8 @@ class VocabParallelEmbedding(ParallelLayer):
 
     def forward(self, tokens):
         row, here, nowhere = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
-        # where() would give x the strides of `here`, and dropout draws in the order of memory.
+        # where() would give x the strides of `here`. Dropout draws its mask in memory order, so the
+        # mask would not be that of one device.
         x = F.embedding(row, self.weight).masked_fill(~here.unsqueeze(-1), 0.0)
         x = x.masked_fill(nowhere.unsqueeze(-1), math.nan)
         return reduce_from_region(x, self.process_group)
@@ -461,27 +465,37 @@ class VocabParallelEmbedding(ParallelLayer):
 class VocabParallelCrossEntropy(Function):
     """loss = log Σ exp(x) - x[target]; its gradient is softmax(x), minus 1 at the target.
 
-    The ranks send three numbers per token: the maximum, the sum and the target's logit.
+    The ranks send three numbers per token: the maximum, the sum and the target's logit. With label
+    smoothing ε the target is a distribution: 1-ε at the target, and ε/V everywhere.
     """
 
     @staticmethod
-    def forward(ctx, logits, target, process_group, ignore_index):
+    def forward(ctx, logits, target, process_group, ignore_index, label_smoothing):
         rank, world_size = rank_and_size(process_group)
         rows = logits.shape[-1]
         ignored = target == ignore_index
         target = target.masked_fill(ignored, 0)
+        # A target in the padding, whose logit is -inf, has an infinite loss.
         column, here, nowhere = locate(target, rows * world_size, rows, rank)
         x = logits.to(torch.promote_types(logits.dtype, torch.float32))
         maximum = x.amax(-1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-        maximum.masked_fill_(nowhere, math.nan)
+        maximum.masked_fill_(nowhere, math.nan)  # and so the token's loss and gradient
         x = x - maximum.unsqueeze(-1)
         tokens = torch.arange(len(target), device=x.device)
-        x_target = x[tokens, column].where(here, 0.0)
+        at_target = (1 - label_smoothing) * here.to(x.dtype)
+        x_target = at_target * x[tokens, column].where(here, 0.0)
+        if label_smoothing:
+            real = x > -math.inf  # the others are padding
+            V = all_reduce(real.sum(-1, True, dtype=x.dtype), process_group)
+            everywhere = real * (label_smoothing / V)
+            x_target += (everywhere * x.where(real, 0.0)).sum(-1)
         x.exp_()
         total, x_target = all_reduce(torch.stack((x.sum(-1), x_target)), process_group)
-        grad_x = x.div_(total.unsqueeze(-1))
-        grad_x[tokens, column] -= here.to(x.dtype)
+        grad_x = x.div_(total.unsqueeze(-1))  # in place: backward keeps one tensor of this size
+        grad_x[tokens, column] -= at_target
+        if label_smoothing:
+            grad_x -= everywhere
         ctx.save_for_backward(grad_x, ignored)
         return (total.log() - x_target).masked_fill(ignored, 0.0)
 
@@ -489,7 +503,7 @@ class VocabParallelCrossEntropy(Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_x, ignored = ctx.saved_tensors
-        return grad_x * grad.masked_fill(ignored, 0.0).unsqueeze(-1), None, None, None
+        return grad_x * grad.masked_fill(ignored, 0.0).unsqueeze(-1), None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -504,12 +518,12 @@ def vocab_parallel_cross_entropy(
     if target.shape != logits_shard.shape[:-1]:
         shapes = f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}"
         raise ValueError(f"{shapes}: one target per token")
-    if label_smoothing:
-        raise ValueError(
-            f"{label_smoothing=} is not supported: use 0, or F.cross_entropy on gathered logits"
-        )
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{label_smoothing=}: use 0 to 1")
     logits = logits_shard.reshape(-1, logits_shard.shape[-1])
-    loss = VocabParallelCrossEntropy.apply(logits, target.flatten(), process_group, ignore_index)
+    loss = VocabParallelCrossEntropy.apply(
+        logits, target.flatten(), process_group, ignore_index, label_smoothing
+    )
     return loss.view(target.shape)
 
 
@@ -518,7 +532,7 @@ def vocab_parallel_cross_entropy(
 
 
 def model_parallel_seed(seed, process_group=None):
-    """Seed all ranks alike. Ranks draw different numbers only in a parallel_region()."""
+    """Seed all ranks alike, in any group. They draw different numbers in a parallel_region()."""
     torch.manual_seed(seed)
 
 
@@ -533,7 +547,7 @@ def parallel_region(process_group=None):
     if world_size == 1:
         yield
         return
-    (seed,) = torch.randint(2**48, (1,), device="cpu").tolist()
+    seed = torch.randint(2**48, (), device="cpu").item()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(gpus):
         torch.manual_seed(seed + rank)
@@ -557,16 +571,18 @@ class ParallelMLP(nn.Module):
         super().__init__()
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
-        self.stack = (1, 1) if activation == "swiglu" else (1,)
-        hidden_features = len(self.stack) * ffn_hidden_size
-        self.linear1 = ColumnParallelLinear(
-            hidden_size, hidden_features, stack=self.stack, **options
-        )
+        self.activation = activation
+        stack = (1, 1) if activation == "swiglu" else (1,)
+        features = len(stack) * ffn_hidden_size
+        self.linear1 = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
 
     def forward(self, x):
-        gate, *up = self.linear1(x).chunk(len(self.stack), -1)
-        return self.linear2(F.silu(gate) * up[0] if up else F.gelu(gate))
+        x = self.linear1(x)
+        if self.activation == "gelu":
+            return self.linear2(F.gelu(x))
+        gate, up = x.chunk(2, -1)
+        return self.linear2(F.silu(gate) * up)
 
 
 class ParallelSelfAttention(nn.Module):
@@ -579,7 +595,7 @@ class ParallelSelfAttention(nn.Module):
         check_divides("attention heads", num_heads, world_size)
         check_divides("key and value heads", num_kv_heads, world_size)
         stack = (num_heads, num_kv_heads, num_kv_heads)
-        self.heads = [heads // world_size for heads in stack]  # of q, k and v, on this rank
+        self.local_heads = [heads // world_size for heads in stack]  # of q, k and v, on this rank
         self.head_dim = hidden_size // num_heads
         self.dropout = dropout
         features = sum(stack) * self.head_dim
@@ -587,9 +603,9 @@ class ParallelSelfAttention(nn.Module):
         self.proj = RowParallelLinear(hidden_size, hidden_size, **options)
 
     def forward(self, x):
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        heads = heads.movedim(0, 2)  # (batch, heads, sequence, head_dim)
-        q, k, v = heads.split(self.heads, 1)
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qkv = qkv.movedim(0, 2)  # (batch, heads, sequence, head_dim)
+        q, k, v = qkv.split(self.local_heads, 1)
         p = self.dropout if self.training else 0.0
         with parallel_region(self.qkv.process_group) if p else nullcontext():
             y = F.scaled_dot_product_attention(
@@ -651,15 +667,15 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     `plan` is {name or pattern like "layers.*.linear1": kind}. The kinds are "column", "row",
     "qkv" and "swiglu" (columns of three and of two matrices), "vocab" (an embedding or a head) and
     "dropout" (inside a pair). With `sequence_parallel`, layers take and return parts of dimension
-    0, and the plan also names the norms ("norm") and the dropout between the pairs. Tied weights
-    stay tied.
+    0, and the plan also names the norms ("norm") and the dropout between the pairs. An embedding
+    returns the whole sequence: call scatter_to_sequence() after it. Tied weights stay tied.
     """
     layers = dict(module.named_modules(remove_duplicate=False))
     options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
     swaps = {}  # plain layer: its parallel layer
     for pattern, kind in plan.items():
         for name in names_like(layers, pattern) or [pattern]:
-            layer = layers.get(name)
+            layer = layers.get(name)  # if None, the look-up in KINDS is a KeyError
             try:
                 swaps[layer] = KINDS[kind, type(layer)](layer, **options)
             except (KeyError, ValueError) as error:

@@ -191,11 +191,11 @@ def test_dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
 
 
 REFUSED = {
-    "tp.check_divides('heads', 12, 5)": "12 heads .* by 5 .* size of 1, 2, 3, 4, 6 or 12$",
+    "tp.check_divides('heads', 12, 5)": r"12 heads .* by 5 .* in \[1, 2, 3, 4, 6, 12\]$",
     "tp.ParallelSelfAttention(9, 3, **g)": "3 attention heads",
     "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
-    "tp.ParallelMLP(4, 7, activation='swiglu', **g)": "7 features do not divide by 2 .* of 1 or 7",
-    "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": "world size of 1 or 3",
+    "tp.ParallelMLP(4, 7, activation='swiglu', **g)": r"7 features .* by 2 .* \[1, 7\]",
+    "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": r"world size in \[1, 3\]",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": "-1 to -1: .* of 7 has 0 to 6",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([7]))": "7 to 7: .* of 7",  # padding
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(8, 4, padding_idx=0), **g)": "padding_idx",
@@ -206,7 +206,7 @@ REFUSED = {
     "tp.parallelize(tied, {'first': 'row'}, **g)": "second.weight is tied",
     "tp.copy_to_region(ones(2), others)": "rank [01] is not a member",
     "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": "8 to 8: .* of 8 has 0 to 7",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([0]), **smooth)": "smoothing=0.1",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([0]), **smooth)": "smoothing=1.5",
     "tp.load_full_state_dict(tp.VocabParallelEmbedding(7, 4, **g), eight)": r"\(8, 4\) in state",
     "tp.parallelize(nn.Sequential(linear), {'0': 'column'}, **g)": r"differ: 0.bias \(4,.*\(6,",
 }
@@ -219,7 +219,7 @@ def test_what_is_wrong_is_an_error():
     names |= {"g": {"process_group": pool.group()}, "others": groups[1 - pool.rank()]}
     names |= {"linear": nn.Linear(4, 4 + 2 * pool.rank()), "tied": make_model("tied")}
     names |= {"eight": {"weight": torch.ones(8, 4)}}
-    names |= {"smooth": {"process_group": pool.group(), "label_smoothing": 0.1}}
+    names |= {"smooth": {"process_group": pool.group(), "label_smoothing": 1.5}}
     for call, words in REFUSED.items():
         with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
             eval(call, names)
@@ -246,6 +246,28 @@ def test_a_token_outside_the_vocabulary_is_nan_where_the_cpu_check_is_not_made()
     assert everywhere[[0, 1, 4]].isfinite().all()
     for wrong in (found[1:4], loss[2:4], everywhere[2:4]):
         assert wrong.isnan().all()
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+@pool.on(2, 4)
+def test_label_smoothing_averages_over_the_real_vocabulary(smoothing):
+    """The last rank has some padding (V = 7), or only padding (V = 5 on 4 ranks)."""
+    group, t = pool.group(), pool.world_size()
+    for V, scale in itertools.product((5, 7, 8), (1, 3000)):
+        ours = (scale * randn((4, 3, V))).requires_grad_()
+        plain = ours.detach().clone().requires_grad_()
+        shard = F.pad(ours, (0, -V % t), value=-torch.inf).chunk(t, -1)[pool.rank()]
+        target = torch.arange(12).view(4, 3) % V
+        target[1] = -7
+        loss = tp.vocab_parallel_cross_entropy(shard, target, group, -7, smoothing)
+        expected = F.cross_entropy(
+            plain.flatten(0, 1), target.flatten(), None, None, -7, None, "none", smoothing
+        )
+        within(loss.flatten() / scale, expected / scale)
+        weights = randn((4, 3), seed=1)
+        loss.backward(weights)
+        expected.backward(weights.flatten())
+        within(sum(everyone(ours.grad)), plain.grad)
 
 
 @pytest.mark.parametrize("sp", [False, True])
