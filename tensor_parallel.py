@@ -61,7 +61,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import, with a group, would keep the group alive
+import torch.distributed.nn.functional  # imported after init_process_group, it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import Function
@@ -316,7 +316,7 @@ class ColumnLinear(Function):
     """F.linear(f(x), weight, bias), fused for two reasons (Korthikanti et al., §4.2.2).
 
     The gradient of x travels while the gradient of the weight is computed. The gathered sequence
-    is not kept for backward: it is gathered again, during the first product.
+    is not kept for backward: it is gathered again, while the gradient of x is computed.
     """
 
     @staticmethod
@@ -423,7 +423,7 @@ class ParallelLayerNorm(ParallelLayer):
 def check_in_vocabulary(tokens, V):
     """IndexError for tokens on the CPU only: on a GPU the host would wait for it in every step."""
     if tokens.is_cpu and tokens.numel():
-        smallest, largest = torch.stack(tokens.aminmax()).tolist()
+        smallest, largest = tokens.aminmax()
         if smallest < 0 or largest >= V:
             raise IndexError(
                 f"tokens {smallest} to {largest}: a vocabulary of {V} has 0 to {V - 1}"
@@ -466,7 +466,7 @@ class VocabParallelCrossEntropy(Function):
     """loss = log Σ exp(x) - x[target]; its gradient is softmax(x), minus 1 at the target.
 
     The ranks send three numbers per token: the maximum, the sum and the target's logit. With label
-    smoothing ε the target is a distribution: 1-ε at the target, and ε/V everywhere.
+    smoothing ε the target is a distribution, 1-ε at the target and ε/V everywhere: one more, V.
     """
 
     @staticmethod
