@@ -61,7 +61,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported after init_process_group, it keeps the group alive
+import torch.distributed.nn.functional  # imported with a group, it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import Function
