@@ -14,27 +14,30 @@ right. F2 is the forward of micro-batch 2. B2 is its backward, which takes about
     rank 1    F0F1F2F3      B0..B1..B2..B3..          F0F1    B0..F2B1..F3B2..  B3..
     rank 2      F0F1F2F3B0..B1..B2..B3..                F0B0..F1B1..F2B2..F3B3..
 
-The blanks are the bubble: the share of all ranks' time in which they wait. 1F1B has the bubble of
-GPipe, but keeps the activations of p micro-batches instead of m. Interleaved 1F1B gives each rank v
-smaller stages (stage s is on rank s mod p), so the pipeline fills v times as fast. Zero bubble
-splits B into I, the gradient of the stage's input, and W, the gradients of its weights. The
+The ranks wait in the blanks. Their share of all ranks' time is called the bubble. 1F1B has the same
+bubble as GPipe, but keeps the activations of p micro-batches instead of m. Interleaved 1F1B gives
+each rank v smaller stages (stage s is on rank s mod p), so the pipeline fills v times as fast. Zero
+bubble splits B into I, the gradient of the stage's input, and W, the gradients of its weights. The
 previous rank waits only for I, so W can run in the bubble.
 
 Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
-                       parameters   bubble            alive on rank 0   sent per step
-    naive              Ψ/p          1 - 1/p           1 micro-batch     2·m·bsh; the first and the
-    gpipe              Ψ/p          (p-1)/(m+p-1)     m                 last rank send half of that
-    1f1b               Ψ/p          (p-1)/(m+p-1)     min(p, m)         as gpipe
-    interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1)    more than 1f1b    v times as much, if m ≥ p
-    zero_bubble        Ψ/p          (p-1)/(3m+p-1)    min(p, m)         as gpipe, if m ≥ p and
-                                                                        F = I = W
+                       parameters   bubble             alive on rank 0   sent by an inner rank
+    naive              Ψ/p          1 - 1/p            1 micro-batch     2·m·bsh per step
+    gpipe              Ψ/p          (p-1)/(m+p-1)      m                 2·m·bsh
+    1f1b               Ψ/p          (p-1)/(m+p-1)      min(p, m)         2·m·bsh
+    interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1) *   more than 1f1b    2·v·m·bsh
+    zero_bubble        Ψ/p          (p-1)/(3m+p-1) **  min(p, m)         2·m·bsh
+
+    * if m ≥ p   ** if m ≥ p, and F, I and W take equally long
+
+The first rank sends no gradients and the last no activations, so each of them sends m·bsh less.
 
 The demo draws two timelines, one that simulate() predicts and one that the ranks have measured. If
 it says "bubble 20%" for the first and "bubble 23%" for the second, the ranks waited for 23% of the
 step. The prediction takes equal stages, B = 2F and transfers that cost no time. A few points more
-than that are good. Many more mean that the stages are unequal, that transfers are slow, or that
-ranks share a processor. More micro-batches or another schedule lower both numbers.
+are good. Many more mean that the stages are unequal, that transfers are slow, or that ranks share a
+processor. More micro-batches or another schedule lower both numbers.
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
 Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473, section 2.2;
@@ -74,19 +77,14 @@ from torch.utils._pytree import tree_leaves
 
 
 def start_transfer(operation, tensor, peer, group):
-    """Start one send or receive (`dist.isend` or `dist.irecv`). -> a list of works to wait for.
+    """Start one send or receive (`dist.isend` or `dist.irecv`). -> the work to wait for.
 
     Each transfer is a batch of its own. Over NCCL, a batch uses the group's communicator, but a
     bare isend creates one for the pair of ranks, in the middle of a step. A batch of several
     transfers would have to be the same on both sides.
     """
     transfer = dist.P2POp(operation, tensor, group=group, group_peer=peer)
-    return dist.batch_isend_irecv([transfer])
-
-
-def wait_for(works):
-    for work in works:
-        work.wait()
+    return dist.batch_isend_irecv([transfer])[0]
 
 
 def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_group=None):
@@ -103,21 +101,21 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
         x = micro_inputs[i]
         if rank > 0:
             x = torch.empty_like(like)
-            wait_for(start_transfer(dist.irecv, x, rank - 1, process_group))
+            start_transfer(dist.irecv, x, rank - 1, process_group).wait()
             x.requires_grad_()
         y = stage(x)
         if rank < last:
-            wait_for(start_transfer(dist.isend, y.detach(), rank + 1, process_group))
+            start_transfer(dist.isend, y.detach(), rank + 1, process_group).wait()
         else:
             y = loss_fn(y, micro_targets[i]) / num_microbatches
         saved.append((x, y))
     for x, y in saved:
         gradient = torch.ones_like(y)
         if rank < last:
-            wait_for(start_transfer(dist.irecv, gradient, rank + 1, process_group))
+            start_transfer(dist.irecv, gradient, rank + 1, process_group).wait()
         y.backward(gradient)
         if rank > 0:
-            wait_for(start_transfer(dist.isend, x.grad, rank - 1, process_group))
+            start_transfer(dist.isend, x.grad, rank - 1, process_group).wait()
     return sum(y.detach() for _, y in saved) if rank == last else None
 
 
@@ -128,28 +126,28 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
-def gpipe(stages, micro_batches):
-    """All forwards, then all backwards. A rank may have several stages."""
-    forwards = [f"{stage}F{i}" for stage in stages for i in micro_batches]
-    backwards = [f"{stage}B{i}" for stage in reversed(stages) for i in micro_batches]
-    return forwards + backwards
+def gpipe(stages, num_microbatches, num_rounds=1):
+    """All forwards, then all backwards, on a rank that may have several stages.
 
-
-def naive(stages, micro_batches):
-    """One micro-batch at a time."""
+    With several rounds, each round does so for its share of the micro-batches.
+    """
     actions = []
-    for i in micro_batches:
-        actions += gpipe(stages, [i])
+    for k in range(num_rounds):
+        first = num_microbatches * k // num_rounds
+        end = num_microbatches * (k + 1) // num_rounds
+        actions += [f"{stage}F{i}" for stage in stages for i in range(first, end)]
+        actions += [f"{stage}B{i}" for stage in reversed(stages) for i in range(first, end)]
     return actions
 
 
-def one_forward_one_backward(forwards, backwards, warmup):
+def one_forward_one_backward(actions, warmup):
     """`warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
-    actions = forwards[:warmup]
-    steady = forwards[warmup:]
-    for i, forward in enumerate(steady):
-        actions += [forward, backwards[i]]
-    return actions + backwards[len(steady) :]
+    forwards = [action for action in actions if "F" in action]
+    backwards = iter([action for action in actions if "B" in action])
+    reordered = forwards[:warmup]
+    for forward in forwards[warmup:]:
+        reordered += [forward, next(backwards)]
+    return [*reordered, *backwards]
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
@@ -163,49 +161,34 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             f"no schedule {name!r} of {p} ranks, {m} micro-batches and {v} stages per rank: "
             f"each number must be at least 1, and the name one of {', '.join(SCHEDULES)}"
         )
+    # 1F1B reorders the actions of GPipe in rounds of p micro-batches, or a few more. With one stage
+    # per rank, rounds change nothing.
+    num_rounds = max(1, m // p)
+    largest_round = -(-m // num_rounds)
+    # Rank r + 1 runs a forward before the backward that rank r waits for. In that time rank r can
+    # run another one, so its warmup is longer by one forward. In interleaved 1F1B it is longer by
+    # two, as in Megatron-LM and PyTorch, which leaves time for transfers. On top of that, a round
+    # passes all of the rank's stages but one before the last rank's first backward.
+    further_ahead = 2 if name == "interleaved_1f1b" else 1
     schedule = []
     for rank in range(p):
         stages = range(rank, p * v, p)
+        warmup = further_ahead * (p - 1 - rank) + (v - 1) * largest_round
         if name == "naive":
-            actions = naive(stages, range(m))
+            actions = gpipe(stages, m, num_rounds=m)
         elif name == "gpipe":
-            actions = gpipe(stages, range(m))
+            actions = gpipe(stages, m)
         else:
-            # Rank r + 1 runs a forward before the backward that rank r waits for. Rank r can run
-            # another one in that time, so it is one forward further ahead. Interleaved 1F1B takes
-            # two, as in Megatron-LM and PyTorch, which leaves time for transfers.
-            further_ahead = 2 if name == "interleaved_1f1b" else 1
-            actions = interleaved(stages, p, m, warmup=further_ahead * (p - 1 - rank))
+            actions = one_forward_one_backward(gpipe(stages, m, num_rounds), warmup)
         if name == "zero_bubble":
-            # Rank r has r micro-batches fewer in flight than rank 0, so r of its W can wait without
-            # more memory than on rank 0.
+            # Rank r keeps r micro-batches fewer than rank 0. If r of its W wait, both are equal.
             actions = split_backwards(actions, delay=rank)
         schedule.append(actions)
     return schedule
 
 
-def interleaved(stages, num_ranks, num_microbatches, warmup):
-    """1F1B with any number of stages per rank. With one stage, rounds change nothing.
-
-    The micro-batches go in rounds of about num_ranks: a round goes through the first of the rank's
-    stages, then through the next. The last rank takes a round through all of its stages but one
-    before its first backward.
-    """
-    num_rounds = max(1, num_microbatches // num_ranks)
-    forwards = []
-    backwards = []
-    for k in range(num_rounds):
-        first = num_microbatches * k // num_rounds
-        end = num_microbatches * (k + 1) // num_rounds
-        forwards += [f"{stage}F{i}" for stage in stages for i in range(first, end)]
-        backwards += [f"{stage}B{i}" for stage in reversed(stages) for i in range(first, end)]
-    largest_round = -(-num_microbatches // num_rounds)
-    warmup += (len(stages) - 1) * largest_round
-    return one_forward_one_backward(forwards, backwards, warmup)
-
-
 def split_backwards(actions, delay):
-    """Zero bubble: each B becomes I, and its W comes `delay` backwards later."""
+    """Zero bubble: each B becomes an I, and its W comes `delay` backwards later."""
     split = []
     waiting = collections.deque()
     for action in actions:
@@ -223,20 +206,25 @@ def parse(action):
     return int(stage), kind, int(micro_batch)
 
 
-def slot_of(action):
-    """-> (stage, kind, micro-batch): the name of an action's inputs. "B" stands for I as well."""
-    stage, kind, i = parse(action)
-    return stage, "B" if kind == "I" else kind, i
+def input_key(action):
+    """ "2F0" -> "2F0", "2I0" -> "2B0": the name under which an action's inputs are kept.
+
+    The next stage sends a gradient and does not know whether this one takes it in a B or an I.
+    """
+    return action.replace("I", "B")
 
 
-def consumer(action):
-    """-> the slot of the next stage's F, or of the previous stage's B, which takes the output."""
+def output_key(action):
+    """ "2F0" -> "3F0", "2B0" -> "1B0": input_key() of the action that takes the output.
+
+    There may be no such stage. W has no output, since it only adds to .grad.
+    """
     stage, kind, i = parse(action)
     if kind == "F":
-        return stage + 1, "F", i
+        return f"{stage + 1}F{i}"
     if kind == "W":
-        return None  # it only adds to .grad
-    return stage - 1, "B", i
+        return None
+    return f"{stage - 1}B{i}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -259,25 +247,26 @@ def simulate(schedule, cost=COST):
     """
     schedule = compute_only(schedule)
     last_stage = max(rank_of_stages(schedule))
-    cost = COST | dict(cost)
+    cost = COST | cost
     start, end = {}, {}
-    available = {}  # slot -> since when the inputs are there
+    batch = [action for action in itertools.chain(*schedule) if action.startswith("0F")]
+    available = dict.fromkeys(batch, 0)  # input_key -> since when the inputs are there
     rank_is_free = [0] * len(schedule)  # since when: the end of the rank's last action
     waiting = [collections.deque(actions) for actions in schedule]
     while any(waiting):
         ended_before = len(end)
         for rank, actions in enumerate(waiting):
-            while actions and (actions[0].startswith("0F") or slot_of(actions[0]) in available):
+            while actions and input_key(actions[0]) in available:
                 action = actions.popleft()
                 stage, kind, i = parse(action)
-                start[action] = max(rank_is_free[rank], available.get(slot_of(action), 0))
+                start[action] = max(rank_is_free[rank], available[input_key(action)])
                 end[action] = start[action] + cost[kind]
                 rank_is_free[rank] = end[action]
-                available[consumer(action)] = end[action]
+                available[output_key(action)] = end[action]
                 if kind == "F" and stage == last_stage:
-                    available[stage, "B", i] = end[action]
+                    available[f"{stage}B{i}"] = end[action]
                 if kind == "I":
-                    available[stage, "W", i] = end[action]
+                    available[f"{stage}W{i}"] = end[action]
         if len(end) == ended_before:
             stuck = [actions[0] for actions in waiting if actions]
             raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} wait for ever")
@@ -287,16 +276,9 @@ def simulate(schedule, cost=COST):
 
 
 def peak_alive(actions):
-    """-> the most micro-batches that are between their F and their B, or W."""
-    alive = 0
-    peak = 0
-    for action in actions:
-        if "F" in action:
-            alive += 1
-        elif "I" not in action:
-            alive -= 1
-        peak = max(peak, alive)
-    return peak
+    """-> the most micro-batches, of each stage, that are between their F and their B, or W."""
+    changes = [1 if "F" in action else -1 for action in actions if "I" not in action]
+    return max(itertools.accumulate(changes), default=0)
 
 
 def rank_of_stages(schedule):
@@ -340,21 +322,24 @@ class Transfers:
             device = torch.device("cpu")
         self.group = group
         self.device = device  # of the messages
-        self.metadata = {}  # slot -> meta_of each of its tensors, known to both ranks
+        self.metadata = {}  # input_key -> meta_of() of each tensor, known to both ranks
         self.sends = collections.deque()  # (work, message), which must live until the work is over
         self.objects = {"group": group, "device": device}  # arguments of send_object_list
         if "use_batch" in inspect.signature(dist.send_object_list).parameters:
             self.objects["use_batch"] = True  # see start_transfer
 
-    def send(self, slot, tensors, destination):
-        """Start to send. After a failure `tensors` is None, and the receiver gets zeros."""
-        if slot not in self.metadata:
-            self.metadata[slot] = tensors and [meta_of(tensor) for tensor in tensors]
-            dist.send_object_list([self.metadata[slot]], group_dst=destination, **self.objects)
-        for tensor in tensors or self.new_tensors(slot) or ():
+    def send(self, key, tensors, destination):
+        """Start to send. After a failure `tensors` is None, and the receiver gets zeros.
+
+        If it does not know the metadata either, it gets None instead of the metadata.
+        """
+        if key not in self.metadata:
+            self.metadata[key] = tensors and [meta_of(tensor) for tensor in tensors]
+            dist.send_object_list([self.metadata[key]], group_dst=destination, **self.objects)
+        for tensor in tensors or self.new_tensors(key) or ():
             message = tensor.detach().to(self.device).contiguous()
-            for work in start_transfer(dist.isend, message, destination, self.group):
-                self.sends.append((work, message))
+            work = start_transfer(dist.isend, message, destination, self.group)
+            self.sends.append((work, message))
         self.wait_for_sends(at_most=4)  # a sender is rarely further ahead of its receiver
 
     def wait_for_sends(self, at_most=0):
@@ -362,30 +347,25 @@ class Transfers:
             work, _ = self.sends.popleft()
             work.wait()
 
-    def receive(self, slot, source):
+    def receive(self, key, source):
         """Start to receive. -> tensors, or None after a failure, and the works to wait for."""
-        if slot not in self.metadata:
+        if key not in self.metadata:
             received = [None]
             dist.recv_object_list(received, group_src=source, **self.objects)
-            self.metadata[slot] = received[0]
-        tensors = self.new_tensors(slot)
-        works = []
-        for tensor in tensors or ():
-            works += start_transfer(dist.irecv, tensor.detach(), source, self.group)
+            self.metadata[key] = received[0]
+        tensors = self.new_tensors(key)
+        works = [
+            start_transfer(dist.irecv, tensor.detach(), source, self.group)
+            for tensor in tensors or ()
+        ]
         return tensors, works
 
-    def sum_over_ranks(self, numbers):
-        """The host decides by these sums. It waits for a GPU here, where a step starts and ends."""
-        sums = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(sums, group=self.group)
-        return sums.tolist()
-
-    def new_tensors(self, slot):
-        if self.metadata[slot] is None:
+    def new_tensors(self, key):
+        if self.metadata[key] is None:
             return None
         return [
             torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=requires_grad)
-            for shape, dtype, requires_grad in self.metadata[slot]
+            for shape, dtype, requires_grad in self.metadata[key]
         ]
 
 
@@ -413,6 +393,7 @@ class Pipeline(nn.Module):
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
         self.weight = weight
+        self._group = process_group
         self._rank = dist.get_rank(process_group)
         self._program = plan(self.schedule, self._rank)
         rank_of = rank_of_stages(self.schedule)
@@ -421,12 +402,9 @@ class Pipeline(nn.Module):
         self._last_stage = max(rank_of)
         self._has_last_stage = self._last_stage in own
         self._splits_backward = any("I" in action for action in self.schedule[self._rank])
-        device = next((parameter.device for parameter in self.parameters()), None)
-        device_types = filter(None, gather(device and device.type, process_group))
-        # Stages without parameters run where those of the other ranks do.
-        self.device = device or torch.device(next(device_types, "cpu"))
+        self.device = find_device(self, process_group)
         self._transfers = Transfers(process_group, self.device)
-        self._batch_meta = None  # what the last step's batch and the parameters were like
+        self._batch_meta = None  # of the last step: grad mode, and meta_of() inputs and parameters
         self.timeline = []  # (action, start, end) of the last step, in seconds
         self.synchronize_timeline = False  # True: time a GPU's work, not only its launch
 
@@ -442,21 +420,21 @@ class Pipeline(nn.Module):
         for action, source, destination in self._program:
             if "F" not in action and not torch.is_grad_enabled():
                 continue
-            slot = consumer(action)
-            if source != self._rank:
-                self._inputs[slot], self._works[slot] = self._transfers.receive(slot, source)
+            key = output_key(action)
+            if source != self._rank:  # another rank runs the action and sends its output here
+                self._inputs[key], self._works[key] = self._transfers.receive(key, source)
                 continue
             self._run(action)
             if destination not in (source, None):
-                self._transfers.send(slot, self._inputs.pop(slot, None), destination)
+                self._transfers.send(key, self._inputs.pop(key, None), destination)
         self._transfers.wait_for_sends()
         self._sum_over_ranks()
         return torch.stack(self._losses).sum() if self._has_last_stage else None
 
     def _start(self, inputs, targets):
         """Split the batch, and hear from all ranks whether it is like the one before."""
-        self._inputs = {}  # slot -> inputs of its action
-        self._works = {}  # slot -> works to wait for before its inputs are used
+        self._inputs = {}  # input_key -> tensors, computed here or received
+        self._works = {}  # input_key -> works to wait for before the inputs are used
         self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
         self._losses = [None] * self.num_microbatches
         self._failure = None  # (exception, text for the other ranks)
@@ -474,7 +452,7 @@ class Pipeline(nn.Module):
         if num_changed:
             self._transfers.metadata = {}
         ranks = len(self.schedule)
-        if num_grad not in (0, ranks):
+        if 0 < num_grad < ranks:
             raise ValueError(
                 f"{num_grad} of {ranks} ranks have gradients enabled; all or none must"
             )
@@ -484,21 +462,22 @@ class Pipeline(nn.Module):
         m = self.num_microbatches
         if "0" in self.stages:
             inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-            chunks = [chunk("inputs", tensor, m) for tensor in inputs]
+            split = [micro_batches("inputs", tensor, m) for tensor in inputs]
             for i in range(m):
-                self._inputs[0, "F", i] = [chunk[i] for chunk in chunks]
+                self._inputs[f"0F{i}"] = [parts[i] for parts in split]
         if self._has_last_stage:
-            self._targets = chunk("targets", targets, m)
+            self._targets = micro_batches("targets", targets, m)
             weights = [float(self.weight(target)) for target in self._targets]
             self._shares = [weight / sum(weights) for weight in weights]  # of the batch's mean loss
 
     def _run(self, action):
         """Run an action on its inputs, which this rank has computed or received."""
         stage, kind, i = parse(action)
-        inputs = self._inputs.pop(slot_of(action), None)
-        wait_for(self._works.pop(slot_of(action), ()))
+        inputs = self._inputs.pop(input_key(action), None)  # None after a failure elsewhere
+        for work in self._works.pop(input_key(action), ()):
+            work.wait()
         if inputs is None or self._failure:
-            return  # after a failure, here or on another rank, only transfers go on
+            return  # the transfers go on, so that no rank hangs
         began = self._now()
         F.linear = split_linear if self._splits_backward else linear
         try:
@@ -509,7 +488,7 @@ class Pipeline(nn.Module):
             else:
                 deferred = self._backward(stage, i, inputs)
                 if kind == "I":
-                    self._inputs[stage, "W", i] = deferred
+                    self._inputs[f"{stage}W{i}"] = deferred
                 else:
                     backward_for_weights(deferred)
         except Exception as error:
@@ -525,38 +504,36 @@ class Pipeline(nn.Module):
             loss = self.loss_fn(outputs, self._targets[i].to(self.device))
             outputs = loss * self._shares[i]  # the only place where the loss is scaled
             self._losses[i] = outputs.detach()
-            self._inputs[stage, "B", i] = [torch.ones_like(outputs)]
+            self._inputs[f"{stage}B{i}"] = [torch.ones_like(outputs)]
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        metadata = [meta_of(y) for y in outputs]
+        if stage < self._last_stage:
+            key = f"{stage + 1}F{i}"
+            metadata = [meta_of(y) for y in outputs]
+            expected = self._transfers.metadata.get(key, metadata)
+            if metadata != expected:  # the receiver has allocated what it expects
+                raise RuntimeError(f"the stage's output was {expected}, and is now {metadata}")
+            self._inputs[key] = outputs
         if torch.is_grad_enabled():
             self._graphs[stage, i] = inputs, [y for y in outputs if y.requires_grad]
-        if stage < self._last_stage:
-            expected = self._transfers.metadata.get((stage + 1, "F", i), metadata)
-            if metadata != expected:  # the receiver relies on it
-                raise RuntimeError(f"the stage's output was {expected}, and is now {metadata}")
-            self._inputs[stage + 1, "F", i] = outputs
 
     def _backward(self, stage, i, gradients):
-        """-> what split_linear has left to W."""
+        """I. -> the part that is left to W."""
         inputs, outputs = self._graphs.pop((stage, i))
-        deferred = []
-        SplitLinear.deferred = deferred
-        torch.autograd.backward(outputs, [gradient.to(self.device) for gradient in gradients])
-        SplitLinear.deferred = None  # or it would keep the activations until the next backward
-        # The stage before expects a gradient of every input, used or not.
-        self._inputs[stage - 1, "B", i] = [
-            torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
-        ]
+        gradients = [gradient.to(self.device) for gradient in gradients]
+        input_gradients, deferred = backward_for_inputs(inputs, outputs, gradients)
+        self._inputs[f"{stage - 1}B{i}"] = input_gradients
         return deferred
 
     def _sum_over_ranks(self, *numbers):
-        """-> the sums over all ranks. If a rank has failed, every rank raises an error."""
-        failed = self._failure is not None
-        num_failed, *sums = self._transfers.sum_over_ranks([failed, *numbers])
+        """-> the sums, for which the host waits. If a rank has failed, every rank raises."""
+        numbers = [self._failure is not None, *numbers]
+        sums = torch.tensor(numbers, dtype=torch.int64, device=self._transfers.device)
+        dist.all_reduce(sums, group=self._group)
+        num_failed, *sums = sums.tolist()
         if num_failed:
-            self._batch_meta = None
+            self._batch_meta = None  # so that the next step begins without metadata
             error, text = self._failure or (None, None)
-            texts = gather(text, self._transfers.group)
+            texts = gather(text, self._group)
             raise error or RuntimeError(next(filter(None, texts)))
         return sums
 
@@ -577,6 +554,13 @@ def gather(value, group):
     return values
 
 
+def find_device(module, group):
+    """Stages without parameters run on the type of device that the other ranks have."""
+    device = next((parameter.device for parameter in module.parameters()), None)
+    device_types = filter(None, gather(device and device.type, group))
+    return device or torch.device(next(device_types, "cpu"))
+
+
 def agree_on_schedule(schedule, num_microbatches, num_stages, group):
     """-> the schedule as lists of actions. One rank's wrong argument is an error on every rank."""
     given = gather((schedule, num_microbatches, num_stages), group)
@@ -595,35 +579,37 @@ def agree_on_schedule(schedule, num_microbatches, num_stages, group):
     return actions
 
 
-def chunk(name, tensor, num_chunks):
+def micro_batches(name, tensor, number):
     if not torch.is_tensor(tensor):
         type_name = type(tensor).__name__
         raise ValueError(f"{name} must be a tensor on the rank that takes them, not {type_name}")
-    chunks = tensor.chunk(num_chunks)
-    if len(chunks) != num_chunks:
+    chunks = tensor.chunk(number)
+    if len(chunks) != number:
         raise ValueError(
             f"torch.chunk splits {len(tensor)} samples of {name} into {len(chunks)} micro-batches, "
-            f"not into {num_chunks}; take another number of samples or of micro-batches"
+            f"not into {number}; take another number of samples or of micro-batches"
         )
     return chunks
 
 
 def plan(schedule, rank):
-    """-> (action, its rank, the rank that takes its output or None) of what `rank` does, in order.
+    """-> (action, its rank, the rank that takes its output or None), for each that concerns `rank`.
 
-    The order is one for all ranks: that of simulated time, with a transfer right after the action
-    that produces it. Whatever an action or a transfer waits for comes before it. So the first one
-    that is not over can always run, and nothing deadlocks. That holds over NCCL as well. There the
-    transfers of a rank run one after another in the order in which it starts them, a send is over
-    only when its receiver has come to it, and a wait blocks the stream, not the host.
+    These are the rank's own actions, and those of other ranks whose output it receives. All ranks
+    take them from one order: that of simulated time, with a transfer right after the action that
+    produces it. Whatever an action or a transfer waits for comes before it. So the first one that
+    is not over can always run, and nothing deadlocks. That holds over NCCL as well. There a rank's
+    transfers run one after another, in the order in which it starts them. A send is over only when
+    its receiver has come to it. A wait blocks the stream, not the host.
     """
-    rank_of = rank_of_stages(schedule)
+    rank_of = {}  # input_key -> the rank of the action
+    for each, actions in enumerate(schedule):
+        rank_of |= dict.fromkeys(map(input_key, actions), each)
     end = simulate(schedule).end
     program = []
     for action in sorted(end, key=end.get):
-        source = rank_of[parse(action)[0]]
-        slot = consumer(action)
-        destination = rank_of.get(slot[0]) if slot else None
+        source = rank_of[input_key(action)]
+        destination = rank_of.get(output_key(action))
         if rank in (source, destination):
             program.append((action, source, destination))
     return program
@@ -638,9 +624,11 @@ linear = F.linear
 def split_linear(x, weight, bias=None):
     """Replaces F.linear, which PyTorch's modules call, while a schedule with I and W runs."""
     trained = [each for each in (weight, bias) if each is not None and each.requires_grad]
-    # If a weight is itself computed, I needs its gradient.
+    # A weight that is computed (as by weight_norm) is no leaf. I must pass its gradient on.
     if trained and torch.is_grad_enabled() and all(each.is_leaf for each in trained):
-        anchor = torch.empty(0, requires_grad=True)  # calls for a backward if x needs no gradient
+        anchor = torch.empty(
+            0, requires_grad=True
+        )  # makes autograd call backward even if x needs no gradient
         return SplitLinear.apply(x, anchor, [weight, bias], trained)
     return linear(x, weight, bias)
 
@@ -652,10 +640,10 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, anchor, parameters, trained):
-        # The parameters are in lists because autograd would run the hooks of tensors in I as well.
+        # Autograd does not see tensors in lists. If it saw the parameters, I would run their hooks.
         ctx.x = x.detach().requires_grad_(x.requires_grad)
         ctx.trained = trained
-        # Hooks of a checkpoint around the layer would compute all of it again for I and for W.
+        # In a checkpoint, its hooks would recompute the activations in I and again in W.
         no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with torch.enable_grad(), no_hooks:
             ctx.y = linear(ctx.x, *parameters)
@@ -668,6 +656,19 @@ class SplitLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             (grad_x,) = torch.autograd.grad(ctx.y, ctx.x, grad_y, retain_graph=True)
         return grad_x, None, None, None
+
+
+def backward_for_inputs(inputs, outputs, gradients):
+    """I. -> the inputs' gradients, and what split_linear() has left to W."""
+    deferred = []
+    SplitLinear.deferred = deferred
+    torch.autograd.backward(outputs, gradients)
+    SplitLinear.deferred = None  # or it would keep the activations until the next backward
+    # The previous stage expects a gradient of every input, used or not.
+    input_gradients = [
+        torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
+    ]
+    return input_gradients, deferred
 
 
 def backward_for_weights(deferred):
