@@ -52,6 +52,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import activation_checkpoint
 import amp
+import context_parallel
 import ddp
 import expert_parallel
 import flash_attention
@@ -401,6 +402,52 @@ def bench_flash_attention(bench):
     }
 
 
+def bench_context_parallel(bench):
+    """ring_attention with zigzag, causal, heads of 64, forward and backward.
+
+    The library's context_parallel needs NCCL. Elsewhere the row compares with the library's
+    attention over the whole sequence on one device, which computes N times as much.
+    """
+    shape = (2, 16, 8192, 64) if bench.on_gpu else (1, 8, 2048, 64)
+
+    def variant(attend, ranks):
+        """`attend(q, k, v)` runs forward and backward. `ranks` share the sequence."""
+        B, H, S, D = shape
+        torch.manual_seed(bench.rank)
+        q, k, v = torch.randn(3, B, H, S // ranks, D, device=bench.device, dtype=bench.dtype)
+        for x in (q, k, v):
+            x.requires_grad_()
+        return partial(attend, q, k, v)
+
+    def ours(attention, q, k, v):
+        attention(q, k, v, causal=True).sum().backward()
+
+    def whole(q, k, v):
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    mesh = bench.mesh()
+
+    def theirs(q, k, v):
+        from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+
+        # The manager wants a tensor to split. q, k and v are split already.
+        buffer = torch.empty(1, shape[2], device=bench.device)
+        split = {"buffers": [buffer], "buffer_seq_dims": [1], "no_restore_buffers": {buffer}}
+        with torch_context_parallel(mesh, **split):
+            whole(q, k, v)
+
+    ring = partial(ours, context_parallel.ring_attention)
+    contiguous = partial(ours, partial(context_parallel.ring_attention, zigzag=False))
+    ulysses = partial(ours, context_parallel.ulysses_attention)
+    variants = {"ring_attention, zigzag": partial(variant, ring, bench.ranks)}
+    if dist.get_backend() == "nccl":
+        variants["torch context_parallel"] = partial(variant, theirs, bench.ranks)
+    variants["torch attention on one device"] = partial(variant, whole, 1)
+    variants["ring_attention, contiguous"] = partial(variant, contiguous, bench.ranks)
+    variants["ulysses_attention"] = partial(variant, ulysses, bench.ranks)
+    return variants
+
+
 def bench_expert_parallel(bench):
     """A layer of 8 experts, forward and backward, over transformers' block on one device."""
     from transformers import MixtralConfig
@@ -452,6 +499,7 @@ ROWS = {
     "lora": bench_lora,
     "activation_checkpoint": bench_activation_checkpoint,
     "flash_attention": bench_flash_attention,
+    "context_parallel": bench_context_parallel,
     "expert_parallel": bench_expert_parallel,
 }
 

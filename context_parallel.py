@@ -30,9 +30,10 @@ sequence of S tokens. There are H heads of queries, and K heads of keys and of v
     Ulysses      (2H' + 2K')·u(N-1)/N      (2H' + 2K')·u(N-1)/N   (2H' + 2K')·u + lse
 
 lse is the log-sum-exp of the scores of each query: H·u/D elements of fp32. Half of what the ring
-sends in backward are gradients. They travel in fp32 if the keys have 16 bits. K' and H' are the
-smallest multiples of K and H with which Ulysses can give all ranks equally many heads. Each call
-also sends 8(N-1) bytes, or twice as many in the idea, with which the ranks check that they agree.
+sends in backward are gradients. They travel in fp32 if the keys have 16 bits. In the idea, a causal
+mask takes S²/N bytes more. Ulysses gives all ranks equally many heads, so K' = lcm(K, N), and H' is
+H rounded up to a multiple of K'. Each call also sends 8(N-1) bytes, with which the ranks check that
+they agree. The idea sends them twice.
 
 Run:      torchrun --nproc-per-node 2 context_parallel.py
 Papers:   Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, §3.3.2 (zigzag);
@@ -129,15 +130,10 @@ def part_of(x, dim, rank, world_size, zigzag):
 
 def join_parts(parts, dim, zigzag):
     """The whole sequence, from the parts of all ranks."""
-    if not zigzag:
-        return torch.cat(parts, dim)
-    first_chunks = []
-    last_chunks = []
-    for part in parts:
-        first, last = part.tensor_split(2, dim)
-        first_chunks.append(first)
-        last_chunks.insert(0, last)
-    return torch.cat(first_chunks + last_chunks, dim)
+    if zigzag:
+        pairs = [part.tensor_split(2, dim) for part in parts]
+        parts = [first for first, _ in pairs] + [last for _, last in reversed(pairs)]
+    return torch.cat(parts, dim)
 
 
 def split_sequence(x, dim=1, process_group=None, zigzag=True):
@@ -205,10 +201,10 @@ def verify_agreement(mine, device, process_group):
     raise ValueError(f"all ranks must pass the same shapes, dtypes and options, but {ranks}")
 
 
-def verify_chunks(tokens, zigzag):
-    if zigzag and tokens % 2:
+def verify_chunks(num_tokens, zigzag):
+    if zigzag and num_tokens % 2:
         raise ValueError(
-            f"with zigzag each rank has two chunks, but its {tokens} tokens are an odd number; "
+            f"with zigzag each rank has two chunks, but its {num_tokens} tokens are an odd number; "
             "pad the whole sequence, or use zigzag=False"
         )
 
@@ -238,7 +234,7 @@ def verify_attention(q, k, v, causal, scale, process_group, zigzag):
 # Here q is (B, K, H/K, S/N, D) and kv is (2, B, K, 1, S/N, D), so that a head of keys broadcasts to
 # the H/K heads of queries that share it. All sums are in fp32, or in float64 if q is.
 
-PIECE = 512  # keys whose scores exist at one time
+PIECE = 256  # keys whose scores exist at one time
 
 
 def tokens(start, stop):
@@ -296,6 +292,7 @@ class Ring:
 
     def forward(self, q, kv):
         """Return the output, and the log-sum-exp of each query's scores."""
+        q = q * self.scale
         output = torch.zeros_like(q)
         lse = torch.full_like(q[..., :1], -math.inf)
         for step, block in enumerate(self.blocks(kv)):
@@ -334,10 +331,9 @@ class Ring:
                     yield Tile(rows, columns, is_diagonal)
 
     def scores(self, q, k, tile):
-        scores = q @ k.mT * self.scale
+        scores = q @ k.mT
         if tile.is_diagonal:
-            all_pairs = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-            future = all_pairs.triu(1)
+            future = torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1)
             scores.masked_fill_(future, -math.inf)
         return scores
 
@@ -346,7 +342,7 @@ class Ring:
         k, v = kv[tile.columns].to(q.dtype)
         scores = self.scores(q[tile.rows], k, tile)
         tile_lse = scores.logsumexp(-1, keepdim=True)
-        weights = (scores - tile_lse).exp()
+        weights = scores.sub_(tile_lse).exp_()
         merge(output[tile.rows], lse[tile.rows], weights @ v, tile_lse)
 
     def backward(self, q, kv, output, lse, grad_output):
@@ -355,8 +351,11 @@ class Ring:
         The gradient of a block goes around the ring one step behind the block, and each rank adds
         its part. It ends at the rank that owns the block, so that rank's own part stays there.
         """
+        q = q * self.scale
         grad_q = torch.zeros_like(q)
-        delta = (grad_output * output).sum(-1, keepdim=True)
+        delta = (grad_output * output).sum(
+            -1, keepdim=True
+        )  # of each query, for softmax's gradient
         exchange = None
         for step, block in enumerate(self.blocks(kv)):
             grad_kv = torch.zeros(block.shape, dtype=q.dtype, device=q.device)
@@ -370,16 +369,16 @@ class Ring:
             exchange = Exchange(grad_kv, self.process_group)
         if exchange:
             own_grad_kv += exchange.wait()
-        return grad_q, own_grad_kv
+        return grad_q * self.scale, own_grad_kv
 
     def attend_backward(self, q, kv, lse, grad_output, delta, grad_q, grad_kv, tile):
         """Add a tile's part to the gradients (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
         k, v = kv[tile.columns].to(q.dtype)
         q = q[tile.rows]
         grad_output = grad_output[tile.rows]
-        weights = (self.scores(q, k, tile) - lse[tile.rows]).exp()
+        weights = self.scores(q, k, tile).sub_(lse[tile.rows]).exp_()
         grad_weights = grad_output @ v.mT
-        grad_scores = weights * (grad_weights - delta[tile.rows]) * self.scale
+        grad_scores = grad_weights.sub_(delta[tile.rows]).mul_(weights)
         grad_q[tile.rows] += grad_scores @ k
         grad_k = grad_scores.mT @ q
         grad_v = weights.mT @ grad_output
@@ -426,8 +425,8 @@ def ring_attention(
     All ranks must call this, and run backward, alike: if shapes, dtypes or options differ, a
     ValueError is raised on all ranks. To find out, the host waits for the device once per call.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     verify_attention(q, k, v, causal, scale, process_group, zigzag)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     grouped = q.unflatten(1, (k.shape[1], -1))
     kv = torch.stack([k, v]).unsqueeze(3)
     ring = Ring(causal, scale, process_group, zigzag)
@@ -469,7 +468,6 @@ def ulysses_attention(
     attention=local_attention,
 ):
     """As ring_attention, by `attention(q, k, v, causal=, scale=)` over the whole sequence."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     verify_attention(q, k, v, causal, scale, process_group, zigzag)
     world_size = dist.get_world_size(process_group)
     key_heads = k.shape[1]
