@@ -147,7 +147,7 @@ def schedules(p=4, m=8):
                     )
         peak = max(times.peak_activations)
         axes.set_title(
-            f"{name}: idle {times.bubble_fraction:.0%}, at most {peak} forwards' activations on a rank",
+            f"{name}: idle {times.bubble_fraction:.0%}, activations of at most {peak} forwards",
             loc="left",
             fontsize=10,
         )

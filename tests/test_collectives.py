@@ -53,8 +53,10 @@ def in_order(x, order):
 )
 @pool.on(1, 2, 3, 4)
 def test_numbers_are_added_in_the_order_that_the_docstring_says(dtype):
-    """Bitwise, where in another order 30% of the sums have other bits; also of leaves that want gradients, and in more
-    chunks than there are elements."""
+    """Bitwise: in another order 30% of the sums would have other bits.
+
+    Also for leaves that require gradients, and for more chunks than elements.
+    """
     N, everyone = pool.world_size(), range(pool.world_size())
     for size in (1001, 5, 1):
         values = [numbers_of(r, (size,), torch.float32).mul(90).to(dtype) for r in everyone]
@@ -153,7 +155,7 @@ def test_broadcast_gather_scatter_and_all_to_all(ranks, dtype, shape, strided):
 
 
 def simulate(programs, alpha, beta):
-    """The seconds that the ranks take; programs[r] lists the exchanges of rank r, [to, from, bytes]."""
+    """The ranks' seconds; programs[r] lists the exchanges of rank r as [to, from, bytes]."""
 
     @functools.cache
     def end(rank, i):

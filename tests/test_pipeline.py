@@ -114,7 +114,7 @@ class Layer(nn.Module):
 
 
 class Odd(nn.Module):
-    """Linear layers that are frozen (in part), have a computed weight, run twice or in a checkpoint.
+    """Linear layers that are frozen, have a computed weight, run twice or in a checkpoint.
 
     Returns a tuple, of which the next stage does not use the last tensor.
     """

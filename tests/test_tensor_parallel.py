@@ -195,7 +195,7 @@ REFUSED = {
     "tp.ParallelSelfAttention(9, 3, **g)": "3 attention heads",
     "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
     "tp.ParallelMLP(4, 7, activation='swiglu', **g)": r"7 features .* by 2 .* \[1, 7\]",
-    "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": r"world size in \[1, 3\]",
+    "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": r"in \[1, 3\]",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": "-1 to -1: .* of 7 has 0 to 6",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([7]))": "7 to 7: .* of 7",  # padding
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(8, 4, padding_idx=0), **g)": "padding_idx",
