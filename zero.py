@@ -17,18 +17,20 @@ updated parameters to every rank. The two together send as much as DDP's all-red
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and again before its backward, and frees it afterwards.
 
-The table has the bytes held per rank for Ψ 16-bit parameters with Adam and fp32 master weights. In
-fp32 they are 4Ψ, 4Ψ and 8Ψ. The elements sent per step are to be multiplied by (N-1)/N:
+The table has the bytes that a rank holds for Ψ parameters of 16 bits, with Adam and fp32 master
+weights; in fp32 the first row is 4Ψ, 4Ψ and 8Ψ. On the right are the elements that a rank sends in
+a step, to be multiplied by (N-1)/N, if the step has one backward and if it has m of them:
 
-           parameters  gradients  optimizer  sent with 1 backward            m backwards
+           parameters  gradients  optimizer  sent, 1 backward                sent, m backwards
     DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
     Zero1  2Ψ          2Ψ         12Ψ/N      2Ψ: reduce-scatter, all-gather  2Ψ
     Zero2  2Ψ          2Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
     Zero3  2Ψ/N        2Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
-In no_sync() Zero2 sends 2Ψ as well, but keeps whole gradients. A bucket whose gradients are on
-their way is held twice. Zero3 also holds the unit that runs, and the next one. Every step sends one
-byte more for each parameter tensor.
+With m backwards Zero2, too, sends only 2Ψ in no_sync(), but then it keeps whole gradients. Beyond
+the table, a bucket is held twice while its gradients are on their way, and Zero3 holds the unit
+that runs and the next one. A step also sends one byte for each parameter tensor, a flag that says
+whether this rank has a gradient for it.
 
 Each rank adds the gradients of all ranks in rank order. So training equals, bit by bit and for any
 N, one device that adds up the ranks' gradients in that order and then divides by N.
@@ -111,7 +113,8 @@ class Exchange:
         if f"{device.type}:gloo" in dist.get_backend_config(process_group):
             device = torch.device("cpu")  # gloo sends from host memory
         self.received = received
-        self.messages = [tensor.to(device) for tensor in received]  # no copies on the same device
+        # Where messages arrive: on the same device, .to() makes no copy, and this is `received`.
+        self.messages = [tensor.to(device) for tensor in received]
         operations = []
         for peer, message in enumerate(self.messages):
             if peer != dist.get_rank(process_group):
@@ -124,35 +127,35 @@ class Exchange:
         for work in self.works:
             work.wait()
         for tensor, message in zip(self.received, self.messages, strict=True):
-            tensor.copy_(message)  # does nothing if they are one tensor
+            tensor.copy_(message)  # from the host; does nothing if they are one tensor
         return self.received
 
 
 class Slot:
-    """The place of one parameter in its bucket, and of one segment in this rank's shard.
+    """The place of one parameter in its bucket.
 
-    The segment is what both have in common. On most ranks it is empty.
+    Its segment is the part of it that lies in this rank's shard. On most ranks that is empty.
     """
 
     def __init__(self, parameter, start, shard_start):
         end = start + parameter.numel()
         self.parameter = parameter
-        self.start = start  # the number of its first element in the bucket
-        self.part = slice(max(0, start - shard_start), max(0, end - shard_start))  # of the shard
-        self.first = min(max(0, shard_start - start), parameter.numel())  # element in the segment
+        self.start = start  # the parameter's first element, counted from the bucket's
+        # The segment in the shard. It may end after the shard, where slicing cuts it off.
+        self.part = slice(max(0, start - shard_start), max(0, end - shard_start))
+        # The segment's first element, counted from the parameter's.
+        self.first = min(max(0, shard_start - start), parameter.numel())
         # As in the plain model, because some kernels round differently with other strides.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.segment = None  # what the optimizer updates: this part of the bucket's `master`
-        self.used = False  # whether the bucket's `grad` includes this parameter's
-        self.waits = False  # whether a rank has a .grad that is not in the bucket's `grad`
+        self.used = False  # whether this parameter has a gradient in the bucket's `grad`
         self.pointer = None  # the address of the parameter's data
 
     def view(self, flat):
-        """Return the parameter's elements of `flat`, in the parameter's shape."""
+        """Return the parameter's elements of `flat`, a whole bucket, in the parameter's shape."""
         return flat.as_strided(self.parameter.shape, self.stride, self.start)
 
     def attach(self, data):
-        """Make `data` the data of the parameter."""
         self.parameter.data = data
         self.pointer = data.data_ptr()
 
@@ -201,7 +204,7 @@ class Bucket:
         starts = [0]
         for parameter in parameters:
             starts.append(round_up(starts[-1] + parameter.numel(), 64 // first.itemsize))
-        # NCCL is faster if messages are aligned to 16 bytes. None may be empty.
+        # A shard's elements. NCCL is faster if messages are aligned to 16 bytes. None may be empty.
         size = round_up(max(1, starts[-1]), self.N * 16 // first.itemsize) // self.N
         self.slots = []
         for parameter, start in zip(parameters, starts, strict=False):
@@ -218,25 +221,25 @@ class Bucket:
         for slot in self.slots:
             slot.segment = self.master[slot.part]
 
-        self.grad = None  # sum over ranks and backwards; for 16 bits the mean over ranks
-        self.divisor = 1 if self.is_16_bit else self.N  # of `grad`, to make it the mean over ranks
+        # This rank's part of the gradients, summed over backwards. Over ranks, 16-bit gradients are
+        # averaged as they come. Others are summed, and divided in the step, as one device does.
+        self.grad = None
+        self.divisor = 1 if self.is_16_bit else self.N  # `grad` / divisor is the mean over ranks
         self.reducing = None  # the Exchange of gradients, during a reduce-scatter
         self.gathering = None  # the Exchange of shards, during an all-gather
 
     def make_shard(self):
-        return self.own_part(self.flat)
+        return self.own_part()
 
-    def own_part(self, flat):
-        return flat.chunk(self.N)[self.rank]
+    def own_part(self):
+        return self.flat.chunk(self.N)[self.rank]
 
     def reduce_scatter(self):
         """Move the gradients out of .grad, and start to send part r of them to rank r."""
-        gradients = torch.empty_like(self.flat)
+        gradients = torch.zeros_like(self.flat)
         for slot in self.slots:
             slot.check()
-            if slot.parameter.grad is None:
-                slot.view(gradients).zero_()
-            else:
+            if slot.parameter.grad is not None:
                 slot.view(gradients).copy_(slot.parameter.grad)
                 slot.parameter.grad = None
                 slot.used = True
@@ -249,9 +252,9 @@ class Bucket:
         """Add what has come to `grad`, in rank order."""
         parts = self.reducing.wait()
         self.reducing = None
-        if self.is_16_bit:  # in fp32, because a sum in fp16 overflows at 65504, and rounded once
+        if self.is_16_bit:  # in fp32: a sum in fp16 overflows at 65504, and rounds at each addition
             parts = [sum(part.float() for part in parts) / self.N]
-        if self.grad is not None:
+        if self.grad is not None:  # go on with the sum, as one device does
             parts.insert(0, self.grad)
         self.grad = functools.reduce(torch.add, parts).to(self.flat.dtype)
 
@@ -265,11 +268,12 @@ class Bucket:
             self.gathering.wait()
             self.gathering = None
 
-    def adopt(self):
-        """Let the master follow what someone wrote into the parameters since the last step."""
+    def adopt_writes(self):
+        """Copy to `master` what the user wrote into the parameters since the last step."""
         if self.master is not self.shard:
             values = self.shard.to(self.master.device)
-            unchanged = self.master.to(values.dtype) == values  # keep the digits of these
+            # Where nothing was written, the master keeps the digits that 16 bits have lost.
+            unchanged = self.master.to(values.dtype) == values
             self.master.copy_(torch.where(unchanged, self.master, values))
 
 
@@ -304,6 +308,7 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, defaults)
         self.module = module
         self.process_group = process_group
+        # parameter: the number of its group; in the order in which state dicts number parameters
         groups = enumerate(self.param_groups)
         self._group_index = {p: index for index, group in groups for p in group["params"]}
         if not self._group_index.keys() <= set(module.parameters()):
@@ -312,10 +317,10 @@ class Zero1(torch.optim.Optimizer):
         self._buckets = self._make_buckets(bucket_cap_mb * 2**20, offload)
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         groups = [self._segment_group(bucket) for bucket in self._buckets]
-        self._optimizer = optimizer_class(groups, **optimizer_kwargs)
+        self._optimizer = optimizer_class(groups, **optimizer_kwargs)  # updates the segments
         self._in_flight = None  # the bucket whose gradients are on their way
         self._sync = True  # False in no_sync()
-        self._loss_scale = 1.0
+        self._loss_scale = 1.0  # divides the gradients, see unscale_()
 
     def _make_buckets(self, cap_bytes, offload, bucket_class=Bucket):
         parameters = [p for p in self.module.parameters() if p in self._group_index]
@@ -327,7 +332,7 @@ class Zero1(torch.optim.Optimizer):
         return parameter.dtype, parameter.requires_grad, self._group_index[parameter]
 
     def _segment_group(self, bucket):
-        """Return the bucket's param_group, with this rank's segments as its parameters."""
+        """Return a param_group for the inner optimizer, with the bucket's segments."""
         segments = [slot.segment for slot in bucket.slots]
         group = self.param_groups[self._group_index[bucket.parameters[0]]]
         return {**group, "params": segments}
@@ -342,11 +347,12 @@ class Zero1(torch.optim.Optimizer):
 
     def _update(self, bucket):
         """Update this rank's segments with the averaged gradients."""
-        bucket.adopt()
+        bucket.adopt_writes()
         mean = bucket.grad.to(bucket.master) / (bucket.divisor * self._loss_scale)
         for slot in bucket.slots:
             slot.segment.grad = mean[slot.part] if slot.used else None
-        # From self.param_groups at each step, because a scheduler changes the lr there.
+        # Made anew at each step, because a scheduler changes the lr in self.param_groups. The inner
+        # optimizer sees this bucket only, so that the gather of the one before goes on meanwhile.
         self._optimizer.param_groups = [self._segment_group(bucket)]
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -355,18 +361,19 @@ class Zero1(torch.optim.Optimizer):
     def _reduce_gradients(self):
         """Reduce the buckets that have a .grad on any rank. Returns those that have gradients now.
 
-        Ranks may use different parameters, but must issue the same collectives. So they first agree
-        on a flag for each parameter: 0 has no gradient, 1 has a reduced one, 2 has one in .grad.
+        Ranks may use different parameters, but must issue the same collectives. So they first take
+        the maximum of a flag for each parameter: 2 if it has a .grad, which is still to be reduced,
+        else 1 if it has a reduced gradient, else 0.
         """
-        # tolist() is the one place in a step that waits for the device: the host must know.
         flags = [int(slot.used) if slot.parameter.grad is None else 2 for slot in self._slots]
         flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        for slot, flag in zip(self._slots, flags.tolist(), strict=True):
-            slot.used = flag > 0
-            slot.waits = flag == 2
+        # tolist() is the one place in a step where the host waits for the device.
+        flags = dict(zip(self._slots, flags.tolist(), strict=True))
         for bucket in self._buckets:
-            if any(slot.waits for slot in bucket.slots):
+            for slot in bucket.slots:
+                slot.used = flags[slot] > 0
+            if any(flags[slot] == 2 for slot in bucket.slots):
                 self._start_reduce(bucket)
         self._finish_reduce()
         return [bucket for bucket in self._buckets if any(slot.used for slot in bucket.slots)]
@@ -447,7 +454,7 @@ class Zero1(torch.optim.Optimizer):
             mine.append(tree_map(lambda tensor: tensor.cpu().clone(), state))
         everyone = [None] * dist.get_world_size(self.process_group)
         dist.all_gather_object(everyone, mine, group=self.process_group)
-        states = {}
+        states = {}  # parameter: its state, with the segments of all ranks joined
         for slot, *parts in zip(self._slots, *everyone, strict=True):
             states[slot.parameter] = state = parts[0]
             for name in state.keys() - PER_TENSOR:
@@ -459,7 +466,7 @@ class Zero1(torch.optim.Optimizer):
         """Load what state_dict() or the plain optimizer's returned, at any number of ranks."""
         super().load_state_dict({**state_dict, "state": {}})  # checks and loads the groups
         saved = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_index)}
-        states = []
+        states = []  # of the segments on this rank
         for slot in self._slots:
             state = copy.deepcopy(saved[slot.parameter])
             for name in state.keys() - PER_TENSOR:
@@ -514,7 +521,8 @@ class Zero2(Zero1):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._to_reduce = None  # during backward: the buckets that it has not reduced yet
+        # The buckets that this backward has yet to reduce. None while no backward runs.
+        self._to_reduce = None
         self._arrived = set()  # the parameters whose gradients this backward has computed
         for parameter in self._group_index:
             if parameter.requires_grad:
@@ -522,16 +530,17 @@ class Zero2(Zero1):
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def _pre_backward(self):
-        """The first hook that runs in a backward prepares it. Others do nothing here."""
-        if self._to_reduce is None:
-            self._to_reduce = []
-            if self._sync:
-                for bucket in self._buckets:
-                    if any(parameter.requires_grad for parameter in bucket.parameters):
-                        self._to_reduce.append(bucket)
-            self._arrived = set()
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._post_backward)
+        """Prepare for a backward. Every hook calls this, and only a backward's first call acts."""
+        if self._to_reduce is not None:
+            return
+        self._to_reduce = []
+        if self._sync:
+            for bucket in self._buckets:
+                if any(parameter.requires_grad for parameter in bucket.parameters):
+                    self._to_reduce.append(bucket)
+        self._arrived = set()
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._post_backward)
 
     def _post_accumulate_grad(self, parameter):
         """Backward has added to the .grad of `parameter`."""
@@ -566,7 +575,7 @@ class FreeableBucket(Bucket):
         self.nan = torch.full((), torch.nan).to(self.flat)  # the freed parameters read this
 
     def make_shard(self):
-        return super().make_shard().clone()
+        return self.own_part().clone()
 
     def gather(self):
         """Start to gather the parameters, if they are freed."""
@@ -579,8 +588,8 @@ class FreeableBucket(Bucket):
             self.all_gather()
 
     def all_gather(self):
-        if not self.freed:
-            self.own_part(self.flat).copy_(self.shard)
+        if not self.freed:  # after a step it often is, and the next forward gathers
+            self.own_part().copy_(self.shard)
             super().all_gather()
 
     def free(self):
@@ -592,11 +601,11 @@ class FreeableBucket(Bucket):
             self.flat.untyped_storage().resize_(0)
             self.freed = True
 
-    def adopt(self):
+    def adopt_writes(self):
         if not self.freed:
             self.wait_for_gather()  # peers may still be receiving this shard
-            self.shard.copy_(self.own_part(self.flat))
-        super().adopt()
+            self.shard.copy_(self.own_part())
+        super().adopt_writes()
 
 
 class Zero3(Zero2):
@@ -620,17 +629,21 @@ class Zero3(Zero2):
             for parameter in unit.parameters():
                 self._units[parameter] += (unit,)
         super().__init__(module, *args, **kwargs)
-        self._held = 0  # the number of full_parameters() contexts that are open
+        self._full_contexts = 0  # how many full_parameters() are open; nothing is freed in them
         self._entered = set()  # the parameters that this backward has gathered
-        self._last = None  # (buckets gathered last, whether in backward)
-        self._next = {}  # for each `_last`: the buckets that were gathered after it last time
-        self._needed = {None: tuple(self._buckets)}  # module: the buckets that it needs
-        units_of = {bucket: self._units[bucket.parameters[0]] for bucket in self._buckets}
+        # What runs: (the buckets it needs, whether in backward). None between passes.
+        self._running = None
+        self._next_needed = {}  # each `_running`: the buckets that what followed it last time needs
+        # Each module: the buckets that it needs, its unit's and those outside of all units. None
+        # stands for full_parameters().
+        self._needed = {None: tuple(self._buckets)}
         for unit in (module, *units):
-            needed = tuple(
-                b for b, its_units in units_of.items() if unit in its_units or not its_units
-            )
-            self._needed.update(dict.fromkeys(unit.modules(), needed))
+            needed = []
+            for bucket in self._buckets:
+                units_of_bucket = self._units[bucket.parameters[0]]  # alike for all of them
+                if unit in units_of_bucket or not units_of_bucket:
+                    needed.append(bucket)
+            self._needed.update(dict.fromkeys(unit.modules(), tuple(needed)))
         for part in module.modules():
             part.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
             part.register_forward_hook(weak_hook(self._post_forward), with_kwargs=True)
@@ -645,7 +658,8 @@ class Zero3(Zero2):
 
     def _post_forward(self, module, args, kwargs, output):
         """Let backward enter the module when it reaches an output."""
-        inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}  # outputs of other modules
+        # An output that is also an input is another module's output: it has that module's hook.
+        inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(output):
             if torch.is_tensor(tensor) and tensor.grad_fn and id(tensor) not in inputs:
                 tensor.register_hook(functools.partial(self._enter, module))
@@ -653,7 +667,7 @@ class Zero3(Zero2):
             self._free_all()
 
     def _enter(self, module, args_or_gradient=None):
-        """A hook: `module` is about to run, in forward or in backward."""
+        """A hook: `module`, or full_parameters() for None, is about to run, forward or backward."""
         needed = self._needed.get(module, ())  # a copy of the module needs nothing
         if in_backward():
             self._pre_backward()
@@ -663,8 +677,8 @@ class Zero3(Zero2):
 
     def _unshard(self, needed):
         """Gather the buckets that are needed, free the others, and start to gather what is next."""
-        self._next[self._last] = needed
-        self._last = (needed, in_backward())
+        self._next_needed[self._running] = needed
+        self._running = (needed, in_backward())
         # Autograd runs nodes in the reverse order of their creation. So backward, too, has finished
         # with a unit when it enters another.
         for bucket in self._buckets:
@@ -674,20 +688,20 @@ class Zero3(Zero2):
                 bucket.free()
         for bucket in needed:
             bucket.wait_for_gather()
-        for bucket in self._next.get(self._last, ()):
+        for bucket in self._next_needed.get(self._running, ()):
             bucket.gather()
 
     def _free_all(self):
-        """The end of a forward or backward."""
-        self._last = None
+        """End a forward or backward."""
+        self._running = None
         self._entered.clear()
-        if not self._held:
+        if not self._full_contexts:
             for bucket in self._buckets:
                 bucket.free()
 
     def _post_accumulate_grad(self, parameter):
         self._pre_backward()
-        if parameter not in self._entered and not self._held:
+        if parameter not in self._entered and not self._full_contexts:
             names = {p: name for name, p in self.module.named_parameters()}
             raise RuntimeError(
                 f"{names[parameter]} has a gradient, but backward did not come through its module. "
@@ -702,7 +716,7 @@ class Zero3(Zero2):
         self._free_all()
 
     def _refuse_state_dict(self, module, prefix, keep_vars):
-        if module in self._needed and not self._held:
+        if module in self._needed and not self._full_contexts:
             raise RuntimeError(
                 "these parameters are sharded: call the optimizer's module_state_dict() instead"
             )
@@ -710,14 +724,14 @@ class Zero3(Zero2):
     @contextmanager
     def full_parameters(self):
         """A context with whole parameters. The caller may write to them, alike on all ranks."""
-        self._held += 1
+        self._full_contexts += 1
         self._enter(None)
         try:
             yield
         finally:
-            self._held -= 1
+            self._full_contexts -= 1
             for bucket in self._buckets:
-                bucket.adopt()
+                bucket.adopt_writes()
             self._free_all()
 
     def module_state_dict(self):
@@ -737,22 +751,22 @@ def in_backward():
 def find_units(module):
     """Yield the largest modules inside `module` that have no list of modules in them."""
     for child in module.children():
-        parts = child.modules()
-        if any(isinstance(part, nn.Sequential) or not has_forward(part) for part in parts):
+        if any(is_list(part) for part in child.modules()):
             yield from find_units(child)
         else:
             yield child
 
 
-def has_forward(module):
-    """False for containers such as ModuleList."""
-    return type(module).forward is not nn.Module.forward
+def is_list(module):
+    """Whether it is a Sequential, or a container without a forward, such as ModuleList."""
+    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
 # --------------------------------------------------------------------------------------------------
 # 6. What the constructor needs.
 
-# These optimizers treat each element on its own, but for the state of these names.
+# These optimizers update each element on its own. PER_TENSOR names their state that is one number
+# for a whole tensor.
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
 ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
@@ -802,7 +816,7 @@ def assign_buckets(parameters, kind_of, cap_bytes):
     They are in the order in which backward computes the gradients, from the last parameter on.
     """
     closed = []
-    filling = {}  # kind: the parameters of its open list
+    filling = {}  # kind: the list that is not closed
     for parameter in reversed(parameters):
         kind = kind_of(parameter)
         together = filling.setdefault(kind, [])
