@@ -236,10 +236,12 @@ class Bucket:
 
     def reduce_scatter(self):
         """Move the gradients out of .grad, and start to send part r of them to rank r."""
-        gradients = torch.zeros_like(self.flat)
+        gradients = torch.empty_like(self.flat)  # filling it with zeros takes 3% of a step
         for slot in self.slots:
             slot.check()
-            if slot.parameter.grad is not None:
+            if slot.parameter.grad is None:
+                slot.view(gradients).zero_()
+            else:
                 slot.view(gradients).copy_(slot.parameter.grad)
                 slot.parameter.grad = None
                 slot.used = True
