@@ -195,7 +195,7 @@ def without_gradients(make):
     same(output, mine(one_device(q, k, v, grad, True)[0]), "output")
 
 
-@claim(BOTH, 2, 4)
+@claim(BOTH, 1, 2, 4)
 def bf16(make):
     """In bf16, the errors of output and gradients are at most 1.25 times those of F.scaled_dot_product_attention."""
     inputs = whole_inputs(64, size=32, dtype=torch.bfloat16)
