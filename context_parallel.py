@@ -407,7 +407,7 @@ class RingAttention(torch.autograd.Function):
             grad_q, grad_kv = ctx.ring.backward(
                 q.to(lse.dtype), kv, output, lse, grad_output.to(lse.dtype)
             )
-        return grad_q.to(q.dtype), grad_kv.to(kv.dtype), None
+        return grad_q, grad_kv, None  # autograd rounds them to the dtypes of q and kv
 
 
 def ring_attention(
@@ -504,9 +504,8 @@ def main():
             logits = model(split_sequence(inputs))
         own_targets = split_sequence(targets)
         total = F.cross_entropy(logits.flatten(0, 1), own_targets.flatten(), reduction="sum")
-        loss = (
-            total / targets.numel()
-        )  # the ranks' losses and gradients add up to the whole batch's
+        # Over all ranks' tokens: losses and gradients of ranks add up to those of the whole batch.
+        loss = total / targets.numel()
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
@@ -553,17 +552,15 @@ def show_costs(demo):
         return ulysses_attention(q, k, v, **options, attention=attention)
 
     ways = {  # (attention, zigzag, elements sent / u)
-        "the idea, zigzag": (gathered_attention, True, 4 * K * (N - 1)),
-        "ring": (ring_attention, False, 6 * K * (N - 1)),
+        "idea, zigzag": (gathered_attention, True, 4 * K * (N - 1)),
+        "ring, contiguous": (ring_attention, False, 6 * K * (N - 1)),
         "ring, zigzag": (ring_attention, True, 6 * K * (N - 1)),
         "Ulysses, zigzag": (ulysses, True, 4 * (H_padded + K_padded) * (N - 1) / N),
     }
-    demo.show(
-        f"\none causal layer, H = {H}, K = {K}, D = {D}, fp32, forward and backward, per rank"
-    )
-    demo.show(
-        "kept: for backward; sent: measured, and by the formula; work: 10⁹ operations by rank"
-    )
+    demo.show(f"\nforward and backward of one causal layer, H = {H}, K = {K}, D = {D}, in fp32")
+    demo.show("kept      bytes that a rank keeps for backward")
+    demo.show("sent      bytes that a rank sends, measured, and by the formula of the docstring")
+    demo.show("work      10⁹ operations of each rank, in the order of ranks")
     demo.show(f"{'tokens':>6}  {'':16} {'kept':>9} {'sent':>9} {'formula':>9}   work")
     for length in (512 // (2 * N) * 2 * N * scale for scale in (1, 2, 4)):
         for name, (attention, zigzag, sent) in ways.items():
