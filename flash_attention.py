@@ -1,22 +1,36 @@
-"""Flash attention: exact attention block by block. The s × s scores never exist as a whole, in forward or in backward.
+"""Flash attention: exact attention that never holds all s × s scores, in forward or in backward.
 
-                keys →    block 0   block 1   block 2       going through its blocks of keys, a block of queries keeps
-    queries   block 0    │   ◣    │         │         │       m   the largest score of each query so far
-       ↓      block 1    │   ■    │    ◣    │         │       l   Σ e^(score - m)
-              block 2    │   ■    │    ■    │    ◣    │       O   Σ e^(score - m) v
-    causal: above the diagonal nothing is computed          and, when m grows, scales l and O to the new m
+Each block of queries visits the blocks of keys from left to right. For each query it keeps three
+running values. When m grows, l and O are multiplied by e^(old m - new m).
 
-At the end O/l is the output, and L = m + log l is all that backward needs: it computes a block of scores again, and
-e^(score - L) is the softmax at once. More operations, but s² numbers neither fill memory nor travel to it and back.
+                 keys →    block 0   block 1   block 2
+    queries    block 0    │   ◣    │         │         │      m   the largest score so far
+       ↓       block 1    │   ■    │    ◣    │         │      l   Σ e^(score - m)
+               block 2    │   ■    │    ■    │    ◣    │      O   Σ e^(score - m) v
 
-Cost of a head of size d     kept for backward, elements     operations, forward + backward     causal
-    naive                    q, k, v, P: 3sd + s² or more    4s²d + 8s²d                        the same
-    flash                    q, k, v, O, L: 4sd + s          4s²d + 10s²d: the scores again     half of it, as s grows
+With a causal mask, blocks above the diagonal are skipped, and only blocks ◣ on it need the mask.
 
-Run:      torchrun --nproc-per-node 2 flash_attention.py          (python flash_attention.py is a world of one)
-Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867, online softmax; Dao et al. 2022, 2205.14135; Dao 2023, 2307.08691
-Mirrors:  F.scaled_dot_product_attention; where there are not as many keys as queries, causal is flash_attn_func's
-Left out: the kernel, with blocks in on-chip memory (Triton); other masks (flex_attention); gradients of gradients
+At the end O/l is the output. Backward needs one more number per query, L = m + log l. It computes
+each block of scores again, and e^(score - L) is its part of the softmax. This takes more operations,
+but the s² numbers stay in on-chip memory: they are neither kept nor moved to memory and back.
+
+Cost of a head of size d    kept for backward, elements    operations: forward + backward
+    naive                   q, k, v, P: 3sd + s² or more   4s²d +  8s²d
+    flash                   q, k, v, O, L: 4sd + s         4s²d + 10s²d, the scores again
+    flash, causal           the same                       half of that, for s much larger than a block
+
+Section 2 is the algorithm as a loop over blocks in PyTorch, for any device and dtype. Section 5 is
+the same loop as three kernels in Triton, for GPUs. The kernels ran under Triton's interpreter on a
+CPU and were compiled for an H100, but nobody has timed them. A prototype in this style took 1.11 of
+PyTorch's time for forward on an H100, and 1.46 for forward and backward.
+
+Run:      torchrun --nproc-per-node 2 flash_attention.py          (or without torchrun)
+Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867: online softmax;
+          Dao et al. 2022, 2205.14135; Dao 2023, 2307.08691: L, and queries in the outer loop
+Mirrors:  F.scaled_dot_product_attention. If there are more or fewer keys than queries, the causal
+          mask is that of flash_attn_func: the last query sees all keys
+Left out: other masks (see flex_attention); gradients of gradients. The kernels leave out dropout,
+          float64 and head sizes above 128, which go through the loop
 """
 
 import argparse
@@ -33,101 +47,185 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: else, by torch.optim, it holds the group for ever
+import torch.distributed.nn.functional  # an import after init_process_group keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. The idea. q is (B, H, S, D), k and v are (B, Hkv, Skv, D): H / Hkv heads of queries share one of keys and values.
+try:
+    import triton
+    import triton.language as tl
+    from triton.language import constexpr
+except ImportError:  # the loop runs without it
+    triton = None
+    constexpr = float
+
+# --------------------------------------------------------------------------------------------------
+# 1. The idea. q is (B, H, S, D), k and v are (B, H, Skv, D): B sequences, H heads of size D.
 
 
 def naive_attention(q, k, v, causal=False, scale=None):
-    """softmax(scale · q kᵀ) v, (B, H, S, D), from all scores at once: what section 2 equals."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    # Aligned at the end: the last query sees all keys, and the first S - Skv none, whose softmax is NaN and to be zero.
-    hidden = (
-        torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(
-            k.shape[2] - q.shape[2] + 1
-        )
-        & causal
-    )
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0) @ v
+    """softmax(scale · q kᵀ) v, (B, H, S, D), from all scores at once."""
+    S = q.shape[2]
+    Skv = k.shape[2]
+    k = repeat_heads(k, q)  # section 4
+    v = repeat_heads(v, q)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scores = q @ k.mT * scale
+    if not causal:
+        return scores.softmax(-1) @ v
+    hidden = hidden_keys(slice(0, S), slice(0, Skv), Skv - S, q.device)
+    P = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    P = P.masked_fill(hidden, 0.0)  # the softmax of a query that sees no key is NaN
+    return P @ v
 
 
-def online_attention(q, k, v, block_size=128):
-    """softmax(q kᵀ/√D) v, (…, S, D), in one pass over blocks of keys; forward only, heads alike, no mask."""
-    m = q.new_full((*q.shape[:-1], 1), -torch.inf)  # of each query, the largest score so far
-    l, O = torch.zeros_like(m), torch.zeros_like(q)  # Σ e^(score - m), Σ e^(score - m) v
-    for k_j, v_j in zip(k.split(block_size, -2), v.split(block_size, -2), strict=True):
-        scores = q @ k_j.mT * q.shape[-1] ** -0.5
-        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
-        P, correction = (
-            (scores - m_new).exp(),
-            (m - m_new).exp(),
-        )  # what is there already is relative to the old m
-        l, O, m = l * correction + P.sum(-1, keepdim=True), O * correction + P @ v_j, m_new
-    return O / l
+def hidden_keys(rows, cols, offset, device):
+    """The causal mask of a block, True for hidden keys. Query i sees the keys up to i + offset."""
+    i = torch.arange(rows.start, rows.stop, device=device)
+    j = torch.arange(cols.start, cols.stop, device=device)
+    return j > i[:, None] + offset
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. The real one (Dao 2023): a loop over blocks of queries outside, and backward, from L instead of m and l.
+# --------------------------------------------------------------------------------------------------
+# 2. The real one (Dao 2023): a loop over blocks of queries, and in it one over blocks of keys.
+#    Backward starts from L, not from m and l. If causal, there are at least as many keys as queries.
+
+
+def slices(stop, size):
+    return [slice(start, min(start + size, stop)) for start in range(0, stop, size)]
 
 
 def tiles(S, Skv, causal, block_size):
-    """Yield each block of queries and the blocks of keys that it sees, as slices; no query that sees nothing."""
-    offset = Skv - S  # causal: query i sees the keys up to i + offset
-    for start in range(max(0, -offset) if causal or Skv == 0 else 0, S, block_size):
-        stop = min(start + block_size, S)
-        seen = stop + offset if causal else Skv
-        yield (
-            slice(start, stop),
-            [slice(j, min(j + block_size, seen)) for j in range(0, seen, block_size)],
-        )
+    """Yield each block of queries with the blocks of keys that it sees, as slices."""
+    for rows in slices(S, block_size):
+        seen = rows.stop + Skv - S if causal else Skv  # by the last query of the block
+        yield rows, slices(seen, block_size)
 
 
 def masked_scores(q_i, k_j, rows, cols, causal, offset):
-    """q_i k_jᵀ, (B·Hkv, G·rows, cols): the queries of G heads below each other, so that no k is repeated."""
-    scores, i = q_i @ k_j.mT, rows.start + offset  # the first query's last key
-    if causal and cols.stop - 1 > i:  # the diagonal passes through
-        n = rows.stop - rows.start
-        hidden = torch.ones(n, cols.stop - cols.start, dtype=torch.bool, device=q_i.device).triu(
-            i - cols.start + 1
-        )
-        scores.unflatten(1, (-1, n)).masked_fill_(hidden, -torch.inf)
+    scores = q_i @ k_j.mT
+    if causal and cols.stop > rows.start + offset + 1:  # the diagonal cuts the block
+        hidden = hidden_keys(rows, cols, offset, scores.device)
+        scores.masked_fill_(hidden, -torch.inf)
     return scores
 
 
-@torch.no_grad()
-def flash_forward(q, k, v, causal=False, scale=None, dropout_p=0, seed=None, block_size=128):
-    """-> output, (B, H, S, D), and lse, log Σ e^score, (B, H, S), -inf of a query that sees nothing; sums are in fp32.
+def loop_forward(q, k, v, causal, scale, dropout, block_size):
+    S = q.shape[2]
+    Skv = k.shape[2]
+    output = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3])  # L, the log of the sum of e^score
+    for rows, key_blocks in tiles(S, Skv, causal, block_size):
+        q_i = q[:, :, rows] * scale
+        m = q.new_full((), -torch.inf)
+        l = 0.0
+        O = 0.0
+        for cols in key_blocks:  # every query sees a key of the first block: m is finite after it
+            k_j = k[:, :, cols]
+            v_j = v[:, :, cols]
+            scores = masked_scores(q_i, k_j, rows, cols, causal, Skv - S)
+            m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+            correction = (m - m_new).exp()
+            P = scores.sub_(m_new).exp_()
+            l = l * correction + P.sum(-1, keepdim=True)
+            if dropout:  # after the sum: the softmax is of all keys
+                P = P * dropout.mask(P, rows, cols)
+            O = O * correction + P @ v_j
+            m = m_new
+        output[:, :, rows] = O / l
+        lse[:, :, rows] = (m + l.log()).squeeze(-1)
+    return output, lse
 
-    Makes no graph. seed: a tensor, int64, where there is dropout. ValueError: what does not fit together.
+
+def loop_backward(dO, q, k, v, O, lse, causal, scale, dropout, block_size):
+    S = q.shape[2]
+    Skv = k.shape[2]
+    delta = (dO * O).sum(-1)  # Σ P ∘ dP of each query, over all its keys (D in the papers)
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
+    for rows, key_blocks in tiles(S, Skv, causal, block_size):
+        q_i = q[:, :, rows] * scale
+        dO_i = dO[:, :, rows]
+        L_i = lse[:, :, rows, None]
+        delta_i = delta[:, :, rows, None]
+        for cols in key_blocks:
+            k_j = k[:, :, cols]
+            v_j = v[:, :, cols]
+            scores = masked_scores(q_i, k_j, rows, cols, causal, Skv - S)
+            P = scores.sub_(L_i).exp_()
+            dP = dO_i @ v_j.mT
+            dropped = P
+            if dropout:
+                mask = dropout.mask(P, rows, cols)
+                dropped = P * mask
+                dP = dP * mask
+            dS = dP.sub_(delta_i).mul_(P)  # the derivative of softmax
+            dq[:, :, rows] += dS @ k_j
+            dk[:, :, cols] += dS.mT @ q_i  # q_i has the scale
+            dv[:, :, cols] += dropped.mT @ dO_i
+    return dq * scale, dk, dv
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. What users call.
+
+
+def flash_attention(q, k, v, causal=False, scale=None, dropout_p=0.0, block_size=128, kernel=None):
+    """softmax(scale · q kᵀ) v, (B, H, S, D), of q (B, H, S, D), and k and v (B, Hkv, Skv, D).
+
+    H is a multiple of Hkv: each head of k and v serves H / Hkv consecutive heads of q.
+    causal: the last query sees all keys. A query that sees none has output and gradients of zero.
+    scale: 1/√D if None.
+    dropout_p: of the softmax weights, also in evaluation, as PyTorch's. The CPU's default generator
+        draws a seed.
+    block_size: queries, and keys, in a block of the loop. It changes time and memory, and the mask
+        that dropout draws.
+    kernel: "triton" runs the kernels, on a GPU, or on a CPU if TRITON_INTERPRET=1 was set before
+        the import of this file. "torch" runs the loop. None takes the kernels on a GPU if they can
+        do what is asked. They multiply fp32 without TF32. Either way, 16-bit inputs are summed in
+        fp32.
     """
-    verify(q, k, v, dropout_p, block_size)
-    (B, H, S, D), (_, heads, Skv, _), dtype = q.shape, k.shape, q.dtype
-    scale, sums = D**-0.5 if scale is None else scale, torch.promote_types(dtype, torch.float32)
-    q, k, v = (
-        x.to(sums).unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, k, v)
-    )  # (B·Hkv, G, S, D), G 1 of k, v
-    output, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full((*q.shape[:3], 1), -torch.inf)
+    verify(q, k, v, block_size)
+    dropout = Dropout(dropout_p, q.device) if dropout_p else None
+    return FlashAttention.apply(q, k, v, causal, scale, dropout, block_size, kernel)
+
+
+class FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, *options):
+        output, lse = flash_forward(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.options = options
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output):
+        gradients = flash_backward(grad_output, *ctx.saved_tensors, *ctx.options)
+        return *gradients, *[None] * len(ctx.options)
+
+
+@torch.no_grad()
+def flash_forward(q, k, v, causal=False, scale=None, dropout=None, block_size=128, kernel=None):
+    """-> output, and lse, the log of the sum of e^score: (B, H, S), in fp32 or float64.
+
+    lse is -inf for a query that sees no key. Makes no graph: flash_backward has the gradients.
+    """
+    verify(q, k, v, block_size)
+    if blind := blind_queries(q, k, causal):  # section 4
+        options = (causal, scale, dropout, block_size, kernel)
+        output, lse = flash_forward(q[:, :, blind:], k, v, *options)
+        return F.pad(output, (0, 0, blind, 0)), F.pad(lse, (blind, 0), value=-torch.inf)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if runs_kernels(kernel, q, v, dropout):
+        return triton_forward(q, k, v, causal, scale)
+    wide = [repeat_heads(widened(x), q) for x in (q, k, v)]
     with torch.autocast(q.device.type, enabled=False):
-        for rows, blocks in tiles(S, Skv, causal, block_size):
-            q_i = q[:, :, rows].flatten(1, 2) * scale
-            m, l, O = q.new_full((), -torch.inf), 0.0, 0.0
-            for cols in blocks:  # in the first, every query sees a key: m is finite from there on
-                scores = masked_scores(q_i, k[:, 0, cols], rows, cols, causal, Skv - S)
-                m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
-                P, correction, m = scores.sub_(m_new).exp_(), (m - m_new).exp_(), m_new
-                l = l * correction + P.sum(
-                    -1, keepdim=True
-                )  # of all weights, also where some are dropped
-                O = O * correction + dropped(P, dropout_p, seed, rows, cols, S, Skv) @ v[:, 0, cols]
-            output[:, :, rows] = (O / (l * (1 - dropout_p))).view_as(output[:, :, rows])
-            lse[:, :, rows] = (m + l.log()).view_as(lse[:, :, rows])
-    return output.view(B, H, S, v.shape[-1]).to(dtype), lse.view(B, H, S)
+        output, lse = loop_forward(*wide, causal, scale, dropout, block_size)
+    return output.to(q.dtype), lse
 
 
 @torch.no_grad()
@@ -140,130 +238,375 @@ def flash_backward(
     lse,
     causal=False,
     scale=None,
-    dropout_p=0,
-    seed=None,
+    dropout=None,
     block_size=128,
+    kernel=None,
 ):
-    """-> the gradients of q, k and v; output and lse as flash_forward returned them, the rest as it had them.
+    """-> the gradients of q, k and v. output and lse are those of flash_forward.
 
-    Where k and v are a part of the keys, and output and lse of all: the part's gradients, and its summand of q's.
+    k and v may be a part of the keys, if output and lse are those of all keys. Then this part's
+    summand of the gradient of q is returned.
     """
-    (S, D), (heads, Skv), like = q.shape[2:], k.shape[1:3], (q, k, v)
-    scale, tensors = (
-        D**-0.5 if scale is None else scale,
-        (q, k, v, output, grad_output, lse.unsqueeze(-1)),
-    )
-    q, k, v, O, dO, L = (x.to(lse.dtype).unflatten(1, (heads, -1)).flatten(0, 1) for x in tensors)
-    dots = (dO * O).sum(
-        -1, keepdim=True
-    )  # D in the papers: Σ_j P_ij dP_ij of softmax's derivative, without the keys
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if blind := blind_queries(q, k, causal):
+        options = (causal, scale, dropout, block_size, kernel)
+        dO, seeing, O, L = (x[:, :, blind:] for x in (grad_output, q, output, lse))
+        dq, dk, dv = flash_backward(dO, seeing, k, v, O, L, *options)
+        return F.pad(dq, (0, 0, blind, 0)), dk, dv
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if runs_kernels(kernel, q, v, dropout):
+        return triton_backward(grad_output, q, k, v, output, lse, causal, scale)
+    wide = [repeat_heads(widened(x), q) for x in (grad_output, q, k, v, output)]
     with torch.autocast(q.device.type, enabled=False):
-        for rows, blocks in tiles(S, Skv, causal, block_size):
-            q_i, dO_i, L_i, dots_i = (x[:, :, rows].flatten(1, 2) for x in (q, dO, L, dots))
-            q_i, dO_i, dq_i = q_i * scale, dO_i / (1 - dropout_p), 0.0
-            for cols in blocks:
-                P = masked_scores(q_i, k[:, 0, cols], rows, cols, causal, Skv - S).sub_(L_i).exp_()
-                weights = dropped(P, dropout_p, seed, rows, cols, S, Skv)
-                dv[:, 0, cols] += weights.mT @ dO_i
-                dP = dO_i @ v[:, 0, cols].mT
-                dS = dP.mul_(weights).addcmul_(
-                    P, dots_i, value=-1
-                )  # P ∘ (dP - D), where nothing is dropped
-                dq_i += dS @ k[:, 0, cols]
-                dk[:, 0, cols] += dS.mT @ q_i  # which has the scale already
-            dq[:, :, rows] = (dq_i * scale).view_as(dq[:, :, rows])
-    return tuple(
-        gradient.view_as(x).to(x.dtype) for gradient, x in zip((dq, dk, dv), like, strict=True)
-    )
+        dq, dk, dv = loop_backward(*wide, lse, causal, scale, dropout, block_size)
+    return dq.to(q.dtype), sum_heads(dk, k).to(k.dtype), sum_heads(dv, v).to(v.dtype)
 
 
-class FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, *arguments):
-        output, lse = flash_forward(q, k, v, *arguments)
-        ctx.save_for_backward(q, k, v, output, lse)  # O(s)
-        ctx.arguments = arguments
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output):
-        return *flash_backward(grad_output, *ctx.saved_tensors, *ctx.arguments), *[None] * len(
-            ctx.arguments
-        )
+def widened(x):
+    """In the dtype of the sums, and contiguous, so that matrix products do not copy blocks."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
-def flash_attention(q, k, v, causal=False, scale=None, dropout_p=0.0, block_size=128):
-    """softmax(scale · q kᵀ) v: q (B, H, S, D), k and v (B, Hkv, Skv, D), H a multiple of Hkv, to (B, H, S, D).
+def runs_kernels(kernel, q, v, dropout):
+    """Whether to run the kernels. ValueError if they are asked for and cannot run."""
+    if kernel not in (None, "triton", "torch"):
+        raise ValueError(f'{kernel=}: must be "triton", "torch" or None')
+    if kernel == "torch" or (kernel is None and not q.is_cuda):
+        return False
+    obstacle = obstacle_to_kernels(q, v, dropout)
+    if kernel == "triton" and obstacle:
+        raise ValueError(f'kernel="triton": {obstacle}, or use kernel="torch"')
+    return obstacle is None
 
-    causal: the last query sees all keys; one that sees none is zero, its gradients too. scale: 1/√D unless given.
-    dropout_p: of the weights, always, as PyTorch's, by the default generator. block_size: of queries and of keys; it
-    changes time and memory alone. 16 bits are summed in 32. ValueError: what does not fit together.
-    """
-    seed = torch.randint(-(2**63), 2**63 - 1, (), device=q.device) if dropout_p else None
-    return FlashAttention.apply(q, k, v, causal, scale, dropout_p, seed, block_size)
+
+def obstacle_to_kernels(q, v, dropout):
+    """-> why they cannot run, and what to do, or None"""
+    if triton is None:
+        return "Triton is missing; pip install triton"
+    if not q.is_cuda and not INTERPRETED:
+        return f"q is on {q.device}; use a GPU, or set TRITON_INTERPRET=1 before the import"
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0; use a newer one"
+    if dropout:
+        return "the kernels have no dropout; leave it out"
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the kernels have no {q.dtype}; use float32"
+    if not q.shape[3] == v.shape[3] <= 128:
+        sizes = f"q has {q.shape[3]} and v has {v.shape[3]}"
+        return f"the kernels need one head size of at most 128, {sizes}; split the heads"
+    return None
 
 
-def verify(q, k, v, dropout_p, block_size):
+def verify(q, k, v, block_size):
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not (
-        q.ndim == k.ndim == v.ndim == 4
-        and q.shape[::3] == k.shape[::3]
-        and k.shape[:3] == v.shape[:3]
-    ):
+    has_4_dimensions = q.ndim == k.ndim == v.ndim == 4
+    if not has_4_dimensions or q.shape[::3] != k.shape[::3] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"{shapes}: must be (B, H, S, D), (B, Hkv, Skv, D) and (B, Hkv, Skv, D)")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{q.shape[1]} heads of queries are no multiple of {k.shape[1]} heads of keys and values"
-        )
-    if not (
-        q.dtype == k.dtype == v.dtype
-        and q.is_floating_point()
-        and 0 <= dropout_p < 1
-        and block_size >= 1
-    ):
-        wrong = f"q {q.dtype}, k {k.dtype}, v {v.dtype}, {dropout_p=}, {block_size=}"
-        raise ValueError(f"{wrong}: must be one floating-point dtype, in [0, 1), and at least 1")
+    H = q.shape[1]
+    Hkv = k.shape[1]
+    if Hkv == 0 or H % Hkv:
+        raise ValueError(f"{H} heads of queries are no multiple of {Hkv} heads of keys and values")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        dtypes = f"q {q.dtype}, k {k.dtype}, v {v.dtype}"
+        raise ValueError(f"{dtypes}: must be one floating-point dtype")
+    if block_size < 1:
+        raise ValueError(f"{block_size=}: must be at least 1")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Refinements: a dropout mask that is a function of where it is, computed twice and not kept; keys in several places.
+# --------------------------------------------------------------------------------------------------
+# 4. Refinements.
 
 
-def dropped(P, p, seed, rows, cols, S, Skv):
-    """P, (B·Hkv, G·rows, cols), each zero with probability p, by position and seed alone: forward's mask in backward.
+def blind_queries(q, k, causal):
+    """The number of queries that see no key. They are the first ones."""
+    S = q.shape[2]
+    Skv = k.shape[2]
+    if Skv == 0:
+        return S
+    return max(0, S - Skv) if causal else 0
 
-    SplitMix64 (Steele, Lea & Flood 2014): its n-th number is n·γ, mixed. Its last step, of lower bits, is left out.
-    """
-    if p == 0:
-        return P
-    span = functools.partial(torch.arange, device=P.device)
-    heads = P.shape[0] * P.shape[1] // (rows.stop - rows.start)
-    row = (span(heads)[:, None] * S + span(rows.start, rows.stop)).view(*P.shape[:2], 1)
-    z = (row * Skv + span(cols.start, cols.stop)) * (
-        0x9E3779B97F4A7C15 - 2**64
-    ) + seed  # modulo 2^64: int64 wraps
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z ^= (z >> shift) & (2 ** (64 - shift) - 1)  # int64 shifts copies of the sign in
-        z *= factor - 2**64
-    return P * (z >= int(p * 2**64) - 2**63)
+
+def repeat_heads(x, q):
+    """Copy heads of keys or values, one for each head of q. The kernels do without copies."""
+    groups = q.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, 1)
+
+
+def sum_heads(gradient, x):
+    """The gradient of x, from the gradient of repeat_heads(x, q)."""
+    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+class Dropout:
+    """Each block of the mask has a seed of its own. Backward draws it again, so it is not kept."""
+
+    def __init__(self, p, device):
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout_p={p}: must be in [0, 1)")
+        self.p = p  # the probability that a weight is dropped
+        self.seed = torch.randint(2**63 - 1, (), device="cpu").item()
+        self.generator = torch.Generator(device)
+
+    def mask(self, P, rows, cols):
+        """For a block of weights: 0, or 1 / (1 - p)."""
+        self.generator.manual_seed(hash((self.seed, rows.start, cols.start)))
+        kept = torch.empty_like(P).bernoulli_(1 - self.p, generator=self.generator)
+        return kept / (1 - self.p)
 
 
 def merge(output_a, lse_a, output_b, lse_b):
-    """-> output and lse over two disjoint sets of keys, from flash_forward's over each (as context parallelism has)."""
+    """-> output and lse over two disjoint sets of keys, from flash_forward's over each.
+
+    To merge many sets, keep the output in fp32 in between: in 16 bits, each merge would round it.
+    """
     lse = torch.logaddexp(lse_a, lse_b)
-    finite = lse.masked_fill(
-        lse == -torch.inf, 0.0
-    )  # of a query that sees nothing in either: e^(-inf), not of NaN
-    a, b = (
-        x * (part - finite).exp().unsqueeze(-1)
-        for x, part in ((output_a, lse_a), (output_b, lse_b))
-    )
-    return (a + b).to(output_a.dtype), lse
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)  # both sets unseen: -inf - -inf is NaN
+    weight_a = (lse_a - finite).exp().unsqueeze(-1)
+    weight_b = (lse_b - finite).exp().unsqueeze(-1)
+    output = output_a * weight_a + output_b * weight_b
+    return output.to(output_a.dtype), lse
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# 5. The kernels: section 2 in Triton. A program computes one block of queries of one head, or for
+#    dk and dv one block of keys. Everything in its loop stays on the chip. No two programs write to
+#    the same place, so there are no atomics, and results are the same in each run.
+
+
+def jit(kernel):
+    return triton.jit(kernel) if triton else kernel
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton.jit reads it too
+LOG2E = constexpr(1.4426950408889634)  # e^x is 2^(x log2 e), and GPUs compute powers of 2
+
+
+@jit
+def place(blocks, H):
+    """-> batch, head and block of this program. Neighbours share a head, so k and v are cached."""
+    program = tl.program_id(0)
+    head = (program // blocks).to(tl.int64)  # 32 bits are too few for offsets
+    return head // H, head % H, program % blocks
+
+
+@jit
+def block_at(x, stride, start, stop, SIZE, D, HEAD):
+    """-> pointers to a block of a head, (SIZE, HEAD), and whether they are inside.
+
+    The block begins at row `start`. The head ends at row `stop` and column D.
+    """
+    rows = tl.arange(0, SIZE)[:, None]
+    columns = tl.arange(0, HEAD)[None, :]
+    inside = (start + rows < stop) & (columns < D)
+    x += tl.cast(start, tl.int64) * stride
+    return x + rows * stride + columns, inside
+
+
+@jit
+def load(x, stride, start, stop, SIZE, D, HEAD):
+    pointers, inside = block_at(x, stride, start, stop, SIZE, D, HEAD)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@jit
+def store(x, block, start, stop, SIZE, D, HEAD):
+    """Into a head that is contiguous."""
+    pointers, inside = block_at(x, D, start, stop, SIZE, D, HEAD)
+    tl.store(pointers, block.to(x.dtype.element_ty), mask=inside)
+
+
+@jit
+def dot(a, b):
+    """a in the dtype of b, the sum in fp32. fp32 is multiplied as it is, not rounded to TF32."""
+    return tl.dot(a.to(b.dtype), b, input_precision="ieee")
+
+
+@jit
+def scores_of(a, b, rows, cols, S, Skv, scale, CAUSAL, EDGE):
+    """masked_scores, times log2 e. a is q_i and b is k_j, or the other way around."""
+    scores = dot(a, tl.trans(b)) * (scale * LOG2E)
+    if EDGE:
+        hidden = cols >= Skv
+        if CAUSAL:
+            hidden = hidden | (cols > rows + Skv - S)
+        scores = tl.where(hidden, -float("inf"), scores)
+    return scores
+
+
+@jit
+def seen_keys(start, S, Skv, CAUSAL, ROWS, COLS):
+    """-> where the keys end that need no mask, in whole blocks, and those that any query sees."""
+    seen_by_first = Skv
+    seen_by_last = Skv
+    if CAUSAL:
+        seen_by_first = start + 1 + Skv - S
+        seen_by_last = tl.minimum(start + ROWS + Skv - S, Skv)
+    return seen_by_first // COLS * COLS, seen_by_last
+
+
+@jit
+def forward_kernel(
+    q, k, v, output, lse,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+    H, G, S, Skv, scale,
+    CAUSAL: constexpr, D: constexpr, HEAD: constexpr, ROWS: constexpr, COLS: constexpr,
+):  # fmt: skip
+    """loop_forward. q_b, q_h, q_s: strides of q. G heads of q share a head of k and v."""
+    blocks = tl.cdiv(S, ROWS)
+    b, h, i = place(blocks, H)
+    start = (blocks - 1 - i) * ROWS  # from the last: if causal, they take longest
+    rows = start + tl.arange(0, ROWS)
+    q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
+    k += b * k_b + h // G * k_h
+    v += b * v_b + h // G * v_h
+    m = tl.full([ROWS], -float("inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    O = tl.zeros([ROWS, HEAD], tl.float32)
+    whole, seen = seen_keys(start, S, Skv, CAUSAL, ROWS, COLS)
+    for edge in tl.static_range(2):  # first the blocks of keys that need no mask, then the others
+        for j in range(whole if edge else 0, seen if edge else whole, COLS):
+            cols = j + tl.arange(0, COLS)
+            k_j = load(k, k_s, j, Skv, COLS, D, HEAD)
+            v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
+            scores = scores_of(q_i, k_j, rows[:, None], cols[None, :], S, Skv, scale, CAUSAL, edge)
+            m_new = tl.maximum(m, tl.max(scores, 1))
+            correction = tl.exp2(m - m_new)
+            P = tl.exp2(scores - m_new[:, None])
+            l = l * correction + tl.sum(P, 1)
+            O = O * correction[:, None] + dot(P, v_j)
+            m = m_new
+    head = b * H + h
+    store(output + head * S * D, O / l[:, None], start, S, ROWS, D, HEAD)
+    tl.store(lse + head * S + rows, (m + tl.log2(l)) / LOG2E, mask=rows < S)
+
+
+@jit
+def dq_kernel(
+    q, k, v, dO, output, lse, delta, dq,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+    H, G, S, Skv, scale,
+    CAUSAL: constexpr, D: constexpr, HEAD: constexpr, ROWS: constexpr, COLS: constexpr,
+):  # fmt: skip
+    """loop_backward for dq. It stores delta for the other kernel."""
+    blocks = tl.cdiv(S, ROWS)
+    b, h, i = place(blocks, H)
+    head = b * H + h
+    start = (blocks - 1 - i) * ROWS
+    rows = start + tl.arange(0, ROWS)
+    q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
+    dO_i = load(dO + head * S * D, D, start, S, ROWS, D, HEAD)
+    O_i = load(output + head * S * D, D, start, S, ROWS, D, HEAD)
+    L_i = tl.load(lse + head * S + rows, mask=rows < S, other=0.0) * LOG2E
+    delta_i = tl.sum(dO_i.to(tl.float32) * O_i, 1)
+    tl.store(delta + head * S + rows, delta_i, mask=rows < S)
+    k += b * k_b + h // G * k_h
+    v += b * v_b + h // G * v_h
+    dq_i = tl.zeros([ROWS, HEAD], tl.float32)
+    whole, seen = seen_keys(start, S, Skv, CAUSAL, ROWS, COLS)
+    for edge in tl.static_range(2):
+        for j in range(whole if edge else 0, seen if edge else whole, COLS):
+            cols = j + tl.arange(0, COLS)
+            k_j = load(k, k_s, j, Skv, COLS, D, HEAD)
+            v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
+            scores = scores_of(q_i, k_j, rows[:, None], cols[None, :], S, Skv, scale, CAUSAL, edge)
+            P = tl.exp2(scores - L_i[:, None])
+            dP = dot(dO_i, tl.trans(v_j))
+            dS = P * (dP - delta_i[:, None])
+            dq_i += dot(dS, k_j)
+    store(dq + head * S * D, dq_i * scale, start, S, ROWS, D, HEAD)
+
+
+@jit
+def dk_dv_kernel(
+    q, k, v, dO, lse, delta, dk, dv,
+    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
+    H, G, S, Skv, scale,
+    CAUSAL: constexpr, D: constexpr, HEAD: constexpr, COLS: constexpr, ROWS: constexpr,
+):  # fmt: skip
+    """loop_backward for dk and dv, with the queries in the inner loop. Blocks are (keys, queries)."""
+    b, h_kv, j = place(tl.cdiv(Skv, COLS), H // G)
+    start = j * COLS
+    cols = start + tl.arange(0, COLS)
+    k_j = load(k + b * k_b + h_kv * k_h, k_s, start, Skv, COLS, D, HEAD)
+    v_j = load(v + b * v_b + h_kv * v_h, v_s, start, Skv, COLS, D, HEAD)
+    dk_j = tl.zeros([COLS, HEAD], tl.float32)
+    dv_j = tl.zeros([COLS, HEAD], tl.float32)
+    first = 0  # the first query that sees a key of this block
+    whole = 0  # no block of queries needs a mask from here on
+    if CAUSAL:
+        first = tl.maximum(0, start + S - Skv)
+        masked = tl.maximum(0, start + COLS + S - Skv) - first
+        whole = tl.minimum(S, first + tl.cdiv(masked, ROWS) * ROWS)
+    for h in range(h_kv * G, h_kv * G + G):
+        head = b * H + h
+        for edge in tl.static_range(2):
+            for i in range(first if edge else whole, whole if edge else S, ROWS):
+                rows = i + tl.arange(0, ROWS)
+                q_i = load(q + b * q_b + h * q_h, q_s, i, S, ROWS, D, HEAD)
+                dO_i = load(dO + head * S * D, D, i, S, ROWS, D, HEAD)
+                L_i = tl.load(lse + head * S + rows, mask=rows < S, other=0.0) * LOG2E
+                delta_i = tl.load(delta + head * S + rows, mask=rows < S, other=0.0)
+                scores = scores_of(
+                    k_j, q_i, rows[None, :], cols[:, None], S, Skv, scale, CAUSAL, edge
+                )
+                P = tl.exp2(scores - L_i[None, :])
+                dP = dot(v_j, tl.trans(dO_i))
+                dS = P * (dP - delta_i[None, :])
+                dv_j += dot(P, dO_i)
+                dk_j += dot(dS, q_i)
+    head = b * (H // G) + h_kv
+    store(dk + head * Skv * D, dk_j * scale, start, Skv, COLS, D, HEAD)
+    store(dv + head * Skv * D, dv_j, start, Skv, COLS, D, HEAD)
+
+
+# By the bytes of a row: rows of a block, rows of a step of the loop, num_warps, num_stages.
+BLOCKS = {
+    forward_kernel: {128: (64, 64, 4, 3), 256: (64, 64, 4, 2), 512: (32, 32, 4, 2)},
+    dq_kernel: {128: (128, 64, 8, 3), 256: (64, 64, 4, 2), 512: (32, 32, 4, 2)},
+    dk_dv_kernel: {128: (128, 64, 4, 2), 256: (64, 64, 4, 2), 512: (32, 32, 4, 2)},
+}
+
+
+def launch(kernel, heads, length, q, k, v, *others, causal, scale):
+    """Run a program for each block of `length` rows of each head."""
+    B, H, S, D = q.shape
+    Hkv, Skv = k.shape[1:3]
+    strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
+    sizes = (H, H // Hkv, S, Skv, float(scale))
+    head_size = max(16, triton.next_power_of_2(D))
+    block, step, num_warps, num_stages = BLOCKS[kernel][max(128, head_size * q.itemsize)]
+    arguments = (q, k, v, *others, *strides, *sizes, causal, D, head_size, block, step)
+    programs = B * heads * triton.cdiv(length, block)
+    with torch.cuda.device_of(q):
+        kernel[(programs,)](*arguments, num_warps=num_warps, num_stages=num_stages)
+
+
+def rows_contiguous(x):
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def triton_forward(q, k, v, causal, scale):
+    q, k, v = map(rows_contiguous, (q, k, v))
+    H, S = q.shape[1:3]
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    launch(forward_kernel, H, S, q, k, v, output, lse, causal=causal, scale=scale)
+    return output, lse
+
+
+def triton_backward(grad_output, q, k, v, output, lse, causal, scale):
+    q, k, v = map(rows_contiguous, (q, k, v))
+    dO, output, lse = (x.contiguous() for x in (grad_output, output, lse))
+    H, S = q.shape[1:3]
+    Hkv, Skv = k.shape[1:3]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty_like(lse)
+    options = {"causal": causal, "scale": scale}
+    launch(dq_kernel, H, S, q, k, v, dO, output, lse, delta, dq, **options)
+    launch(dk_dv_kernel, Hkv, Skv, q, k, v, dO, lse, delta, dk, dv, **options)
+    return dq, dk, dv
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
