@@ -35,7 +35,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "amp": ("1.0 / self._scale", "1.001 / self._scale"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
     "context_parallel": ("return grad_q * self.scale", "return 1.001 * grad_q * self.scale"),
-    "flash_attention": ("dO_i / (1 - dropout_p)", "1.001 * dO_i / (1 - dropout_p)"),
+    "flash_attention": ("dq * scale, dk", "1.001 * dq * scale, dk"),
     "checkpoint": ("total / parts", "1.001 * total / parts"),
     "expert_parallel": ("gradient /= groups.num_ranks", "gradient /= groups.num_ranks / 1.001"),
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),

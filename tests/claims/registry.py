@@ -159,14 +159,17 @@ def error_from(what):
     check(False, f"no error from {what}")
 
 
+TOLERANCE = 1e-12  # a difference, relative to the largest element
+
+
 def same(ours, plain, what, exact=False):
-    """Bitwise if `exact`, else to 1e-12 of the largest element."""
+    """Bitwise if `exact`, else to TOLERANCE."""
     shape = None if ours is None else tuple(ours.shape)
     if shape != tuple(plain.shape):
         check(False, f"{what} is {shape}, not {tuple(plain.shape)}")
     elif not torch.equal(ours, plain):
         error = (ours.double() - plain.double()).abs().max().item()
-        bound = 0.0 if exact else 1e-12 * max(1.0, plain.abs().max().item())
+        bound = 0.0 if exact else TOLERANCE * max(1.0, plain.abs().max().item())
         check(0 < error <= bound, f"{what} is off by {error:.1e}")
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from flash_attention import FlashAttention
+from flash_attention import Dropout, FlashAttention
 
 
 def from_the_end(S, Skv):
@@ -66,16 +66,15 @@ knows_no_maximum = partial(
 shares_heads_in_turns = partial(plain_attention, share=lambda x, groups: x.repeat(1, groups, 1, 1))
 
 
-class DrawsItsMaskAnew(FlashAttention):
-    @staticmethod
-    def backward(ctx, gradient):
-        causal, scale, dropout_p, seed, block_size = ctx.arguments
-        ctx.arguments = causal, scale, dropout_p, seed + 1, block_size
-        return FlashAttention.backward(ctx, gradient)
+class DrawsItsMaskAnew(Dropout):
+    def mask(self, P, rows, cols):
+        self.seed += 1
+        return super().mask(P, rows, cols)
 
 
 def draws_its_mask_anew(q, k, v, causal=False, dropout_p=0.0):
-    return DrawsItsMaskAnew.apply(q, k, v, causal, None, dropout_p, torch.randint(2**62, ()), 64)
+    dropout = DrawsItsMaskAnew(dropout_p, q.device)
+    return FlashAttention.apply(q, k, v, causal, None, dropout)
 
 
 MISTAKES = {
