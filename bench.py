@@ -379,27 +379,33 @@ def bench_activation_checkpoint(bench):
 
 
 def bench_flash_attention(bench):
-    """flash_attention, causal, heads of 64, forward and backward. No communication."""
+    """flash_attention, causal, heads of 64, forward and backward. On a GPU the kernels, in bf16."""
     shape = (4, 16, 4096, 64) if bench.on_gpu else (1, 8, 1024, 64)
+    dtype = torch.bfloat16 if bench.on_gpu else bench.dtype
 
     def variant(attention, **causal):
         torch.manual_seed(0)
-        q, k, v = torch.randn(3, *shape, device=bench.device, dtype=bench.dtype)
-        for x in (q, k, v):
+        inputs = [torch.randn(shape, device=bench.device, dtype=dtype) for _ in range(3)]
+        grad_output = torch.randn_like(inputs[0])
+        for x in inputs:
             x.requires_grad_()
 
         def step():
-            attention(q, k, v, **causal).sum().backward()
+            torch.autograd.grad(attention(*inputs, **causal), inputs, grad_output)
 
         return step
 
     ours = flash_attention.flash_attention
     theirs = F.scaled_dot_product_attention
-    return {
+    loop = partial(ours, kernel="torch")
+    ways = {
         "flash_attention": partial(variant, ours, causal=True),
         "torch scaled_dot_product_attention": partial(variant, theirs, is_causal=True),
         "naive_attention": partial(variant, flash_attention.naive_attention, causal=True),
     }
+    if bench.on_gpu:
+        ways["flash_attention, kernel='torch'"] = partial(variant, loop, causal=True)
+    return ways
 
 
 def bench_context_parallel(bench):
