@@ -11,13 +11,13 @@ running values. When m grows, l and O are multiplied by e^(old m - new m).
 With a causal mask, blocks above the diagonal are skipped, and only blocks ◣ on it need the mask.
 
 At the end O/l is the output. Backward needs one more number per query, L = m + log l. It computes
-each block of scores again, and e^(score - L) is its part of the softmax. This takes more operations,
+each block of scores again, and e^(score - L) is its part of the softmax. It takes more operations,
 but the s² numbers stay in on-chip memory: they are neither kept nor moved to memory and back.
 
 Cost of a head of size d    kept for backward, elements    operations: forward + backward
     naive                   q, k, v, P: 3sd + s² or more   4s²d +  8s²d
     flash                   q, k, v, O, L: 4sd + s         4s²d + 10s²d, the scores again
-    flash, causal           the same                       half of that, for s much larger than a block
+    flash, causal           the same                       half of that, for s of many blocks
 
 Section 2 is the algorithm as a loop over blocks in PyTorch, for any device and dtype. Section 5 is
 the same loop as three kernels in Triton, for GPUs. The kernels ran under Triton's interpreter on a
@@ -90,7 +90,7 @@ def hidden_keys(rows, cols, offset, device):
 
 # --------------------------------------------------------------------------------------------------
 # 2. The real one (Dao 2023): a loop over blocks of queries, and in it one over blocks of keys.
-#    Backward starts from L, not from m and l. If causal, there are at least as many keys as queries.
+#    Backward starts from L, not from m and l. If causal, there are at least as many keys as rows.
 
 
 def slices(stop, size):
@@ -488,7 +488,7 @@ def dk_dv_kernel(
     H, G, S, Skv, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, COLS: constexpr, ROWS: constexpr,
 ):  # fmt: skip
-    """loop_backward for dk and dv, with the queries in the inner loop. Blocks are (keys, queries)."""
+    """loop_backward for dk and dv, with queries in the inner loop. Blocks are (keys, queries)."""
     head_kv, b, h_kv, j = place(tl.cdiv(Skv, COLS), H // G)
     start = j * COLS
     cols = start + tl.arange(0, COLS)
@@ -522,7 +522,7 @@ def dk_dv_kernel(
     store(dv + head_kv * Skv * D, dv_j, start, Skv, COLS, D, HEAD)
 
 
-# Rows of a program's block, rows of a step of its loop, num_warps, num_stages. In 16 bits, for heads
+# Rows of a program's block, rows per step of its loop, num_warps, num_stages. In 16 bits, for heads
 # of up to 64 and of up to 128. Everything fits into 99 KB of shared memory.
 BLOCKS = {
     forward_kernel: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)},

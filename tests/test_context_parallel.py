@@ -1,4 +1,4 @@
-"""context_parallel.py: what tests/claims leaves open: the table of costs, tiles, errors, and which group."""
+"""context_parallel.py beyond its claims: the table of costs, tiles, errors, and groups."""
 
 import math
 from functools import partial

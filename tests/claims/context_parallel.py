@@ -1,9 +1,10 @@
-"""An implementation of --ring-attention or --ulysses-attention is called as function(q, k, v, causal=True).
+"""An implementation of --ring-attention or --ulysses-attention is called as f(q, k, v, causal=).
 
-Every rank calls it with its part of the sequence: q is (batch, heads, tokens, head size), and k and v
+Every rank calls it with its part of the sequence: q is (batch, heads, tokens, head size), k and v
 are (batch, heads or fewer, tokens, head size). The output has the shape of q. Rank r holds the r-th
-of N parts; with zigzag=True, it holds the chunks r and 2N-1-r of 2N. `causal` may be called is_causal.
-It gets process_group= if it has such a name. The claims about them also pass scale= and zigzag=.
+of N parts; with zigzag=True, it holds the chunks r and 2N-1-r of 2N. The flag may also be called
+is_causal. It gets process_group= if it has such a name. The claims about them also pass scale= and
+zigzag=.
 """
 
 import pool
@@ -197,7 +198,7 @@ def without_gradients(make):
 
 @claim(BOTH, 1, 2, 4)
 def bf16(make):
-    """In bf16, the errors of output and gradients are at most 1.25 times those of F.scaled_dot_product_attention."""
+    """In bf16, errors of output and gradients are at most 1.25 times PyTorch's attention's."""
     inputs = whole_inputs(64, size=32, dtype=torch.bfloat16)
     exact = one_device(*(x.double() for x in inputs))
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
@@ -252,7 +253,7 @@ DISAGREEMENTS = {
 
 @claim(BOTH, 2, 3, about="property")
 def disagreement(make):
-    """If the last rank passes another shape, dtype, mask or scale, all ranks raise an error, and the group works on."""
+    """If one rank passes another shape, dtype, mask or scale, all raise, and the group works on."""
     q, k, v, grad = whole_inputs(6)
     own = [mine(x) for x in (q, k, v)]
     for name, change in DISAGREEMENTS.items():

@@ -1,4 +1,4 @@
-"""Mistakes in attention over a sequence that is split over ranks, and the claim that catches each."""
+"""Mistakes in attention over a split sequence, and the claim that catches each."""
 
 from functools import partial
 from unittest import mock
@@ -75,7 +75,7 @@ class GradientsOfOneSharingHead(Ring):
 
 
 class OverwritesInFlight(Exchange):
-    """The received block takes the place of the one that this rank still sends and computes with."""
+    """The received block overwrites the one that this rank still sends and computes with."""
 
     def __init__(self, block, process_group):
         super().__init__(block, process_group)
