@@ -140,7 +140,8 @@ def gpu_in_the_machine():
 
     def recorded(name):
         def function(*args, **kwargs):
-            if sys._getframe(1).f_code.co_filename.startswith(str(ROOT)):
+            caller = sys._getframe(1).f_code.co_filename
+            if caller.startswith(str(ROOT)) and "site-packages" not in caller:  # .venv is in ROOT
                 called.append(name)
 
         return function
