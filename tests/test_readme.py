@@ -7,7 +7,10 @@ import re
 import shutil
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import claims
 import environment
@@ -19,6 +22,7 @@ from launch import ROOT, fork, launch
 import bench
 import checkpoint
 import ddp
+import expert_parallel
 import fsdp
 import zero
 
@@ -97,7 +101,13 @@ SNIPPETS = [block.splitlines() for block in DIFF.split("\n\n")]
 NEW_OPTIMIZER, USUAL_LOOP = USUAL.split("\n", 1)
 HAS_CPU_STREAMS = hasattr(torch.cpu.Stream, "record_event")  # from torch 2.7 on
 # The snippets with these words are not data-parallel.
-ON_THE_SAME_DATA = ("DataParallel(model, devices)", "parallelize", "pipelin", "inject_lora")
+ON_THE_SAME_DATA = (
+    "DataParallel(model, devices)",
+    "tensor.parallel",
+    "pipelin",
+    "split_sequence",
+    "inject_lora",
+)
 
 
 def program(lines, signs):
@@ -108,20 +118,41 @@ def program(lines, signs):
     return f"{text}\n{USUAL_LOOP}" if "optimizer" in text else f"{text}\n{USUAL}"
 
 
+def make_mixture_of_experts():
+    return torch.nn.Sequential(
+        torch.nn.Embedding(256, 32), expert_parallel.MoE(32, 48, 4), torch.nn.Linear(32, 256)
+    )
+
+
+def with_attention_of(names):
+    """In this context, ddp.py's model calls names["attention"]."""
+
+    def attention(q, k, v, is_causal):
+        return names["attention"](q, k, v)
+
+    functional = vars(torch.nn.functional) | {"scaled_dot_product_attention": attention}
+    return mock.patch.object(ddp, "F", SimpleNamespace(**functional))
+
+
 def body_snippet(lines, signs):
     """-> the losses after the snippet, or the sums of a stage's weights"""
     text = program(lines, signs)
-    has_same_data = any(words in "\n".join(lines) for words in ON_THE_SAME_DATA)
+    whole = "\n".join(lines)
+    has_same_data = any(words in whole for words in ON_THE_SAME_DATA)
     torch.manual_seed(0)
     model = ddp.language_model(C=32, heads=2, layers=3)
+    if "expert_parallel" in whole:
+        model = make_mixture_of_experts()
     torch.manual_seed(0 if has_same_data else pool.rank())
     batches = [(part[:, :-1], part[:, 1:]) for part in torch.randint(256, (3, 4, 17))]
     names = {"torch": torch, "model": model, "batches": batches, "rank": pool.rank()}
     names |= {"devices": ["cpu", "cpu"], "loss_fn": ddp.language_loss}
     if "peft" in text:
         names["peft"] = importlib.import_module("peft")
+    has_attention = "def attention" in whole
     with claims.default_group(pool.group()):
-        exec(text, names)
+        with with_attention_of(names) if has_attention else nullcontext():
+            exec(text, names)
         if "stage" in names:
             return [parameter.detach().sum().item() for parameter in names["stage"].parameters()]
         with torch.no_grad():
@@ -148,8 +179,9 @@ def test_a_snippet_trains_after_the_import_as_before(lines):
 
 @pytest.mark.cpu
 def test_adding_a_technique(tmp_path):
-    """As README says it, literally, in an empty directory."""
-    (main,) = re.findall(r"```python\n(   def main.*?)```", README, re.DOTALL)
+    """As docs/adding_a_technique.md says it, literally, in an empty directory."""
+    steps = (ROOT / "docs" / "adding_a_technique.md").read_text()
+    (main,) = re.findall(r"```python\n(   def main.*?)```", steps, re.DOTALL)
     text = (ROOT / "ddp.py").read_text()
     imports = text[text.index("import argparse") : text.index("# ----")]
     set_up = text[text.index("# Demo, set-up") :]
