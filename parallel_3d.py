@@ -16,7 +16,7 @@ batch, data-parallel ranks average them, and each rank updates the parameters th
 
 Tensor-parallel ranks are neighbours, because they wait for each other in every layer.
 
-Each technique is in its own file. Here is what they must know of each other:
+Each technique is in its own file. This file is about the five places where they meet:
 
     tied embedding   The head uses the embedding's weight. If the head is on another stage, both
                      stages have a copy, and they add their gradients.
@@ -57,6 +57,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -137,7 +138,7 @@ class Head(nn.Module):
 def build_layer(config, number, dropout=0.0, seed=0):
     """Build a layer of the plain model. Layer 0 is the embedding and layer L + 1 is the head.
 
-    Each layer has its own seed, so that a rank needs to build no others than its own.
+    Each layer has its own seed, so that a rank can build its own layers only.
     """
     torch.manual_seed(seed * 10_000 + number)
     if number == 0:
@@ -149,7 +150,7 @@ def build_layer(config, number, dropout=0.0, seed=0):
     for name, parameter in layer.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
-        elif name in ("proj.weight", "linear2.weight"):  # 2L of them add up in the residual stream
+        elif name in ("proj.weight", "linear2.weight"):  # 2L outputs add up in the residual
             parameter.normal_(std=0.02 / math.sqrt(2 * config.layers))
         elif parameter.dim() == 2:
             parameter.normal_(std=0.02)
@@ -159,9 +160,10 @@ def build_layer(config, number, dropout=0.0, seed=0):
 
 
 class Stage(nn.Sequential):
-    """Consecutive layers, {number: layer}. It is called with one micro-batch after the other.
+    """Consecutive layers, given as {number: layer}. It counts the micro-batches that it computes.
 
-    Dropout has a seed for each layer and micro-batch, so that masks do not depend on the grid.
+    Each layer has its own dropout seed for each micro-batch, so that masks do not depend on the
+    grid. Pipelines compute micro-batches in order.
     """
 
     def __init__(self, layers, seed=None):
@@ -169,7 +171,7 @@ class Stage(nn.Sequential):
         for number, layer in layers.items():
             self.add_module(str(number), layer)
         self.seed = seed  # None: there is no dropout
-        self.micro_batch = 0  # the number of the next one, counted from the start of training
+        self.micro_batch = 0  # the number of the next one, from the start of training
 
     def forward(self, x):
         for number, layer in self.named_children():
@@ -182,12 +184,14 @@ class Stage(nn.Sequential):
 
 
 def tie_weights(embedding, head):
-    """Let both share one weight, if this rank has both. Return the weight, or None."""
-    if embedding is None:
-        return None if head is None else head.linear.weight
-    if head is not None:
+    """Return the weight of whichever this rank has, or None. If it has both, they share it."""
+    if embedding is not None and head is not None:
         head.linear.weight = embedding.word.weight
-    return embedding.word.weight
+    if embedding is not None:
+        return embedding.word.weight
+    if head is not None:
+        return head.linear.weight
+    return None
 
 
 def plain_model(config, dropout=0.0, seed=0):
@@ -199,7 +203,7 @@ def plain_model(config, dropout=0.0, seed=0):
 
 
 def learning_rate(args, step):
-    """It rises linearly to --lr over the first --warmup steps. The first step is 1."""
+    """Return --lr, to which the rate rises linearly in the first --warmup steps, from step 1."""
     return args.lr * min(1.0, step / max(1, args.warmup))
 
 
@@ -249,10 +253,10 @@ class Grid:
         self.tp = tp
         self.pp = pp
         self.dp = world_size // (tp * pp)
-        ranks = torch.arange(world_size).view(pp, self.dp, tp)  # neighbours differ in tp
+        ranks = torch.arange(world_size).view(pp, self.dp, tp)  # consecutive ranks differ in tp
         place = (ranks == dist.get_rank()).nonzero()[0]
         self.pp_rank, self.dp_rank, self.tp_rank = place.tolist()
-        pipelines = ranks.flatten(1).T
+        pipelines = ranks.flatten(1).T  # one pipeline per row, (dp · tp, pp)
         self.tp_group = self.new_groups(ranks.flatten(0, 1))
         self.dp_group = self.new_groups(ranks.mT.flatten(0, 1))
         self.pp_group = self.new_groups(pipelines)
@@ -261,13 +265,18 @@ class Grid:
             self.ends_group = self.new_groups(pipelines[:, [0, -1]])
 
     def new_groups(self, ranks):
-        """Make a group of each row of `ranks`, as all ranks must. Return the one of this rank."""
+        """Make a group of each row of `ranks`. Return the one that this rank is in.
+
+        Every rank must take part in making every group.
+        """
         timeout = timedelta(minutes=10)
         group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
         return group
 
 
-PLAN = {  # tensor_parallel.parallelize's plan for the layers inside an Embedding, a Block or a Head
+# How tensor_parallel.parallelize splits the layers inside an Embedding, a Block or a Head. Position
+# embeddings are not split.
+PLAN = {
     "word": "vocab",
     "linear": "vocab",
     "qkv": "qkv",
@@ -285,7 +294,7 @@ def split_layer(layer, group, sequence_parallel):
     """Replace the matrices of a plain layer by this rank's slices of them."""
     plan = {name: PLAN[name] for name, _ in layer.named_children() if name in PLAN}
     if not sequence_parallel:
-        plan.pop("dropout", None)  # all ranks have the same activations and need the same mask
+        plan.pop("dropout", None)  # its input is the same on all ranks: so must be its mask
     if isinstance(layer, Block):
         layer.dropout_region = partial(tensor_parallel.parallel_region, group)
     if isinstance(layer, Embedding) and sequence_parallel:
@@ -294,7 +303,7 @@ def split_layer(layer, group, sequence_parallel):
 
 
 def layers_of_stage(config, stage, num_stages):
-    """The numbers of its layers. Stages differ by at most one block."""
+    """Return the numbers of a stage's layers. Stages differ by at most one block."""
     L = config.layers
     blocks = [1 + i for i in range(L) if i * num_stages // L == stage]
     embedding = [0] if stage == 0 else []
@@ -340,10 +349,14 @@ class Trainer:
         self.num_microbatches = args.global_batch_size // (args.micro_batch_size * grid.dp)
         num_stages = grid.pp * args.stages_per_rank
         mine = range(grid.pp_rank, num_stages, grid.pp)
-        # The numbers of the layers in each stage of this rank.
-        self.numbers = [layers_of_stage(config, stage, num_stages) for stage in mine]
-        self.stages = self.build_stages()
+        self.layer_numbers = [layers_of_stage(config, stage, num_stages) for stage in mine]
+        layers = self.build_layers()
+        self.embedding = layers.get(0)  # None on ranks without it
+        self.head = layers.get(config.layers + 1)  # None on ranks without it
+        self.tied = tie_weights(self.embedding, self.head)  # the embedding's weight, or None
+        self.stages = self.build_stages(layers)
         self.parameters = list(self.stages.parameters())
+        self.split = self.find_split()  # {parameter split over tp: (its layer, its name there)}
         self.counted = self.find_counted()  # the parameters that this rank adds to the norm
         self.optimizer = self.build_optimizer()
         is_fp16 = self.dtype == torch.float16
@@ -352,31 +365,34 @@ class Trainer:
             self.stages, args.schedule, self.num_microbatches, self.loss_fn, grid.pp_group
         )
 
-    def build_stages(self):
-        config = self.config
+    def build_layers(self):
+        """Return {number: this rank's slice of the layer}, for the layers of all its stages."""
         args = self.args
         layers = {}
-        for number in itertools.chain(*self.numbers):
+        for number in itertools.chain(*self.layer_numbers):
             # Build and split one layer at a time: no rank ever holds a whole stage.
-            layer = build_layer(config, number, args.dropout, args.seed)
+            layer = build_layer(self.config, number, args.dropout, args.seed)
             layer = split_layer(layer, self.grid.tp_group, args.sequence_parallel)
             layers[number] = layer.to(self.device, self.dtype)
-        self.embedding = layers.get(0)  # None on the stages without it
-        self.head = layers.get(config.layers + 1)
-        self.tied = tie_weights(self.embedding, self.head)
-        seed = args.seed if args.dropout else None
+        return layers
+
+    def build_stages(self, layers):
+        seed = self.args.seed if self.args.dropout else None
         stages = nn.ModuleList()
-        for numbers in self.numbers:
+        for numbers in self.layer_numbers:
             stages.append(Stage({number: layers[number] for number in numbers}, seed))
         return stages
 
-    def find_counted(self):
-        """A tensor-parallel rank counts its slices. The first one counts what all of them hold."""
-        split = set()
+    def find_split(self):
+        split = {}
         for _, layer, name in tensor_parallel.split_parameters(self.stages):
-            split.add(getattr(layer, name))
+            split[getattr(layer, name)] = (layer, name)
+        return split
+
+    def find_counted(self):
+        """Each tp rank counts its slices. The first one also counts what is not split."""
         first = self.grid.tp_rank == 0
-        counted = {parameter for parameter in self.parameters if first or parameter in split}
+        counted = {parameter for parameter in self.parameters if first or parameter in self.split}
         if self.embedding is None:
             counted.discard(self.tied)  # the first stage counts it
         return counted
@@ -386,7 +402,7 @@ class Trainer:
         options = {"lr": self.args.lr}
         if self.device.type == "cuda":
             options["fused"] = True
-        if self.args.zero1:  # has float32 masters of 16-bit parameters
+        if self.args.zero1:  # it has float32 masters of 16-bit parameters
             return zero.Zero1(self.stages, optimizer_class, self.grid.dp_group, **options)
         optimizer = optimizer_class(self.parameters, **options)
         if self.dtype.itemsize == 2:
@@ -420,9 +436,10 @@ class Trainer:
         # weight the average of sums over tokens is the mean over the tokens of the whole batch.
         m = self.num_microbatches
         self.token_weight = m * self.grid.dp / count_tokens(targets)
-        pipelines = self.steps * self.grid.dp + self.grid.dp_rank  # before this one
+        # Number the micro-batches as one device would compute them.
+        pipelines_before = self.steps * self.grid.dp + self.grid.dp_rank
         for stage in self.stages:
-            stage.micro_batch = pipelines * m
+            stage.micro_batch = pipelines_before * m
         self.steps += 1
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.args, self.steps)
         self.optimizer.zero_grad()
@@ -434,8 +451,8 @@ class Trainer:
         return self.scaler.scale(losses.sum() * self.token_weight)
 
     def mean_loss(self, loss):
-        """The loss of the whole batch on all ranks, from each pipeline's on its last rank."""
-        if loss is None:
+        """The loss of the whole batch, on all ranks. `loss` is the pipeline's, on its last rank."""
+        if loss is None:  # not the last rank
             loss = torch.zeros((), device=self.device)
         scale = self.scaler.get_scale()
         loss = loss.double() / (scale * self.grid.dp)
@@ -451,8 +468,8 @@ class Trainer:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
-        """Divide the gradients by the loss scale and clip them. Return the norm of all of them."""
-        groups = [self.grid.tp_group, self.grid.pp_group]
+        """Divide the gradients by the loss scale and clip them. Return the whole model's norm."""
+        groups = [self.grid.tp_group, self.grid.pp_group]  # the ranks that hold one model
         scale = self.scaler.get_scale()
         if self.args.zero1:
             if self.scaler.is_enabled():
@@ -491,14 +508,14 @@ class Trainer:
 # --------------------------------------------------------------------------------------------------
 # 4. Checkpoints. They have the weights of the plain model and the state of its optimizer, by name.
 
-# The arguments that a run must keep when it goes on.
-RUN = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
+# The arguments that must not change when a run goes on from a checkpoint.
+FIXED = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
 
 
 def save(trainer, directory):
     # The number of steps determines the learning rate, the data and the dropout masks.
     extra = {
-        "run": {name: getattr(trainer.args, name) for name in RUN},
+        "fixed": {name: getattr(trainer.args, name) for name in FIXED},
         "step": trainer.steps,
         "scaler": trainer.scaler.state_dict(),
     }
@@ -509,12 +526,13 @@ def save(trainer, directory):
 def load(trainer, directory):
     """Go on from a checkpoint, whatever its grid, schedule, --zero1 and --dtype were."""
     _, tensors, extra = checkpoint.open_latest(Path(directory))
-    for name, stored in extra["run"].items():
+    for name, stored in extra["fixed"].items():
         value = getattr(trainer.args, name)
         if value != stored:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {value}: the run in {directory} has {stored}")
-    if any(name.startswith("step/") for name in tensors):  # AdamW's, after its first step
+    if any(name.startswith("step/") for name in tensors):
+        # AdamW makes its state in its first step. Make it now, so that it can be loaded.
         for _, _, weight, state in updated_tensors(trainer):
             state["step"] = torch.zeros((), device=weight.device)
             state["exp_avg"] = torch.zeros_like(weight)
@@ -532,7 +550,8 @@ def load(trainer, directory):
 def updated_tensors(trainer):
     """Yield (parameter, start, tensor, state) for each tensor that the optimizer updates.
 
-    `start` is the number of the tensor's first element in the flattened parameter.
+    The tensor is the parameter or its master. With ZeRO-1 it is a range of the flattened parameter,
+    from the element with the number `start` on.
     """
     if trainer.args.zero1:
         yield from trainer.optimizer.shards()
@@ -552,43 +571,49 @@ def pieces_of(trainer):
         for name, parameter in stage.named_parameters():
             names[parameter] = name
     names[trainer.tied] = "0.word.weight"
-    split = {
-        getattr(layer, name): (layer, name)
-        for _, layer, name in tensor_parallel.split_parameters(trainer.stages)
-    }
     pieces = {}
     for parameter, start, weight, state in updated_tensors(trainer):
-        boxes = boxes_of(parameter, *split.get(parameter, (None, None)))
+        boxes = boxes_of(trainer, parameter)
         for kind, tensor in {"weight": weight.detach(), **state}.items():
             name = f"{kind}/{names[parameter]}"
             if tensor.dim() == 0:  # AdamW's number of steps
                 pieces[name] = tensor
                 continue
             pieces[name] = []
-            for first, shape, whole, offset in boxes:
-                part = checkpoint.flat_pieces(tensor.view(-1), shape, start - first, whole, offset)
-                pieces[name] += part
+            for box in boxes:
+                pieces[name] += checkpoint.flat_pieces(
+                    tensor.view(-1), box.shape, start - box.first, box.whole_shape, box.offset
+                )
     return pieces
 
 
-def boxes_of(parameter, layer, name):
-    """Where this rank's slice of a parameter lies in the whole parameter.
+class Box(NamedTuple):
+    """Rows or columns of a whole parameter, which are consecutive elements of a rank's slice."""
 
-    Each box is (its first element in the flattened slice, its shape, the whole's shape, its offset
-    there). A slice of qkv has three boxes. Rows that pad the vocabulary are in none.
+    first: int  # the number of its first element in the flattened slice
+    shape: list  # its own
+    whole_shape: list  # the whole parameter's
+    offset: list  # the index of its first element in the whole parameter
+
+
+def boxes_of(trainer, parameter):
+    """The boxes of this rank's slice of a parameter, or of a parameter that is not split.
+
+    A slice of qkv has three boxes. Rows that pad the vocabulary are in none.
     """
     shape = list(parameter.shape)
-    if layer is None:
-        return [(0, shape, shape, [0] * len(shape))]
+    if parameter not in trainer.split:
+        return [Box(0, shape, shape, [0] * len(shape))]
+    layer, name = trainer.split[parameter]
     dim = layer.split_dims[name]
     boxes = []
     for span in layer.spans(name):
         first = span.shard_start * math.prod(shape[dim + 1 :])
-        box = shape.copy()
-        box[dim] = span.length
+        box_shape = shape.copy()
+        box_shape[dim] = span.length
         offset = [0] * len(shape)
         offset[dim] = span.start
-        boxes.append((first, box, list(layer.whole_shapes[name]), offset))
+        boxes.append(Box(first, box_shape, list(layer.whole_shapes[name]), offset))
     return boxes
 
 
@@ -623,11 +648,11 @@ def sent_by_formula(trainer):
     hidden = trainer.config.hidden
     embedding = trainer.embedding is not None
     head = trainer.head is not None
-    blocks = sum(map(len, trainer.numbers)) - embedding - head
+    blocks = sum(map(len, trainer.layer_numbers)) - embedding - head
     neighbours = 0  # how often this rank's stages border on another rank's
     tied = 0
     if grid.pp > 1:
-        neighbours = 2 * len(trainer.numbers) - embedding - head
+        neighbours = 2 * len(trainer.layer_numbers) - embedding - head
         tied = 0 if trainer.tied is None else trainer.tied.numel()
     parameters = sum(parameter.numel() for parameter in trainer.parameters)
     tp = estimate.tensor_parallel_traffic(
@@ -670,36 +695,73 @@ MODELS = {  # layers, hidden size, heads, vocabulary, positions
     "gpt2-1.5b": estimate.GPT(48, 1600, 25, 50257, 1024),
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+DEFAULT = "(default: %(default)s)"
 FLAGS = {
-    "--model": {"choices": MODELS, "default": "gpt2-tiny"},
+    "--model": {"choices": MODELS, "default": "gpt2-tiny", "help": DEFAULT},
     "--tp": {"type": int, "help": "tensor-parallel ranks; the rest of the world is data-parallel"},
     "--pp": {
         "type": int,
-        "help": "pipeline-parallel ranks; default for both: 2 if the ranks allow",
+        "help": "pipeline-parallel ranks; without --tp and --pp, each is 2 if the world allows",
     },
-    "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b"},
-    "--stages-per-rank": {"type": int, "default": 1, "help": "for interleaved_1f1b"},
+    "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b", "help": DEFAULT},
+    "--stages-per-rank": {"type": int, "default": 1, "help": f"for interleaved_1f1b {DEFAULT}"},
     "--sequence-parallel": {"action": "store_true", "help": "split the sequence over tp as well"},
     "--zero1": {"action": "store_true", "help": "split the optimizer over data-parallel ranks"},
-    "--micro-batch-size": {"type": int, "default": 2, "help": "sequences computed at once"},
-    "--global-batch-size": {"type": int, "default": 16, "help": "sequences per step, all ranks"},
-    "--sequence-length": {"type": int, "default": 64},
-    "--dtype": {"choices": DTYPES, "help": "default: float64 with --check, else float32"},
-    "--optimizer": {"choices": ("AdamW", "SGD"), "default": "AdamW"},
-    "--lr": {"type": float, "default": 1e-3},
-    "--warmup": {"type": int, "default": 0, "metavar": "STEPS", "help": "until the full --lr"},
-    "--clip-grad": {"type": float, "default": 1.0, "metavar": "NORM", "help": "0: do not clip"},
-    "--dropout": {"type": float, "default": 0.0},
-    "--metrics": {"metavar": "FILE", "help": "write one JSON object per step"},
-    "--peak": {"type": float, "metavar": "TFLOPS", "help": "a device's, if it is not known here"},
-    "--save": {"metavar": "DIR", "help": "save here, and go on from the checkpoint here, if any"},
-    "--save-interval": {"type": int, "default": 100, "metavar": "STEPS"},
-    "--load": {"metavar": "DIR", "help": "go on from this checkpoint, if --save has none"},
+    "--micro-batch-size": {
+        "type": int,
+        "default": 2,
+        "help": f"sequences that a rank computes at once {DEFAULT}",
+    },
+    "--global-batch-size": {
+        "type": int,
+        "default": 16,
+        "help": f"sequences per step, on all ranks together {DEFAULT}",
+    },
+    "--sequence-length": {"type": int, "default": 64, "help": f"in tokens {DEFAULT}"},
+    "--dtype": {"choices": DTYPES, "help": "(default: float64 with --check, otherwise float32)"},
+    "--optimizer": {"choices": ("AdamW", "SGD"), "default": "AdamW", "help": DEFAULT},
+    "--lr": {"type": float, "default": 1e-3, "help": f"learning rate {DEFAULT}"},
+    "--warmup": {
+        "type": int,
+        "default": 0,
+        "metavar": "STEPS",
+        "help": f"steps in which the learning rate rises to --lr {DEFAULT}",
+    },
+    "--clip-grad": {
+        "type": float,
+        "default": 1.0,
+        "metavar": "NORM",
+        "help": f"the largest norm of the gradients, or 0 not to clip {DEFAULT}",
+    },
+    "--dropout": {"type": float, "default": 0.0, "help": f"probability {DEFAULT}"},
+    "--metrics": {"metavar": "FILE", "help": "write a line of JSON per step to FILE"},
+    "--peak": {
+        "type": float,
+        "metavar": "TFLOPS",
+        "help": "peak of one device in TFLOP/s, for the share of peak (known for A100, H100, H200)",
+    },
+    "--save": {
+        "metavar": "DIR",
+        "help": "save checkpoints in DIR; if it has one, training goes on from there",
+    },
+    "--save-interval": {
+        "type": int,
+        "default": 100,
+        "metavar": "STEPS",
+        "help": f"steps between checkpoints {DEFAULT}",
+    },
+    "--load": {
+        "metavar": "DIR",
+        "help": "go on from the checkpoint in DIR, unless --save has one",
+    },
     "--compare": {"action": "store_true", "help": "train on each grid that fits the world"},
-    "--check": {"action": "store_true", "help": "compare with one device; gpt2-tiny always does"},
+    "--check": {
+        "action": "store_true",
+        "help": "train on one device too, and compare (gpt2-tiny always does)",
+    },
 }
 PEAKS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}  # dense TFLOP/s in 16 bits, by NVIDIA
-COSTS = ("params", "grads", "optimizer", "tp", "pp", "dp")  # the columns in MB
+COSTS = ("params", "grads", "optimizer", "tp", "pp", "dp")  # the table's columns in MB
 
 
 class Session(ddp.Demo):
@@ -717,7 +779,7 @@ class Session(ddp.Demo):
         if args.save and args.compare:
             self.stop("--save is for one grid; leave it out, or leave out --compare")
         self.metrics = None  # the file, once a run has opened it
-        self.signals = []  # SIGINT and SIGTERM that arrived
+        self.signals = []  # the signals that arrived: SIGINT or SIGTERM
         if args.save:
             signal.signal(signal.SIGINT, self.note_signal)
             signal.signal(signal.SIGTERM, self.note_signal)
@@ -726,7 +788,7 @@ class Session(ddp.Demo):
         self.signals.append(number)
 
     def read(self, name):
-        """Read a text. Of data.py's files, NAME.bin and NAME.idx, only note that they exist."""
+        """Return a text, or None if NAME.idx exists: open_samples() opens data.py's files."""
         self.is_indexed = os.path.exists(f"{name}.idx")
         if self.is_indexed:
             return None
@@ -783,7 +845,7 @@ class Session(ddp.Demo):
         return numbers.tolist()
 
     def speed(self, seconds):
-        """Tokens per second, and the share of the devices' peak that they use, None if unknown."""
+        """Tokens per second, and the share of the devices' peak, which is None if unknown."""
         args = self.args
         rate = args.global_batch_size * args.sequence_length / seconds
         peak = args.peak
@@ -798,7 +860,7 @@ class Session(ddp.Demo):
 
 
 class Run:
-    """Training on one grid, beside one device; what it prints, and what it saves."""
+    """Trains on one grid, and on one device to compare. Prints the results, saves checkpoints."""
 
     def __init__(self, session, tp, pp):
         self.session = session
@@ -806,14 +868,14 @@ class Run:
         self.losses = []
         self.times = []  # seconds of each step
         self.plain_times = []  # seconds of each step on one device
-        self.differences = []  # from one device, in absolute value
+        self.differences = []  # largest absolute differences from one device
         try:
             self.begin(tp, pp)
         except (OSError, ValueError) as error:
             session.stop(error)
 
     def begin(self, tp, pp):
-        """Make the trainer, and load the checkpoint in --save, or else in --load."""
+        """Make the trainer. Load the checkpoint in --save, or else the one in --load."""
         session = self.session
         args = self.args
         self.trainer = Trainer(session.config, Grid(tp, pp), args, session.device)
@@ -833,13 +895,14 @@ class Run:
                 raise ValueError(f"--load {directory}: it has no checkpoint")
             load(self.trainer, directory)
             session.show(f"loaded      {directory} after step {self.trainer.steps}")
-        if session.metrics is None:  # a run that goes on adds to the file
+        if session.metrics is None:
+            # A run that goes on from a checkpoint appends to the file.
             name = args.metrics if args.metrics and session.rank == 0 else os.devnull
             mode = "a" if self.trainer.steps > 0 else "w"
             session.metrics = open(name, mode)  # noqa: SIM115
 
     def train(self):
-        """Return a row of the table, or None if no steps were left, or if told to stop."""
+        """Return a row of the table, or None if no step was left or if a signal ended the run."""
         session = self.session
         plain = self.train_plain()
         for number in range(self.trainer.steps, self.args.steps):
@@ -862,9 +925,10 @@ class Run:
         return self.report(sent) if self.losses else None
 
     def train_plain(self):
-        """Iterate over one device's (loss, norm, model), or over None if it is not compared."""
+        """Iterate over one device's (loss, norm, model), or over None if nothing is compared."""
         args = self.args
-        other_masks = self.trainer.grid.tp > 1 and args.dropout > 0  # each rank draws for its heads
+        # Each tp rank draws the dropout masks of its heads, so they are not those of one device.
+        other_masks = self.trainer.grid.tp > 1 and args.dropout > 0
         if not args.check or other_masks:
             return itertools.repeat(None)
         batches = map(self.session.batch, range(args.steps))
@@ -880,7 +944,7 @@ class Run:
         self.differences.append(abs(norm - plain_norm))
 
     def save(self):
-        """Save, if it is time. Return whether any rank was told to stop."""
+        """Save a checkpoint if it is time. Return whether a signal to stop reached any rank."""
         args = self.args
         show = self.session.show
         steps = self.trainer.steps
@@ -892,7 +956,7 @@ class Run:
                 show(
                     f"saved       {args.save} after step {steps}{', told to stop' if stop else ''}"
                 )
-            except OSError as error:  # on all ranks
+            except OSError as error:  # raised on all ranks, so training goes on
                 show(f"NOT saved   after step {steps}: {error}")
         return bool(stop)
 
@@ -922,7 +986,7 @@ class Run:
         self.session.show(line)
 
     def report(self, sent):
-        """Print each cost of the rank that has most of it. Return a row of the table."""
+        """Print the results: of each cost, the largest on any rank. Return a row of the table."""
         session = self.session
         grid = self.trainer.grid
         formula = sum(sent_by_formula(self.trainer).values())
@@ -962,7 +1026,9 @@ def main():
     rows = [Run(session, tp, pp).train() for tp, pp in session.grids()]
     if None in rows:
         return 0
-    session.show("The most on any rank, in MB: held; sent per step along each axis.")
+    session.show(
+        "MB on the rank with most: params, grads, optimizer held; tp, pp, dp sent per step."
+    )
     for row in (["tp × pp × dp", *COSTS, "tokens/s", "vs 1 device"], *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))
     return int(any(row[-1] == "DIFFERS" for row in rows))
@@ -970,7 +1036,7 @@ def main():
 
 if __name__ == "__main__":
     status = main()
-    gc.collect()  # an object that still holds a group keeps gloo's threads, which may abort at exit
+    gc.collect()  # drop objects that hold a group: gloo's threads may abort at exit
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(status)
