@@ -1,7 +1,7 @@
-"""Estimate: what a training run will need in memory, traffic and time, and which technique fits it.
+"""Estimate the memory, traffic and time that a training run needs, and find techniques that fit.
 
-Every result is a sum of named parts, and each part has its equation and the paper that derives it.
-A GPU that trains Ψ parameters in mixed precision with Adam holds, in bytes:
+Each result is a sum of named parts. Each part has its equation, and the paper that derives it. A
+GPU that trains Ψ parameters in mixed precision with Adam holds, in bytes:
 
                                      made smaller by
     parameters   2Ψ  ████            zero3, tensor and pipeline parallelism, QLoRA (4 bits)
@@ -21,9 +21,9 @@ The first three are the model states. With N data-parallel GPUs and m micro-batc
     zero3, FSDP      16Ψ/N + gathered units      3mΨ
     zero3+offload    2Ψ/N + gathered units       3mΨ, and to host memory and back
 
-The bytes are derived, and tests compare them with the papers' tables and with what this project's
-demos measure. The seconds are a model: they assume the given speeds, and 40% of a GPU's advertised
-speed is typical. They rank plans, but not plans that are a few percent apart.
+The bytes are derived. Tests compare them with the papers' tables and with what the demos of this
+project measure. The seconds are a model. They assume the given speeds; a GPU typically achieves 40%
+of its advertised speed. They rank plans, but not plans that are a few percent apart.
 
 Run:      python estimate.py --parameters 7e9 --gpus 8 --memory 80
           (without flags: the demos' model, beside what the demos measured)
@@ -41,6 +41,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -49,7 +50,9 @@ from typing import NamedTuple
 # --------------------------------------------------------------------------------------------------
 # 1. The model states: ZeRO's three equations (Rajbhandari et al. 2020, sections 3 and 5).
 
-STAGES = {  # what data-parallel ranks split: 1 the optimizer, 2 gradients too, 3 parameters too
+# The ZeRO stage of each technique. It says what data-parallel ranks split: 1 the optimizer state, 2
+# gradients as well, 3 parameters as well.
+STAGES = {
     "ddp": 0,
     "zero1": 1,
     "zero2": 2,
@@ -59,16 +62,16 @@ STAGES = {  # what data-parallel ranks split: 1 the optimizer, 2 gradients too, 
     "lora": 3,
     "qlora": 3,
 }
-TECHNIQUES = tuple(STAGES)[:6]  # those that train all parameters, the simplest first
+TECHNIQUES = tuple(STAGES)[:6]  # those that train all parameters, simplest first
 
 
 def model_states(parameters, ranks, technique, mixed=True):
     """-> (parameters, gradients, optimizer), the bytes on each of `ranks` data-parallel GPUs.
 
-    Mixed precision takes 2 + 2 + 12 bytes per parameter: 16-bit parameters and gradients, then fp32
-    weights and both moments of Adam. fp32 takes 4 + 4 + 8. Offload moves gradients and optimizer to
-    host memory (ZeRO-Offload, section 3; zero.py keeps its shard of the gradients on the GPU).
-    The units that zero3 gathers are in footprint(), not here.
+    Mixed precision takes 2 + 2 + 12 bytes per parameter: 16-bit parameters, 16-bit gradients, and
+    fp32 parameters with both moments of Adam. fp32 takes 4 + 4 + 8. Offload keeps gradients and
+    optimizer state in host memory (ZeRO-Offload, section 3; zero.py keeps its shard of the
+    gradients on the GPU). footprint() adds the units that zero3 gathers.
     """
     if technique not in TECHNIQUES or ranks < 1 or not 0 < parameters < math.inf:
         raise ValueError(
@@ -96,8 +99,8 @@ def model_states(parameters, ranks, technique, mixed=True):
 class GPT:
     """A GPT-2: learned positions, biases, MLPs of 4h, and a head that shares the embedding.
 
-    `given` is the number of parameters if it is known from elsewhere. In a mixture of experts each
-    block has `experts` MLPs and a router, and each token passes through `top_k` of the MLPs.
+    `given` is the number of parameters, if it is not the number that the sizes make. In a mixture
+    of experts, each block has `experts` MLPs and a router, and each token uses `top_k` of the MLPs.
     """
 
     layers: int
@@ -118,15 +121,17 @@ class GPT:
             )
 
     def scaled(self, count):
-        """A count of this shape's elements, in proportion to the given number of parameters."""
+        """Convert a count of elements from the number that the sizes make to the given number."""
         if self.given is None:
             return count
         counted = replace(self, given=None)
         return self.given * (count / counted.parameters())
 
     def block(self, tp=1, ep=1):
-        """12h² + 13h: qkv 3h² + 3h, projection h² + h, norms 4h, MLP 8h² + 5h. With E experts, E/ep
-        MLPs and a router of hE. tp splits all but norms, router and biases of row-parallel layers.
+        """12h² + 13h: qkv 3h² + 3h, projection h² + h, norms 4h, MLP 8h² + 5h.
+
+        With E experts there are E/ep MLPs and a router of hE. tp splits everything but the norms,
+        the router, and the biases of row-parallel layers.
         """
         h = self.hidden
         qkv = (3 * h**2 + 3 * h) / tp
@@ -139,7 +144,7 @@ class GPT:
         return qkv + projection + norms + mlps
 
     def parameters(self, tp=1, pp=1, ep=1):
-        """Vh + sh + l(12h² + 13h) + 2h; if split, those of the first stage, which has most."""
+        """Vh + sh + l(12h² + 13h) + 2h. With pp, those of the first stage, which has the most."""
         h = self.hidden
         embedding = math.ceil(self.vocab / tp) * h
         positions = self.sequence * h
@@ -148,7 +153,7 @@ class GPT:
         return self.scaled(embedding + positions + blocks + last_norm)
 
     def active_parameters(self):
-        """The parameters that one token meets: top_k of the experts."""
+        """The parameters that one token uses, with top_k of the experts."""
         active = replace(self, experts=self.top_k, given=None)
         return self.scaled(active.parameters())
 
@@ -160,17 +165,20 @@ MODELS = {
 
 
 def gpt_of(parameters, sequence=2048, vocab=50257):
-    """A GPT of so many parameters in a usual shape: heads of 128, as many as layers: 12·128²·l³."""
+    """A GPT with this many parameters and a common shape: l layers, l heads of size 128.
+
+    So h = 128l, and the number of parameters is about 12lh² = 12·128²·l³.
+    """
     exact = (parameters / (12 * 128**2)) ** (1 / 3)
     layers = max(8, 8 * round(exact / 8))
     return GPT(layers, 128 * layers, layers, vocab, sequence, given=parameters)
 
 
 def lora_states(model, ranks=1, r=8, quantize=False):
-    """Model states with LoRA, all split over `ranks` by FSDP; `quantize`: QLoRA.
+    """Model states with LoRA, or with QLoRA if `quantize`. FSDP splits all of them over `ranks`.
 
-    r(d + k) elements train per matrix of d × k: 6hr in attention and 10hr in an MLP. NF4 and its
-    scales take 4.127 bits (Dettmers et al. 2023, section 3). Embeddings and norms stay in 16 bits.
+    A matrix of d × k gets r(d + k) trained elements: 6hr in attention and 10hr in an MLP. NF4 with
+    its scales takes 4.127 bits (Dettmers et al. 2023, section 3). The rest stays in 16 bits.
     """
     h = model.hidden
     trained = model.layers * h * r * (6 + 10 * model.experts)
@@ -192,10 +200,11 @@ def activations(
     element=2,
     masks=True,
 ):
-    """Bytes that all layers keep of one micro-batch on each tp rank (Korthikanti et al., table 2).
+    """Bytes that a tp rank keeps for the backward of one micro-batch (Korthikanti et al., table 2).
 
-    recompute="full" keeps the input of each layer. "selective" keeps all but the scores, as flash
-    attention does. An activation has `element` bytes. Without dropout there are no `masks`.
+    recompute="full" keeps only the input of each layer. "selective" keeps all but the attention
+    scores, and so does `flash` attention. `element` is the bytes per activation, `masks` whether
+    there is dropout.
     """
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"{recompute=} must be none, selective or full")
@@ -204,13 +213,13 @@ def activations(
     sbh = model.sequence * micro_batch * model.hidden
     if recompute == "full":
         return model.layers * element * sbh
-    # inputs of both norms, of qkv and of the MLP; two dropout masks of a byte per element
+    # the inputs of both norms, of qkv and of the MLP; two dropout masks of a byte per element
     replicated = (4 * element + 2 * masks) * sbh
     if sequence_parallel:
         replicated /= tp
-    # q, k, v and the projection's input; inputs of GELU and of the MLP's second matrix, 4h each
+    # q, k, v and the projection's input; the inputs of GELU and of the second matrix, 4h each
     split = (4 + 8 * model.top_k) * element * sbh
-    # softmax, its dropout's output and mask: 5as²b bytes
+    # the softmax's output, its dropout's output and mask: 5as²b bytes
     size = element * (1 + masks) + masks
     scores = model.heads * model.sequence**2 * micro_batch * size
     if flash or recompute == "selective":
@@ -219,8 +228,10 @@ def activations(
 
 
 def logits(model, micro_batch, tp=1, element=2):
-    """14sbV/t bytes at the peak, in the loss's backward: the 16-bit logits 2, and in fp32 their
-    log-softmax 4 and two gradients 4 + 4."""
+    """14sbV/t bytes at the peak, in the backward of the loss.
+
+    16-bit logits take 2 bytes, their log-softmax in fp32 takes 4, two fp32 gradients take 4 each.
+    """
     return (element + 12) * model.sequence * micro_batch * model.vocab / tp
 
 
@@ -229,8 +240,10 @@ def logits(model, micro_batch, tp=1, element=2):
 
 
 def data_parallel_traffic(parameters, dp, technique="ddp", micro_batches=1, element=2):
-    """Per step. A reduce-scatter and an all-gather send 2Ψ(N-1)/N. zero2 reduces m times, and zero3
-    reduces m times and gathers 2m times (ZeRO, section 7). LoRA gathers frozen parameters 2m times.
+    """Per step. A reduce-scatter sends Ψ(N-1)/N, and so does an all-gather (ZeRO, section 7).
+
+    zero2 reduces m times. zero3 reduces m times and gathers 2m times. LoRA gathers the frozen
+    parameters 2m times.
     """
     m = micro_batches
     stage = STAGES[technique]
@@ -251,11 +264,12 @@ def tensor_parallel_traffic(
     sequence_parallel=False,
     recompute="none",
 ):
-    """Per micro-batch of bs `tokens`. A block has 4 all-reduces of bsh, 8bsh(t-1)/t (Narayanan et
-    al., section 3.2), and 2 more if forward is computed again. Embedding and head have one each.
+    """Per micro-batch of bs `tokens`, on a rank with so many blocks, embeddings and heads.
 
-    The loss reduces 3 fp32 numbers per token. With sequence parallelism column-parallel layers
-    gather their inputs again in backward, and gradients of norms and row biases are summed.
+    A block has 4 all-reduces of bsh, 8bsh(t-1)/t (Narayanan et al., section 3.2), and 2 more if its
+    forward is computed again. Embedding and head have one each. The loss reduces 3 fp32 numbers per
+    token. With sequence parallelism, column-parallel layers gather their inputs again in backward,
+    and the gradients of norms and of row-parallel biases are summed.
     """
     passes = 12 if recompute == "full" else 8
     ends = embedding + head
@@ -268,14 +282,19 @@ def tensor_parallel_traffic(
 
 
 def pipeline_traffic(tokens, hidden, neighbours, micro_batches, tied=0, element=2):
-    """Per step: bsh to each neighbour stage and micro-batch; `tied` elements of the embedding's
-    gradient between the first and the last stage."""
+    """Per step: bsh to each neighbour stage for each micro-batch of bs `tokens`.
+
+    `tied` is the number of elements of the embedding's gradient, which the first and the last stage
+    sum.
+    """
     return (micro_batches * neighbours * tokens * hidden + tied) * element
 
 
 def context_parallel_traffic(tokens, hidden, cp, layers, element=2, recompute="none"):
-    """Per micro-batch with `tokens` on this rank. In ring attention keys and values travel cp-1
-    times in forward, and again in backward, with their gradients in fp32 (Liu et al. 2023).
+    """Per micro-batch with `tokens` on this rank (ring attention, Liu et al. 2023).
+
+    Keys and values are sent cp-1 times in forward, and again in backward with their gradients,
+    which are in fp32.
     """
     forwards = 2 if recompute == "full" else 1
     keys_and_values = 2 * element * (forwards + 1)
@@ -289,10 +308,10 @@ def context_parallel_traffic(tokens, hidden, cp, layers, element=2, recompute="n
 
 
 def global_batch(micro_batch, accumulation, data_parallel):
-    """Sequences per step. Ranks of other axes compute other parts of the *same* sequences.
+    """Sequences per step. tp, pp and cp ranks compute other parts of the *same* sequences.
 
-    "Accumulation × nodes × GPUs per node × micro-batch" holds only if all GPUs are data-parallel:
-    parallel_3d.py --tp 2 --pp 2 on 4 ranks has the batch, and the loss, of one device.
+    "Accumulation × nodes × GPUs per node × micro-batch" is right only if every GPU is a
+    data-parallel rank: parallel_3d.py --tp 2 --pp 2 on 4 ranks has the batch of one device.
     """
     return micro_batch * accumulation * data_parallel
 
@@ -303,16 +322,19 @@ def steps(samples, epochs, global_batch):
 
 
 def training_time(model, tokens, gpus, flops_per_gpu, recompute="none"):
-    """Seconds: 6ΨT/(nX), or 8ΨT/(nX) with full recomputation (Narayanan et al., section 5.1)."""
+    """Seconds for T tokens on n GPUs of X flops: 6ΨT/(nX), or 8ΨT/(nX) with full recomputation.
+
+    (Narayanan et al., section 5.1)
+    """
     operations = (8 if recompute == "full" else 6) * model.active_parameters()
     return operations * tokens / (gpus * flops_per_gpu)
 
 
 def flops_per_token(model, recompute="none", frozen=False):
-    """6Ψ + 12lhs (PaLM, appendix B); 4Ψ + 12lhs if the matrices are frozen, as with LoRA.
+    """6Ψ + 12lhs (PaLM, appendix B), or 4Ψ + 12lhs if the matrices are frozen, as with LoRA.
 
-    Forward takes 2Ψ for the matrices and 4hs per layer for the attention, and backward twice that.
-    "selective" repeats the 4lhs, "full" all of forward.
+    Forward takes 2Ψ for the matrices and 4hs per layer for attention. Backward takes twice as much.
+    recompute="selective" repeats the attention, "full" all of forward.
     """
     matrices = 2 * model.active_parameters()
     attention = 4 * model.layers * model.hidden * model.sequence
@@ -327,7 +349,7 @@ def flops_per_token(model, recompute="none", frozen=False):
 
 @dataclass(frozen=True)
 class Machine:
-    """The cluster. The speeds are achieved ones; the defaults are those of Narayanan et al."""
+    """The cluster, with the speeds that it achieves. The defaults are those of Narayanan et al."""
 
     gpus_per_node: int = 8
     flops_per_gpu: float = 140e12  # floating-point operations per second
@@ -341,7 +363,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "worki
 
 @dataclass(frozen=True)
 class Plan:
-    """A grid of dp × tp × pp × cp ranks, and how it trains. advise() fills `parts` and `times`."""
+    """A grid of dp × tp × pp × cp ranks, and how it trains. advise() adds `parts` and `times`."""
 
     dp: int = 1  # data-parallel ranks
     tp: int = 1  # tensor-parallel ranks
@@ -364,7 +386,7 @@ class Plan:
 
     @property
     def replicas(self):
-        """Ranks with the same parameters: data- and context-parallel ones."""
+        """The ranks with the same parameters, over which ZeRO splits: dp and cp ranks."""
         return self.dp * self.cp
 
     @property
@@ -389,7 +411,9 @@ def states_of(model, plan):
     mixed = plan.element == 2
     everywhere = model.parameters(plan.tp, plan.pp)
     here = model.parameters(plan.tp, plan.pp, plan.ep)
-    # A rank has E/ep experts. ZeRO splits them over the N/ep ranks that have the same: 1/N of all.
+    # A part that is split: E/ep experts are split over the N/ep ranks that have them, so a rank has
+    # 1/N of the part, whatever ep is. A part that is not split: a rank has E/ep experts. In both
+    # cases the other number is larger.
     split = model_states(everywhere, ranks, plan.technique, mixed)
     whole = model_states(here, 1, "ddp", mixed)
     return [min(pair) for pair in zip(split, whole, strict=True)]
@@ -404,7 +428,7 @@ def footprint(model, plan):
     kept = activations(*shapes, plan.recompute, flash, plan.element)
     kept *= math.ceil(model.layers / plan.pp) / model.layers
     head = logits(local, plan.micro_batch, plan.tp, plan.element)
-    # 1F1B: the first stage keeps min(pp, m) micro-batches; the last keeps one and has the logits
+    # 1F1B: the first stage keeps min(pp, m) micro-batches, the last keeps one and the logits
     waiting = kept * min(plan.pp, plan.accumulation)
     if waiting > kept + head:
         kept = waiting
@@ -414,7 +438,7 @@ def footprint(model, plan):
         again = activations(*shapes, "none", flash, plan.element)
         working += again / model.layers
     if plan.replicas > 1 and plan.stage == 3:
-        # the parameters of two units, and the gradients of three if they train (see fsdp.py)
+        # the parameters of two units, and the gradients of three if they are trained (see fsdp.py)
         embedding = model.vocab * model.hidden / plan.tp
         unit = max(model.block(plan.tp, plan.ep), embedding)
         units = 2 if "lora" in plan.technique else 5
@@ -424,7 +448,7 @@ def footprint(model, plan):
 
 
 def traffic(model, plan):
-    """-> {axis: bytes per step} of the rank that sends most. Experts' messages are not in it."""
+    """-> {axis: bytes per step} of the rank that sends most, without the messages of experts."""
     t = plan.tp
     m = plan.accumulation
     h = model.hidden
@@ -450,10 +474,11 @@ def traffic(model, plan):
 
 
 def step_times(model, plan, machine):
-    """-> {part: seconds of a step}; "dp" is what computation cannot hide of data-parallel traffic.
+    """-> {part: seconds of a step}. "dp" is only the time that computation does not hide.
 
-    The pipeline idles for (pp-1)/m of its work (Narayanan et al., section 2.2). Ranks are numbered
-    along tp, cp, dp, pp, as in parallel_3d.py; a group wider than a node has the network's speed.
+    The pipeline idles for (pp-1)/m of its work (Narayanan et al., section 2.2). Consecutive ranks
+    differ in tp, then in cp, dp, pp, as in parallel_3d.py. A group that spans nodes has the speed
+    of the network.
     """
     gpus = plan.replicas * plan.tp * plan.pp
     sequences = global_batch(plan.micro_batch, plan.accumulation, plan.dp)
@@ -471,36 +496,44 @@ def step_times(model, plan, machine):
         times[axis] = sent / (machine.intra if is_in_node else machine.inter)
     busy = compute + times["tp"] + times["cp"]
     times["bubble"] = busy * (plan.pp - 1) / plan.accumulation
-    # zero3 hides behind all computation, zero2 behind backward, the others behind the last backward
-    hidden = compute
-    if plan.stage < 3:
-        hidden *= 2 / 3
-    if plan.stage < 2:
-        hidden /= plan.accumulation
-    times["dp"] = max(0.0, times["dp"] - hidden)
+    times["dp"] = max(0.0, times["dp"] - time_to_hide(plan, compute))
     if "offload" in plan.technique:
-        # bytes per parameter: gradient down, parameter up, 2 + 2; the host's Adam reads gradient,
-        # weight and moments, 2 + 12, and writes parameter, weight and moments, 2 + 12
+        # Bytes per parameter: the gradient goes to the host and the parameter comes back, 2 + 2.
+        # Adam on the host reads the gradient, fp32 parameter and moments, 2 + 12, and writes the
+        # 16-bit and fp32 parameter and moments, 2 + 12.
         shard = model.parameters(plan.tp, plan.pp) / plan.replicas
         times["host"] = 32 * shard / machine.host
     return times
 
 
+def time_to_hide(plan, compute):
+    """The seconds of computation during which data-parallel ranks communicate.
+
+    Backward is 2/3 of the computation. zero3 communicates in forward and backward, zero2 in
+    backward, and the others in the backward of the last micro-batch.
+    """
+    if plan.stage == 3:
+        return compute
+    if plan.stage == 2:
+        return 2 / 3 * compute
+    return 2 / 3 * compute / plan.accumulation
+
+
 # --------------------------------------------------------------------------------------------------
 # 6. Advice: the techniques in the order in which to try them; then every plan that fits.
 
-USABLE = 0.94  # the part of a GPU's memory that the CUDA context and fragments leave
+USABLE = 0.94  # the rest of a GPU's memory is for the CUDA context and fragmentation
 
 
 class Rule(NamedTuple):
     technique: str
     when: str
-    change: dict  # to the plan
-    keeps: bool = True  # whether the rules below build on it
+    change: dict  # fields of the plan
+    keeps: bool = True  # whether the rules below keep the change
 
 
 def rules(model, gpus, micro_batch, gpus_per_node=8):
-    """What to try if memory is short, in this order."""
+    """What to try if the memory is too small, in this order."""
     tp = math.gcd(gpus, gpus_per_node, model.heads)
     pp = math.gcd(gpus, model.layers)
     cp = math.gcd(gpus, gpus_per_node)
@@ -529,12 +562,14 @@ def rules(model, gpus, micro_batch, gpus_per_node=8):
 
 
 def savings(model, gpus, micro_batch, gpus_per_node=8):
-    """-> [(rule, bytes that it saves, bytes then held)], beginning with fp32 and data-parallel."""
+    """-> [(rule, bytes that it saves, bytes then held)], for each rule that changes the plan."""
     plan = Plan(dp=gpus, micro_batch=micro_batch, flash=False, element=4)
     held = sum(footprint(model, plan).values())
-    rows = [(Rule("fp32, data-parallel", "it fits", {}), 0.0, held)]
+    rows = [(Rule(f"ddp in fp32, micro-batch {micro_batch}", "it fits", {}), 0.0, held)]
     for rule in rules(model, gpus, micro_batch, gpus_per_node):
         changed = replace(plan, **rule.change)
+        if changed == plan:
+            continue  # such as tensor parallelism over 1 rank
         then = sum(footprint(model, changed).values())
         rows.append((rule, held - then, then))
         if rule.keeps:
@@ -560,14 +595,14 @@ def grids(model, gpus):
 
 
 def plans_to_try(model, gpus, techniques):
-    """Yield a Plan, still without its batch, for every grid, technique and recomputation."""
+    """Yield a Plan, still without its batch, for each grid, technique and recomputation."""
     for dp, tp, pp, cp in grids(model, gpus):
         split = tp > 1 and model.sequence % tp == 0
         for technique in techniques:
             if dp * cp == 1 and technique not in ("ddp", "zero2+offload", "lora", "qlora"):
-                continue  # nothing to split
+                continue  # there is nothing to split
             if tp * pp > 1 and "lora" in technique:
-                continue  # lora_states() knows of no tp and pp
+                continue  # lora_states() does not know tp and pp
             for recompute in ("none", "full"):
                 yield Plan(dp, tp, pp, technique, 1, 1, recompute, split, cp=cp)
 
@@ -575,7 +610,7 @@ def plans_to_try(model, gpus, techniques):
 def fastest(model, plan, memory, batch, machine):
     """-> the plan with the fastest micro-batch that fits, or None."""
     fitting = []
-    for micro_batch in range(64, 0, -1):  # of equals the largest: its products run faster
+    for micro_batch in range(64, 0, -1):  # min() takes the largest of equals: it runs faster
         accumulation, left = divmod(batch, plan.dp * micro_batch)
         if left == 0:
             sized = replace(plan, micro_batch=micro_batch, accumulation=accumulation)
@@ -587,21 +622,24 @@ def fastest(model, plan, memory, batch, machine):
 
 
 def advise(model, gpus, memory, batch=None, **speeds):
-    """-> [Plan], fastest first, for `gpus` of `memory` bytes; `speeds` are fields of Machine.
+    """-> [Plan], fastest first, for `gpus` of `memory` bytes. `speeds` are fields of Machine.
 
     `batch` is the number of sequences per step, by default about 512. Plans use flash attention, so
-    "selective" would save nothing. If none fits without offload, LoRA and QLoRA are among them.
+    "selective" would save nothing. LoRA and QLoRA are tried if no plan fits without offload.
     """
     if memory < 1e4 or gpus < 1:
         raise ValueError(f"{gpus} GPUs of {memory} bytes: 80 GB are 80e9")
     batch = batch or gpus * math.ceil(512 / gpus)
     machine = Machine(**speeds)
-    plans = []
-    for techniques in (TECHNIQUES, ("lora", "qlora")):
-        if all("offload" in plan.technique for plan in plans):
-            for plan in plans_to_try(model, gpus, techniques):
-                plans.append(fastest(model, plan, memory, batch, machine))
-        plans = [plan for plan in plans if plan]
+
+    def fitting_plans(techniques):
+        tried = plans_to_try(model, gpus, techniques)
+        plans = [fastest(model, plan, memory, batch, machine) for plan in tried]
+        return [plan for plan in plans if plan is not None]
+
+    plans = fitting_plans(TECHNIQUES)
+    if all("offload" in plan.technique for plan in plans):
+        plans += fitting_plans(("lora", "qlora"))
 
     def speed_then_simplicity(plan):
         technique = list(STAGES).index(plan.technique)
@@ -624,11 +662,11 @@ MEASURED = {  # bytes on each of 2 ranks of a demo: parameters, gradients, optim
 FLAGS = {  # type and help, with units
     "gpus": (int, "number of GPUs (default 8)"),
     "memory": (float, "memory of each GPU, in GB of 1e9 bytes (default 80)"),
-    "sequence": (int, "tokens in a sequence (default: the model's)"),
-    "experts": (int, "MLPs in each block, for a mixture of experts (default 1)"),
-    "top-k": (int, "experts per token (default 1)"),
+    "sequence": (int, "tokens per sequence (default: the model's)"),
+    "experts": (int, "experts per block, for a mixture of experts (default 1)"),
+    "top-k": (int, "experts that each token uses (default 1)"),
     "tokens": (float, "tokens to train on (default 300e9)"),
-    "batch": (int, "sequences per step, on all GPUs together (default: about 512)"),
+    "batch": (int, "sequences per step, on all GPUs together (default about 512)"),
     "gpus-per-node": (int, "number of GPUs in a node (default 8)"),
     "flops-per-gpu": (float, "floating-point operations per second of a GPU (default 140e12)"),
     "intra": (float, "bytes per second that a GPU sends within its node (default 300e9)"),
@@ -638,23 +676,24 @@ FLAGS = {  # type and help, with units
 LEGEND = """
 params, grads      parameters and gradients, 2 bytes per parameter each
 optimizer          fp32 parameters and both moments of Adam, 12 bytes per parameter
-= states           the sum of these three, the model states
-activations        kept for backward; here for a micro-batch of one sequence, with flash attention
-logits             the head's output and its gradients, when the loss is computed
-working            the layer that is computed again; the units that zero3, lora, qlora have gathered
-room for           the largest micro-batch; or, with micro-batch 1, the longest sequence in tokens,
-                   or the largest model in M parameters, which are millions
-saves, then held   memory that a GPU saves by the technique, and what it then holds. Lines in
-                   parentheses are alternatives: the lines below them do not build on them.
-dp × tp × pp × cp  data-, tensor-, pipeline- and context-parallel ranks; zero splits over dp · cp
-recompute          full: layers keep their inputs only, and forward is computed again in backward
-micro-batch × m    sequences that a rank computes at once, and how many micro-batches make a step
-memory, step       what the fullest GPU holds; seconds per step, and which parts it is the sum of:
-                   compute, messages along tp, cp, pp, those along dp that computation cannot hide,
-                   bubble (stages of a pipeline wait for others), host (ZeRO-Offload)
-Ψ, T, n, X         parameters, tokens, GPUs, floating-point operations per second of each
-GB, MB             1e9 and 1e6 bytes
-"""
+= states           the sum of these three: the model states
+activations        what forward keeps for backward; in the first table for a micro-batch of one
+                   sequence, with flash attention
+logits             the head's output and its gradients, while the loss is computed
+working            the units that zero3, lora and qlora have gathered; the layer that full
+                   recomputation has computed again
+room for           the largest micro-batch that fits; and with a micro-batch of one sequence, the
+                   longest sequence in tokens, and the largest model in M (millions of) parameters
+saves, then held   memory that this line saves on each GPU, and memory that a GPU then holds. A line
+                   builds on the lines above it, except on those in parentheses.
+dp × tp × pp × cp  data-, tensor-, pipeline- and context-parallel ranks. ZeRO splits over dp · cp.
+recompute          full: layers keep only their inputs, and forward is computed again in backward
+micro-batch × m    sequences that a rank computes at once, and the number of micro-batches per step
+memory, step       what the fullest GPU holds, and the seconds per step. They are the sum of:
+                   compute; messages along tp, cp and pp; messages along dp that computation does
+                   not hide; bubble (pipeline stages wait for each other); host (ZeRO-Offload)
+Ψ, T, n, X         parameters, tokens, GPUs, floating-point operations per second of each GPU
+GB, MB             1e9 and 1e6 bytes"""
 
 
 def size(n):
@@ -662,7 +701,7 @@ def size(n):
 
 
 def compare():
-    """Print what the formulas and what the demos say. -> the largest relative difference"""
+    """Print the estimates beside what the demos measured. -> the largest relative difference"""
     worst = 0.0
     for name, measured in MEASURED.items():
         technique = name.lower().replace("fsdp", "zero3")
@@ -680,7 +719,7 @@ def compare():
 
 
 def room(model, technique, gpus, memory):
-    """-> the largest micro-batch, sequence and model (in millions) that fit, data-parallel."""
+    """-> the largest micro-batch, sequence and model (in millions) that fit if all GPUs are dp."""
 
     def is_full(model, micro_batch=1):
         plan = Plan(gpus, technique=technique, micro_batch=micro_batch)
@@ -720,8 +759,7 @@ def show(techniques, saved, plans):
         row = f"{grid:18} {p.technique:14} {p.recompute:10} {batch:15} {size(p.memory):>10}"
         print(f"{row}  {p.seconds:.3g} s: {parts}")
     if not plans:
-        print("no plan fits: use more GPUs, more memory, a smaller batch or shorter sequences")
-    print(LEGEND)
+        print("No plan fits. Use more GPUs, more memory, a smaller batch or shorter sequences.")
 
 
 class Parser(argparse.ArgumentParser):
@@ -733,7 +771,7 @@ def parse_arguments():
     """-> {name: value} of the flags that are given"""
     parser = Parser(description=__doc__.partition("\n")[0], argument_default=argparse.SUPPRESS)
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", choices=MODELS)
+    model.add_argument("--model", choices=MODELS, help="(default: the model of the demos)")
     model.add_argument("--parameters", type=float, help="number of parameters, such as 7e9")
     for name, (kind, words) in FLAGS.items():
         parser.add_argument(f"--{name}", type=kind, help=words)
@@ -785,8 +823,9 @@ def report(given):
     print(f"estimate · {world} · {shape}, {gpus} × {memory:g} GB\n")
     worst = compare() if (model, gpus) == (DEMO, 2) else 0.0
     show(techniques, saved, plans)
-    print(f"{tokens:.3g} tokens take 6ΨT/(nX) = {days[0]:,.1f} days", end="")
-    print(f"; with full recomputation 8ΨT/(nX) = {days[1]:,.1f}")
+    print(f"\n{tokens / 1e9:,g}e9 tokens take 6ΨT/(nX) = {days[0]:,.1f} days", end="")
+    print(f", or 8ΨT/(nX) = {days[1]:,.1f} days with full recomputation")
+    print(LEGEND)
     return int(worst > 0.01)
 
 
@@ -801,4 +840,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback if `head` closes the pipe
     sys.exit(main())
