@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pool
 import pytest
@@ -18,7 +18,6 @@ import zero
 from estimate import GPT, MODELS, TECHNIQUES, Machine, Plan
 
 GPT2, GPT3 = MODELS.values()
-MT_NLG = GPT(105, 20480, 128, 51200, 2048)
 ONE_T = GPT(128, 25600, 160, 51200, 2048)
 SEVEN_B = estimate.gpt_of(7e9)
 SMALL = GPT(4, 64, 4, 256, 64)
@@ -43,9 +42,6 @@ def test_model_states_are_those_published():
 
 
 def test_parameters_are_those_published():
-    sizes = {(12, 768, 12): 124_439_808, (24, 1024, 16): 354_823_168, (48, 1600, 25): 1_557_611_200}
-    for shape, parameters in sizes.items():
-        assert GPT(*shape, 50257, 1024).parameters() == parameters
     assert (GPT2.parameters(), GPT3.parameters()) == (354_823_168, 174_615_846_912)
     first_stage = (50257 + 1024) * 1024 + 12 * (12 * 1024**2 + 13 * 1024)
     assert GPT2.parameters(pp=2) == first_stage  # the last norm is on the last stage
@@ -57,16 +53,13 @@ def test_experts_multiply_the_mlps_and_expert_parallelism_divides_them():
     h, layers = SMALL.hidden, SMALL.layers
     mlps = layers * (8 * h**2 + 5 * h)
     moe = replace(SMALL, experts=8, top_k=2)
+    here = moe.parameters(ep=4)
     assert moe.parameters() == SMALL.parameters() + 7 * mlps + layers * h * 8
     assert moe.active_parameters() == SMALL.parameters() + mlps + layers * h * 2
-    assert moe.parameters(ep=4) == moe.parameters() - 6 * mlps
-    here = moe.parameters(ep=4)
-    ddp, zero1, zero3 = (
-        sum(estimate.states_of(moe, Plan(8, technique=name, ep=4)))
-        for name in ("ddp", "zero1", "zero3")
-    )
-    assert (ddp, zero3) == (16 * here, 16 * moe.parameters() / 8)
-    assert zero1 == 4 * here + 12 * moe.parameters() / 8
+    assert here == moe.parameters() - 6 * mlps
+    states = [estimate.states_of(moe, Plan(8, technique=f"zero{n}", ep=4)) for n in (1, 3)]
+    split = moe.parameters() / 8
+    assert states == [[2 * here, 2 * here, 12 * split], [2 * split, 2 * split, 12 * split]]
     assert estimate.activations(moe, 1) - estimate.activations(SMALL, 1) == layers * 16 * 64 * h
 
 
@@ -102,23 +95,11 @@ def test_activations_are_those_of_korthikantis_table_2(t):
         sbh * (10 + 24 / t + scores / t): {},
         sbh / t * (34 + scores): {"sequence_parallel": True},
         sbh * (10 + 24 / t): {"recompute": "selective"},
-        34 * sbh / t: {"sequence_parallel": True, "recompute": "selective"},
+        34 * sbh / t: {"sequence_parallel": True, "flash": True},
         2 * sbh: {"sequence_parallel": True, "recompute": "full"},
     }
     for expected, how in per_layer.items():
         assert estimate.activations(GPT3, b, t, **how) / 96 == pytest.approx(expected, rel=1e-12)
-    flash = estimate.activations(GPT3, b, t, flash=True)
-    assert flash == estimate.activations(GPT3, b, t, recompute="selective")
-
-
-def test_80_gb_suffice_without_scores_and_with_a_split_sequence_only():
-    """Korthikanti et al., figure 1."""
-    gpt_22b = GPT(48, 6144, 64, 51200, 2048)
-    for model, micro_batch, pp in ((gpt_22b, 4, 1), (GPT3, 1, 8), (MT_NLG, 1, 35), (ONE_T, 1, 64)):
-        plan = Plan(tp=8, pp=pp, micro_batch=micro_batch, accumulation=pp, flash=False)
-        smaller = replace(plan, flash=True, sequence_parallel=True)
-        assert sum(estimate.footprint(model, plan).values()) > 80e9
-        assert sum(estimate.footprint(model, smaller).values()) < 80e9
 
 
 @pytest.mark.parametrize("name", estimate.MEASURED)
@@ -154,38 +135,99 @@ GRIDS += [(2, 2, "--sequence-parallel")]
 
 @pytest.mark.parametrize(("tp", "pp", "flags"), GRIDS)
 @pool.on(4)
-def test_parallel_3d_holds_keeps_and_sends_what_is_estimated(tp, pp, flags):
-    """Bytes within 3%, the most on any rank. Only data-parallel ranks multiply the batch."""
-    dp = 4 // tp // pp
+def test_parallel_3d_has_the_parameters_the_batch_and_the_activations_that_are_estimated(
+    tp, pp, flags
+):
+    """The most on any rank. Activations are within 3%."""
     split = bool(flags)
-    args = options(f"--sequence-length 64 --dropout 0 {flags}", "float32")
-    args.warmup = 0
-    tokens = torch.randint(256, (8, 64))
-    grid = parallel_3d.Grid(tp, pp)
-    trainer = parallel_3d.Trainer(SMALL, grid, args)
+    args = options(f"--sequence-length 64 {flags}", "float32")
+    trainer = parallel_3d.Trainer(SMALL, parallel_3d.Grid(tp, pp), args)
     blocks = [layer for layer in trainer.stages[0] if isinstance(layer, parallel_3d.Block)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         x = torch.randn(64 // (tp if split else 1), 1, 64, requires_grad=True)
         torch.nn.Sequential(*blocks)(x)
-    with parallel_3d.SentByAxis(trainer.grid) as sent:
-        trainer.step(tokens, tokens)
     kept = ddp.held_bytes([*saved, *trainer.parameters]) - ddp.held_bytes(trainer.parameters)
-    by_axis = [sent.by_axis[axis] for axis in ("tp", "pp", "dp")]
-    mine = (*ddp.held(trainer.parameters, trainer.optimizer), kept, *by_axis)
-    ranks = [None] * 4
-    torch.distributed.all_gather_object(ranks, mine)
-    most = [max(column) for column in zip(*ranks, strict=True)]
+    expected = estimate.activations(SMALL, 1, tp, split, "none", True, 4, False) / pp
+    assert kept == pytest.approx(expected, rel=0.03)
+    numels = [None] * 4
+    torch.distributed.all_gather_object(numels, sum(map(torch.numel, trainer.parameters)))
+    assert max(numels) == SMALL.parameters(tp, pp)
+    assert estimate.global_batch(2, trainer.num_microbatches, 4 // tp // pp) == 8
 
-    plan = Plan(dp, tp, pp, "ddp", 2, 4 // dp, sequence_parallel=split, element=4)
-    states = estimate.model_states(SMALL.parameters(tp, pp), 1, "ddp", mixed=False)
-    kept = estimate.activations(SMALL, 1, tp, split, "none", True, 4, False) / pp
-    expected = estimate.traffic(SMALL, plan)
-    assert most[:3] == pytest.approx(states, rel=0.03)
-    assert most[3] == pytest.approx(kept, rel=0.03)
-    assert most[4:] == pytest.approx([expected[x] for x in ("tp", "pp", "dp")], rel=0.03, abs=600)
-    assert trainer.num_microbatches == plan.accumulation
-    assert estimate.global_batch(2, plan.accumulation, dp) == 8
+
+PSI = SMALL.parameters()
+BSH = 64 * 64  # elements of an activation of one sequence
+LOSS = 6 * 64 * 4  # bytes: 3 numbers of 4 bytes for each token, reduced
+TRAFFIC = [  # axis, plan with three micro-batches, bytes that a rank sends per step
+    ("dp", {"dp": 2, "technique": "zero1"}, 2 * PSI),
+    ("dp", {"dp": 2, "technique": "zero2"}, (3 + 1) * PSI),
+    ("dp", {"dp": 2, "technique": "zero3"}, 3 * 3 * PSI),
+    ("dp", {"dp": 4, "technique": "lora"}, 2 * 3 * PSI * 2 * 3 / 4),
+    ("tp", {"tp": 2}, 3 * ((8 * 4 + 2 * 2) * BSH * 2 + LOSS) / 2),
+    ("tp", {"tp": 2, "recompute": "full"}, 3 * ((12 * 4 + 2 * 2) * BSH * 2 + LOSS) / 2),
+    (  # it gathers inputs again, and sums the gradients of norms and biases
+        "tp",
+        {"tp": 2, "sequence_parallel": True},
+        3 * (((10 * 4 + 3 * 2) * BSH + (12 * 4 + 4) * 64) * 2 + LOSS) / 2,
+    ),
+    ("pp", {"pp": 2}, (3 * BSH + 256 * 64) * 2),
+    ("pp", {"pp": 4, "accumulation": 8}, 8 * 2 * BSH * 2),  # stages in the middle send most
+    ("pp", {"pp": 2, "tp": 2, "sequence_parallel": True}, (3 * BSH + 256 * 64) / 2 * 2),
+    ("cp", {"tp": 2, "cp": 4}, 3 * 4 * 3 * BSH / 8 * (2 * 2 + 2 * 2 + 2 * 4)),
+    ("cp", {"tp": 2, "cp": 4, "recompute": "full"}, 3 * 4 * 3 * BSH / 8 * (2 * 6 + 2 * 4)),
+]
+
+
+@pytest.mark.parametrize(("axis", "plan", "expected"), TRAFFIC)
+def test_traffic_is_its_formula(axis, plan, expected):
+    plan = Plan(**{"accumulation": 3, **plan})
+    assert estimate.traffic(SMALL, plan)[axis] == pytest.approx(expected, rel=1e-12)
+
+
+EMBEDDING = 50257 * 1024 / 2  # the largest unit of GPT2 if tp is 2
+KEPT = estimate.activations(GPT3, 1, flash=True) / 8  # by a stage of 8, of a micro-batch
+AGAIN = estimate.activations(GPT2, 1, flash=True) / 24  # by the layer that is computed again
+MEMORY = [  # model, plan, part, bytes
+    (GPT2, Plan(8, 2, technique="zero3"), "working", 5 * 2 * EMBEDDING),
+    (GPT2, Plan(8, 2, technique="lora"), "working", 2 * 2 * EMBEDDING),
+    (GPT2, Plan(recompute="full"), "working", AGAIN),
+    (GPT3, Plan(pp=8, accumulation=1), "activations", KEPT),
+    (GPT3, Plan(pp=8, accumulation=4), "activations", 4 * KEPT),
+    (GPT3, Plan(pp=8, accumulation=64), "activations", 8 * KEPT),
+    (GPT3, Plan(pp=8, accumulation=1), "logits", 14 * 2048 * 51200),
+    (GPT3, Plan(pp=8, accumulation=64), "logits", 0),  # the first stage is fuller than the last
+    (GPT2, Plan(2, cp=4, flash=False), "logits", 14 * 1024 * 50257 / 4),
+    (GPT2, Plan(2, cp=4, flash=False), "activations", 24 * 34 * 1024 * 1024 / 4),
+    (GPT2, Plan(2, cp=4, technique="zero1"), "optimizer", 12 * GPT2.parameters() / 8),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "part", "expected"), MEMORY)
+def test_memory_is_its_formula(model, plan, part, expected):
+    assert estimate.footprint(model, plan)[part] == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_wires_and_the_host_cost():
+    """32 bytes a parameter to the host; a bubble of (p-1)/m; dp hides behind backward."""
+
+    def times(plan):
+        return estimate.step_times(GPT3, plan, Machine(8, 1e12, 1e12, 1e7, 1e8))
+
+    offload = times(Plan(2, technique="zero2+offload"))
+    assert offload["host"] == pytest.approx(32 * GPT3.parameters() / 2 / 1e8)
+    assert times(Plan(2))["dp"] == 0
+    plan = Plan(2, 8, 2, "zero2", 1, 4, cp=2)
+    sent = estimate.traffic(GPT3, plan)
+    seconds = times(plan)
+    assert seconds["tp"] == sent["tp"] / 1e12
+    assert (seconds["cp"], seconds["pp"]) == (sent["cp"] / 1e7, sent["pp"] / 1e7)  # between nodes
+    busy = seconds["compute"] + seconds["tp"] + seconds["cp"]
+    assert seconds["bubble"] == pytest.approx(busy * (2 - 1) / 4)
+    for technique, hidden in (("ddp", 1 / 6), ("zero2", 2 / 3), ("zero3", 1)):
+        plan = replace(plan, technique=technique)
+        sent = estimate.traffic(GPT3, plan)["dp"] / 1e7
+        assert times(plan)["dp"] == pytest.approx(sent - seconds["compute"] * hidden)
 
 
 def test_plans_fit_use_all_gpus_and_are_sorted():
@@ -198,6 +240,8 @@ def test_plans_fit_use_all_gpus_and_are_sorted():
     assert "offload" not in estimate.advise(SEVEN_B, 16, 40e9, host=1e8)[0].technique
     slow = estimate.advise(SEVEN_B, 16, 40e9, inter=1e8)[0]
     assert slow.tp * slow.dp * slow.cp <= 8  # only the pipeline crosses the slow network
+    long = estimate.advise(replace(SEVEN_B, sequence=2**20), 64, 80e9, batch=4)
+    assert {p.cp > 1 or p.tp > 8 for p in long} == {True}
 
 
 def test_every_grid_is_tried_with_what_it_can_split():
@@ -211,95 +255,12 @@ def test_every_grid_is_tried_with_what_it_can_split():
 
 
 def test_lora_is_a_plan_if_nothing_else_fits_without_offload():
-    """7B on one card of 24 GB; on eight the adapters are on all, the frozen weights split."""
     plans = estimate.advise(SEVEN_B, 1, 24e9)
     assert {p.technique for p in plans} == {"zero2+offload", "lora", "qlora"}
     assert plans[0].technique == "qlora"  # lora must recompute, offload computes gradients too
     assert not any("lora" in p.technique for p in estimate.advise(SEVEN_B, 8, 24e9))
     both = [p for p in estimate.advise(GPT3, 16, 80e9) if "lora" in p.technique]
     assert {(p.tp, p.pp) for p in both} == {(1, 1)}
-    plan = Plan(4, technique="lora", accumulation=3)
-    assert estimate.traffic(SMALL, plan)["dp"] == 2 * 3 * 2 * SMALL.parameters() * 3 / 4
-
-
-def test_context_parallelism_splits_a_sequence_that_does_not_fit():
-    """Activations are 1/cp, states are split as by dp, keys and values travel cp-1 times."""
-    long = replace(SEVEN_B, sequence=2**20)
-    plans = estimate.advise(long, 64, 80e9, batch=4)
-    assert plans
-    assert all(p.cp > 1 or p.tp > 8 for p in plans)
-    parts = estimate.footprint(GPT2, Plan(2, cp=4, technique="zero1", flash=False))
-    whole = estimate.footprint(GPT2, Plan(8, technique="zero1"))
-    for name in ("activations", "logits"):
-        assert parts[name] == whole[name] / 4
-    for name in ("parameters", "gradients", "optimizer"):
-        assert parts[name] == whole[name]
-    plan = Plan(tp=2, cp=4, accumulation=3)
-    u = 64 / 4 * 64 / 2  # tokens × hidden on this rank
-    assert estimate.traffic(SMALL, plan)["cp"] == 3 * 4 * 3 * u * (2 * 2 + 2 * 2 + 2 * 4)
-    again = estimate.traffic(SMALL, replace(plan, recompute="full"))
-    assert again["cp"] == 3 * 4 * 3 * u * (2 * 2 * 2 + 2 * 2 + 2 * 4)
-    staged = replace(plan, pp=2)
-    times = estimate.step_times(SMALL, staged, Machine(gpus_per_node=4, intra=2.0, inter=1.0))
-    sent = estimate.traffic(SMALL, staged)
-    assert (times["cp"], times["tp"]) == (sent["cp"], sent["tp"] / 2)  # 2 × 4 ranks: two nodes
-    assert times["bubble"] == (times["compute"] + times["tp"] + times["cp"]) / 3
-
-
-def test_tensor_parallel_traffic_is_its_formula():
-    """8bsh per block, 2bsh per end, 3 numbers of 4 bytes a token twice in the loss."""
-
-    def sent(**how):
-        return estimate.tensor_parallel_traffic(10, 8, 2, 3, **how)
-
-    assert sent() == ((8 * 3 + 2 * 2) * 80 * 2 + 6 * 10 * 4) / 2
-    gathered_again = (2 * 3 + 2) * 80
-    norms = (12 * 3 + 4) * 8
-    assert sent(sequence_parallel=True) - sent() == (gathered_again + norms) * 2 / 2
-
-
-def test_what_micro_batches_recomputation_and_units_cost():
-    """(m+1)Ψ and 3mΨ; 12bsh per block instead of 8; min(p, m) micro-batches; five units."""
-    psi = SMALL.parameters()
-    sent = [
-        estimate.traffic(SMALL, Plan(2, technique=f"zero{n}", accumulation=3))["dp"]
-        for n in (1, 2, 3)
-    ]
-    assert sent == [2 * psi, 4 * psi, 9 * psi]
-    full, none = (
-        estimate.traffic(SMALL, Plan(tp=2, recompute=how))["tp"] for how in ("full", "none")
-    )
-    assert full - none == 4 * SMALL.layers * 64 * 64 * 2 / 2
-    one, four, many = (
-        estimate.footprint(GPT3, Plan(pp=8, accumulation=m))["activations"] for m in (1, 4, 64)
-    )
-    assert (four / one, many / one) == (4, 8)
-    heads = [estimate.footprint(GPT3, Plan(pp=8, accumulation=m))["logits"] for m in (1, 64)]
-    assert heads == [estimate.logits(GPT3, 1), 0]  # the last stage is fuller, then the first
-    embedding = 50257 * 1024 / 2
-    assert estimate.footprint(GPT2, Plan(8, 2, technique="zero3"))["working"] == 5 * 2 * embedding
-    assert estimate.footprint(GPT2, Plan(8, 2, technique="lora"))["working"] == 2 * 2 * embedding
-
-
-def test_what_wires_and_the_host_cost():
-    """32 bytes a parameter to the host; a bubble of (p-1)/m; dp hides behind backward."""
-
-    def times(plan):
-        return estimate.step_times(GPT3, plan, Machine(8, 1e12, 1e12, 1e7, 1e8))
-
-    offload = times(Plan(2, technique="zero2+offload"))
-    assert offload["host"] == pytest.approx(32 * GPT3.parameters() / 2 / 1e8)
-    assert times(Plan(2))["dp"] == 0
-    stages = times(Plan(pp=8, accumulation=3))
-    assert stages["bubble"] == pytest.approx(stages["compute"] * 7 / 3)
-    nodes = Plan(2, 8, 2, "zero2", 1, 4)
-    sent = estimate.traffic(GPT3, nodes)
-    seconds = times(nodes)
-    assert (seconds["tp"], seconds["pp"]) == (sent["tp"] / 1e12, sent["pp"] / 1e7)
-    for technique, hidden in (("ddp", 1 / 6), ("zero2", 2 / 3), ("zero3", 1)):
-        plan = replace(nodes, technique=technique)
-        sent = estimate.traffic(GPT3, plan)["dp"] / 1e7
-        assert times(plan)["dp"] == pytest.approx(sent - seconds["compute"] * hidden)
 
 
 def test_savings_are_differences_and_lines_that_are_kept_add_up():
@@ -310,12 +271,12 @@ def test_savings_are_differences_and_lines_that_are_kept_add_up():
         if rule.keeps:
             held = then
     gigabytes = [3825.17, 2162.73, 788.34, 122.57, 49.07, 36.82, 24.57, 26.63, 18.32, 4.87, 3.61]
-    gigabytes += [14.89, 18.95, 16.34, 18.32]
+    gigabytes += [14.89, 18.95, 16.34]
     assert [round(then / 1e9, 2) for _, _, then in rows] == gigabytes
     moe = estimate.savings(replace(SEVEN_B, experts=8, top_k=2), 8, 64)
     assert moe[-1][0].technique == "expert parallel, 8"
     assert moe[-1][1] > 1e9
-    assert estimate.savings(SEVEN_B, 64, 8)[-4][0].technique == "tensor parallel, 8"
+    assert estimate.savings(SEVEN_B, 64, 8)[-3][0].technique == "tensor parallel, 8"
 
 
 @pytest.mark.parametrize("technique", estimate.STAGES)
@@ -341,7 +302,7 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_the_page_of_the_demos_as_run_all_reads_it(run, monkeypatch):
+def test_the_page_of_the_demos_compares_with_what_they_measured(run, monkeypatch):
     page = run()
     assert page.startswith("0 estimate · 2 ranks · 1.9M parameters · 4 layers of 192, ")
     held = "params 7.5 MB   grads 7.5 MB   optimizer 15.0 MB      (ddp measured 7.5 / 7.5 / 15.0)"
@@ -359,13 +320,12 @@ def test_the_page_has_the_sum_of_the_states_and_explains_every_column(run):
     for row in ("zero1 .* 38.50 GB", "zero2 .* 26.25 GB", "zero3 .* 14.00 GB"):
         assert re.search(rf"\n{row} ", page)
     assert re.search(r"\n8 × 1 × 1 × 1 +zero1 .* compute 100%\n", page)
-    *tables, legend = page.split("\n\n")[:-1]
-    for table in tables[1:]:
+    assert "\n300e9 tokens take 6ΨT/(nX) = 130.2 days, or 8ΨT/(nX) = 173.6 days" in page
+    _, *tables, _, legend = page.split("\n\n")
+    for table in tables:
         titles = re.split(r":? {2,}", table.partition("\n")[0])
         assert [title for title in titles[1:] if title != "if" and title not in legend] == []
-    qlora = run("--parameters 7e9 --gpus 1 --memory 24")
-    assert re.search(r"\n1 × 1 × 1 × 1 +qlora ", qlora)
-    assert "no plan fits" in run("--parameters 7e9 --gpus 1 --memory 4")
+    assert "No plan fits" in run("--parameters 7e9 --gpus 1 --memory 4")
 
 
 def test_json_has_what_the_page_has(run):
@@ -375,44 +335,27 @@ def test_json_has_what_the_page_has(run):
     assert (round(answer["days"][1]), answer["plans"][0]["bound"]) == (34, "compute")
 
 
-def test_help_has_units_and_the_defaults_that_hold(run, capsys):
-    with pytest.raises(SystemExit):
-        run("--help")
-    words = " ".join(capsys.readouterr().out.split())
-    for name, unit in (
-        ("memory", "GB of 1e9 bytes"),
-        ("sequence", "tokens"),
-        ("batch", "sequences"),
-    ):
-        assert re.search(rf"--{name} [A-Z]+ [^-]*{unit}", words)
-    for each in fields(Machine):
-        flag = each.name.replace("_", "-")
-        (default,) = re.findall(rf"--{flag} [A-Z_]+ [^()]*\(default ([^)]*)\)", words)
-        assert float(default) == each.default
+WRONG = [  # call, arguments, words of the error
+    (estimate.model_states, (7e9, 8, "zero4"), "ranks=8 must be .* technique='zero4' one of"),
+    (estimate.model_states, (7e9, 8, "lora"), "technique='lora' one of"),
+    (estimate.model_states, (7e9, 0, "ddp"), "ranks=0 must be positive"),
+    (estimate.activations, (GPT3, 1, 5), "tp=5 must divide 96 heads"),
+    (estimate.activations, (GPT3, 1, 1, False, "some"), "recompute='some'"),
+    (GPT, (2, 100, 3, 10, 10), "a multiple of the heads"),
+    (GPT, (2, 96, 3, 10, 10, None, 2, 3), "top_k at most the number of experts"),
+    (estimate.advise, (GPT3, 8, 80), "80 GB are 80e9"),
+]
 
 
-WRONG = {  # what is said of a call, of a command
-    "ranks=8 must be positive, and technique='zero4' one of .'ddp', 'zero1'": (
-        lambda: estimate.model_states(7e9, 8, "zero4")
-    ),
-    "technique='lora' one of": lambda: estimate.model_states(7e9, 8, "lora"),
-    "tp=5 must divide 96 heads": lambda: estimate.activations(GPT3, 1, tp=5),
-    "recompute='some'": lambda: estimate.activations(GPT3, 1, recompute="some"),
-    "a multiple of the heads": lambda: GPT(2, 100, 3, 10, 10),
-    "top_k at most the number of experts": lambda: GPT(2, 96, 3, 10, 10, experts=2, top_k=3),
-    "80 GB are 80e9": lambda: estimate.advise(GPT3, 8, 80),
-    "^2 error: --memory nan: must be from": "--memory nan",
-    "^2 error: .*top_k at most": "--top-k 2",
-    "^2 error: argument --gpus: invalid int": "--gpus many",
-}
+@pytest.mark.parametrize(("call", "arguments", "words"), WRONG)
+def test_a_wrong_call_is_a_value_error_with_the_numbers(call, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        call(*arguments)
 
 
-@pytest.mark.parametrize("words", WRONG)
-def test_wrong_use_is_an_error_in_one_line_with_the_numbers(words, monkeypatch, capsys):
-    wrong = WRONG[words]
-    monkeypatch.setattr(sys, "argv", ["estimate.py", *str(wrong).split()])
-    with pytest.raises((ValueError, SystemExit)) as raised:
-        wrong() if callable(wrong) else sys.exit(estimate.main())
-    said = f"{raised.value} {capsys.readouterr().err}".strip()
-    assert re.search(words, said)
-    assert "\n" not in said
+@pytest.mark.parametrize("flags", ["--memory nan", "--top-k 2", "--gpus many"])
+def test_a_wrong_command_is_an_error_in_one_line(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["estimate.py", *flags.split()])
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(estimate.main())
+    assert re.fullmatch("error: .*\n", capsys.readouterr().err)
