@@ -667,11 +667,13 @@ FLAGS = {  # type and help, with units
     "top-k": (int, "experts that each token uses (default 1)"),
     "tokens": (float, "tokens to train on (default 300e9)"),
     "batch": (int, "sequences per step, on all GPUs together (default about 512)"),
-    "gpus-per-node": (int, "number of GPUs in a node"),
-    "flops-per-gpu": (float, "floating-point operations per second of a GPU"),
-    "intra": (float, "bytes per second that a GPU sends within its node"),
-    "inter": (float, "bytes per second that a GPU sends to other nodes"),
-    "host": (float, "bytes per second between a GPU and host memory"),
+}
+SPEEDS = {  # the fields of Machine
+    "gpus_per_node": "number of GPUs in a node",
+    "flops_per_gpu": "floating-point operations per second of a GPU",
+    "intra": "bytes per second that a GPU sends within its node",
+    "inter": "bytes per second that a GPU sends to other nodes",
+    "host": "bytes per second between a GPU and host memory",
 }
 LEGEND = """
 params, grads      parameters and gradients, 2 bytes per parameter each
@@ -684,8 +686,8 @@ working            the units that zero3, lora and qlora have gathered; the layer
                    recomputation has computed again
 room for           the largest micro-batch that fits; and with a micro-batch of one sequence, the
                    longest sequence in tokens, and the largest model in M parameters (millions)
-saves, then held   memory that this line saves on each GPU, and memory that a GPU then holds. A line
-                   builds on the lines above it, except on those in parentheses.
+saves, then held   memory that the technique saves on each GPU, and memory that a GPU then holds. A
+                   line builds on the lines above it, except on those in parentheses.
 dp × tp × pp × cp  data-, tensor-, pipeline- and context-parallel ranks. ZeRO splits over dp · cp.
 recompute          full: layers keep only their inputs, and forward is computed again in backward
 micro-batch × m    sequences that a rank computes at once, and the number of micro-batches per step
@@ -773,10 +775,12 @@ def parse_arguments():
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", choices=MODELS, help="(default: the model of the demos)")
     model.add_argument("--parameters", type=float, help="number of parameters, such as 7e9")
-    speeds = {each.name: f" (default {each.default:.3g})" for each in fields(Machine)}
     for name, (kind, words) in FLAGS.items():
-        words += speeds.get(name.replace("-", "_"), "")
         parser.add_argument(f"--{name}", type=kind, help=words)
+    for each in fields(Machine):
+        default = f"{each.default:g}".replace("e+", "e")
+        words = f"{SPEEDS[each.name]} (default {default})"
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=each.type, help=words)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     given = vars(parser.parse_args())
     for name, value in given.items():
