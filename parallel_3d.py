@@ -203,7 +203,7 @@ def plain_model(config, dropout=0.0, seed=0):
 
 
 def learning_rate(args, step):
-    """Return --lr, to which the rate rises linearly in the first --warmup steps, from step 1."""
+    """The rate rises linearly to --lr in the first --warmup steps. The first step is 1."""
     return args.lr * min(1.0, step / max(1, args.warmup))
 
 
@@ -391,8 +391,7 @@ class Trainer:
 
     def find_counted(self):
         """Each tp rank counts its slices. The first one also counts what is not split."""
-        first = self.grid.tp_rank == 0
-        counted = {parameter for parameter in self.parameters if first or parameter in self.split}
+        counted = set(self.parameters if self.grid.tp_rank == 0 else self.split)
         if self.embedding is None:
             counted.discard(self.tied)  # the first stage counts it
         return counted
@@ -953,9 +952,8 @@ class Run:
         if stop or steps == args.steps or steps % args.save_interval == 0:
             try:
                 save(self.trainer, args.save)
-                show(
-                    f"saved       {args.save} after step {steps}{', told to stop' if stop else ''}"
-                )
+                reason = ", stopped by a signal" if stop else ""
+                show(f"saved       {args.save} after step {steps}{reason}")
             except OSError as error:  # raised on all ranks, so training goes on
                 show(f"NOT saved   after step {steps}: {error}")
         return bool(stop)
@@ -1027,7 +1025,7 @@ def main():
     if None in rows:
         return 0
     session.show(
-        "MB on the rank with most: params, grads, optimizer held; tp, pp, dp sent per step."
+        "MB, the most on any rank. Held: params, grads, optimizer. Sent per step: tp, pp, dp."
     )
     for row in (["tp × pp × dp", *COSTS, "tokens/s", "vs 1 device"], *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))

@@ -389,7 +389,7 @@ def test_stopped_and_killed_on_two_nodes(tmp_path):
     command += f" --peak 2 --metrics {tmp_path}/m"
     done = fork(*command.split(), ranks=2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, told to stop\n")
+    assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, stopped by a signal\n")
     both = launch_on_two_nodes(f"{command} --pp 2")
     assert [each.returncode for each in both] == [0, 0], both[0].stderr + both[1].stderr
     output = both[0].stdout + both[1].stdout
