@@ -242,8 +242,8 @@ def logits(model, micro_batch, tp=1, element=2):
 def data_parallel_traffic(parameters, dp, technique="ddp", micro_batches=1, element=2):
     """Per step. A reduce-scatter sends Ψ(N-1)/N, and so does an all-gather (ZeRO, section 7).
 
-    zero2 reduces m times. zero3 reduces m times and gathers 2m times. LoRA gathers the frozen
-    parameters 2m times.
+    zero2 reduces m times and gathers once. zero3 reduces m times and gathers 2m times. LoRA gathers
+    the frozen parameters 2m times.
     """
     m = micro_batches
     stage = STAGES[technique]
@@ -411,9 +411,8 @@ def states_of(model, plan):
     mixed = plan.element == 2
     everywhere = model.parameters(plan.tp, plan.pp)
     here = model.parameters(plan.tp, plan.pp, plan.ep)
-    # A part that is split: E/ep experts are split over the N/ep ranks that have them, so a rank has
-    # 1/N of the part, whatever ep is. A part that is not split: a rank has E/ep experts. In both
-    # cases the other number is larger.
+    # If ZeRO splits a part, a rank has 1/N of all of it, whatever ep is, because E/ep experts are
+    # split over N/ep ranks. If not, a rank has E/ep experts. The smaller number is the right one.
     split = model_states(everywhere, ranks, plan.technique, mixed)
     whole = model_states(here, 1, "ddp", mixed)
     return [min(pair) for pair in zip(split, whole, strict=True)]
