@@ -87,6 +87,7 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
 
     Random numbers (of the CPU and the current GPU) and autocast are the same in the second run. The
     function must not depend on anything else that changes.
+    preserve_rng_state: if False, the second run draws other random numbers.
     policy(ATen operator, *its arguments, **its keywords): True if its output is kept after all.
     """
     if not torch.is_grad_enabled():
@@ -98,10 +99,10 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
 
 
 class SaveInput(torch.autograd.Function):
-    """A node that only saves a tensor, as every node may, so that nobody else has to hold it.
+    """A node of the graph whose only purpose is to save a tensor.
 
-    Autograd raises an error if the tensor is changed in place before it is used. If the node is
-    inside another checkpoint, the hook of that one replaces the tensor by a number here too.
+    Autograd raises an error if the tensor is changed in place before it is used. Inside another
+    checkpoint, the outer one's hook replaces the tensor by a number, so it is not kept.
     """
 
     @staticmethod
@@ -111,7 +112,7 @@ class SaveInput(torch.autograd.Function):
 
 
 def save_input(tensor):
-    anchor = torch.empty(0, requires_grad=True)  # without it, there is no node for some tensors
+    anchor = torch.empty(0, requires_grad=True)  # no node is made if no input needs a gradient
     return SaveInput.apply(anchor, tensor)
 
 
@@ -152,16 +153,21 @@ class Segment:
                 self.function(*args, **kwargs)
             except Complete:
                 return
-        now, before = len(self.recomputed), len(self.kinds)
-        raise RuntimeError(f"checkpoint: {self.function} saves {now} tensors, before {before}")
+        raise RuntimeError(
+            f"checkpoint: {self.function} saves {len(self.recomputed)} tensors for backward "
+            f"in the second run; it saved {len(self.kinds)} in forward"
+        )
 
     def pack_again(self, tensor):
         number = len(self.recomputed)
+        now = kind_of(tensor)
         before = self.kinds[number]
-        if kind_of(tensor) != before:
-            now = f"{kind_of(tensor)} as tensor {number}"
-            raise RuntimeError(f"checkpoint: {self.function} saves {now}, before {before}")
-        tensor = tensor.detach()  # with its graph, the tensor would hold itself for ever
+        if now != before:
+            raise RuntimeError(
+                f"checkpoint: {self.function} saves {now} as tensor {number} in the second run; "
+                f"it saved {before} in forward"
+            )
+        tensor = tensor.detach()  # with its graph, the tensor would keep itself alive
         self.recomputed[number] = tensor
         if len(self.recomputed) == len(self.kinds):
             raise Complete
@@ -175,8 +181,7 @@ class Segment:
                 stack.enter_context(torch.autocast(*arguments))
             if self.kept:
                 stack.enter_context(Keep(None, self.kept))
-            if self.random_states:
-                stack.callback(set_random_states, random_states())
+            stack.callback(set_random_states, random_states())
             set_random_states(self.random_states)
             yield
 
@@ -192,9 +197,8 @@ def kind_of(tensor):
 def current_autocasts():
     """-> arguments of torch.autocast for each type of device."""
     device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    cache = torch.is_autocast_cache_enabled()
     return [
-        (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each), cache)
+        (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
         for each in device_types
     ]
 
@@ -267,11 +271,6 @@ def shares_memory(operator):
     return any(output.alias_info for output in operator._schema.returns)
 
 
-def keep_products(operator, *args, **kwargs):
-    """A policy: keep the outputs of nn.Linear. Those of attention's core are large and cheap."""
-    return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
 # --------------------------------------------------------------------------------------------------
 # 4. Refinements: several layers at a time; host memory instead of a second run.
 
@@ -287,11 +286,10 @@ def checkpoint_sequential(layers, segments, x):
         raise ValueError(
             f"{len(layers)} layers do not make {segments} segments; take 1 to {len(layers)}"
         )
-    ends = [len(layers) * i // segments for i in range(segments + 1)]
-    for start, end in itertools.pairwise(ends):
-        part = functools.partial(run_layers, layers[start:end])
-        x = part(x) if end == len(layers) else checkpoint(part, x)
-    return x
+    starts = [len(layers) * i // segments for i in range(segments)]
+    for start, end in itertools.pairwise(starts):
+        x = checkpoint(run_layers, layers[start:end], x)
+    return run_layers(layers[starts[-1] :], x)
 
 
 def run_layers(layers, x):
@@ -381,6 +379,11 @@ def compare_ways(demo, l=8, h=128, a=8, s=128, b=1):
         line = f"{name:12} {kept_line}   operations {operations:.2f}Ψ   {ms:4.0f} ms"
         demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
     return int(differs)
+
+
+def keep_products(operator, *args, **kwargs):
+    """A policy: keep the outputs of nn.Linear. Those of attention's core are large and cheap."""
+    return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def run_in_segments(layers, x, segments):

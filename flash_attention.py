@@ -67,113 +67,141 @@ except ImportError:  # the loop runs without it
 
 def naive_attention(q, k, v, causal=False, scale=None):
     """softmax(scale · q kᵀ) v, (B, H, S, D), from all scores at once."""
-    S = q.shape[2]
-    Skv = k.shape[2]
     k = repeat_heads(k, q)  # section 4
     v = repeat_heads(v, q)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     scores = q @ k.mT * scale
     if not causal:
         return scores.softmax(-1) @ v
-    hidden = hidden_keys(slice(0, S), slice(0, Skv), Skv - S, q.device)
+    hidden = hidden_keys(scores, k.shape[2] - q.shape[2] + 1)
     P = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     P = P.masked_fill(hidden, 0.0)  # the softmax of a query that sees no key is NaN
     return P @ v
 
 
-def hidden_keys(rows, cols, offset, device):
-    """The causal mask of a block, True for hidden keys. Query i sees the keys up to i + offset."""
-    i = torch.arange(rows.start, rows.stop, device=device)
-    j = torch.arange(cols.start, cols.stop, device=device)
-    return j > i[:, None] + offset
+def hidden_keys(scores, visible):
+    """The causal mask, True for hidden keys. Row i sees the first `visible` + i keys."""
+    return scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(visible)
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. The real one (Dao 2023): a loop over blocks of queries, and in it one over blocks of keys.
-#    Backward starts from L, not from m and l. If causal, there are at least as many keys as rows.
+#    Forward keeps L = m + log l, so backward has the softmax of a block at once.
 
 
-def slices(stop, size):
-    return [slice(start, min(start + size, stop)) for start in range(0, stop, size)]
-
-
-def tiles(S, Skv, causal, block_size):
-    """Yield each block of queries with the blocks of keys that it sees, as slices."""
-    for rows in slices(S, block_size):
-        seen = rows.stop + Skv - S if causal else Skv  # by the last query of the block
-        yield rows, slices(seen, block_size)
-
-
-def masked_scores(q_i, k_j, rows, cols, causal, offset):
-    scores = q_i @ k_j.mT
-    if causal and cols.stop > rows.start + offset + 1:  # the diagonal cuts the block
-        hidden = hidden_keys(rows, cols, offset, scores.device)
-        scores.masked_fill_(hidden, -torch.inf)
-    return scores
-
-
-def loop_forward(q, k, v, causal, scale, dropout, block_size):
-    S = q.shape[2]
-    Skv = k.shape[2]
-    output = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3])  # L, the log of the sum of e^score
-    for rows, key_blocks in tiles(S, Skv, causal, block_size):
-        q_i = q[:, :, rows] * scale
+def loop_forward(
+    q,
+    k,
+    v,
+    causal,
+    scale,
+    dropout,
+    block_size,
+):
+    q = q * scale
+    output = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = q.new_full(q.shape[:3], -torch.inf)  # L, the log of the sum of e^score
+    for rows, key_blocks in tiles(q, k, causal, block_size):
         m = q.new_full((), -torch.inf)
         l = 0.0
         O = 0.0
         for cols in key_blocks:  # every query sees a key of the first block: m is finite after it
-            k_j = k[:, :, cols]
-            v_j = v[:, :, cols]
-            scores = masked_scores(q_i, k_j, rows, cols, causal, Skv - S)
+            scores = masked_scores(q, k, rows, cols, causal)
             m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
             correction = (m - m_new).exp()
             P = scores.sub_(m_new).exp_()
             l = l * correction + P.sum(-1, keepdim=True)
             if dropout:  # after the sum: the softmax is of all keys
                 P = P * dropout.mask(P, rows, cols)
-            O = O * correction + P @ v_j
+            O = O * correction + P @ v[:, :, cols]
             m = m_new
         output[:, :, rows] = O / l
         lse[:, :, rows] = (m + l.log()).squeeze(-1)
     return output, lse
 
 
-def loop_backward(dO, q, k, v, O, lse, causal, scale, dropout, block_size):
-    S = q.shape[2]
-    Skv = k.shape[2]
+def loop_backward(
+    dO,
+    q,
+    k,
+    v,
+    O,
+    lse,
+    causal,
+    scale,
+    dropout,
+    block_size,
+):
+    q = q * scale
     delta = (dO * O).sum(-1)  # Σ P ∘ dP of each query, over all its keys (D in the papers)
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
-    for rows, key_blocks in tiles(S, Skv, causal, block_size):
-        q_i = q[:, :, rows] * scale
+    for rows, key_blocks in tiles(q, k, causal, block_size):
         dO_i = dO[:, :, rows]
         L_i = lse[:, :, rows, None]
         delta_i = delta[:, :, rows, None]
         for cols in key_blocks:
-            k_j = k[:, :, cols]
-            v_j = v[:, :, cols]
-            scores = masked_scores(q_i, k_j, rows, cols, causal, Skv - S)
+            scores = masked_scores(q, k, rows, cols, causal)
             P = scores.sub_(L_i).exp_()
-            dP = dO_i @ v_j.mT
+            dP = dO_i @ v[:, :, cols].mT
             dropped = P
             if dropout:
                 mask = dropout.mask(P, rows, cols)
                 dropped = P * mask
                 dP = dP * mask
             dS = dP.sub_(delta_i).mul_(P)  # the derivative of softmax
-            dq[:, :, rows] += dS @ k_j
-            dk[:, :, cols] += dS.mT @ q_i  # q_i has the scale
+            dq[:, :, rows] += dS @ k[:, :, cols]
+            dk[:, :, cols] += dS.mT @ q[:, :, rows]  # q has the scale
             dv[:, :, cols] += dropped.mT @ dO_i
     return dq * scale, dk, dv
+
+
+def tiles(q, k, causal, block_size):
+    """Yield each block of queries with the blocks of keys that it sees, as slices."""
+    S = q.shape[2]
+    Skv = k.shape[2]
+    for rows in slices(first_query(q, k, causal), S, block_size):
+        seen = rows.stop + Skv - S if causal else Skv  # by the last query of the block
+        yield rows, slices(0, seen, block_size)
+
+
+def slices(start, stop, size):
+    starts = range(start, stop, size)
+    return [slice(i, min(i + size, stop)) for i in starts]
+
+
+def first_query(q, k, causal):
+    """The first query that sees a key. Output and gradients of those before it are zero."""
+    S = q.shape[2]
+    Skv = k.shape[2]
+    return max(0, S - Skv) if causal or Skv == 0 else 0
+
+
+def masked_scores(q, k, rows, cols, causal):
+    """The scores of a block, -inf for hidden keys. q has the scale."""
+    scores = q[:, :, rows] @ k[:, :, cols].mT
+    seen = rows.start + 1 + k.shape[2] - q.shape[2]  # by the first query of the block
+    visible = seen - cols.start
+    if causal and visible < scores.shape[3]:  # the diagonal cuts the block
+        scores.masked_fill_(hidden_keys(scores, visible), -torch.inf)
+    return scores
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. What users call.
 
 
-def flash_attention(q, k, v, causal=False, scale=None, dropout_p=0.0, block_size=128, kernel=None):
+def flash_attention(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    dropout_p=0.0,
+    block_size=128,
+    kernel=None,
+):
     """softmax(scale · q kᵀ) v, (B, H, S, D), of q (B, H, S, D), and k and v (B, Hkv, Skv, D).
 
     H is a multiple of Hkv: each head of k and v serves H / Hkv consecutive heads of q.
@@ -209,20 +237,25 @@ class FlashAttention(torch.autograd.Function):
 
 
 @torch.no_grad()
-def flash_forward(q, k, v, causal=False, scale=None, dropout=None, block_size=128, kernel=None):
+def flash_forward(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    dropout=None,
+    block_size=128,
+    kernel=None,
+):
     """-> output, and lse, the log of the sum of e^score: (B, H, S), in fp32 or float64.
 
     lse is -inf for a query that sees no key. Makes no graph: flash_backward has the gradients.
     """
     verify(q, k, v, block_size)
-    if blind := blind_queries(q, k, causal):  # section 4
-        options = (causal, scale, dropout, block_size, kernel)
-        output, lse = flash_forward(q[:, :, blind:], k, v, *options)
-        return F.pad(output, (0, 0, blind, 0)), F.pad(lse, (blind, 0), value=-torch.inf)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if runs_kernels(kernel, q, v, dropout):
         return triton_forward(q, k, v, causal, scale)
-    wide = [repeat_heads(widened(x), q) for x in (q, k, v)]
+    wide = [widened(x, q) for x in (q, k, v)]
     with torch.autocast(q.device.type, enabled=False):
         output, lse = loop_forward(*wide, causal, scale, dropout, block_size)
     return output.to(q.dtype), lse
@@ -244,26 +277,24 @@ def flash_backward(
 ):
     """-> the gradients of q, k and v. output and lse are those of flash_forward.
 
-    k and v may be a part of the keys, if output and lse are those of all keys. Then this part's
-    summand of the gradient of q is returned.
+    k and v may be a part of the keys, if output and lse are those of all keys. The gradient of q is
+    then the sum of what is returned for each part.
     """
-    if blind := blind_queries(q, k, causal):
-        options = (causal, scale, dropout, block_size, kernel)
-        dO, seeing, O, L = (x[:, :, blind:] for x in (grad_output, q, output, lse))
-        dq, dk, dv = flash_backward(dO, seeing, k, v, O, L, *options)
-        return F.pad(dq, (0, 0, blind, 0)), dk, dv
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if runs_kernels(kernel, q, v, dropout):
         return triton_backward(grad_output, q, k, v, output, lse, causal, scale)
-    wide = [repeat_heads(widened(x), q) for x in (grad_output, q, k, v, output)]
+    wide = [widened(x, q) for x in (grad_output, q, k, v, output)]
     with torch.autocast(q.device.type, enabled=False):
         dq, dk, dv = loop_backward(*wide, lse, causal, scale, dropout, block_size)
-    return dq.to(q.dtype), sum_heads(dk, k).to(k.dtype), sum_heads(dv, v).to(v.dtype)
+    dk = sum_heads(dk, k)
+    dv = sum_heads(dv, v)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def widened(x):
-    """In the dtype of the sums, and contiguous, so that matrix products do not copy blocks."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+def widened(x, q):
+    """x in the dtype of the sums, with the heads of q. If contiguous, products copy no blocks."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return repeat_heads(x.contiguous(), q)
 
 
 def verify(q, k, v, block_size):
@@ -283,14 +314,7 @@ def verify(q, k, v, block_size):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Refinements.
-
-
-def blind_queries(q, k, causal):
-    """The number of queries that see no key. They are the first ones."""
-    S = q.shape[2]
-    Skv = k.shape[2]
-    return max(0, S - Skv) if causal or Skv == 0 else 0
+# 4. Refinements: grouped heads, dropout, and the attention over two sets of keys.
 
 
 def repeat_heads(x, q):
@@ -301,7 +325,8 @@ def repeat_heads(x, q):
 
 def sum_heads(gradient, x):
     """The gradient of x, from the gradient of repeat_heads(x, q)."""
-    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+    heads = x.shape[1]
+    return gradient.unflatten(1, (heads, -1)).sum(2)
 
 
 class Dropout:
@@ -316,8 +341,10 @@ class Dropout:
 
     def mask(self, P, rows, cols):
         """For a block of weights: 0, or 1 / (1 - p)."""
-        self.generator.manual_seed(hash((self.seed, rows.start, cols.start)))
-        kept = torch.empty_like(P).bernoulli_(1 - self.p, generator=self.generator)
+        seed = hash((self.seed, rows.start, cols.start))
+        self.generator.manual_seed(seed)
+        kept = torch.empty_like(P)
+        kept.bernoulli_(1 - self.p, generator=self.generator)
         return kept / (1 - self.p)
 
 
@@ -349,19 +376,16 @@ LOG2E = constexpr(1.4426950408889634)  # e^x is 2^(x log2 e), and GPUs compute p
 
 
 @jit
-def place(blocks, H):
-    """-> this program's head among B · H, its batch, its head among H, and its block."""
-    program = tl.program_id(0)  # neighbours share a head, so its k and v are in the cache
-    head = (program // blocks).to(tl.int64)  # 32 bits are too few for offsets
-    return head, head // H, head % H, program % blocks
-
-
-@jit
-def block_at(x, stride, start, stop, SIZE, D, HEAD):
-    """-> pointers to a block of a head, (SIZE, HEAD), and whether they are inside.
-
-    The block begins at row `start`. The head ends at row `stop` and column D.
-    """
+def block_at(
+    x,  # a pointer to a head
+    stride,  # from row to row
+    start,  # the block's first row
+    stop,  # the head's end
+    SIZE,  # rows of the block
+    D,
+    HEAD,
+):
+    """-> pointers to a block of a head, (SIZE, HEAD), and whether they are inside of it."""
     rows = tl.arange(0, SIZE)[:, None]
     columns = tl.arange(0, HEAD)[None, :]
     inside = (start + rows < stop) & (columns < D)
@@ -370,16 +394,38 @@ def block_at(x, stride, start, stop, SIZE, D, HEAD):
 
 
 @jit
-def load(x, stride, start, stop, SIZE, D, HEAD):
+def load(
+    x,
+    stride,
+    start,
+    stop,
+    SIZE,
+    D,
+    HEAD,
+):
+    """-> a block of a head, (SIZE, HEAD), with zeros outside of it."""
     pointers, inside = block_at(x, stride, start, stop, SIZE, D, HEAD)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @jit
-def store(x, block, start, stop, SIZE, D, HEAD):
-    """Into a head that is contiguous."""
+def store(
+    x,  # a pointer to a head that is contiguous
+    block,
+    start,
+    stop,
+    SIZE,
+    D,
+    HEAD,
+):
     pointers, inside = block_at(x, D, start, stop, SIZE, D, HEAD)
     tl.store(pointers, block.to(x.dtype.element_ty), mask=inside)
+
+
+@jit
+def load_numbers(x, rows, stop):
+    """-> a number for each row."""
+    return tl.load(x + rows, mask=rows < stop, other=0.0)
 
 
 @jit
@@ -389,59 +435,100 @@ def dot(a, b):
 
 
 @jit
-def scores_of(a, b, rows, cols, S, Skv, scale, CAUSAL, EDGE):
-    """masked_scores, times log2 e. a is q_i and b is k_j, or the other way around."""
+def place():
+    """-> this program's block, batch, head in the batch, and head in all batches."""
+    block = tl.program_id(0)  # neighbours share a head, so its k and v are in the cache
+    b = tl.program_id(2).to(tl.int64)  # 32 bits are too few for offsets
+    h = tl.program_id(1).to(tl.int64)
+    return block, b, h, b * tl.num_programs(1) + h
+
+
+@jit
+def keys_seen(row, S, Skv, CAUSAL):
+    """-> how many keys a query sees. They are the first ones."""
+    seen = Skv
+    if CAUSAL:
+        seen = tl.minimum(Skv, row + 1 + Skv - S)
+    return seen
+
+
+@jit
+def tile(
+    block,
+    first,
+    S,
+    Skv,
+    CAUSAL,
+    ROWS,
+    COLS,
+):
+    """-> the first query of a block, the first key that needs a mask, and where the keys end."""
+    last = tl.num_programs(0) - 1
+    start = first + (last - block) * ROWS  # from the last: if causal, they take longest
+    whole = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS
+    stop = keys_seen(start + ROWS - 1, S, Skv, CAUSAL)
+    return start, whole, stop
+
+
+@jit
+def masked_dot(
+    a,  # q_i or k_j
+    b,  # the other one
+    cols,  # the numbers of the keys
+    seen,  # how many keys each query sees
+    scale,
+    EDGE,
+):
+    """masked_scores, times log2 e."""
     scores = dot(a, tl.trans(b)) * (scale * LOG2E)
     if EDGE:
-        hidden = cols >= Skv
-        if CAUSAL:
-            hidden = hidden | (cols > rows + Skv - S)
-        scores = tl.where(hidden, -float("inf"), scores)
+        scores = tl.where(cols < seen, scores, -float("inf"))
     return scores
 
 
 @jit
-def seen_keys(start, S, Skv, CAUSAL, ROWS, COLS):
-    """-> where the keys end that need no mask, in whole blocks, and those that any query sees."""
-    seen_by_first = Skv
-    seen_by_last = Skv
-    if CAUSAL:
-        seen_by_first = start + 1 + Skv - S
-        seen_by_last = tl.minimum(start + ROWS + Skv - S, Skv)
-    return seen_by_first // COLS * COLS, seen_by_last
+def add_keys(m, l, O, scores, v_j):
+    """-> m, l and O with one more block of keys."""
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    correction = tl.exp2(m - m_new)
+    P = tl.exp2(scores - m_new[:, None])
+    l = l * correction + tl.sum(P, 1)
+    O = O * correction[:, None] + dot(P, v_j)
+    return m_new, l, O
 
 
 @jit
 def forward_kernel(
-    q, k, v, output, lse,
-    q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
-    H, G, S, Skv, scale,
-    CAUSAL: constexpr, D: constexpr, HEAD: constexpr, ROWS: constexpr, COLS: constexpr,
+    q, k, v,  # (B, H, S, D), and (B, Hkv, Skv, D) twice. Only rows must be contiguous
+    output, lse,  # (B, H, S, D) and (B, H, S), contiguous
+    q_b, q_h, q_s,  # strides of q: from batch to batch, head to head, row to row
+    k_b, k_h, k_s,
+    v_b, v_h, v_s,
+    G,  # heads of q that share a head of k and v
+    S, Skv,
+    first, scale,  # the first query that sees a key
+    CAUSAL: constexpr,
+    D: constexpr, HEAD: constexpr,  # HEAD is the next power of 2
+    ROWS: constexpr, COLS: constexpr,  # queries, and keys, in a block
 ):  # fmt: skip
-    """loop_forward. q_b, q_h, q_s: strides of q. G heads of q share a head of k and v."""
-    blocks = tl.cdiv(S, ROWS)
-    head, b, h, i = place(blocks, H)
-    start = (blocks - 1 - i) * ROWS  # from the last: if causal, they take longest
+    """loop_forward."""
+    block, b, h, head = place()
+    start, whole, stop = tile(block, first, S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
+    seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
     k += b * k_b + h // G * k_h
     v += b * v_b + h // G * v_h
     m = tl.full([ROWS], -float("inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     O = tl.zeros([ROWS, HEAD], tl.float32)
-    whole, seen = seen_keys(start, S, Skv, CAUSAL, ROWS, COLS)
     for edge in tl.static_range(2):  # first the blocks of keys that need no mask, then the others
-        for j in range(whole if edge else 0, seen if edge else whole, COLS):
+        for j in range(whole if edge else 0, stop if edge else whole, COLS):
             cols = j + tl.arange(0, COLS)
             k_j = load(k, k_s, j, Skv, COLS, D, HEAD)
             v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
-            scores = scores_of(q_i, k_j, rows[:, None], cols[None, :], S, Skv, scale, CAUSAL, edge)
-            m_new = tl.maximum(m, tl.max(scores, 1))
-            correction = tl.exp2(m - m_new)
-            P = tl.exp2(scores - m_new[:, None])
-            l = l * correction + tl.sum(P, 1)
-            O = O * correction[:, None] + dot(P, v_j)
-            m = m_new
+            scores = masked_dot(q_i, k_j, cols[None, :], seen, scale, edge)
+            m, l, O = add_keys(m, l, O, scores, v_j)
     store(output + head * S * D, O / l[:, None], start, S, ROWS, D, HEAD)
     tl.store(lse + head * S + rows, (m + tl.log2(l)) / LOG2E, mask=rows < S)
 
@@ -450,30 +537,29 @@ def forward_kernel(
 def dq_kernel(
     q, k, v, dO, output, lse, delta, dq,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
-    H, G, S, Skv, scale,
+    G, S, Skv, first, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, ROWS: constexpr, COLS: constexpr,
 ):  # fmt: skip
-    """loop_backward for dq. It stores delta for the other kernel."""
-    blocks = tl.cdiv(S, ROWS)
-    head, b, h, i = place(blocks, H)
-    start = (blocks - 1 - i) * ROWS
+    """loop_backward for dq. It stores delta, (B, H, S), for the other kernel."""
+    block, b, h, head = place()
+    start, whole, stop = tile(block, first, S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
+    seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
     dO_i = load(dO + head * S * D, D, start, S, ROWS, D, HEAD)
     O_i = load(output + head * S * D, D, start, S, ROWS, D, HEAD)
-    L_i = tl.load(lse + head * S + rows, mask=rows < S, other=0.0) * LOG2E
+    L_i = load_numbers(lse + head * S, rows, S) * LOG2E
     delta_i = tl.sum(dO_i.to(tl.float32) * O_i, 1)
     tl.store(delta + head * S + rows, delta_i, mask=rows < S)
     k += b * k_b + h // G * k_h
     v += b * v_b + h // G * v_h
     dq_i = tl.zeros([ROWS, HEAD], tl.float32)
-    whole, seen = seen_keys(start, S, Skv, CAUSAL, ROWS, COLS)
     for edge in tl.static_range(2):
-        for j in range(whole if edge else 0, seen if edge else whole, COLS):
+        for j in range(whole if edge else 0, stop if edge else whole, COLS):
             cols = j + tl.arange(0, COLS)
             k_j = load(k, k_s, j, Skv, COLS, D, HEAD)
             v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
-            scores = scores_of(q_i, k_j, rows[:, None], cols[None, :], S, Skv, scale, CAUSAL, edge)
+            scores = masked_dot(q_i, k_j, cols[None, :], seen, scale, edge)
             P = tl.exp2(scores - L_i[:, None])
             dP = dot(dO_i, tl.trans(v_j))
             dS = P * (dP - delta_i[:, None])
@@ -485,34 +571,31 @@ def dq_kernel(
 def dk_dv_kernel(
     q, k, v, dO, lse, delta, dk, dv,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
-    H, G, S, Skv, scale,
+    G, S, Skv, first, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, COLS: constexpr, ROWS: constexpr,
 ):  # fmt: skip
     """loop_backward for dk and dv, with queries in the inner loop. Blocks are (keys, queries)."""
-    head_kv, b, h_kv, j = place(tl.cdiv(Skv, COLS), H // G)
-    start = j * COLS
+    block, b, h_kv, head_kv = place()
+    start = block * COLS
     cols = start + tl.arange(0, COLS)
     k_j = load(k + b * k_b + h_kv * k_h, k_s, start, Skv, COLS, D, HEAD)
     v_j = load(v + b * v_b + h_kv * v_h, v_s, start, Skv, COLS, D, HEAD)
     dk_j = tl.zeros([COLS, HEAD], tl.float32)
     dv_j = tl.zeros([COLS, HEAD], tl.float32)
-    first = 0  # the first query that sees a key of this block
-    whole = 0  # no block of queries needs a mask from here on
-    if CAUSAL:
-        first = tl.maximum(0, start + S - Skv)
-        whole = tl.minimum(S, first + COLS)  # ROWS divides COLS
-    for h in range(h_kv * G, h_kv * G + G):
-        head = b * H + h
+    begin = tl.maximum(first, start + S - Skv) if CAUSAL else first  # the first query that sees it
+    whole = tl.minimum(S, begin + COLS) if CAUSAL else first  # from here on, no block needs a mask
+    for g in range(G):
+        head = head_kv * G + g
+        q_head = q + b * q_b + (h_kv * G + g) * q_h
         for edge in tl.static_range(2):
-            for i in range(first if edge else whole, whole if edge else S, ROWS):
+            for i in range(begin if edge else whole, whole if edge else S, ROWS):
                 rows = i + tl.arange(0, ROWS)
-                q_i = load(q + b * q_b + h * q_h, q_s, i, S, ROWS, D, HEAD)
+                seen = keys_seen(rows[None, :], S, Skv, CAUSAL)
+                q_i = load(q_head, q_s, i, S, ROWS, D, HEAD)
                 dO_i = load(dO + head * S * D, D, i, S, ROWS, D, HEAD)
-                L_i = tl.load(lse + head * S + rows, mask=rows < S, other=0.0) * LOG2E
-                delta_i = tl.load(delta + head * S + rows, mask=rows < S, other=0.0)
-                scores = scores_of(
-                    k_j, q_i, rows[None, :], cols[:, None], S, Skv, scale, CAUSAL, edge
-                )
+                L_i = load_numbers(lse + head * S, rows, S) * LOG2E
+                delta_i = load_numbers(delta + head * S, rows, S)
+                scores = masked_dot(k_j, q_i, cols[:, None], seen, scale, edge)
                 P = tl.exp2(scores - L_i[None, :])
                 dP = dot(v_j, tl.trans(dO_i))
                 dS = P * (dP - delta_i[None, :])
@@ -532,36 +615,71 @@ BLOCKS = {
 BLOCKS_IN_FP32 = (32, 32, 8, 2)
 
 
-def launch(kernel, of, tensors, causal, scale):
-    """Run a program for each head of `of`, q or k, and each block of its rows."""
+def launch(
+    kernel,
+    blocked,
+    tensors,
+    first,
+    causal,
+    scale,
+):
+    """Run a program for each block of rows of `blocked`: the queries from `first` on, or k."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in tensors[:3])
-    strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
     H, S, D = q.shape[1:]
     Hkv, Skv = k.shape[1:3]
     head_size = max(16, triton.next_power_of_2(D))
-    is_fp32 = q.dtype == torch.float32
-    blocks = BLOCKS_IN_FP32 if is_fp32 else BLOCKS[kernel][max(64, head_size)]
+    blocks = BLOCKS[kernel][max(64, head_size)]
+    if q.dtype == torch.float32:
+        blocks = BLOCKS_IN_FP32
     block, step, num_warps, num_stages = blocks
-    programs = of.shape[0] * of.shape[1] * triton.cdiv(of.shape[2], block)
-    sizes = (H, H // Hkv, S, Skv, float(scale), bool(causal), D, head_size, block, step)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    batch, heads, num_rows = blocked.shape[:3]
+    programs = (triton.cdiv(num_rows, block), heads, batch)
     with torch.cuda.device_of(q):
-        kernel[(programs,)](q, k, v, *tensors[3:], *strides, *sizes, **options)
+        kernel[programs](
+            q, k, v, *tensors[3:],
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            H // Hkv,
+            S, Skv,
+            first, float(scale),
+            bool(causal),
+            D, head_size,
+            block, step,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            enable_fp_fusion=True,  # Triton 3.10 changes the default
+        )  # fmt: skip
 
 
 def triton_forward(q, k, v, causal, scale):
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    launch(forward_kernel, q, (q, k, v, output, lse), causal, scale)
+    first = first_query(q, k, causal)
+    output = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    output[:, :, :first] = 0.0
+    lse[:, :, :first] = -torch.inf
+    tensors = (q, k, v, output, lse)
+    launch(forward_kernel, q[:, :, first:], tensors, first, causal, scale)
     return output, lse
 
 
-def triton_backward(grad_output, q, k, v, output, lse, causal, scale):
+def triton_backward(
+    grad_output,
+    q,
+    k,
+    v,
+    output,
+    lse,
+    causal,
+    scale,
+):
+    first = first_query(q, k, causal)
     dO, O, L = (x.contiguous() for x in (grad_output, output, lse))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq[:, :, :first] = 0.0
     delta = torch.empty_like(L)
-    launch(dq_kernel, q, (q, k, v, dO, O, L, delta, dq), causal, scale)
-    launch(dk_dv_kernel, k, (q, k, v, dO, L, delta, dk, dv), causal, scale)
+    tensors = (q, k, v, dO, O, L, delta, dq)
+    launch(dq_kernel, q[:, :, first:], tensors, first, causal, scale)
+    tensors = (q, k, v, dO, L, delta, dk, dv)
+    launch(dk_dv_kernel, k, tensors, first, causal, scale)
     return dq, dk, dv
 
 
