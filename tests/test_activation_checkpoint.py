@@ -1,8 +1,7 @@
 """activation_checkpoint.py beyond its claims: what it keeps and what it computes."""
 
-import functools
 import gc
-from unittest import mock
+from functools import partial
 
 import pool
 import pytest
@@ -15,9 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import activation_checkpoint as ac
 import ddp
 import fsdp
-import tensor_parallel as tp
-
-selective = functools.partial(ac.checkpoint, policy=ac.keep_products)
 
 
 class NativeDropout(nn.Module):
@@ -27,37 +23,39 @@ class NativeDropout(nn.Module):
 
 def make_layers(number):
     torch.manual_seed(1)
-    parts = [
-        [nn.Linear(6, 6), nn.Tanh(), NativeDropout(), nn.Linear(6, 6), nn.Dropout(0.3)]
-        for _ in range(number)
-    ]
-    return nn.ModuleList(nn.Sequential(*part) for part in parts)
+    layers = nn.ModuleList()
+    for _ in range(number):
+        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+        layers.append(nn.Sequential(first, nn.Tanh(), NativeDropout(), second, nn.Dropout(0.3)))
+    return layers
 
 
 def each(how):
-    return lambda layers, x: functools.reduce(lambda x, layer: how(layer, x), layers, x)
+    def run(layers, x):
+        for layer in layers:
+            x = how(layer, x)
+        return x
+
+    return run
 
 
-def keeping(chosen):
-    return each(
-        functools.partial(ac.checkpoint, policy=lambda operator, *args, **kwargs: chosen(operator))
-    )
+def keep_dropout(operator, *args, **kwargs):
+    return operator == torch.ops.aten.native_dropout.default
 
 
+def keep_all_but_empty(operator, *args, **kwargs):
+    return operator != torch.ops.aten.empty_like.default
+
+
+selective = partial(ac.checkpoint, policy=ac.keep_products)
 HOW = {  # run(layers, x), and how many tensors like y live after it, of 3 layers
     "full": (each(ac.checkpoint), 3),
-    "one in another": (lambda layers, x: ac.checkpoint(each(ac.checkpoint), layers, x), 1),
+    "one in another": (partial(ac.checkpoint, each(ac.checkpoint)), 1),
     "products": (each(selective), 6 + 3),
-    "selective in selective": (lambda layers, x: selective(each(selective), layers, x), None),
-    "native dropout": (
-        keeping(lambda operator: operator == torch.ops.aten.native_dropout.default),
-        None,
-    ),
-    "all but empty tensors": (
-        keeping(lambda operator: operator != torch.ops.aten.empty_like.default),
-        None,
-    ),
-    "2 segments": (lambda layers, x: ac.checkpoint_sequential(layers, 2, x), None),
+    "selective in selective": (partial(selective, each(selective)), None),
+    "native dropout": (each(partial(ac.checkpoint, policy=keep_dropout)), None),
+    "all but empty tensors": (each(partial(ac.checkpoint, policy=keep_all_but_empty)), None),
+    "2 segments": (partial(ac.run_in_segments, segments=2), None),
     "offload": (each(ac.offload_to_cpu()(plainly)), None),
     "offload around": (ac.offload_to_cpu()(each(ac.checkpoint)), None),
 }
@@ -71,11 +69,10 @@ def test_outputs_gradients_and_next_random_numbers_are_bitwise_those_without(how
     results = []
     gc.disable()
     for run, number in (HOW[how], (each(plainly), None)):
-        layers, x = make_layers(3), make_batch(0, 0).requires_grad_()
-        weight, leaves = (
-            StorageWeakRef(layers[0][0].weight.untyped_storage()),
-            [x, *layers.parameters()],
-        )
+        layers = make_layers(3)
+        x = make_batch(0, 0).requires_grad_()
+        leaves = [x, *layers.parameters()]
+        weight = StorageWeakRef(layers[0][0].weight.untyped_storage())
         with ac.Alive() as alive:
             y = run(layers, x)
             kept = alive.bytes()
@@ -100,22 +97,38 @@ def gradient_inside(x):
 def test_the_idea_is_right_without_dropout_and_a_function_may_call_backward(how, inside):
     results = []
     for run in (how, plainly):
-        layer, x = make_layers(1)[0].eval(), make_batch(0, 0).requires_grad_()
+        layer = make_layers(1)[0].eval()
+        x = make_batch(0, 0).requires_grad_()
         loss_of(run(lambda x, layer=layer: inside(layer(x)), x)).backward()
         results.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("policy", [None, keep_dropout])
+def test_without_preserve_rng_state_the_second_run_draws_anew_and_then_restores(policy):
+    drop = NativeDropout()
+    x = torch.ones(100, requires_grad=True)
+    y = ac.checkpoint(lambda x: drop(x).exp(), x, preserve_rng_state=False, policy=policy)
+    before = torch.get_rng_state()
+
+    y.sum().backward()
+
+    assert torch.equal(torch.get_rng_state(), before)
+    same_mask = torch.equal(y > 1, x.grad > 0)
+    assert same_mask == (policy is not None)
+
+
 @pytest.mark.parametrize(("policy", "again"), [(None, 2), (ac.keep_products, 0)])
 def test_what_policy_keeps_or_nothing_needs_is_not_computed_again(policy, again):
-    weight, x, linear = torch.randn(2, 6, 6, requires_grad=True), torch.randn(4, 6), nn.Linear(6, 6)
+    weight = torch.randn(2, 6, 6, requires_grad=True)
+    linear = nn.Linear(6, 6)
 
     def function(x):
         x = torch.tanh(torch.tanh(x @ weight[0]) @ weight[1]).exp()  # whose output is what it saves
         return linear(torch.sin(x)) + 1
 
     with ac.FlopCounterMode(display=False) as flops:
-        ac.checkpoint(function, x, policy=policy).sum().backward()
+        ac.checkpoint(function, torch.randn(4, 6), policy=policy).sum().backward()
     assert flops.get_total_flops() == (3 + again + 5) * 2 * 4 * 6 * 6  # x has no gradient
 
 
@@ -138,13 +151,16 @@ def test_a_kept_output_that_changes_in_place_is_an_error_not_another_number(chan
 @pytest.mark.parametrize("l", [1, 2, 7, 16])
 def test_k_segments_keep_k_1_and_l_over_k_tensors_and_compute_all_but_the_last_again(l):
     for k in range(1, l + 1):
-        seen, x, last = [], torch.zeros(1, requires_grad=True), -(-l // k)
+        seen = []
+        x = torch.zeros(1, requires_grad=True)
+        last = -(-l // k)  # layers of the last segment
         layers = [lambda x, i=i, seen=seen: seen.append(i) or x.sin() for i in range(l)]
         with ac.Alive() as alive:
             y = ac.checkpoint_sequential(layers, k, x)
         assert alive.bytes() == (k - 1 + last) * y.nbytes
         y.backward()
-        assert (seen[:l], sorted(seen[l:])) == ([*range(l)], [*range(l - last)])
+        assert seen[:l] == list(range(l))
+        assert sorted(seen[l:]) == list(range(l - last))
     for k in (0, l + 1):
         with pytest.raises(ValueError, match=f"{l} layers do not make {k} segments; take 1 to {l}"):
             ac.checkpoint_sequential(layers, k, x)
@@ -153,24 +169,16 @@ def test_k_segments_keep_k_1_and_l_over_k_tensors_and_compute_all_but_the_last_a
 s, h, a, b, l = 32, 48, 3, 3, 4  # tokens, width, heads, sequences, layers
 INSIDE = 34 + 5 * a * s / h  # bytes that a layer keeps, in units of sbh, as all below
 PRODUCTS = 12 * h * h + 2 * s * h  # operations of a layer's forward per token
+COPIES = 2 + 24 * h / (s * b) * l  # offload also copies the first input and the weights
+checkpointed = ac.run_checkpointed
+in_2_segments = partial(ac.run_in_segments, segments=2)
 WAYS = {  # how to run, how to run attention's core, bytes kept, operations computed again
-    "none": (ac.run_layers, None, INSIDE * l, 0),
-    "2 segments": (
-        functools.partial(ac.run_in_segments, segments=2),
-        None,
-        2 + INSIDE * l / 2,
-        PRODUCTS * l / 2,
-    ),
-    "every layer": (ac.run_checkpointed, None, 2 * l, PRODUCTS * l),
-    "selective": (
-        functools.partial(ac.run_checkpointed, policy=ac.keep_products),
-        None,
-        20 * l,
-        2 * s * h * l,
-    ),
+    "none": (ac.run_layers, plainly, INSIDE * l, 0),
+    "2 segments": (in_2_segments, plainly, 2 + INSIDE * l / 2, PRODUCTS * l / 2),
+    "every layer": (checkpointed, plainly, 2 * l, PRODUCTS * l),
+    "selective": (partial(checkpointed, policy=ac.keep_products), plainly, 20 * l, 2 * s * h * l),
     "core": (ac.run_layers, ac.checkpoint, 34 * l, s * h * l),
-    # The first input is copied as well, and so are the weights.
-    "offload": (ac.offload_to_cpu()(ac.run_layers), None, INSIDE * l + 2 + 24 * h / (s * b) * l, 0),
+    "offload": (ac.offload_to_cpu()(ac.run_layers), plainly, INSIDE * l + COPIES, 0),
 }
 
 
@@ -190,34 +198,23 @@ def test_a_transformer_layer_keeps_the_bytes_of_the_formulas(way):
     torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
 
 
-def test_a_step_is_timed_when_the_gpu_is_done():
-    calls = mock.Mock()
-    with mock.patch.object(torch.cuda, "synchronize", calls.synchronize):
-        ac.time_step(calls.run, nn.Linear(1, 1), mock.Mock(is_cuda=True))
-    names = [name for name, *_ in calls.mock_calls]
-    assert names == ["synchronize", "run", "run().sum", "run().sum().backward", "synchronize"]
-
-
-@pytest.mark.parametrize("technique", ["ddp", "fsdp", "tensor parallel"])
+@pytest.mark.parametrize("technique", ["ddp", "fsdp"])
 @pool.on(2)
 def test_checkpointed_layers_are_bitwise_those_without_under_other_techniques(technique):
-    results, group = [], pool.group()
+    group = pool.group()
+    results = []
     for how in (ac.checkpoint, selective, plainly):
         model = nn.Sequential()
-        model.layers = layers = make_layers(3)
-        model.forward = functools.partial(each(how), layers)
-        if technique == "tensor parallel":
-            tp.parallelize(layers, {"*.0": "column", "*.3": "row"}, process_group=group)
-        elif technique == "fsdp":
-            for module in (*layers, model):
+        model.layers = make_layers(3)
+        model.forward = partial(each(how), model.layers)
+        if technique == "fsdp":
+            for module in (*model.layers, model):
                 fsdp.fully_shard(module, process_group=group)
         else:
             model = ddp.DDP(model, process_group=group, bucket_cap_mb=1e-4)
         for step in range(2):
             torch.manual_seed(step)
-            loss_of(
-                model(make_batch(0 if technique == "tensor parallel" else pool.rank(), step))
-            ).backward()
+            loss_of(model(make_batch(pool.rank(), step))).backward()
         results.append([parameter.grad for parameter in model.parameters()])
     for ours in results[:2]:
         torch.testing.assert_close(ours, results[2], rtol=0, atol=0)

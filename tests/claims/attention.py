@@ -35,23 +35,27 @@ add_kind(
 )
 
 
-def queries_and_keys(S, Skv, heads=2, shared=2, size=8):
+def queries_and_keys(S, Skv, batch=2, heads=2, shared=2, size=8, size_v=None):
     """-> q, k, v with `heads` heads of S queries and `shared` heads of Skv keys"""
-    shapes = [(2, heads, S, size), (2, shared, Skv, size), (2, shared, Skv, size)]
-    return [randn(shape, seed=S * Skv + i).requires_grad_() for i, shape in enumerate(shapes)]
+    shapes = [(heads, S, size), (shared, Skv, size), (shared, Skv, size_v or size)]
+    seeds = itertools.count(S * Skv)
+    return [randn((batch, *shape), next(seeds)).requires_grad_() for shape in shapes]
 
 
 def dense_weights(q, k, causal=False, scale=None):
     """The softmax, zero if all keys are hidden. The last query sees all keys."""
-    S = q.shape[-2]
-    Skv = k.shape[-2]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = q @ k.transpose(-2, -1) * scale
-    row = torch.arange(S)[:, None] - S
-    column = torch.arange(Skv) - Skv
-    hidden = (column > row) & causal
+    scores = q @ k.mT * scale
+    offset = k.shape[2] - q.shape[2]
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + offset) & causal
     weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
     return weights.masked_fill(hidden, 0.0)
+
+
+def dense_attention(q, k, v, causal=False, scale=None):
+    weights = dense_weights(q, k, causal, scale)
+    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
 def same_with_gradients(output, expected, q, k, v):
@@ -67,11 +71,9 @@ def same_with_gradients(output, expected, q, k, v):
 def attends_as_dense(make, sizes, heads=2, shared=2, slopes=(0,), causal=False, **options):
     """Scores differ by about `slope` from the first key to the last."""
     for (S, Skv), slope in itertools.product(sizes, slopes):
-        q, k, v = queries_and_keys(S, Skv, heads, shared)
+        q, k, v = queries_and_keys(S, Skv, heads=heads, shared=shared)
         k.data += torch.linspace(0, slope, Skv, dtype=torch.float64)[:, None]
-        each_k = k.repeat_interleave(heads // shared, 1)
-        each_v = v.repeat_interleave(heads // shared, 1)
-        expected = dense_weights(q, each_k, causal, **options) @ each_v
+        expected = dense_attention(q, k, v, causal, **options)
         same_with_gradients(make(q, k, v, causal, **options), expected, q, k, v)
 
 
@@ -133,9 +135,8 @@ attention(
 def dropout(make):
     """Weights are dropped with the given probability, and backward has forward's mask."""
     q, k, v = queries_and_keys(60, 32, size=32)
-    identity = torch.eye(32, dtype=torch.float64).expand_as(
-        v
-    )  # as v, it makes the output the weights
+    # As v, the identity makes the output the weights.
+    identity = torch.eye(32, dtype=torch.float64).expand_as(v)
     weights = dense_weights(q, k)
     torch.manual_seed(3)
     kept = make(q, k, identity, dropout_p=0.25) / weights > 0.5
@@ -160,9 +161,7 @@ def no_matrix_is_kept(make):
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         make(q, k, v, causal=True)
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
-    kept = sum(storages.values()) // 8
+    storages = [x.untyped_storage() for x in saved]
+    kept = sum({each.data_ptr(): each.nbytes() for each in storages}.values()) // 8
     scores = 600 * 600  # of one head
-    check(
-        0 < kept < scores, f"{kept} elements are kept; q has {q.numel()}, the scores {4 * scores}"
-    )
+    check(0 < kept < scores, f"{kept} elements are kept, and a head has {scores} scores")
