@@ -325,8 +325,7 @@ def repeat_heads(x, q):
 
 def sum_heads(gradient, x):
     """The gradient of x, from the gradient of repeat_heads(x, q)."""
-    heads = x.shape[1]
-    return gradient.unflatten(1, (heads, -1)).sum(2)
+    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
 
 
 class Dropout:
@@ -436,11 +435,10 @@ def dot(a, b):
 
 @jit
 def place():
-    """-> this program's block, batch, head in the batch, and head in all batches."""
-    block = tl.program_id(0)  # neighbours share a head, so its k and v are in the cache
+    """-> this program's batch, its head in the batch, and its head in all batches."""
     b = tl.program_id(2).to(tl.int64)  # 32 bits are too few for offsets
     h = tl.program_id(1).to(tl.int64)
-    return block, b, h, b * tl.num_programs(1) + h
+    return b, h, b * tl.num_programs(1) + h
 
 
 @jit
@@ -454,7 +452,6 @@ def keys_seen(row, S, Skv, CAUSAL):
 
 @jit
 def tile(
-    block,
     first,
     S,
     Skv,
@@ -462,9 +459,9 @@ def tile(
     ROWS,
     COLS,
 ):
-    """-> the first query of a block, the first key that needs a mask, and where the keys end."""
-    last = tl.num_programs(0) - 1
-    start = first + (last - block) * ROWS  # from the last: if causal, they take longest
+    """-> the first query of this program, the first key that needs a mask, and the keys' end."""
+    blocks_after = tl.num_programs(0) - 1 - tl.program_id(0)
+    start = first + blocks_after * ROWS  # the last block first: if causal, it takes longest
     whole = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS
     stop = keys_seen(start + ROWS - 1, S, Skv, CAUSAL)
     return start, whole, stop
@@ -512,8 +509,8 @@ def forward_kernel(
     ROWS: constexpr, COLS: constexpr,  # queries, and keys, in a block
 ):  # fmt: skip
     """loop_forward."""
-    block, b, h, head = place()
-    start, whole, stop = tile(block, first, S, Skv, CAUSAL, ROWS, COLS)
+    b, h, head = place()
+    start, whole, stop = tile(first, S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
@@ -541,8 +538,8 @@ def dq_kernel(
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, ROWS: constexpr, COLS: constexpr,
 ):  # fmt: skip
     """loop_backward for dq. It stores delta, (B, H, S), for the other kernel."""
-    block, b, h, head = place()
-    start, whole, stop = tile(block, first, S, Skv, CAUSAL, ROWS, COLS)
+    b, h, head = place()
+    start, whole, stop = tile(first, S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
@@ -575,8 +572,8 @@ def dk_dv_kernel(
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, COLS: constexpr, ROWS: constexpr,
 ):  # fmt: skip
     """loop_backward for dk and dv, with queries in the inner loop. Blocks are (keys, queries)."""
-    block, b, h_kv, head_kv = place()
-    start = block * COLS
+    b, h_kv, head_kv = place()
+    start = tl.program_id(0) * COLS
     cols = start + tl.arange(0, COLS)
     k_j = load(k + b * k_b + h_kv * k_h, k_s, start, Skv, COLS, D, HEAD)
     v_j = load(v + b * v_b + h_kv * v_h, v_s, start, Skv, COLS, D, HEAD)
@@ -709,9 +706,13 @@ def obstacle_to_kernels(q, v, dropout):
         return f"the kernels have no {q.dtype}; use float32"
     if INTERPRETED and q.dtype == torch.bfloat16:
         return "Triton's interpreter is wrong for bfloat16; use float32"
+    if max(q.shape[:2]) > 65535:  # the limit of CUDA's grids
+        return "the kernels take at most 65535 sequences and heads; split the batch"
     if not q.shape[3] == v.shape[3] <= 128:
-        sizes = f"q has {q.shape[3]} and v has {v.shape[3]}"
-        return f"the kernels need one head size of at most 128, {sizes}; split the heads"
+        return (
+            f"the kernels need one head size of at most 128, q has {q.shape[3]} "
+            f"and v has {v.shape[3]}; split the heads"
+        )
     return None
 
 

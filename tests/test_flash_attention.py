@@ -305,8 +305,8 @@ def test_kernels_compile_for_an_h100_and_fit_into_the_shared_memory_of_smaller_g
     assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
-def on_gpu(dtype=torch.bfloat16, D=64):
-    return SimpleNamespace(is_cuda=True, device="cuda:0", dtype=dtype, shape=(1, 1, 8, D))
+def on_gpu(dtype=torch.bfloat16, D=64, B=1):
+    return SimpleNamespace(is_cuda=True, device="cuda:0", dtype=dtype, shape=(B, 1, 8, D))
 
 
 RUNS = [  # kernel=, q, v, dropout, the GPU's capability, and whether the kernels run
@@ -317,6 +317,7 @@ RUNS = [  # kernel=, q, v, dropout, the GPU's capability, and whether the kernel
     (None, on_gpu(), on_gpu(D=32), None, (8, 0), False),
     (None, on_gpu(D=128), on_gpu(D=128), None, (8, 0), True),
     (None, on_gpu(D=136), on_gpu(D=136), None, (8, 0), False),
+    (None, on_gpu(B=65536), on_gpu(B=65536), None, (8, 0), False),
     (None, on_gpu(), on_gpu(), None, (7, 5), False),
 ]
 
