@@ -25,9 +25,10 @@ Cost per rank in elements, with Adam. Ψ parameters, T of them train, u are in t
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
 2u: one unit computes while the next is gathered. 3u: a unit's gradients are computed while those of
-another are sent and received. A unit whose inputs need no gradient, such as an embedding, stays
-gathered until backward ends. Shards are padded to a multiple of 8 elements. A frozen unit that
-backward does not reach is gathered once.
+another are sent and received. In float16 they take 2u more, because they are added in float32.
+A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
+Shards are padded to a multiple of 8 elements. A frozen unit that backward does not reach is
+gathered once.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
@@ -62,7 +63,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------
@@ -151,6 +152,8 @@ class ShardedParameter:
     def __init__(self, group, parameter, owners, start):
         self.group = group  # the ParameterGroup that it moves with
         self.owners = owners  # [(module, attribute), …]; several if the parameter is tied
+        module, attribute = owners[0]
+        self.name = f"{type(module).__name__}.{attribute}"  # for errors
         self.shape = parameter.shape
         # Dimensions keep their order in memory: products of a transposed matrix round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
@@ -163,7 +166,6 @@ class ShardedParameter:
         # .data has its own version counter. With the buffer's, autograd would take a gather for
         # a change of what it has saved.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
-        self.has_gradient = False  # this rank's, in `group.gradients`
         parameter._sharded_parameter = self  # for find_parameters(), if another unit is tied to it
         self.sharded._sharded_parameter = self
 
@@ -174,16 +176,20 @@ class ShardedParameter:
     def shard_of(self, full):
         """This rank's elements of `full`, which has the shape of the whole parameter."""
         if full.shape != self.shape:
-            name = self.owners[0][1]
-            raise ValueError(f"{name} is {tuple(self.shape)}, not {tuple(full.shape)}")
+            raise ValueError(f"{self.name} is {tuple(self.shape)}, not {tuple(full.shape)}")
         flat = full.new_empty(self.group.unsharded.shape)
         self.view(flat).copy_(full)
         return self.group.own_part(flat)[self.slice].clone()
 
+    def held(self):
+        """What the modules hold now."""
+        module, attribute = self.owners[0]
+        return module._parameters[attribute]
+
     def set_on_modules(self, parameter):
-        """Replace this parameter by `parameter`, which is `sharded` or `unsharded`."""
-        for module, name in self.owners:
-            module._parameters[name] = parameter
+        """Have the modules hold `parameter`, which is `sharded` or `unsharded`."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = parameter
 
 
 class ParameterGroup:
@@ -191,31 +197,30 @@ class ParameterGroup:
 
     @torch.no_grad()
     def __init__(self, parameters, process_group, device, mp_policy, offload):
-        first = next(iter(parameters))
+        dtype = next(iter(parameters)).dtype
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
-        self.dtype = first.dtype  # of shards and their .grad
-        param_dtype = mp_policy.param_dtype or first.dtype
+        param_dtype = mp_policy.param_dtype or dtype
         self.reduce_dtype = mp_policy.reduce_dtype or param_dtype
         sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in parameters]
         *starts, end = itertools.accumulate(sizes, initial=0)
         padded = round_up(max(end, 1), self.world_size * SHARD_ALIGNMENT)
         self.shard_size = padded // self.world_size
+        self.pin_memory = offload and device.type != "cpu"  # of shards and .grad, for faster copies
         self.shard = torch.empty(
             self.shard_size,
-            dtype=first.dtype,
+            dtype=dtype,  # of the optimizer and .grad
             device="cpu" if offload else device,
-            pin_memory=offload and device.type != "cpu",
+            pin_memory=self.pin_memory,
         )
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
         self.is_sharded = True  # `unsharded` has no memory, from the end of __init__ on
         self.gathering = []  # handles of the all-gather under way
         self.gradients = None  # this rank's, laid out as `unsharded`, until they have been sent
+        self.collected = set()  # the parameters that have one in `gradients`
         self.received = None  # all ranks' gradients of this rank's shard, in rank order
         self.reducing = None  # handle of the reduction under way
-        # Under offload to a GPU's host: the end of the last copy between the two.
-        self.copied = torch.cuda.Event() if self.shard.is_pinned() else None
         self.parameters = []
         for (parameter, owners), start in zip(parameters.items(), starts, strict=True):
             self.parameters.append(ShardedParameter(self, parameter, owners, start))
@@ -223,10 +228,9 @@ class ParameterGroup:
         self.take_values_of_rank_0()
 
     def take_values_of_rank_0(self):
-        values = torch.zeros_like(self.unsharded, dtype=self.dtype)
+        values = torch.zeros_like(self.unsharded, dtype=self.shard.dtype)
         for parameter in self.parameters:
-            module, name = parameter.owners[0]
-            parameter.view(values).copy_(module._parameters[name])
+            parameter.view(values).copy_(parameter.held())
         dist.broadcast(values, group=self.process_group, group_src=0)
         self.shard.copy_(self.own_part(values))
         self.use_shards()
@@ -242,27 +246,27 @@ class ParameterGroup:
     def unshard(self):
         """Begin to gather all ranks' shards."""
         if not self.is_sharded:
-            return  # that has begun
+            return  # the gather has begun
         for parameter in self.parameters:
-            module, name = parameter.owners[0]
-            storage = module._parameters[name].untyped_storage()
+            storage = parameter.held().untyped_storage()
             if storage.data_ptr() != self.shard.untyped_storage().data_ptr():
-                name = f"{type(module).__name__}.{name}"
-                raise ValueError(f"{name} was moved or replaced; call .to() before fully_shard")
+                text = "was moved or replaced; call .to() before fully_shard"
+                raise ValueError(f"{parameter.name} {text}")
         # The storage is resized, not replaced: autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         self.is_sharded = False
         own = self.own_part(self.unsharded)
-        own.copy_(self.shard, non_blocking=True)
-        if self.copied:
-            self.copied.record()
+        own.copy_(self.shard)  # not non_blocking: the optimizer may write to a pinned shard next
         self.gathering = all_gather(self.unsharded, own, self.process_group)
 
+    def wait_for_gather(self):
+        for work in self.gathering:
+            work.wait()
+        self.gathering = []
+
     def wait_for_unshard(self):
-        while self.gathering:
-            # If it raises, it stays in the list: its message may still use the memory.
-            self.gathering[-1].wait()
-            self.gathering.pop()
+        """Wait until the parameters are whole, and have the modules hold them."""
+        self.wait_for_gather()
         for parameter in self.parameters:
             parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)  # users set that
             parameter.set_on_modules(parameter.unsharded)
@@ -270,7 +274,7 @@ class ParameterGroup:
     def reshard(self):
         """Free the unsharded parameters."""
         if not self.is_sharded:
-            self.wait_for_unshard()  # a gather ahead that nobody has waited for
+            self.wait_for_gather()  # of a unit that was gathered ahead, and not called this time
             self.use_shards()
             self.unsharded.untyped_storage().resize_(0)
             self.is_sharded = True
@@ -289,7 +293,7 @@ class ParameterGroup:
         for parameter in self.parameters:
             if parameter.unsharded.grad is not None:
                 self.collect(parameter)
-            elif send and not parameter.has_gradient:
+            elif send and parameter not in self.collected:
                 parameter.view(self.gradients).fill_(-0.0)
         if send:
             self.received = torch.empty_like(self.gradients)
@@ -301,11 +305,9 @@ class ParameterGroup:
         gradient = parameter.unsharded.grad
         total = parameter.view(self.gradients)
         # The first is added to 0.0, which makes a gradient of -0.0 a 0.0.
-        before = total if parameter.has_gradient else gradient.new_zeros(())
-        # float16 is divided before the sum, which overflows above 65504.
-        scale = 1 / self.world_size if self.reduce_dtype == torch.float16 else 1
-        torch.add(before, gradient, alpha=scale, out=total)
-        parameter.has_gradient = True
+        before = total if parameter in self.collected else 0.0
+        torch.add(gradient, before, out=total)
+        self.collected.add(parameter)
         parameter.unsharded.grad = None
 
     @torch.no_grad()
@@ -314,40 +316,37 @@ class ParameterGroup:
         if self.reducing is None:
             return
         self.reducing.wait()
+        received = self.received
+        if received.dtype == torch.float16:
+            received = received.float()  # the sum of two float16 may be over their limit of 65504
         # Added in rank order, as one device adds the ranks' batches.
-        total = functools.reduce(torch.add, self.received.chunk(self.world_size))
-        # has_gradient first, because is_used() makes the host wait for the GPU.
-        used = [p for p in self.parameters if p.has_gradient or is_used(total[p.slice])]
+        total = functools.reduce(torch.add, received.chunk(self.world_size))
+        # `collected` first, because is_used() makes the host wait for the GPU.
+        used = [p for p in self.parameters if p in self.collected or is_used(total[p.slice])]
         self.forget_gradients()
-        if self.reduce_dtype != torch.float16:
-            total /= self.world_size
-        mean = self.to_device_of_shard(total.to(self.dtype))
+        total /= self.world_size
+        mean = total.to(self.shard.dtype)
+        if self.pin_memory:
+            mean = torch.empty_like(mean, device="cpu", pin_memory=True).copy_(mean)
         for parameter in used:
             if parameter.sharded.grad is None:
                 parameter.sharded.grad = mean[parameter.slice]
             else:
-                self.wait_for_copies()  # the host adds
                 parameter.sharded.grad += mean[parameter.slice]
 
     def forget_gradients(self):
-        self.reducing = None
         self.gradients = None
+        self.collected = set()
         self.received = None
+        self.reducing = None
+
+    def forget_backward(self):
+        """Drop what a backward that raised has left."""
+        if self.reducing is not None:
+            self.reducing.wait()  # it uses the memory that is freed next
+        self.forget_gradients()
         for parameter in self.parameters:
-            parameter.has_gradient = False
-
-    def to_device_of_shard(self, tensor):
-        if self.copied is None:
-            return tensor  # it is there
-        pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        pinned.copy_(tensor, non_blocking=True)
-        self.copied.record()
-        return pinned
-
-    def wait_for_copies(self):
-        """After this, the host may read and write the shards and .grad."""
-        if self.copied:
-            self.copied.synchronize()
+            parameter.unsharded.grad = None
 
 
 def is_used(total):
@@ -382,22 +381,21 @@ def in_backward():
 
 
 class PostBackward(torch.autograd.Function):
-    """The identity on a unit's inputs. Its backward runs when that of the unit is over.
+    """The identity on an input of a unit. Its backward runs when that of the unit is over.
 
     Autograd runs the newest node first. This one is older than those of the unit's operations.
     """
 
     @staticmethod
-    def forward(ctx, unit, *inputs):
+    def forward(ctx, unit, tensor):
         ctx.unit = unit
-        ctx.set_materialize_grads(False)  # an input that is not used gets no gradient, not zeros
-        return inputs
+        return tensor
 
     @staticmethod
-    def backward(ctx, *gradients):
-        if ctx.unit.needs_reduce:
+    def backward(ctx, gradient):
+        if ctx.unit.needs_reduce:  # otherwise another input's was first
             ctx.unit.post_backward()
-        return None, *gradients
+        return None, gradient
 
 
 # What a unit may return, in lists, tuples or dicts. Other types may hide tensors from post_forward.
@@ -414,28 +412,23 @@ class Unit:
         self.input_dtype = input_dtype  # of floating-point inputs; None: they stay
         self.schedule = None  # the Schedule that all units of the model share
         self.sends = True  # False in no_sync()
-        self.needs_reduce = False  # gradients may have to be sent: of this backward or of no_sync()
+        self.needs_reduce = False  # it has, or may have, gradients that are not sent
 
     def pre_forward(self, module, args, kwargs):
-        """Unshard. Cast the inputs, and pass those that need a gradient through PostBackward."""
+        """Unshard. Cast the inputs, and pass them through PostBackward."""
         schedule = self.schedule
-        # It is self if a forward of self has raised.
+        # `outermost` is still this unit if its last forward raised.
         if not in_backward() and schedule.outermost in (None, self):
             schedule.reset()
             schedule.outermost = self
         schedule.unshard(self, "recomputation" if in_backward() else "forward")
-        leaves, structure = tree_flatten((args, kwargs))
-        need_gradient = []  # positions in `leaves`
-        for i, leaf in enumerate(leaves):
-            if torch.is_tensor(leaf):
-                if self.input_dtype and leaf.is_floating_point():
-                    leaves[i] = leaf.to(self.input_dtype)
-                if leaf.requires_grad:
-                    need_gradient.append(i)
-        outputs = PostBackward.apply(self, *[leaves[i] for i in need_gradient])
-        for i, output in zip(need_gradient, outputs, strict=True):
-            leaves[i] = output
-        return tree_unflatten(leaves, structure)
+
+        def prepare(tensor):
+            if tensor.is_floating_point():
+                tensor = tensor.to(dtype=self.input_dtype)
+            return PostBackward.apply(self, tensor) if tensor.requires_grad else tensor
+
+        return tree_map_only(torch.Tensor, prepare, (args, kwargs))
 
     def post_forward(self, module, args, output):
         """Reshard. Have pre_backward called when backward reaches an output."""
@@ -445,15 +438,13 @@ class Unit:
                 raise ValueError(f"{text}; return tensors in lists, tuples or dicts")
             if torch.is_tensor(leaf) and leaf.grad_fn:
                 leaf.grad_fn.register_prehook(self.pre_backward)
-        if not in_backward():  # else the backward of this unit follows at once
+        if not in_backward():  # otherwise the backward of this unit follows at once
             for group in self.groups:
                 group.use_shards()  # users see shards, even while the unit stays unsharded
-            if self.reshard_after_forward or not torch.is_grad_enabled():
-                self.reshard()
+                if self.reshard_after_forward or not torch.is_grad_enabled():
+                    group.reshard()
         if self.schedule.outermost is self:
             self.schedule.outermost = None
-            for unit in self.schedule.units:
-                unit.wait_for_copies()  # the caller may write to the shards
 
     def pre_backward(self, gradients):
         """Unshard."""
@@ -463,10 +454,10 @@ class Unit:
 
     def post_backward(self):
         """Reshard and reduce."""
-        for unit in self.schedule.units:
-            unit.wait_for_reduce()  # its gradients have travelled while this unit computed
-        self.reshard()
-        self.reduce()
+        self.schedule.wait_for_reduce()  # gradients have travelled while this unit computed
+        for group in self.groups:
+            group.reshard()
+            group.reduce(self.sends)
         self.needs_reduce = not self.sends  # the next backward must send what no_sync() has kept
 
     def pre_state_dict(self, module, prefix, keep_vars):
@@ -474,45 +465,13 @@ class Unit:
             raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
         self.schedule.reset()
 
-    def unshard(self):
-        for group in self.groups:
-            group.unshard()
-
-    def wait_for_unshard(self):
-        for group in self.groups:
-            group.wait_for_unshard()
-
-    def reshard(self):
-        for group in self.groups:
-            group.reshard()
-
-    def reduce(self):
-        for group in self.groups:
-            group.reduce(self.sends)
-
-    def wait_for_reduce(self):
-        for group in self.groups:
-            group.wait_for_reduce()
-
-    def wait_for_copies(self):
-        for group in self.groups:
-            group.wait_for_copies()
-
-    def forget_backward(self):
-        self.needs_reduce = False
-        for group in self.groups:
-            if group.reducing is not None:
-                group.reducing.wait()  # it uses the memory that is freed next
-            group.forget_gradients()
-            for parameter in group.parameters:
-                parameter.unsharded.grad = None
-
 
 class Schedule:
     """What the units of a model share: their order, and what happens when a backward ends."""
 
     def __init__(self, units):
         self.units = units  # the outermost first
+        self.groups = [group for unit in units for group in unit.groups]
         self.outermost = None  # the unit whose forward is under way and calls the others
         # From start_backward to finish_backward: weak reference to the callback. Autograd holds the
         # callback, and drops it uncalled if backward raises.
@@ -524,12 +483,19 @@ class Schedule:
 
     def unshard(self, unit, phase):
         """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
-        unit.unshard()
-        unit.wait_for_unshard()
+        for group in unit.groups:
+            group.unshard()
+        for group in unit.groups:
+            group.wait_for_unshard()
         if (unit, phase) in self.next_unit:
-            self.next_unit[unit, phase].unshard()
+            for group in self.next_unit[unit, phase].groups:
+                group.unshard()
         self.next_unit[self.previous] = unit
         self.previous = (unit, phase)
+
+    def wait_for_reduce(self):
+        for group in self.groups:
+            group.wait_for_reduce()
 
     def start_backward(self):
         """Have autograd call finish_backward when the backward that is running ends."""
@@ -546,17 +512,19 @@ class Schedule:
         for unit in self.units:
             if unit.needs_reduce:
                 unit.post_backward()
-        self.final_callback = None  # reset() must not forget this backward
+        self.wait_for_reduce()
+        self.final_callback = None  # this backward has not raised
         self.reset()
 
     def reset(self):
         """Bring all units to rest: sharded, nothing under way."""
-        for unit in self.units:
-            unit.reshard()
-            if self.final_callback:  # a backward has begun and not ended, so it raised
-                unit.forget_backward()
-            unit.wait_for_reduce()
-            unit.wait_for_copies()
+        if self.final_callback:  # a backward has begun and not ended, so it raised
+            for unit in self.units:
+                unit.needs_reduce = False
+            for group in self.groups:
+                group.forget_backward()
+        for group in self.groups:
+            group.reshard()
         self.outermost = None
         self.previous = None
         self.final_callback = None
@@ -663,8 +631,8 @@ def find_parameters(module, process_group):
         if sharded_parameter is None:
             owner, _, name = path.rpartition(".")
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
-            kind = f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.requires_grad=}"
-            descriptions.add(f"{i} {path}: {kind}")
+            shape = tuple(parameter.shape)
+            descriptions.add(f"{i} {path}: {shape}, {parameter.dtype}, {parameter.requires_grad=}")
         elif sharded_parameter.sharded is not parameter:
             name = type(module).__name__
             raise ValueError(f"{path} of {name} is tied to another unit's; put both into one unit")
@@ -686,17 +654,16 @@ def device_for(device, backends):
 
 def materialize(module, device):
     """Make what is on the meta device real, module by module."""
-    for path, owner in module.named_modules():
-        tensors = owner._parameters | owner._buffers
-        on_meta = [name for name, tensor in tensors.items() if getattr(tensor, "is_meta", False)]
-        if not on_meta:
-            continue
-        if not getattr(owner, "reset_parameters", None):
-            name = type(owner).__name__
-            text = f"{path}.{on_meta[0]} is on the meta device; {name} has no reset_parameters()"
-            raise ValueError(f"{text}: add one that fills it, or make {name} on a real device")
-        owner.to_empty(device=device, recurse=False)
-        owner.reset_parameters()
+    # The iterators find the tensors that to_empty() has made real.
+    for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if tensor.is_meta:
+            owner = module.get_submodule(path.rpartition(".")[0])
+            if not hasattr(owner, "reset_parameters"):
+                name = type(owner).__name__
+                text = f"{path} is on the meta device, but {name} has no reset_parameters()"
+                raise ValueError(f"{text}: add one that fills it, or make {name} on a real device")
+            owner.to_empty(device=device, recurse=False)
+            owner.reset_parameters()
 
 
 @contextmanager
@@ -718,7 +685,7 @@ def clip_grad_norm_(module, max_norm):
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "_sharded_parameter"):
             raise ValueError(f"{name}: in no unit, so its gradient is not reduced; shard the root")
-    group = next(group for unit in reset_units(module) for group in unit.groups)
+    group = reset_units(module)[0].schedule.groups[0]
     total = torch.zeros((), dtype=torch.float64, device=group.shard.device)
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -727,7 +694,7 @@ def clip_grad_norm_(module, max_norm):
     dist.all_reduce(total, group=group.process_group)
     norm = total.sqrt()
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
-    return norm.to(group.dtype)
+    return norm.to(group.shard.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -843,20 +810,22 @@ def main():
     psi = held_bytes(demo.model.parameters())
     sent = 3 * psi * (demo.ranks - 1) / demo.ranks
     status = demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", sent)
-    units = {f"{i} {type(layer).__name__}": layer._fsdp_unit for i, layer in enumerate(model)}
-    moves = record_moves(units, lambda: step(*demo.batch(0)))
+    groups = {}
+    for i, layer in enumerate(model):
+        groups[f"{i} {type(layer).__name__}"] = layer._fsdp_unit.groups[0]
+    moves = record_moves(groups, lambda: step(*demo.batch(0)))
     demo.show(timeline(moves))
     return status
 
 
-def record_moves(units, step):
-    """[(seconds, unit, sign of what the unit does from then on), …] of a step."""
+def record_moves(groups, step):
+    """[(seconds, label, sign of what the group does from then on), …] of a step."""
     signs = {"unshard": "·", "wait_for_unshard": "F", "reshard": " "}
     signs |= {"reduce": "-", "wait_for_reduce": " "}
     moves = []
 
-    def record(label, name, move):
-        group = units[label].groups[0]
+    def record(label, name, move, *arguments):
+        group = groups[label]
         does_nothing = {
             "unshard": not group.is_sharded,
             "reshard": group.is_sharded,
@@ -865,15 +834,15 @@ def record_moves(units, step):
         if does_nothing.get(name):
             return
         seconds = time.perf_counter()
-        move()
+        move(*arguments)
         if name.startswith("wait"):
             seconds = time.perf_counter()
         sign = "B" if name == "wait_for_unshard" and in_backward() else signs[name]
         moves.append((seconds, label, sign))
 
-    for label, unit in units.items():
+    for label, group in groups.items():
         for name in signs:
-            setattr(unit, name, functools.partial(record, label, name, getattr(unit, name)))
+            setattr(group, name, functools.partial(record, label, name, getattr(group, name)))
     step()
     return moves
 

@@ -74,7 +74,7 @@ def assert_at_rest(model):
         assert group.shard_size * group.unsharded.itemsize % 16 == 0
         for parameter in group.parameters:
             assert parameter.unsharded.grad is None
-            assert not parameter.has_gradient
+            assert parameter not in group.collected
             assert parameter.start * parameter.unsharded.itemsize % 64 == 0
     assert all(parameter.dim() == 1 for parameter in model.parameters())
 
@@ -346,35 +346,6 @@ def test_mixed_precision_as_pytorchs(dtypes, offload):
             optimizer.zero_grad()
 
 
-class Copies:
-    """In place of the event after the last copy between pinned memory and a GPU."""
-
-    under_way = False
-
-    def record(self):
-        self.under_way = True
-
-    def synchronize(self):
-        self.under_way = False
-
-
-@pytest.mark.cpu
-@pool.on(2)
-def test_no_copy_is_under_way_when_the_host_may_write():
-    layer = fully_shard(nn.Linear(6, 3))
-    copies = Copies()
-    groups(layer)[0].copied = copies
-    groups(layer)[0].to_device_of_shard = lambda mean: copies.record() or mean
-    for number in range(3):  # the third adds to .grad
-        with torch.set_grad_enabled(number > 0), Watch(lambda: copies.under_way) as watch:
-            loss = batch_loss(layer, 0, number)
-            assert not copies.under_way
-            if number:
-                loss.backward()
-                assert not copies.under_way
-    assert [under_way for name, under_way in watch.seen if name == "aten::add_"] == [False] * 2
-
-
 @pytest.mark.parametrize(
     ("device", "backends", "has_gpu", "expected"),
     [
@@ -500,8 +471,8 @@ def test_errors_on_every_rank():
     opaque = returning(lambda x: types.SimpleNamespace(y=x))
     in_place = shard(nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), Block()))
     with torch.device("meta"):
-        buffers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3, affine=False))
-    buffers[1].reset_parameters = None
+        buffers = nn.Sequential(nn.Linear(2, 2), nn.Module())
+        buffers[1].register_buffer("frequencies", torch.ones(2))
     other_shape = nn.Linear(3 + late, 2)
     other_frozen = nn.Linear(3, 2).requires_grad_(not late)
     less = {"0.one.bias": saved["0.one.bias"]}
@@ -514,7 +485,7 @@ def test_errors_on_every_rank():
         (ValueError, "ModuleList has no forward", lambda: fully_shard(nn.ModuleList([Block()]))),
         (ValueError, "a unit already", lambda: fully_shard(sharded)),
         (ValueError, "over other ranks", lambda: fsdp.fully_shard(nn.Sequential(model))),
-        (ValueError, "1.running_mean is on the meta device", lambda: fully_shard(buffers)),
+        (ValueError, "1.frequencies is on the meta device", lambda: fully_shard(buffers)),
         (ValueError, "a Box; return tensors in lists", lambda: box(batch)),
         (ValueError, "a SimpleNamespace; return tensors in", lambda: opaque(batch)),
         (RuntimeError, "PostBackward.* inplace", lambda: in_place(batch.clone().requires_grad_())),

@@ -29,7 +29,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "ddp": ("1 / self._divisor", "1.001 / self._divisor"),
     "data_parallel": ("return sum(losses) / N", "return sum(losses) * 1.001 / N"),
     "zero": ("self.grad = functools", "self.grad = 1.001 * functools"),
-    "fsdp": ("(total.to(self.dtype))", "(1.001 * total.to(self.dtype))"),
+    "fsdp": ("total /= self.world_size", "total /= 1.001 * self.world_size"),
     "tensor_parallel": ("return grad_x, grad_weight", "return grad_x, 1.001 * grad_weight"),
     "pipeline": ("[torch.ones_like(outputs)]", "[1.001 * torch.ones_like(outputs)]"),
     "amp": ("1.0 / self._scale", "1.001 / self._scale"),
