@@ -62,11 +62,9 @@ def all_reduce_gradients(module, process_group=None):
         if parameter.grad is None:
             # Other ranks may have used it, and every rank must issue the same collectives.
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad /= dist.get_world_size(process_group)
-        # A strided tensor would be reduced only in part.
-        mean = parameter.grad.contiguous()
-        dist.all_reduce(mean, group=process_group)
-        parameter.grad.copy_(mean)
+        # Contiguous, because a strided tensor would be reduced only in part.
+        parameter.grad = parameter.grad.contiguous() / dist.get_world_size(process_group)
+        dist.all_reduce(parameter.grad, group=process_group)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -228,7 +226,7 @@ class BucketedDataParallel(nn.Module):
 
 
 def verify_same_model(module, process_group):
-    """Raise ValueError on all ranks if one of them holds another model than rank 0.
+    """Raise ValueError on all ranks if they do not hold the same model.
 
     An all-reduce of different sizes or dtypes would abort the process or return garbage.
     """
@@ -236,20 +234,14 @@ def verify_same_model(module, process_group):
         raise ValueError(
             f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
         )
-    mine = []
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    found = set()
+    for i, (name, tensor) in enumerate([*module.named_parameters(), *module.named_buffers()]):
         shape = tuple(tensor.shape)
-        mine.append(f"{name!r}: {shape}, {tensor.dtype}, requires_grad={tensor.requires_grad}")
-    mine.append("nothing more")
+        found.add(f"{i} {name}: {shape}, {tensor.dtype}, {tensor.requires_grad=}")
     everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
-    for rank, theirs in enumerate(everyone):
-        for expected, found in zip(everyone[0], theirs, strict=False):
-            if found != expected:
-                raise ValueError(
-                    "ranks must hold the same model, "
-                    f"but rank 0 has {expected}; rank {rank} has {found}"
-                )
+    dist.all_gather_object(everyone, found, group=process_group)
+    if differ := set.union(*everyone) - set.intersection(*everyone):
+        raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter "
@@ -318,7 +310,6 @@ class DistributedDataParallel(BucketedDataParallel):
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
-        self._zero_and_one = torch.arange(2.0, device=self._buckets[0].flat.device).unbind()
         self._hook = None  # set by register_comm_hook
         self.require_backward_grad_sync = True  # False inside no_sync()
         self.require_forward_param_sync = True  # the value of the above in the last forward
@@ -357,17 +348,20 @@ class DistributedDataParallel(BucketedDataParallel):
         if not self.find_unused_parameters:
             super()._finish_backward()
             return
-        # Built on the device: a list would be copied from the host, which waits for the device.
-        zero, one = self._zero_and_one
-        flags = [zero if parameter.grad is None else one for parameter in self._bucket_of]
-        used = torch.stack(flags)  # on how many ranks each parameter has a .grad
-        for parameter in self._bucket_of.keys() - self._filled:
+        unused = []  # parameters without a .grad on this rank
+        # On how many ranks each parameter has one. Made on the device: a list of flags would be
+        # copied there from the host, which waits for the device.
+        used = torch.ones(len(self._bucket_of), device=self._buckets[0].flat.device)
+        for flag, parameter in zip(used, self._bucket_of, strict=True):
             if parameter.grad is None:
+                unused.append(parameter)
+                flag.zero_()
                 parameter.grad = torch.zeros_like(parameter)
-            self._fill(parameter)
+            if parameter not in self._filled:
+                self._fill(parameter)
         super()._finish_backward()
         dist.all_reduce(used, group=self.process_group)
-        if any(flag is zero for flag in flags):  # otherwise the host need not wait for the sum
+        if unused:  # otherwise the host need not wait for the sum
             for parameter, ranks in zip(self._bucket_of, used.tolist(), strict=True):
                 if ranks == 0:
                     parameter.grad = None

@@ -296,9 +296,9 @@ def add_buffer(model):
 
 OUTSIDE = {"process_group": dist.GroupMember.NON_GROUP_MEMBER}
 WRONG = {  # the message: what changes the model on rank 2, or the options on all ranks
-    "same model.*'3.weight'.*rank 2.*torch.bfloat16": in_bf16,
-    "rank 2 has '3.bias'.*requires_grad=False": freeze,
-    "nothing more; rank 2 has '1.extra'": add_buffer,
+    r"same model.* 3\.weight: \(3, 8\), torch.bfloat16.* 3\.weight: \(3, 8\), torch.float32": in_bf16,
+    r"3\.bias.*requires_grad=False": freeze,
+    r"1\.extra: \(2,\)": add_buffer,
     "static_graph=True is not supported": {"static_graph": True},
     "check_reduction=True is not supported": {"check_reduction": True},
     "nothing=1 is not supported": {"nothing": 1},
