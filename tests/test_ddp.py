@@ -26,6 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import ddp
 
+OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
@@ -45,31 +46,27 @@ def all_reduce_twice(group, bucket):
     return first.then(again)
 
 
-NO_OPTIONS = {"device_ids": [0], "output_device": 0, "dim": 0, "bucket_cap_mb": None}
 TINY = {"bucket_cap_mb": 1e-6}
 AS_VIEW = {"gradient_as_bucket_view": True}
+FIND_UNUSED = {"find_unused_parameters": True}
 EXACTLY_THE_SECOND_LAYER = {"bucket_cap_mb": (12 + 17 * 12 + 68) / 2**20}
 TRAININGS = [  # a model, its dtype, micro-batches, the number of buckets, a hook, options
-    ("batchnorm", F32, 2, 1, None, NO_OPTIONS),
+    ("batchnorm", F32, 2, 1, None, {"bucket_cap_mb": None}),
     ("mixed", F32, 1, 4, None, AS_VIEW),
     ("odd", BF16, 3, 5, None, TINY | AS_VIEW),
-    ("plain", F32, 1, 3, None, EXACTLY_THE_SECOND_LAYER | {"find_unused_parameters": True}),
+    ("plain", F32, 1, 3, None, EXACTLY_THE_SECOND_LAYER | FIND_UNUSED),
     ("frozen", F32, 2, 2, default_hooks.allreduce_hook, {"bucket_cap_mb": 1e-4} | AS_VIEW),
-    ("tied", F64, 3, 3, all_reduce_twice, TINY | {"find_unused_parameters": True}),
+    ("tied", F64, 3, 3, all_reduce_twice, TINY | FIND_UNUSED),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "micro_batches", "buckets", "hook", "options"), TRAININGS
-)
+@pytest.mark.parametrize("training", TRAININGS)
 @pool.on(1, 2, 3)
-def test_gradients_are_those_of_one_device_that_starts_as_rank_0(
-    kind, dtype, micro_batches, buckets, hook, options
-):
+def test_gradients_are_those_of_one_device_that_starts_as_rank_0(training):
     """Bitwise on 1 and 2 ranks; 3 add in another order. Buckets hold what ddp.py says."""
+    kind, dtype, micro_batches, buckets, hook, options = training
     N = pool.world_size()
     plain = make_model(kind, dtype) if N < 3 else make_model(kind).double()
-    data_type = next(plain.parameters()).dtype
     module = copy.deepcopy(plain)
     module.register_buffer("short", torch.full((3,), 7, dtype=torch.int16))
     for state in module.state_dict().values():
@@ -90,15 +87,14 @@ def test_gradients_are_those_of_one_device_that_starts_as_rank_0(
         model.zero_grad(set_to_none=step % 2 == 0)
         numbers = range(10 * step, 10 * step + micro_batches)
         for number in numbers:
-            is_last = number == numbers[-1]
-            with nullcontext() if is_last else model.no_sync():
+            with nullcontext() if number == numbers[-1] else model.no_sync():
                 batch_loss(model, pool.rank(), number).backward()
-        batches = [[make_batch(rank, n, data_type) for n in numbers] for rank in range(N)]
-        one_device(plain, batches)
+        batches = [[(rank, number) for number in numbers] for rank in range(N)]
+        one_device(plain, batches, lambda model, batch: batch_loss(model, *batch))
         assert_same_parameters(module, plain, exact=N < 3)
 
-        flat = [bucket.flat for bucket in model._buckets]
         copies = 1 if "gradient_as_bucket_view" in options else 2
+        flat = [bucket.flat for bucket in model._buckets]
         for gradients in (during_backward.values(), [parameter.grad for parameter in trained]):
             assert ddp.held_bytes([*gradients, *flat]) == copies * ddp.held_bytes(trained)
 
@@ -108,13 +104,14 @@ def test_a_discarded_wrapper_holds_and_sends_nothing():
     module = make_model("plain")
     model = wrap(module)
     batch_loss(model, pool.rank(), 0).backward()
-    references = [weakref.ref(model), weakref.ref(model._buckets[0])]
+    wrapper = weakref.ref(model)
+    bucket = weakref.ref(model._buckets[0])
 
     del model
     with ddp.SentBytes() as sent:
         batch_loss(module, pool.rank(), 1).backward()
 
-    assert [reference() for reference in references] == [None, None]
+    assert wrapper() is bucket() is None
     assert sent.total == 0
 
 
@@ -135,28 +132,22 @@ USES = st.lists(st.sampled_from(range(4)), unique=True)
 ALL_LAYERS = [0, 1, 2, 3]
 
 
+MICRO_BATCH = st.tuples(st.booleans(), st.booleans(), USES, USES, USES)
+NONE_ON_SOME = [(0, 0, [0, 3], [1, 3], [0]), (0, 0, [], [], [2]), (1, 0, [], [], [])]
+
+
 @pytest.mark.parametrize("find_unused", [False, True])
-@given(
-    st.lists(st.tuples(st.booleans(), st.booleans(), USES, USES, USES), min_size=1, max_size=5),
-    st.booleans(),
-)
+@given(st.lists(MICRO_BATCH, min_size=1, max_size=5), st.booleans())
 @example([(False, False, ALL_LAYERS, [3, 2, 1, 0], [1, 3, 0, 2])] * 2, True)
-@example(
-    [(False, False, [0, 3], [1, 3], [0]), (False, False, [], [], [2]), (True, False, [], [], [])],
-    True,
-)
+@example(NONE_ON_SOME, True)
 @example([(False, True, [0], [1], [0]), (False, False, [3], [3], [3])], True)
 @pool.on(3)
 def test_layers_used_and_their_order_may_differ_by_rank_and_micro_batch(
     find_unused, micro_batches, as_view
 ):
     """A micro-batch: whether zero_grad() comes before, whether it is local, each rank's layers."""
-    model = wrap(
-        Branches(),
-        bucket_cap_mb=1e-6,
-        gradient_as_bucket_view=as_view,
-        find_unused_parameters=find_unused,
-    )
+    options = TINY | {"gradient_as_bucket_view": as_view, "find_unused_parameters": find_unused}
+    model = wrap(Branches(), **options)
     with suppress(KeyError), model.no_sync():
         raise KeyError  # which ends no_sync()
     expected = torch.zeros(3, 4, 2, 6, dtype=F64)  # (rank, layer, gradient); 0 stands for None
@@ -203,7 +194,7 @@ def test_the_naive_form_is_the_mean_also_of_what_is_unused_here_or_strided():
 
 @pool.on(2)
 def test_parameters_that_backward_did_not_reach_are_named_in_the_next_forward():
-    model = wrap(Branches(), bucket_cap_mb=1e-6)
+    model = wrap(Branches(), **TINY)
     x = make_batch(pool.rank(), 0, F64)
     model.module(x, [1]).pop().backward()  # not through the wrapper: it does not count
     loss = model(x, [0, 2]).pop()
@@ -220,14 +211,15 @@ def test_parameters_that_backward_did_not_reach_are_named_in_the_next_forward():
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 @pool.on(2)
 def test_buffers_are_rank_0s_in_each_training_forward_and_only_then(broadcast_buffers):
-    rank, seen = pool.rank(), []
+    rank = pool.rank()
+    seen = []
     model = wrap(make_model("batchnorm"), broadcast_buffers=broadcast_buffers)
-    norm = model.module[1]
-    norm.register_forward_pre_hook(lambda *_: seen.append(norm.running_mean[0].item()))
+    mean = model.module[1].running_mean
+    model.module[1].register_forward_pre_hook(lambda *_: seen.append(mean[0].item()))
 
     def forward():
-        norm.running_mean.data.fill_(rank)  # no new version
-        return batch_loss(model, pool.rank(), 0)
+        mean.data.fill_(rank)  # no new version
+        return batch_loss(model, rank, 0)
 
     forward()
     if rank == 1:  # alone: neither evaluation nor no_grad sends anything
@@ -240,6 +232,7 @@ def test_buffers_are_rank_0s_in_each_training_forward_and_only_then(broadcast_bu
         forward()
     forward()  # copies nothing, as in PyTorch: the forward before was under no_sync()
     (forward() + forward()).backward()  # the first graph has saved the buffers
+
     first = 0 if broadcast_buffers else rank
     assert seen == [first, *[rank] * (2 * rank), first, rank, first, first]
 
@@ -282,60 +275,40 @@ def test_a_hooks_bucket_is_pytorchs():
     assert model.module.weight.grad.tolist() == [[1], [1]]
 
 
-def in_bf16(model):
-    model[3].bfloat16()
+def unchanged(model):
+    pass
 
 
-def freeze(model):
-    model[3].bias.requires_grad_(False)
-
-
-def add_buffer(model):
-    model[1].register_buffer("extra", torch.zeros(2))
-
-
-OUTSIDE = {"process_group": dist.GroupMember.NON_GROUP_MEMBER}
-WRONG = {  # the message: what changes the model on rank 2, or the options on all ranks
-    r"same model.* 3\.weight: \(3, 8\), torch.bfloat16.* 3\.weight: \(3, 8\), torch.float32": in_bf16,
-    r"3\.bias.*requires_grad=False": freeze,
-    r"1\.extra: \(2,\)": add_buffer,
-    "static_graph=True is not supported": {"static_graph": True},
-    "check_reduction=True is not supported": {"check_reduction": True},
-    "nothing=1 is not supported": {"nothing": 1},
-    "output_device=1 is not supported": {"device_ids": [0], "output_device": 1},
-    "rank . is not in process_group": OUTSIDE,
-}
-
-
-@pytest.mark.parametrize("words", WRONG)
 @pool.on(3)
-def test_another_model_on_one_rank_and_unknown_options_are_errors_on_all(words):
-    model = make_model("batchnorm")
-    options = {"process_group": pool.group()}
-    if isinstance(WRONG[words], dict):
-        options |= WRONG[words]
-    elif pool.rank() == 2:
-        WRONG[words](model)
-    with pytest.raises(ValueError, match=words):
-        ddp.DDP(model, **options)
-
-
-@pool.on(2)
-def test_a_model_that_does_not_train_is_an_error_as_pytorchs():
-    model = make_model("plain").requires_grad_(False)
+def test_errors_on_every_rank():
+    for words, change, options in [
+        (r"same model.*: \(3, 8\), torch.bfloat16.*float32", lambda m: m[3].bfloat16(), {}),
+        (r"3\.bias.*requires_grad=False", lambda m: m[3].bias.requires_grad_(False), {}),
+        (r"1\.extra: \(2,\)", lambda m: m[1].register_buffer("extra", torch.zeros(2)), {}),
+        ("static_graph=True is not supported", unchanged, {"static_graph": True}),
+        ("check_reduction=True is not supported", unchanged, {"check_reduction": True}),
+        ("nothing=1 is not supported", unchanged, {"nothing": 1}),
+        ("output_device=1 is", unchanged, {"device_ids": [0], "output_device": 1}),
+        ("rank . is not in process_group", unchanged, {"process_group": OUTSIDE}),
+    ]:
+        model = make_model("batchnorm")
+        if pool.rank() == 2:
+            change(model)
+        with pytest.raises(ValueError, match=words):
+            ddp.DDP(model, **({"process_group": pool.group()} | options))
     for implementation in (ddp.DDP, nn.parallel.DistributedDataParallel):
         with pytest.raises(RuntimeError, match="have any parameter that requires a gradient"):
-            implementation(model, process_group=pool.group())
+            implementation(model.requires_grad_(False), process_group=pool.group())
 
 
 @pool.on(2)
 def test_positional_arguments_are_in_pytorchs_order():
-    ours = list(inspect.signature(ddp.DDP).parameters)[:-1]
-    theirs = list(inspect.signature(nn.parallel.DistributedDataParallel).parameters)
     rank, group = pool.rank(), pool.group()
     model = ddp.DDP(make_model("batchnorm"), [rank], rank, 0, False, True, group)
-    assert ours == theirs[: len(ours)]
     assert (model.broadcast_buffers, model.process_group) == (False, group)
+    ours = list(inspect.signature(ddp.DDP).parameters)[:-1]
+    theirs = list(inspect.signature(nn.parallel.DistributedDataParallel).parameters)
+    assert ours == theirs[: len(ours)]
 
 
 def test_a_step_neither_waits_for_the_device_nor_copies_from_the_host():
