@@ -5,7 +5,6 @@ import functools
 import itertools
 import types
 from contextlib import nullcontext
-from dataclasses import make_dataclass
 
 import pool
 import pytest
@@ -51,7 +50,6 @@ def shard(model, fully_shard=fully_shard, **kwargs):
 
 def pair(reshard=True):
     """A sharded model of blocks, and the plain one."""
-    torch.manual_seed(3)
     plain = Blocks()
     return shard(copy.deepcopy(plain), reshard_after_forward=reshard), plain
 
@@ -270,19 +268,18 @@ def test_models_train_in_any_world_and_go_on_in_another(model):
 
 @pool.on(2)
 def test_gradients_of_frozen_parameters_are_not_sent_and_may_train_later():
-    _, plain = pair()
+    plain = Blocks()
     for block in list(plain)[:4]:
         block.one.requires_grad_(False)
     ours = shard(copy.deepcopy(plain))
-    size = sum(group.shard.nbytes for group in groups(ours))
-    trained = sum(
-        group.shard.nbytes for group in groups(ours) if group.parameters[0].sharded.requires_grad
-    )
+    sizes = {True: 0, False: 0}  # bytes of shards that train, and of the frozen
+    for group in groups(ours):
+        sizes[group.parameters[0].sharded.requires_grad] += group.shard.nbytes
 
     seen, _ = train(ours, plain, steps=1)
 
-    assert sent_by_a_rank(seen) == (2 * size, trained)
-    assert trained < 0.6 * size
+    assert sent_by_a_rank(seen) == (2 * sum(sizes.values()), sizes[True])
+    assert sizes[True] < 1.5 * sizes[False]
     for model in (ours, plain):
         model.requires_grad_(True)
     train(ours, plain)
@@ -308,12 +305,12 @@ def test_clipping_where_a_rank_has_nothing_and_a_square_or_a_sum_would_overflow(
         assert layer.weight.grad.tolist() == [after] * (pool.rank() == 0)
 
 
-ON_A_CPU = hasattr(torch.cpu.Stream, "record_event")
 BF16 = torch.bfloat16
 
 
 @pytest.mark.skipif(
-    not ON_A_CPU, reason=f"PyTorch's fully_shard does not run on a CPU in torch {torch.__version__}"
+    not hasattr(torch.cpu.Stream, "record_event"),
+    reason=f"PyTorch's fully_shard does not run on a CPU in torch {torch.__version__}",
 )
 @pytest.mark.parametrize(
     ("dtypes", "offload"), [((BF16, torch.float32), 0), ((BF16, None), 1), ((None, BF16), 0)]
@@ -327,8 +324,7 @@ def test_mixed_precision_as_pytorchs(dtypes, offload):
     theirs_of = functools.partial(pytorchs.fully_shard, mesh=mesh)
     shard(theirs, theirs_of, mp_policy=pytorchs.MixedPrecisionPolicy(*dtypes))
     offload_policy = fsdp.CPUOffloadPolicy() if offload else None
-    policies = {"mp_policy": fsdp.MixedPrecisionPolicy(*dtypes), "offload_policy": offload_policy}
-    shard(ours, **policies)
+    shard(ours, mp_policy=fsdp.MixedPrecisionPolicy(*dtypes), offload_policy=offload_policy)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, theirs)]
     for number in range(4):
         is_last = number % 2 == 1
@@ -346,18 +342,17 @@ def test_mixed_precision_as_pytorchs(dtypes, offload):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("device", "backends", "has_gpu", "expected"),
-    [
-        ("cpu", "cpu:gloo,cuda:nccl", True, "cpu"),
-        ("cuda:1", "cpu:gloo,cuda:nccl", True, "cuda:1"),
-        ("cuda:1", "cpu:gloo,cuda:gloo", True, "cuda:1"),
-        ("cpu", "cuda:nccl", True, "cuda"),
-        ("meta", "cpu:gloo,cuda:nccl", True, "cuda"),
-        ("meta", "cpu:gloo,cuda:nccl", False, "cpu"),
-        ("meta", "cpu:gloo,cuda:gloo", True, "cpu"),
-    ],
-)
+COMPUTES_ON = [  # the parameters' device, the group's backends, whether there is a GPU, the unit's
+    ("cpu", "cpu:gloo,cuda:nccl", True, "cpu"),
+    ("cuda:1", "cpu:gloo,cuda:gloo", True, "cuda:1"),
+    ("cpu", "cuda:nccl", True, "cuda"),
+    ("meta", "cpu:gloo,cuda:nccl", True, "cuda"),
+    ("meta", "cpu:gloo,cuda:nccl", False, "cpu"),
+    ("meta", "cpu:gloo,cuda:gloo", True, "cpu"),
+]
+
+
+@pytest.mark.parametrize(("device", "backends", "has_gpu", "expected"), COMPUTES_ON)
 def test_a_unit_computes_where_its_parameters_are(device, backends, has_gpu, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert fsdp.device_for(torch.device(device), backends) == torch.device(expected)
@@ -379,13 +374,11 @@ def test_a_model_on_the_meta_device_becomes_real_unit_by_unit():
 
     with torch.device("meta"):
         model = Blocks(5)
-        plain = Blocks(5)
-        for each in (model, plain):
-            each[1].norm = nn.BatchNorm1d(3)
-            each[2].norm = nn.BatchNorm1d(3, affine=False)  # buffers and no parameter
+        model[1].norm = nn.BatchNorm1d(3)
+        model[2].norm = nn.BatchNorm1d(3, affine=False)  # buffers and no parameter
     model[-1].bias.requires_grad_(False)
     torch.manual_seed(0)
-    plain.to_empty(device=pool.device())
+    plain = copy.deepcopy(model).to_empty(device=pool.device())
     for module in plain.modules():
         getattr(module, "reset_parameters", int)()
 
@@ -398,7 +391,6 @@ def test_a_model_on_the_meta_device_becomes_real_unit_by_unit():
     assert_at_rest(model)
     assert_equal(fsdp.full_state_dict(model), dict(plain.state_dict()))
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["5.bias"]
-    batch_loss(model, 0, 0).backward()
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -447,12 +439,6 @@ def test_costs(N, reshard, request):
     assert held(model.parameters()) == held(gradients) == 6 * unit / N
 
 
-def returning(make):
-    block = Block()
-    block.forward = make
-    return fully_shard(block)
-
-
 @pool.on(2)
 def test_errors_on_every_rank():
     late = pool.rank() == 1
@@ -467,8 +453,8 @@ def test_errors_on_every_rank():
     tied[1].weight = tied[0].weight
     sharded = fully_shard(tied[0])
     grid = DeviceMesh("cpu", torch.arange(2).view(1, 2), _init_backend=False)
-    box = returning(make_dataclass("Box", ["y"]))
-    opaque = returning(lambda x: types.SimpleNamespace(y=x))
+    opaque = fully_shard(Block())
+    opaque.forward = lambda x: [types.SimpleNamespace(y=x)]
     in_place = shard(nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), Block()))
     with torch.device("meta"):
         buffers = nn.Sequential(nn.Linear(2, 2), nn.Module())
@@ -477,6 +463,7 @@ def test_errors_on_every_rank():
     other_frozen = nn.Linear(3, 2).requires_grad_(not late)
     less = {"0.one.bias": saved["0.one.bias"]}
     short = saved | {"4.bias": torch.ones(1)}
+    alone = pool._groups[1]  # a group of rank 0
     for error, words, do in [
         (ValueError, "has 2 dimensions", lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh=grid)),
         (ValueError, r"differ in .*weight: \(2, 3\)", lambda: fully_shard(other_shape)),
@@ -486,7 +473,6 @@ def test_errors_on_every_rank():
         (ValueError, "a unit already", lambda: fully_shard(sharded)),
         (ValueError, "over other ranks", lambda: fsdp.fully_shard(nn.Sequential(model))),
         (ValueError, "1.frequencies is on the meta device", lambda: fully_shard(buffers)),
-        (ValueError, "a Box; return tensors in lists", lambda: box(batch)),
         (ValueError, "a SimpleNamespace; return tensors in", lambda: opaque(batch)),
         (RuntimeError, "PostBackward.* inplace", lambda: in_place(batch.clone().requires_grad_())),
         (ValueError, "^weight: in no unit", lambda: fsdp.clip_grad_norm_(nn.Linear(1, 1), 1.0)),
@@ -498,9 +484,8 @@ def test_errors_on_every_rank():
     ]:
         with pytest.raises(error, match=words):
             do()
-    group_of_rank_0 = pool._groups[1]
     with pytest.raises(ValueError, match="rank 1 is not in process_gr") if late else nullcontext():
-        fsdp.fully_shard(nn.Linear(2, 2), process_group=group_of_rank_0)
+        fsdp.fully_shard(nn.Linear(2, 2), process_group=alone)
     # None of these changes anything.
     fsdp.load_full_state_dict(model.float(), {name: t.double() for name, t in saved.items()})
     assert torch.equal(model(batch), plain(batch))
