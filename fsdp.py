@@ -405,14 +405,13 @@ OUTPUT_TYPES = (torch.Tensor, torch.Size, int, float, complex, str, bytes, type(
 class Unit:
     """A module that fully_shard was called on: its parameters, and the hooks that move them."""
 
-    def __init__(self, groups, process_group, reshard_after_forward, input_dtype):
+    def __init__(self, groups, reshard_after_forward, input_dtype):
         self.groups = groups  # one for each dtype; the parameters that train apart from the frozen
-        self.process_group = process_group
         self.reshard_after_forward = reshard_after_forward
         self.input_dtype = input_dtype  # of floating-point inputs; None: they stay
         self.schedule = None  # the Schedule that all units of the model share
         self.sends = True  # False in no_sync()
-        self.needs_reduce = False  # it has, or may have, gradients that are not sent
+        self.needs_reduce = False  # from pre_backward to post_backward, and after no_sync()
 
     def pre_forward(self, module, args, kwargs):
         """Unshard. Cast the inputs, and pass them through PostBackward."""
@@ -518,7 +517,7 @@ class Schedule:
 
     def reset(self):
         """Bring all units to rest: sharded, nothing under way."""
-        if self.final_callback:  # a backward has begun and not ended, so it raised
+        if self.final_callback:  # a backward began and did not end, so it raised
             for unit in self.units:
                 unit.needs_reduce = False
             for group in self.groups:
@@ -570,7 +569,7 @@ def fully_shard(
     inner = reset_units(module)
     check_module(module, inner, process_group)
     groups = make_groups(module, process_group, mp_policy, offload_policy is not None)
-    unit = Unit(groups, process_group, reshard_after_forward, mp_policy.param_dtype)
+    unit = Unit(groups, reshard_after_forward, mp_policy.param_dtype)
     Schedule([unit, *inner])  # which the inner units now share, in place of their own
     module._fsdp_unit = unit
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
@@ -602,7 +601,8 @@ def check_module(module, inner, process_group):
     name = type(module).__name__
     if type(module).forward is nn.Module.forward:
         raise ValueError(f"{name} has no forward that could unshard it; shard its children")
-    if hasattr(module, "_fsdp_unit") or any(u.process_group != process_group for u in inner):
+    others = {group.process_group for unit in inner for group in unit.groups} - {process_group}
+    if hasattr(module, "_fsdp_unit") or others:
         raise ValueError(f"{name} is a unit already, or has one over other ranks")
 
 
