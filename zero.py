@@ -64,7 +64,7 @@ import torch.distributed.nn.functional  # before init_process_group: later it ke
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: one flat tensor of all parameters, of which this rank updates 1/N.
@@ -76,11 +76,10 @@ def flatten(tensors, N):
     return F.pad(flat, (0, -flat.numel() % N))
 
 
-@torch.no_grad()
 def sharded_step(parameters, shard, optimizer, process_group=None):
-    """Call this after backward. `optimizer` holds one parameter, this rank's `shard`.
+    """Call this after backward. `optimizer` holds one tensor, this rank's `shard`.
 
-    The shard must be flatten(parameters, N).chunk(N)[rank].clone() before the first step.
+    Before the first step the shard must be flatten(parameters, N).chunk(N)[rank].clone().
     """
     parameters = list(parameters)
     N = dist.get_world_size(process_group)
@@ -96,9 +95,7 @@ def sharded_step(parameters, shard, optimizer, process_group=None):
     # All-gather: every rank receives all updated shards.
     flat = torch.empty_like(gradients)
     dist.all_gather(list(flat.chunk(N)), shard, group=process_group)
-    for parameter in parameters:
-        values, flat = flat.tensor_split([parameter.numel()])
-        parameter.copy_(values.view_as(parameter))
+    nn.utils.vector_to_parameters(flat, parameters)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,22 +131,26 @@ class Exchange:
 class Slot:
     """The place of one parameter in its bucket.
 
-    Its segment is the part of it that lies in this rank's shard. On most ranks that is empty.
+    The parameter's segment is the part of it that lies in this rank's shard, and that the
+    optimizer updates on this rank. A segment may be empty.
     """
 
-    def __init__(self, parameter, start, shard_start):
-        end = start + parameter.numel()
+    def __init__(self, parameter, start):
         self.parameter = parameter
         self.start = start  # the parameter's first element, counted from the bucket's
-        # The segment in the shard. It may end after the shard, where slicing cuts it off.
-        self.part = slice(max(0, start - shard_start), max(0, end - shard_start))
-        # The segment's first element, counted from the parameter's.
-        self.first = min(max(0, shard_start - start), parameter.numel())
         # As in the plain model, because some kernels round differently with other strides.
         self.stride = torch.empty_like(parameter, device="meta").stride()
-        self.segment = None  # what the optimizer updates: this part of the bucket's `master`
         self.used = False  # whether this parameter has a gradient in the bucket's `grad`
         self.pointer = None  # the address of the parameter's data
+
+    def make_segment(self, master, shard_start):
+        """`master` has the elements of the bucket from `shard_start` on."""
+        start = self.start - shard_start  # negative if the parameter begins before the shard
+        size = self.parameter.numel()
+        # The segment in the shard. It may end after the shard, where slicing cuts it off.
+        self.part = slice(max(0, start), max(0, start + size))
+        self.segment = master[self.part]
+        self.first = min(max(0, -start), size)  # its first element, counted from the parameter's
 
     def view(self, flat):
         """Return the parameter's elements of `flat`, a whole bucket, in the parameter's shape."""
@@ -165,14 +166,16 @@ class Slot:
                 "parameters are no longer where they were: make the optimizer after module.to()"
             )
 
-    def cut(self, whole):
+    def split(self, whole):
         """Return this rank's segment of a tensor like the parameter."""
         flat = whole.new_empty(whole.numel())
         flat.as_strided(whole.shape, self.stride).copy_(whole)
         return flat[self.first :][: self.segment.numel()].clone()
 
-    def join(self, segments):
-        """Make a tensor like the parameter from the segments of all ranks."""
+    def join(self, segment, process_group):
+        """Return a tensor like the parameter, from the segments of all ranks."""
+        segments = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(segments, segment, group=process_group)
         return torch.cat(segments).as_strided(self.parameter.shape, self.stride)
 
 
@@ -200,15 +203,14 @@ class Bucket:
         self.N = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
 
-        # PyTorch aligns tensors to 64 bytes. Elsewhere kernels are slower, or round differently.
-        starts = [0]
-        for parameter in parameters:
-            starts.append(round_up(starts[-1] + parameter.numel(), 64 // first.itemsize))
-        # A shard's elements. NCCL is faster if messages are aligned to 16 bytes. None may be empty.
-        size = round_up(max(1, starts[-1]), self.N * 16 // first.itemsize) // self.N
         self.slots = []
-        for parameter, start in zip(parameters, starts, strict=False):
-            self.slots.append(Slot(parameter, start, self.rank * size))
+        start = 0
+        for parameter in parameters:
+            self.slots.append(Slot(parameter, start))
+            # PyTorch aligns tensors to 64 bytes. Elsewhere kernels are slower or round differently.
+            start = round_up(start + parameter.numel(), 64 // first.itemsize)
+        # A shard's elements. NCCL is faster if messages are aligned to 16 bytes. None may be empty.
+        size = round_up(max(1, start), self.N * 16 // first.itemsize) // self.N
 
         self.flat = first.new_zeros(self.N * size)
         for slot in self.slots:
@@ -219,7 +221,7 @@ class Bucket:
         dtype = torch.float32 if self.is_16_bit else first.dtype
         self.master = self.shard.to(offload or first.device, dtype)
         for slot in self.slots:
-            slot.segment = self.master[slot.part]
+            slot.make_segment(self.master, self.rank * size)
 
         # This rank's part of the gradients, summed over backwards. Over ranks, 16-bit gradients are
         # averaged as they come. Others are summed, and divided in the step, as one device does.
@@ -239,10 +241,11 @@ class Bucket:
         gradients = torch.empty_like(self.flat)  # filling it with zeros takes 3% of a step
         for slot in self.slots:
             slot.check()
+            view = slot.view(gradients)
             if slot.parameter.grad is None:
-                slot.view(gradients).zero_()
+                view.zero_()
             else:
-                slot.view(gradients).copy_(slot.parameter.grad)
+                view.copy_(slot.parameter.grad)
                 slot.parameter.grad = None
                 slot.used = True
         sent = gradients.chunk(self.N)
@@ -252,6 +255,8 @@ class Bucket:
 
     def wait_for_reduce(self):
         """Add what has come to `grad`, in rank order."""
+        if self.reducing is None:
+            return
         parts = self.reducing.wait()
         self.reducing = None
         if self.is_16_bit:  # in fp32: a sum in fp16 overflows at 65504, and rounds at each addition
@@ -295,6 +300,8 @@ class Zero1(torch.optim.Optimizer):
     norm of each rank's own gradients, and module.zero_grad() misses gradients that are reduced.
     """
 
+    _bucket_class = Bucket
+
     def __init__(
         self,
         module,
@@ -316,18 +323,14 @@ class Zero1(torch.optim.Optimizer):
         if not self._group_index.keys() <= set(module.parameters()):
             raise ValueError("params has parameters that are not among module.parameters()")
         start_alike(module, process_group)
-        self._buckets = self._make_buckets(bucket_cap_mb * 2**20, offload)
+        parameters = [p for p in module.parameters() if p in self._group_index]
+        lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
+        self._buckets = [self._bucket_class(each, process_group, offload) for each in lists]
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         groups = [self._segment_group(bucket) for bucket in self._buckets]
         self._optimizer = optimizer_class(groups, **optimizer_kwargs)  # updates the segments
-        self._in_flight = None  # the bucket whose gradients are on their way
         self._sync = True  # False in no_sync()
         self._loss_scale = 1.0  # divides the gradients, see unscale_()
-
-    def _make_buckets(self, cap_bytes, offload, bucket_class=Bucket):
-        parameters = [p for p in self.module.parameters() if p in self._group_index]
-        lists = assign_buckets(parameters, self._kind, cap_bytes)
-        return [bucket_class(together, self.process_group, offload) for together in lists]
 
     def _kind(self, parameter):
         """Only parameters of one kind share a bucket."""
@@ -342,23 +345,20 @@ class Zero1(torch.optim.Optimizer):
     def step(self):
         """Reduce what is still in .grad, update this rank's shards, and gather the others."""
         for bucket in self._reduce_gradients():
-            self._update(bucket)
-            bucket.all_gather()  # goes on while the next bucket is updated
+            bucket.adopt_writes()
+            mean = bucket.grad.to(bucket.master) / (bucket.divisor * self._loss_scale)
+            for slot in bucket.slots:
+                if slot.used:
+                    slot.segment.grad = mean[slot.part]
+            # Groups are made anew, because a scheduler changes the lr in self.param_groups. The
+            # inner optimizer updates one bucket at a time, while the one before is gathered.
+            self._optimizer.param_groups = [self._segment_group(bucket)]
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            bucket.shard.copy_(bucket.master)
+            bucket.all_gather()
         for bucket in self._buckets:
             bucket.wait_for_gather()
-
-    def _update(self, bucket):
-        """Update this rank's segments with the averaged gradients."""
-        bucket.adopt_writes()
-        mean = bucket.grad.to(bucket.master) / (bucket.divisor * self._loss_scale)
-        for slot in bucket.slots:
-            slot.segment.grad = mean[slot.part] if slot.used else None
-        # Made anew at each step, because a scheduler changes the lr in self.param_groups. The inner
-        # optimizer sees this bucket only, so that the gather of the one before goes on meanwhile.
-        self._optimizer.param_groups = [self._segment_group(bucket)]
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        bucket.shard.copy_(bucket.master)
 
     def _reduce_gradients(self):
         """Reduce the buckets that have a .grad on any rank. Returns those that have gradients now.
@@ -378,17 +378,15 @@ class Zero1(torch.optim.Optimizer):
             if any(flags[slot] == 2 for slot in bucket.slots):
                 self._start_reduce(bucket)
         self._finish_reduce()
-        return [bucket for bucket in self._buckets if any(slot.used for slot in bucket.slots)]
+        return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
         self._finish_reduce()  # one at a time, because a bucket on its way is held twice
         bucket.reduce_scatter()
-        self._in_flight = bucket
 
     def _finish_reduce(self):
-        if self._in_flight is not None:
-            self._in_flight.wait_for_reduce()
-            self._in_flight = None
+        for bucket in self._buckets:
+            bucket.wait_for_reduce()
 
     def add_param_group(self, param_group):
         if hasattr(self, "_buckets"):
@@ -428,7 +426,7 @@ class Zero1(torch.optim.Optimizer):
         return norm
 
     def _total_norm(self, counted=None, process_groups=()):
-        total = torch.zeros((), dtype=torch.float64, device=self._buckets[0].flat.device)
+        total = self._buckets[0].flat.new_zeros((), dtype=torch.float64)
         for bucket in self._reduce_gradients():
             for slot in bucket.slots:
                 if counted is None or counted(slot.parameter):
@@ -448,19 +446,16 @@ class Zero1(torch.optim.Optimizer):
 
     def state_dict(self):
         """Return what the plain optimizer would, in host memory. All ranks must call this."""
-        mine = []
+        states = {}  # parameter: its state, with the segments of all ranks joined
         for slot in self._slots:
             state = dict(self._optimizer.state[slot.segment])
             if slot.segment.dtype != slot.parameter.dtype:
                 state["master"] = slot.segment
-            mine.append(tree_map(lambda tensor: tensor.cpu().clone(), state))
-        everyone = [None] * dist.get_world_size(self.process_group)
-        dist.all_gather_object(everyone, mine, group=self.process_group)
-        states = {}  # parameter: its state, with the segments of all ranks joined
-        for slot, *parts in zip(self._slots, *everyone, strict=True):
-            states[slot.parameter] = state = parts[0]
-            for name in state.keys() - PER_TENSOR:
-                state[name] = slot.join([part[name] for part in parts])
+            for name, value in state.items():
+                state[name] = value.cpu().clone()
+                if name not in PER_TENSOR:
+                    state[name] = slot.join(state[name], self.process_group)
+            states[slot.parameter] = state
         state = {n: states[p] for n, p in enumerate(self._group_index) if states[p]}
         return {**super().state_dict(), "state": state}
 
@@ -468,17 +463,16 @@ class Zero1(torch.optim.Optimizer):
         """Load what state_dict() or the plain optimizer's returned, at any number of ranks."""
         super().load_state_dict({**state_dict, "state": {}})  # checks and loads the groups
         saved = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_index)}
-        states = []  # of the segments on this rank
-        for slot in self._slots:
-            state = copy.deepcopy(saved[slot.parameter])
+        states = {}  # of the segments on this rank
+        for number, slot in enumerate(self._slots):
+            states[number] = state = copy.deepcopy(saved[slot.parameter])
             for name in state.keys() - PER_TENSOR:
-                state[name] = slot.cut(state[name])
+                state[name] = slot.split(state[name])
             if "master" in state:
                 slot.segment.copy_(state.pop("master"))
-            states.append(state)
         self._optimizer.param_groups = [self._segment_group(bucket) for bucket in self._buckets]
         groups = self._optimizer.state_dict()["param_groups"]  # as PyTorch numbers the segments
-        self._optimizer.load_state_dict({"state": dict(enumerate(states)), "param_groups": groups})
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
 
     def shards(self):
         """Yield (parameter, first, segment, state) for each parameter, to save or load in pieces.
@@ -526,9 +520,9 @@ class Zero2(Zero1):
         # The buckets that this backward has yet to reduce. None while no backward runs.
         self._to_reduce = None
         self._arrived = set()  # the parameters whose gradients this backward has computed
+        hook = weak_hook(self._post_accumulate_grad)
         for parameter in self._group_index:
             if parameter.requires_grad:
-                hook = weak_hook(self._post_accumulate_grad)
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def _pre_backward(self):
@@ -537,9 +531,7 @@ class Zero2(Zero1):
             return
         self._to_reduce = []
         if self._sync:
-            for bucket in self._buckets:
-                if any(parameter.requires_grad for parameter in bucket.parameters):
-                    self._to_reduce.append(bucket)
+            self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
         self._arrived = set()
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._post_backward)
@@ -624,6 +616,8 @@ class Zero3(Zero2):
     backward  unit 2: gather 2, start 1   unit 1: free 2, start 0   unit 0: free 1       end: free 0
     """
 
+    _bucket_class = FreeableBucket
+
     def __init__(self, module, *args, **kwargs):
         self._units = dict.fromkeys(module.parameters(), ())  # parameter: the units it is in
         units = list(find_units(module))
@@ -636,15 +630,9 @@ class Zero3(Zero2):
         # What runs: (the buckets it needs, whether in backward). None between passes.
         self._running = None
         self._next_needed = {}  # each `_running`: the buckets that what followed it last time needs
-        # Each module: the buckets that it needs, its unit's and those outside of all units. None
-        # stands for full_parameters().
-        self._needed = {None: tuple(self._buckets)}
+        self._needed = {}  # each module: the buckets of its unit, and those outside of all units
         for unit in (module, *units):
-            needed = []
-            for bucket in self._buckets:
-                units_of_bucket = self._units[bucket.parameters[0]]  # alike for all of them
-                if unit in units_of_bucket or not units_of_bucket:
-                    needed.append(bucket)
+            needed = [b for b in self._buckets if unit in (self._units[b.parameters[0]] or [unit])]
             self._needed.update(dict.fromkeys(unit.modules(), tuple(needed)))
         for part in module.modules():
             part.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
@@ -654,9 +642,6 @@ class Zero3(Zero2):
 
     def _kind(self, parameter):
         return *super()._kind(parameter), self._units[parameter]
-
-    def _make_buckets(self, cap_bytes, offload):
-        return super()._make_buckets(torch.inf, offload, FreeableBucket)  # one bucket for each unit
 
     def _post_forward(self, module, args, kwargs, output):
         """Let backward enter the module when it reaches an output."""
@@ -668,8 +653,8 @@ class Zero3(Zero2):
         if module is self.module and not in_backward():
             self._free_all()
 
-    def _enter(self, module, args_or_gradient=None):
-        """A hook: `module`, or full_parameters() for None, is about to run, forward or backward."""
+    def _enter(self, module, args_or_gradient):
+        """A hook: `module` is about to run, forward or backward."""
         needed = self._needed.get(module, ())  # a copy of the module needs nothing
         if in_backward():
             self._pre_backward()
@@ -727,7 +712,7 @@ class Zero3(Zero2):
     def full_parameters(self):
         """A context with whole parameters. The caller may write to them, alike on all ranks."""
         self._full_contexts += 1
-        self._enter(None)
+        self._unshard(tuple(self._buckets))
         try:
             yield
         finally:
