@@ -108,16 +108,16 @@ class Exchange:
     def __init__(self, sent, received, process_group):
         device = sent[0].device
         if f"{device.type}:gloo" in dist.get_backend_config(process_group):
-            device = torch.device("cpu")  # gloo sends from host memory
+            device = "cpu"  # gloo sends from host memory
         self.received = received
         # Where messages arrive: on the same device, .to() makes no copy, and this is `received`.
         self.messages = [tensor.to(device) for tensor in received]
         operations = []
         for peer, message in enumerate(self.messages):
             if peer != dist.get_rank(process_group):
-                to_or_from = {"group": process_group, "group_peer": peer}
-                operations.append(dist.P2POp(dist.isend, sent[peer].to(device), **to_or_from))
-                operations.append(dist.P2POp(dist.irecv, message, **to_or_from))
+                group = {"group": process_group, "group_peer": peer}
+                operations.append(dist.P2POp(dist.isend, sent[peer].to(device), **group))
+                operations.append(dist.P2POp(dist.irecv, message, **group))
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self):
@@ -326,9 +326,9 @@ class Zero1(torch.optim.Optimizer):
         parameters = [p for p in module.parameters() if p in self._group_index]
         lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
         self._buckets = [self._bucket_class(each, process_group, offload) for each in lists]
-        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        groups = [self._segment_group(bucket) for bucket in self._buckets]
-        self._optimizer = optimizer_class(groups, **optimizer_kwargs)  # updates the segments
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._slots = {slot.parameter: slot for slot in slots}
+        self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
         self._sync = True  # False in no_sync()
         self._loss_scale = 1.0  # divides the gradients, see unscale_()
 
@@ -336,11 +336,13 @@ class Zero1(torch.optim.Optimizer):
         """Only parameters of one kind share a bucket."""
         return parameter.dtype, parameter.requires_grad, self._group_index[parameter]
 
-    def _segment_group(self, bucket):
-        """Return a param_group for the inner optimizer, with the bucket's segments."""
-        segments = [slot.segment for slot in bucket.slots]
-        group = self.param_groups[self._group_index[bucket.parameters[0]]]
-        return {**group, "params": segments}
+    def _segment_groups(self):
+        """Return param_groups for the inner optimizer, which updates segments."""
+        groups = []
+        for group in self.param_groups:
+            segments = [self._slots[parameter].segment for parameter in group["params"]]
+            groups.append({**group, "params": segments})
+        return groups
 
     def step(self):
         """Reduce what is still in .grad, update this rank's shards, and gather the others."""
@@ -350,9 +352,11 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 if slot.used:
                     slot.segment.grad = mean[slot.part]
-            # Groups are made anew, because a scheduler changes the lr in self.param_groups. The
-            # inner optimizer updates one bucket at a time, while the one before is gathered.
-            self._optimizer.param_groups = [self._segment_group(bucket)]
+            # The inner optimizer gets this bucket only, because the one before is being gathered,
+            # and its options anew, because a scheduler changes them in self.param_groups.
+            group = self.param_groups[self._group_index[bucket.parameters[0]]]
+            segments = [slot.segment for slot in bucket.slots]
+            self._optimizer.param_groups = [{**group, "params": segments}]
             self._optimizer.step()
             self._optimizer.zero_grad()
             bucket.shard.copy_(bucket.master)
@@ -367,11 +371,12 @@ class Zero1(torch.optim.Optimizer):
         the maximum of a flag for each parameter: 2 if it has a .grad, which is still to be reduced,
         else 1 if it has a reduced gradient, else 0.
         """
-        flags = [int(slot.used) if slot.parameter.grad is None else 2 for slot in self._slots]
+        slots = self._slots.values()
+        flags = [int(slot.used) if slot.parameter.grad is None else 2 for slot in slots]
         flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         # tolist() is the one place in a step where the host waits for the device.
-        flags = dict(zip(self._slots, flags.tolist(), strict=True))
+        flags = dict(zip(slots, flags.tolist(), strict=True))
         for bucket in self._buckets:
             for slot in bucket.slots:
                 slot.used = flags[slot] > 0
@@ -400,8 +405,8 @@ class Zero1(torch.optim.Optimizer):
         self._loss_scale = 1.0
         for bucket in self._buckets:
             bucket.grad = None
-        for slot in self._slots:
-            slot.used = False
+            for slot in bucket.slots:
+                slot.used = False
 
     @contextmanager
     def no_sync(self):
@@ -419,22 +424,19 @@ class Zero1(torch.optim.Optimizer):
         With model parallelism, `process_groups` are the groups over which the model is split, and
         counted(parameter) says whether this rank counts a parameter that others in them hold, too.
         """
-        norm = self._total_norm(counted, process_groups)
-        for bucket in self._buckets:
-            if bucket.grad is not None:
-                bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
-
-    def _total_norm(self, counted=None, process_groups=()):
+        buckets = self._reduce_gradients()
         total = self._buckets[0].flat.new_zeros((), dtype=torch.float64)
-        for bucket in self._reduce_gradients():
+        for bucket in buckets:
             for slot in bucket.slots:
                 if counted is None or counted(slot.parameter):
                     norm = bucket.grad[slot.part].norm(dtype=torch.float64)
                     total += (norm / (bucket.divisor * self._loss_scale)).square()
         for group in (self.process_group, *process_groups):
             dist.all_reduce(total, group=group)
-        return total.sqrt()
+        norm = total.sqrt()
+        for bucket in buckets:
+            bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
 
     def unscale_(self, loss_scale):
         """Divide the gradients by the loss's scale. Returns 1.0 if one is inf or NaN, else 0.0.
@@ -442,37 +444,37 @@ class Zero1(torch.optim.Optimizer):
         amp.GradScaler calls it. The division is done by step() and counts until zero_grad().
         """
         self._loss_scale = loss_scale
-        return 1.0 - self._total_norm().isfinite().float()
+        return 1.0 - self.clip_grad_norm_(torch.inf).isfinite().float()
 
     def state_dict(self):
         """Return what the plain optimizer would, in host memory. All ranks must call this."""
-        states = {}  # parameter: its state, with the segments of all ranks joined
-        for slot in self._slots:
+        states = {}
+        for number, parameter in enumerate(self._group_index):
+            slot = self._slots[parameter]
             state = dict(self._optimizer.state[slot.segment])
-            if slot.segment.dtype != slot.parameter.dtype:
+            if slot.segment.dtype != parameter.dtype:
                 state["master"] = slot.segment
             for name, value in state.items():
                 state[name] = value.cpu().clone()
                 if name not in PER_TENSOR:
                     state[name] = slot.join(state[name], self.process_group)
-            states[slot.parameter] = state
-        state = {n: states[p] for n, p in enumerate(self._group_index) if states[p]}
-        return {**super().state_dict(), "state": state}
+            if state:
+                states[number] = state
+        return {**super().state_dict(), "state": states}
 
     def load_state_dict(self, state_dict):
         """Load what state_dict() or the plain optimizer's returned, at any number of ranks."""
         super().load_state_dict({**state_dict, "state": {}})  # checks and loads the groups
-        saved = {p: state_dict["state"].get(n, {}) for n, p in enumerate(self._group_index)}
         states = {}  # of the segments on this rank
-        for number, slot in enumerate(self._slots):
-            states[number] = state = copy.deepcopy(saved[slot.parameter])
+        for number, parameter in enumerate(self._group_index):
+            slot = self._slots[parameter]
+            states[number] = state = copy.deepcopy(state_dict["state"].get(number, {}))
             for name in state.keys() - PER_TENSOR:
                 state[name] = slot.split(state[name])
             if "master" in state:
                 slot.segment.copy_(state.pop("master"))
-        self._optimizer.param_groups = [self._segment_group(bucket) for bucket in self._buckets]
-        groups = self._optimizer.state_dict()["param_groups"]  # as PyTorch numbers the segments
-        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
+        self._optimizer.param_groups = self._segment_groups()
+        self._optimizer.load_state_dict({**state_dict, "state": states})
 
     def shards(self):
         """Yield (parameter, first, segment, state) for each parameter, to save or load in pieces.
@@ -480,8 +482,8 @@ class Zero1(torch.optim.Optimizer):
         `segment` is what the optimizer updates: this rank's elements of the flattened parameter,
         beginning with element `first`. After writing to segments, call sync_parameters().
         """
-        for slot in self._slots:
-            yield slot.parameter, slot.first, slot.segment, self._optimizer.state[slot.segment]
+        for parameter, slot in self._slots.items():
+            yield parameter, slot.first, slot.segment, self._optimizer.state[slot.segment]
 
     def sync_parameters(self):
         """Write the segments of all ranks into the parameters."""
@@ -501,9 +503,8 @@ def weak_hook(method):
     reference = weakref.WeakMethod(method)
 
     def hook(*args):
-        method = reference()
-        if method is not None:
-            method(*args)
+        if reference() is not None:
+            reference()(*args)
 
     return hook
 
@@ -533,8 +534,7 @@ class Zero2(Zero1):
         if self._sync:
             self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
         self._arrived = set()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._post_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _post_accumulate_grad(self, parameter):
         """Backward has added to the .grad of `parameter`."""
@@ -636,20 +636,19 @@ class Zero3(Zero2):
             self._needed.update(dict.fromkeys(unit.modules(), tuple(needed)))
         for part in module.modules():
             part.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
-            part.register_forward_hook(weak_hook(self._post_forward), with_kwargs=True)
+            part.register_forward_hook(weak_hook(self._post_forward))
             part.register_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
         self._free_all()
 
     def _kind(self, parameter):
         return *super()._kind(parameter), self._units[parameter]
 
-    def _post_forward(self, module, args, kwargs, output):
+    def _post_forward(self, module, args, output):
         """Let backward enter the module when it reaches an output."""
-        # An output that is also an input is another module's output: it has that module's hook.
-        inputs = {id(tensor) for tensor in tree_leaves((args, kwargs))}
         for tensor in tree_leaves(output):
-            if torch.is_tensor(tensor) and tensor.grad_fn and id(tensor) not in inputs:
-                tensor.register_hook(functools.partial(self._enter, module))
+            # A module may return an input. That is the output of another one, which is in charge.
+            if torch.is_tensor(tensor) and tensor.grad_fn and not hasattr(tensor, "_enters"):
+                tensor._enters = tensor.register_hook(functools.partial(self._enter, module))
         if module is self.module and not in_backward():
             self._free_all()
 
