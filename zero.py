@@ -18,8 +18,8 @@ updated parameters to every rank. The two together send as much as DDP's all-red
           forward and again before its backward, and frees it afterwards.
 
 The table has the bytes that a rank holds for Ψ parameters of 16 bits, with Adam and fp32 master
-weights; in fp32 the first row is 4Ψ, 4Ψ and 8Ψ. On the right are the elements that a rank sends in
-a step, to be multiplied by (N-1)/N, if the step has one backward and if it has m of them:
+weights. In fp32 the first row is 4Ψ, 4Ψ and 8Ψ. On the right are the elements that a rank sends in
+a step with one backward and in a step with m backwards. All must be multiplied by (N-1)/N:
 
            parameters  gradients  optimizer  sent, 1 backward                sent, m backwards
     DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
@@ -27,13 +27,12 @@ a step, to be multiplied by (N-1)/N, if the step has one backward and if it has 
     Zero2  2Ψ          2Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
     Zero3  2Ψ/N        2Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
-With m backwards Zero2, too, sends only 2Ψ in no_sync(), but then it keeps whole gradients. Beyond
-the table, a bucket is held twice while its gradients are on their way, and Zero3 holds the unit
-that runs and the next one. A step also sends one byte for each parameter tensor, a flag that says
-whether this rank has a gradient for it.
+In no_sync() Zero2 sends 2Ψ as well, but keeps whole gradients. Beyond the table, a bucket of
+gradients is held twice while it is reduced. Zero3 holds the unit that runs and the next one. A step
+also sends one byte for each parameter tensor, a flag that says whether this rank has a gradient.
 
-Each rank adds the gradients of all ranks in rank order. So training equals, bit by bit and for any
-N, one device that adds up the ranks' gradients in that order and then divides by N.
+Each rank adds the gradients of all ranks in rank order. So training is bitwise equal, for any N, to
+one device that adds up the ranks' gradients in that order and then divides by N.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
@@ -103,14 +102,14 @@ def sharded_step(parameters, shard, optimizer, process_group=None):
 
 
 class Exchange:
-    """Messages on their way: sent[r] goes to rank r, and received[r] comes from it."""
+    """Messages in flight: sent[r] goes to rank r, and received[r] comes from it."""
 
     def __init__(self, sent, received, process_group):
         device = sent[0].device
         if f"{device.type}:gloo" in dist.get_backend_config(process_group):
             device = "cpu"  # gloo sends from host memory
         self.received = received
-        # Where messages arrive: on the same device, .to() makes no copy, and this is `received`.
+        # Where messages arrive. If the device is the same, .to() returns the tensor itself.
         self.messages = [tensor.to(device) for tensor in received]
         operations = []
         for peer, message in enumerate(self.messages):
@@ -124,36 +123,36 @@ class Exchange:
         for work in self.works:
             work.wait()
         for tensor, message in zip(self.received, self.messages, strict=True):
-            tensor.copy_(message)  # from the host; does nothing if they are one tensor
+            tensor.copy_(message)  # from the host; does nothing if both are the same tensor
         return self.received
 
 
 class Slot:
     """The place of one parameter in its bucket.
 
-    The parameter's segment is the part of it that lies in this rank's shard, and that the
-    optimizer updates on this rank. A segment may be empty.
+    This rank updates the parameter's segment, the part of it that lies in this rank's shard. The
+    segment may be empty.
     """
 
     def __init__(self, parameter, start):
         self.parameter = parameter
-        self.start = start  # the parameter's first element, counted from the bucket's
+        self.start = start  # the parameter's first element in the bucket
         # As in the plain model, because some kernels round differently with other strides.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.used = False  # whether this parameter has a gradient in the bucket's `grad`
         self.pointer = None  # the address of the parameter's data
 
     def make_segment(self, master, shard_start):
-        """`master` has the elements of the bucket from `shard_start` on."""
+        """Take the segment from `master`, the bucket's elements from `shard_start` on."""
         start = self.start - shard_start  # negative if the parameter begins before the shard
         size = self.parameter.numel()
-        # The segment in the shard. It may end after the shard, where slicing cuts it off.
+        # Where the segment is in the shard. Slicing cuts off what lies after the shard.
         self.part = slice(max(0, start), max(0, start + size))
         self.segment = master[self.part]
-        self.first = min(max(0, -start), size)  # its first element, counted from the parameter's
+        self.first = min(max(0, -start), size)  # where the segment begins in the parameter
 
     def view(self, flat):
-        """Return the parameter's elements of `flat`, a whole bucket, in the parameter's shape."""
+        """Return the parameter's part of `flat`, a whole bucket, in the parameter's shape."""
         return flat.as_strided(self.parameter.shape, self.stride, self.start)
 
     def attach(self, data):
@@ -167,13 +166,13 @@ class Slot:
             )
 
     def split(self, whole):
-        """Return this rank's segment of a tensor like the parameter."""
+        """Return this rank's segment of `whole`, a tensor with the parameter's shape."""
         flat = whole.new_empty(whole.numel())
         flat.as_strided(whole.shape, self.stride).copy_(whole)
         return flat[self.first :][: self.segment.numel()].clone()
 
     def join(self, segment, process_group):
-        """Return a tensor like the parameter, from the segments of all ranks."""
+        """Return a tensor with the parameter's shape, made of the segments of all ranks."""
         segments = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(segments, segment, group=process_group)
         return torch.cat(segments).as_strided(self.parameter.shape, self.stride)
@@ -187,13 +186,13 @@ class Bucket:
                 rank 0             rank 1
         flat    1 2 3 4 5 6 7 8    1 2 3 4 5 6 7 8    all values; the parameters are views of it
         shard   1 2 3 4            5 6 7 8            this rank's part of flat
-        grad    of 1 2 3 4         of 5 6 7 8         the gradients, summed over ranks
+        grad    g₁ g₂ g₃ g₄        g₅ g₆ g₇ g₈        the shard's gradients, summed over ranks
         master  1 2 3 4            5 6 7 8            the shard itself; for 16-bit or offloaded
                                                       parameters a copy in fp32 or in host memory
         slots   weight: 1 2 3 4    weight: 5          segments of master, one per parameter,
                 bias:   -          bias:   6 7 8      which the optimizer updates
 
-    In fact parameters start at multiples of 64 bytes, and shards at multiples of 16.
+    With padding, parameters start at multiples of 64 bytes, and shards at multiples of 16.
     """
 
     def __init__(self, parameters, process_group, offload):
@@ -207,9 +206,9 @@ class Bucket:
         start = 0
         for parameter in parameters:
             self.slots.append(Slot(parameter, start))
-            # PyTorch aligns tensors to 64 bytes. Elsewhere kernels are slower or round differently.
+            # As PyTorch aligns tensors. Elsewhere kernels are slower or round differently.
             start = round_up(start + parameter.numel(), 64 // first.itemsize)
-        # A shard's elements. NCCL is faster if messages are aligned to 16 bytes. None may be empty.
+        # Elements in a shard, at least one. NCCL is faster if messages are aligned to 16 bytes.
         size = round_up(max(1, start), self.N * 16 // first.itemsize) // self.N
 
         self.flat = first.new_zeros(self.N * size)
@@ -223,10 +222,10 @@ class Bucket:
         for slot in self.slots:
             slot.make_segment(self.master, self.rank * size)
 
-        # This rank's part of the gradients, summed over backwards. Over ranks, 16-bit gradients are
-        # averaged as they come. Others are summed, and divided in the step, as one device does.
+        # The shard's gradients, summed over backwards. 16-bit gradients are averaged over ranks as
+        # they arrive. Others are summed over ranks, and step() divides, as one device does.
         self.grad = None
-        self.divisor = 1 if self.is_16_bit else self.N  # `grad` / divisor is the mean over ranks
+        self.divisor = 1 if self.is_16_bit else self.N  # grad / divisor is the mean over ranks
         self.reducing = None  # the Exchange of gradients, during a reduce-scatter
         self.gathering = None  # the Exchange of shards, during an all-gather
 
@@ -238,7 +237,7 @@ class Bucket:
 
     def reduce_scatter(self):
         """Move the gradients out of .grad, and start to send part r of them to rank r."""
-        gradients = torch.empty_like(self.flat)  # filling it with zeros takes 3% of a step
+        gradients = torch.empty_like(self.flat)  # not zeros, which would take 3% of a step
         for slot in self.slots:
             slot.check()
             view = slot.view(gradients)
@@ -254,15 +253,16 @@ class Bucket:
         self.reducing = Exchange(sent, received, self.process_group)
 
     def wait_for_reduce(self):
-        """Add what has come to `grad`, in rank order."""
+        """Add the gradients of all ranks to `grad`, in rank order."""
         if self.reducing is None:
             return
         parts = self.reducing.wait()
         self.reducing = None
-        if self.is_16_bit:  # in fp32: a sum in fp16 overflows at 65504, and rounds at each addition
+        if self.is_16_bit:
+            # In fp32, because a sum in fp16 overflows at 65504 and rounds at each addition.
             parts = [sum(part.float() for part in parts) / self.N]
-        if self.grad is not None:  # go on with the sum, as one device does
-            parts.insert(0, self.grad)
+        if self.grad is not None:
+            parts.insert(0, self.grad)  # the first term of the sum, as on one device
         self.grad = functools.reduce(torch.add, parts).to(self.flat.dtype)
 
     def all_gather(self):
@@ -289,15 +289,15 @@ class Bucket:
 
 
 class Zero1(torch.optim.Optimizer):
-    """Averages gradients over `process_group` and steps. Each rank holds 1/N of the state.
+    """Averages gradients over `process_group` and updates. Each rank holds 1/N of the state.
 
-    `module` must be on its device. All ranks take over rank 0's parameters and buffers. `params`
-    has the parameter groups, by default one with all parameters. With offload="cpu" optimizer state
-    and master weights stay in host memory, and the update runs there. A bucket is closed when it
-    has `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
+    Move `module` to its device first. All ranks get rank 0's parameters and buffers. `params` are
+    the parameters to train, or parameter groups, as in torch.optim. With offload="cpu" optimizer
+    state and master weights are in host memory, and the update runs there. A bucket is closed when
+    it has `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
 
     Use this class's clip_grad_norm_() and zero_grad(). torch.nn.utils.clip_grad_norm_ clips by the
-    norm of each rank's own gradients, and module.zero_grad() misses gradients that are reduced.
+    norm of each rank's own gradients, and module.zero_grad() does not drop reduced gradients.
     """
 
     _bucket_class = Bucket
@@ -317,7 +317,7 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, defaults)
         self.module = module
         self.process_group = process_group
-        # parameter: the number of its group; in the order in which state dicts number parameters
+        # parameter: the index of its group. State dicts number parameters in this order.
         groups = enumerate(self.param_groups)
         self._group_index = {p: index for index, group in groups for p in group["params"]}
         if not self._group_index.keys() <= set(module.parameters()):
@@ -326,8 +326,7 @@ class Zero1(torch.optim.Optimizer):
         parameters = [p for p in module.parameters() if p in self._group_index]
         lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
         self._buckets = [self._bucket_class(each, process_group, offload) for each in lists]
-        slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._slots = {slot.parameter: slot for slot in slots}
+        self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
         self._sync = True  # False in no_sync()
         self._loss_scale = 1.0  # divides the gradients, see unscale_()
@@ -352,8 +351,8 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 if slot.used:
                     slot.segment.grad = mean[slot.part]
-            # The inner optimizer gets this bucket only, because the one before is being gathered,
-            # and its options anew, because a scheduler changes them in self.param_groups.
+            # The inner optimizer updates this bucket only, while the one before is gathered. Its
+            # options are set anew, because a scheduler changes those in self.param_groups.
             group = self.param_groups[self._group_index[bucket.parameters[0]]]
             segments = [slot.segment for slot in bucket.slots]
             self._optimizer.param_groups = [{**group, "params": segments}]
@@ -365,17 +364,17 @@ class Zero1(torch.optim.Optimizer):
             bucket.wait_for_gather()
 
     def _reduce_gradients(self):
-        """Reduce the buckets that have a .grad on any rank. Returns those that have gradients now.
+        """Reduce the buckets that have a .grad on any rank. Returns those that have gradients.
 
-        Ranks may use different parameters, but must issue the same collectives. So they first take
-        the maximum of a flag for each parameter: 2 if it has a .grad, which is still to be reduced,
-        else 1 if it has a reduced gradient, else 0.
+        Ranks may use different parameters, but must issue the same collectives. So each rank has a
+        flag for each parameter: 2 if it has a .grad, which is not reduced yet, else 1 if it has a
+        reduced gradient, else 0. The ranks act on the maximum of their flags.
         """
         slots = self._slots.values()
         flags = [int(slot.used) if slot.parameter.grad is None else 2 for slot in slots]
         flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        # tolist() is the one place in a step where the host waits for the device.
+        # Only here, in tolist(), does the host wait for the device.
         flags = dict(zip(slots, flags.tolist(), strict=True))
         for bucket in self._buckets:
             for slot in bucket.slots:
@@ -386,7 +385,7 @@ class Zero1(torch.optim.Optimizer):
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
-        self._finish_reduce()  # one at a time, because a bucket on its way is held twice
+        self._finish_reduce()  # one at a time, because its gradients are held twice meanwhile
         bucket.reduce_scatter()
 
     def _finish_reduce(self):
@@ -399,7 +398,7 @@ class Zero1(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients: those in .grad, and those that are reduced."""
+        """Drop all gradients, those in .grad and those already reduced."""
         super().zero_grad()
         self._finish_reduce()  # after a backward that raised
         self._loss_scale = 1.0
@@ -410,7 +409,10 @@ class Zero1(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self):
-        """Backward in here leaves whole gradients in .grad, until step() or a backward outside."""
+        """A context in which backward leaves whole gradients in .grad.
+
+        The next backward outside, or step(), reduces them.
+        """
         before = self._sync
         self._sync = False
         try:
@@ -421,8 +423,8 @@ class Zero1(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
         """Scale the averaged gradients to a joint norm of at most `max_norm`. Returns their norm.
 
-        With model parallelism, `process_groups` are the groups over which the model is split, and
-        counted(parameter) says whether this rank counts a parameter that others in them hold, too.
+        With model parallelism, `process_groups` are the groups over which the model is split. Their
+        ranks may hold copies of a parameter: counted(parameter) is True on the rank that counts it.
         """
         buckets = self._reduce_gradients()
         total = self._buckets[0].flat.new_zeros((), dtype=torch.float64)
@@ -441,13 +443,13 @@ class Zero1(torch.optim.Optimizer):
     def unscale_(self, loss_scale):
         """Divide the gradients by the loss's scale. Returns 1.0 if one is inf or NaN, else 0.0.
 
-        amp.GradScaler calls it. The division is done by step() and counts until zero_grad().
+        amp.GradScaler calls it. In fact step() divides, in fp32. The scale holds until zero_grad().
         """
         self._loss_scale = loss_scale
         return 1.0 - self.clip_grad_norm_(torch.inf).isfinite().float()
 
     def state_dict(self):
-        """Return what the plain optimizer would, in host memory. All ranks must call this."""
+        """Return the plain optimizer's state_dict, in host memory. All ranks must call this."""
         states = {}
         for number, parameter in enumerate(self._group_index):
             slot = self._slots[parameter]
@@ -463,7 +465,7 @@ class Zero1(torch.optim.Optimizer):
         return {**super().state_dict(), "state": states}
 
     def load_state_dict(self, state_dict):
-        """Load what state_dict() or the plain optimizer's returned, at any number of ranks."""
+        """Load the plain optimizer's state_dict, or one of this class at any number of ranks."""
         super().load_state_dict({**state_dict, "state": {}})  # checks and loads the groups
         states = {}  # of the segments on this rank
         for number, parameter in enumerate(self._group_index):
@@ -512,15 +514,14 @@ def weak_hook(method):
 class Zero2(Zero1):
     """Zero1 with sharded gradients: backward reduces a bucket when it is full, and frees its .grad.
 
-    So torch.nn.utils.clip_grad_norm_ finds no .grad and silently clips nothing. Every backward must
-    reach at least one parameter on every rank.
+    After backward torch.nn.utils.clip_grad_norm_ finds no .grad, and silently clips nothing. Every
+    backward must reach at least one parameter on every rank.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # The buckets that this backward has yet to reduce. None while no backward runs.
-        self._to_reduce = None
-        self._arrived = set()  # the parameters whose gradients this backward has computed
+        self._to_reduce = None  # buckets that the running backward has yet to reduce
+        self._arrived = set()  # parameters whose gradients this backward has computed
         hook = weak_hook(self._post_accumulate_grad)
         for parameter in self._group_index:
             if parameter.requires_grad:
@@ -540,13 +541,13 @@ class Zero2(Zero1):
         """Backward has added to the .grad of `parameter`."""
         self._pre_backward()
         self._arrived.add(parameter)
-        # Buckets fill in the order of backward, which may differ between ranks. They must leave in
-        # the same order on every rank, or the ranks add up different buckets.
+        # Buckets may fill in another order on another rank. They must be sent in the same order on
+        # every rank, or the ranks add up different buckets.
         while self._to_reduce and self._arrived.issuperset(self._to_reduce[0].parameters):
             self._start_reduce(self._to_reduce.pop(0))
 
     def _post_backward(self):
-        for bucket in self._to_reduce:  # this backward did not reach all of their parameters
+        for bucket in self._to_reduce:  # backward did not reach all of their parameters
             self._start_reduce(bucket)
         self._finish_reduce()
         self._to_reduce = None
@@ -566,7 +567,7 @@ class FreeableBucket(Bucket):
     def __init__(self, *args):
         self.freed = False
         super().__init__(*args)
-        self.nan = torch.full((), torch.nan).to(self.flat)  # the freed parameters read this
+        self.nan = torch.full((), torch.nan).to(self.flat)  # the value of freed parameters
 
     def make_shard(self):
         return self.own_part().clone()
@@ -582,14 +583,14 @@ class FreeableBucket(Bucket):
             self.all_gather()
 
     def all_gather(self):
-        if not self.freed:  # after a step it often is, and the next forward gathers
+        if not self.freed:  # else the next forward gathers
             self.own_part().copy_(self.shard)
             super().all_gather()
 
     def free(self):
-        """Give the memory back but keep the tensor, as autograd has saved views of it."""
+        """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
         if not self.freed:
-            self.wait_for_gather()  # it may be prefetched and not used
+            self.wait_for_gather()  # a prefetched unit may not have run
             for slot in self.slots:
                 slot.attach(self.nan.expand(slot.parameter.shape))
             self.flat.untyped_storage().resize_(0)
@@ -605,12 +606,12 @@ class FreeableBucket(Bucket):
 class Zero3(Zero2):
     """Zero2 with sharded parameters, which are whole only while a unit that needs them runs.
 
-    A unit is a largest module that has no list of modules in it, such as a transformer block.
-    Parameters outside of all units stay whole during a forward or backward. All other parameters
-    read NaN. So call a module instead of reading its weights, and call module_state_dict() instead
-    of module.state_dict(). All ranks must run the same modules in the same order.
+    Units are the largest modules that contain no list of modules, such as transformer blocks.
+    Parameters outside of all units are whole during a forward or backward. Freed parameters are
+    NaN. So call a module instead of reading its weights, and call module_state_dict() instead of
+    module.state_dict(). All ranks must run the same modules in the same order.
 
-    While a unit runs, the unit that followed it last time is already gathered:
+    While a unit runs, the unit that followed it last time is already being gathered:
 
     forward   unit 0: gather 0, start 1   unit 1: free 0, start 2   unit 2: free 1       end: free 2
     backward  unit 2: gather 2, start 1   unit 1: free 2, start 0   unit 0: free 1       end: free 0
@@ -619,41 +620,43 @@ class Zero3(Zero2):
     _bucket_class = FreeableBucket
 
     def __init__(self, module, *args, **kwargs):
-        self._units = dict.fromkeys(module.parameters(), ())  # parameter: the units it is in
+        self._units = dict.fromkeys(module.parameters(), ())  # parameter: the units that have it
         units = list(find_units(module))
         for unit in units:
             for parameter in unit.parameters():
                 self._units[parameter] += (unit,)
         super().__init__(module, *args, **kwargs)
         self._full_contexts = 0  # how many full_parameters() are open; nothing is freed in them
-        self._entered = set()  # the parameters that this backward has gathered
-        # What runs: (the buckets it needs, whether in backward). None between passes.
+        self._entered = set()  # the parameters whose modules this backward has entered
+        # The unit that runs, as (the buckets that it needs, whether in backward), or None.
         self._running = None
-        self._next_needed = {}  # each `_running`: the buckets that what followed it last time needs
-        self._needed = {}  # each module: the buckets of its unit, and those outside of all units
+        self._next_needed = {}  # a unit that runs: the buckets that were needed after it last time
+        self._needed = {}  # module: the buckets that it needs
         for unit in (module, *units):
+            # Each unit needs its own buckets, and those of parameters that are in no unit.
             needed = [b for b in self._buckets if unit in (self._units[b.parameters[0]] or [unit])]
             self._needed.update(dict.fromkeys(unit.modules(), tuple(needed)))
         for part in module.modules():
             part.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
-            part.register_forward_hook(weak_hook(self._post_forward))
+            part.register_forward_hook(weak_hook(self._post_forward), with_kwargs=True)
             part.register_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
         self._free_all()
 
     def _kind(self, parameter):
         return *super()._kind(parameter), self._units[parameter]
 
-    def _post_forward(self, module, args, output):
+    def _post_forward(self, module, args, kwargs, output):
         """Let backward enter the module when it reaches an output."""
-        for tensor in tree_leaves(output):
-            # A module may return an input. That is the output of another one, which is in charge.
-            if torch.is_tensor(tensor) and tensor.grad_fn and not hasattr(tensor, "_enters"):
-                tensor._enters = tensor.register_hook(functools.partial(self._enter, module))
+        # An output that is also an input is another module's output, and has that module's hook.
+        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        for leaf in tree_leaves(output):
+            if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
+                leaf.register_hook(functools.partial(self._enter, module))
         if module is self.module and not in_backward():
             self._free_all()
 
     def _enter(self, module, args_or_gradient):
-        """A hook: `module` is about to run, forward or backward."""
+        """The hook for a `module` that is about to run forward or backward."""
         needed = self._needed.get(module, ())  # a copy of the module needs nothing
         if in_backward():
             self._pre_backward()
@@ -662,11 +665,11 @@ class Zero3(Zero2):
             self._unshard(needed)
 
     def _unshard(self, needed):
-        """Gather the buckets that are needed, free the others, and start to gather what is next."""
+        """Gather the needed buckets, free all others, and start to gather those needed next."""
         self._next_needed[self._running] = needed
         self._running = (needed, in_backward())
-        # Autograd runs nodes in the reverse order of their creation. So backward, too, has finished
-        # with a unit when it enters another.
+        # The others can go, in backward too: autograd runs nodes in the reverse order of their
+        # creation, so it has finished with a unit when it enters another.
         for bucket in self._buckets:
             if bucket in needed:
                 bucket.gather()
@@ -678,7 +681,7 @@ class Zero3(Zero2):
             bucket.gather()
 
     def _free_all(self):
-        """End a forward or backward."""
+        """Free the parameters at the end of a forward or backward."""
         self._running = None
         self._entered.clear()
         if not self._full_contexts:
@@ -730,7 +733,7 @@ class Zero3(Zero2):
 
 
 def in_backward():
-    """Whether backward is running. A checkpointed module runs its forward again in there."""
+    """Whether backward is running. A checkpointed module then runs its forward again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -751,8 +754,8 @@ def is_list(module):
 # --------------------------------------------------------------------------------------------------
 # 6. What the constructor needs.
 
-# These optimizers update each element on its own. PER_TENSOR names their state that is one number
-# for a whole tensor.
+# These optimizers update each element on its own. Their state has a number for each element, except
+# for the names in PER_TENSOR, which are one number for the tensor.
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
 ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
@@ -797,9 +800,9 @@ def start_alike(module, process_group):
 
 
 def assign_buckets(parameters, kind_of, cap_bytes):
-    """Return lists of parameters of one kind, each closed when it has `cap_bytes`.
+    """Return lists of parameters. A list has one kind, and is closed when it has `cap_bytes`.
 
-    They are in the order in which backward computes the gradients, from the last parameter on.
+    They are in the order in which backward computes gradients, from the last parameter on.
     """
     closed = []
     filling = {}  # kind: the list that is not closed
