@@ -436,8 +436,9 @@ class Zero1(torch.optim.Optimizer):
         for group in (self.process_group, *process_groups):
             dist.all_reduce(total, group=group)
         norm = total.sqrt()
-        for bucket in buckets:
-            bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if max_norm < torch.inf:  # otherwise an infinite norm would turn all gradients into NaN
+            for bucket in buckets:
+                bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
     def unscale_(self, loss_scale):

@@ -521,25 +521,21 @@ def test_zero3_says_which_parameter_was_read_without_its_module():
 # ---- Wrong use
 
 
-def shuffled(names):
-    module = nn.Module()
-    for name in names:
-        module.register_parameter(name, nn.Parameter(torch.ones(2)))
-    return module
-
-
 @each_stage
 @pool.on(2)
 def test_wrong_use(stage):
     rank = pool.rank()
     plain = PLAIN()
+    shuffled = nn.Module()
+    for name in ("ab", "ba")[rank]:
+        shuffled.register_parameter(name, nn.Parameter(torch.ones(2)))
     in_ddp = nn.parallel.DistributedDataParallel(plain, process_group=pool.group())
     differs = f"the same model; rank {1 - rank}'s differs in .*shape"
     cases = [
         (differs, nn.Linear(6, 4 + rank), {}),
         (differs, nn.BatchNorm1d(4 + rank), {}),
         (differs, PLAIN((torch.float32, torch.float64)[rank]), {}),
-        (f"rank {1 - rank}'s differs in the order", shuffled(("ab", "ba")[rank]), {}),
+        (f"rank {1 - rank}'s differs in the order", shuffled, {}),
         ("which averages as well", in_ddp, {}),
         ("not among module.parameters", PLAIN(), {"params": plain.parameters()}),
     ]
