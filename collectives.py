@@ -1,8 +1,8 @@
-"""Collectives: all-reduce and its relatives, built from send and receive. The other files use them.
+"""Collectives: all-reduce and its relatives, built from send and receive alone.
 
-An all-reduce replaces the tensor of every rank by the sum of all. This file has four algorithms. In
-a step of the ring, every rank sends one part of its tensor to the next rank. For N = 3, where a1 is
-part a of the tensor of rank 1:
+An all-reduce replaces the tensor of each rank with the sum over all ranks. This file has four
+algorithms for it. In each step of the ring, every rank sends one part of its tensor to the next
+rank. For N = 3, where a1 is part a of rank 1's tensor:
 
     step   rank 0 sends   rank 1 sends   rank 2 sends   and the next rank
     0      c0             a1             b2             adds it to its own part
@@ -12,7 +12,7 @@ part a of the tensor of rank 1:
 
 Cost, for N ranks that hold n bytes each, with L = ⌈log₂N⌉:
 
-                          one after another, at best   sent by the     the order in which the
+                          critical path                sent by the     the order in which the
                           messages       bytes         busiest rank    numbers of 4 ranks are added
     to rank 0 and back    2(N-1)         2(N-1)n       (N-1)n          ((0 + 1) + 2) + 3
     tree                  2L             2Ln           Ln              (0 + 1) + (2 + 3)
@@ -20,9 +20,10 @@ Cost, for N ranks that hold n bytes each, with L = ⌈log₂N⌉:
     recursive doubling    L              Ln            Ln              (0 + 1) + (2 + 3)
                           (L + 1 messages if N is not a power of two)
 
-A message of m bytes takes α + mβ seconds: α is the latency and 1/β the bandwidth. Small tensors
-need few messages and large ones few bytes. No algorithm sends fewer bytes than the ring. For N = 4
-the ring is the fastest from 8α/β bytes on. For N = 2 it only draws level.
+A message of m bytes takes α + mβ seconds: α is the latency and 1/β the bandwidth. The number of
+messages matters for small tensors, and the number of bytes for large ones. No algorithm sends fewer
+bytes than the ring. For N = 4 the ring is the fastest above 8α/β bytes. For N = 2 recursive
+doubling is always faster, because it sends the same bytes in half the messages.
 
 All ranks end with the same bits. A rounded sum depends on its order, and the order in the ring
 differs from part to part: three ranks that hold 1e8, 1 and -1e8 in each of 3 elements get [0, 1, 0]
@@ -54,6 +55,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # a later import keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed import irecv, isend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,123 +63,121 @@ from torch.utils._pytree import tree_leaves
 # 1. The idea: everything goes to rank 0, and back.
 
 
-def start(group, send=None, receive=None):
-    """Start to send (tensor, destination), to receive (tensor, source), or both. -> works.
+def start(group, *messages):
+    """Start all messages at once. -> works, to wait for
 
-    The tensors are flat, and ranks are those of the group. The tensor that is sent must not change
-    until the works are over. Both start at once. If two ranks first sent and then received, both
-    could wait for ever.
+    A message is (isend, tensor, destination) or (irecv, tensor, source). Ranks are those of the
+    group. A tensor that is sent must not change until its work is done.
     """
-    transfers = []
-    for operation, message in ((dist.isend, send), (dist.irecv, receive)):
-        if message:
-            tensor, peer = message
-            transfers.append(dist.P2POp(operation, tensor, group=group, group_peer=peer))
-    return dist.batch_isend_irecv(transfers)
+    operations = [
+        dist.P2POp(operation, tensor, group=group, group_peer=peer)
+        for operation, tensor, peer in messages
+    ]
+    return dist.batch_isend_irecv(operations)
 
 
-def exchange(group, send=None, receive=None):
-    """Send, receive, or both, and wait for the end."""
-    for work in start(group, send, receive):
+def exchange(group, *messages):
+    """Start all messages and wait for them.
+
+    One call both sends and receives. If two ranks first sent to each other and then received, both
+    could wait forever.
+    """
+    for work in start(group, *messages):
         work.wait()
 
 
-def receive_and_add(x, source, group):
-    incoming = torch.empty_like(x)
-    exchange(group, receive=(incoming, source))
-    x.add_(incoming)
+def receive_and_add(total, source, group, *sends):
+    """Add what arrives from `source` to `total`. The messages in `sends` leave at the same time."""
+    received = torch.empty_like(total)
+    exchange(group, (irecv, received, source), *sends)
+    total.add_(received)
 
 
 @contextmanager
 def flattened(tensor, group):
-    """-> a flat, contiguous tensor of the same elements, this rank, and N.
+    """-> (a flat, contiguous tensor of the same elements, this rank, N)
 
-    Messages must be contiguous, and over gloo in the host's memory. At the end, what has been
-    written to the flat tensor is in `tensor` too.
+    Messages must be contiguous, and gloo sends only from the host's memory. At the end of the
+    `with` statement, the flat tensor is copied back into `tensor`, unless it is a view of it.
     """
+    x = tensor.detach().ravel()
+    # A ValueError if this rank is not in the group. The backend depends on the device.
+    if f"{x.device.type}:gloo" in dist.get_backend_config(group):
+        x = x.cpu()
     rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group; only its members may call"
-        )
-    device = tensor.device
-    if f"{device.type}:gloo" in dist.get_backend_config(group):
-        device = "cpu"
-    x = tensor.detach().to(device).contiguous().view(-1)
-    yield x, rank, dist.get_world_size(group)
-    tensor.detach().copy_(x.view_as(tensor))  # does nothing if x is a view of the tensor
+    N = dist.get_world_size(group)
+    yield x, rank, N
+    tensor.detach().copy_(x.view_as(tensor))  # copies nothing if x is a view
 
 
 def naive_all_reduce(tensor, process_group=None):
-    """Replace `tensor` by its sum over the ranks. N = 4: 1 → 0 | 2 → 0 | 3 → 0 | 0 → 1 | …"""
+    """Replace `tensor` with its sum over the ranks. N = 4: 1 → 0 | 2 → 0 | 3 → 0 | 0 → 1 | …"""
     with flattened(tensor, process_group) as (x, rank, N):
         if rank > 0:
-            exchange(process_group, send=(x, 0))
-            exchange(process_group, receive=(x, 0))
+            exchange(process_group, (isend, x, 0))
+            exchange(process_group, (irecv, x, 0))
             return
         for other in range(1, N):
             receive_and_add(x, other, process_group)
         for other in range(1, N):
-            exchange(process_group, send=(x, other))
+            exchange(process_group, (isend, x, other))
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Few messages: in a tree half of the ranks work, then fewer; in recursive doubling all do.
+# 2. Few messages: in a tree fewer ranks work in each step; in recursive doubling all of them do.
+
+
+def parent_and_children(number, N):
+    """-> the neighbors in a tree. The parent of a number is the number without its lowest 1 bit."""
+    children = [child for child in range(1, N) if child & (child - 1) == number]
+    return number & (number - 1), children
 
 
 def tree_all_reduce(tensor, process_group=None):
-    """Replace `tensor` by its sum over the ranks. N = 4: 1 → 0, 3 → 2 | 2 → 0 | and back."""
+    """Replace `tensor` with its sum over the ranks. N = 4: 1 → 0, 3 → 2 | 2 → 0 | and back."""
     with flattened(tensor, process_group) as (x, rank, N):
-        distance = 1
-        while distance < N:
-            place = rank % (2 * distance)
-            if place == distance:
-                exchange(process_group, send=(x, rank - distance))
-            elif place == 0 and rank + distance < N:
-                receive_and_add(x, rank + distance, process_group)
-            distance *= 2
-        root = dist.get_global_rank(process_group or dist.group.WORLD, 0)
-        tree_broadcast(x, root, process_group)
+        parent, children = parent_and_children(rank, N)
+        for child in children:
+            receive_and_add(x, child, process_group)
+        if rank > 0:
+            exchange(process_group, (isend, x, parent))
+        tree_broadcast(x, dist.get_process_group_ranks(process_group)[0], process_group)
 
 
 def tree_broadcast(tensor, src, process_group=None):
-    """Replace `tensor` by that of `src`, a global rank. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
+    """Replace `tensor` with that of `src`, a global rank. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
     with flattened(tensor, process_group) as (x, rank, N):
-        root = dist.get_group_rank(process_group or dist.group.WORLD, src)
-        number = (rank - root) % N  # as if the source were rank 0
-        distance = 1 << (N - 1).bit_length()
-        while distance > 1:
-            distance //= 2
-            place = number % (2 * distance)
-            if place == distance:
-                exchange(process_group, receive=(x, (rank - distance) % N))
-            elif place == 0 and number + distance < N:
-                exchange(process_group, send=(x, (rank + distance) % N))
+        root = dist.get_process_group_ranks(process_group).index(src)
+        number = (rank - root) % N  # the root has number 0
+        parent, children = parent_and_children(number, N)
+        if number > 0:
+            exchange(process_group, (irecv, x, (parent + root) % N))
+        for child in reversed(children):
+            exchange(process_group, (isend, x, (child + root) % N))
 
 
 def recursive_doubling_all_reduce(tensor, process_group=None):
-    """Replace `tensor` by its sum over the ranks. N = 4: 0 ↔ 1, 2 ↔ 3 | 0 ↔ 2, 1 ↔ 3.
+    """Replace `tensor` with its sum over the ranks. N = 4: 0 ↔ 1, 2 ↔ 3 | 0 ↔ 2, 1 ↔ 3.
 
-    The ranks from the largest power of two on give their tensor to another rank at first, and get
-    the sum from it at last. N = 6: 4 → 0, 5 → 1 | as for 4 | 0 → 4, 1 → 5.
+    If N is not a power of two, the last ranks take no part: before it they send their tensors to
+    the first ranks, and afterwards they get the sum. N = 6: 4 → 0, 5 → 1 | as N = 4 | 0 → 4, 1 → 5.
     """
     with flattened(tensor, process_group) as (x, rank, N):
-        power = 1 << (N.bit_length() - 1)
+        power = 1 << (N.bit_length() - 1)  # the largest power of two up to N
         if rank >= power:
-            exchange(process_group, send=(x, rank - power))
-            exchange(process_group, receive=(x, rank - power))
+            exchange(process_group, (isend, x, rank - power))
+            exchange(process_group, (irecv, x, rank - power))
             return
         if rank + power < N:
             receive_and_add(x, rank + power, process_group)
-        incoming = torch.empty_like(x)
         distance = 1
         while distance < power:
             other = rank ^ distance
-            exchange(process_group, send=(x, other), receive=(incoming, other))
-            x.add_(incoming)  # both get the same bits: a + b is b + a
+            # Both ranks get the same bits, because a + b is b + a.
+            receive_and_add(x, other, process_group, (isend, x, other))
             distance *= 2
         if rank + power < N:
-            exchange(process_group, send=(x, rank + power))
+            exchange(process_group, (isend, x, rank + power))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -185,32 +185,28 @@ def recursive_doubling_all_reduce(tensor, process_group=None):
 
 
 def reduce_scatter_parts(parts, rank, group):
-    """Add up the flat `parts` over the ranks. At the end, only parts[rank] is the sum of all."""
+    """Add up the contiguous `parts` over the ranks. At the end, only parts[rank] is the sum of all.
+
+    A part moves to the next rank in each step. Part r starts at rank r + 1, so it ends at rank r.
+    """
     N = len(parts)
-    following = (rank + 1) % N
-    previous = (rank - 1) % N
-    incoming = torch.empty_like(parts[0])  # no part is larger than the first
     for step in range(N - 1):
         leaving = parts[(rank - 1 - step) % N]
         arriving = parts[(rank - 2 - step) % N]
-        received = incoming[: len(arriving)]
-        exchange(group, send=(leaving, following), receive=(received, previous))
-        arriving.add_(received)
+        receive_and_add(arriving, (rank - 1) % N, group, (isend, leaving, (rank + 1) % N))
 
 
 def all_gather_parts(parts, rank, group):
     """Copy parts[r] of each rank r to all ranks."""
     N = len(parts)
-    following = (rank + 1) % N
-    previous = (rank - 1) % N
     for step in range(N - 1):
         leaving = parts[(rank - step) % N]
         arriving = parts[(rank - 1 - step) % N]
-        exchange(group, send=(leaving, following), receive=(arriving, previous))
+        exchange(group, (isend, leaving, (rank + 1) % N), (irecv, arriving, (rank - 1) % N))
 
 
 def ring_all_reduce(tensor, process_group=None, *, chunks=1):
-    """Replace `tensor` by its sum over the ranks."""
+    """Replace `tensor` with its sum over the ranks."""
     with flattened(tensor, process_group) as (x, rank, N):
         parts = x.tensor_split(N)
         if chunks > 1:
@@ -221,17 +217,18 @@ def ring_all_reduce(tensor, process_group=None, *, chunks=1):
 
 
 def ring_reduce_scatter(tensor, process_group=None):
-    """-> this rank's part of the sum over the ranks, which is tensor.tensor_split(N)[rank]."""
-    total = torch.atleast_1d(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    """-> this rank's part of the sum over the ranks, which is tensor.tensor_split(N)[rank]"""
+    total = tensor.detach().clone()
     with flattened(total, process_group) as (x, rank, N):
-        parts = total.tensor_split(N)
-        reduce_scatter_parts(x.split([part.numel() for part in parts]), rank, process_group)
-    return parts[rank].clone()  # a view would keep all of the parts
+        parts = x.view_as(total).tensor_split(N)
+        reduce_scatter_parts(parts, rank, process_group)
+    return total.tensor_split(N)[rank].clone()  # a view would keep all of the parts
 
 
 def ring_all_gather(tensor, process_group=None):
-    """-> the tensors of all ranks, which have the same shape, joined along dimension 0."""
+    """-> the tensors of all ranks, which have the same shape, joined along dimension 0"""
     own = torch.atleast_1d(tensor.detach())
+    # A rank outside the group has a world size of -1. flattened() raises the error.
     whole = torch.cat([own] * max(1, dist.get_world_size(process_group)))
     with flattened(whole, process_group) as (x, rank, N):
         all_gather_parts(x.tensor_split(N), rank, process_group)
@@ -239,34 +236,24 @@ def ring_all_gather(tensor, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Refinements: the ring in chunks, all-to-all, and what each algorithm costs.
+# 4. Refinements: the ring in chunks, all-to-all, and the time of each algorithm.
 
 
 def reduce_scatter_in_chunks(parts, rank, group, chunks):
-    """As reduce_scatter_parts, in two or more chunks: one travels while another is added."""
+    """As reduce_scatter_parts. While one chunk of a part is added, the next ones are under way."""
     N = len(parts)
-    following = (rank + 1) % N
-    previous = (rank - 1) % N
-    pieces = [part.tensor_split(chunks) for part in parts]
-    incoming = [torch.empty_like(piece) for piece in pieces[0]]
-    under_way = []  # arguments of wait_and_add
     for step in range(N - 1):
-        for chunk in range(chunks):
-            leaving = pieces[(rank - 1 - step) % N][chunk]
-            arriving = pieces[(rank - 2 - step) % N][chunk]
-            received = incoming[chunk][: len(arriving)]
-            works = start(group, send=(leaving, following), receive=(received, previous))
-            under_way.append((works, arriving, received))
-            if len(under_way) == 2:
-                wait_and_add(*under_way.pop(0))
-    for addition in under_way:
-        wait_and_add(*addition)
-
-
-def wait_and_add(works, total, received):
-    for work in works:
-        work.wait()
-    total.add_(received)
+        leaving = parts[(rank - 1 - step) % N].tensor_split(chunks)
+        arriving = parts[(rank - 2 - step) % N].tensor_split(chunks)
+        additions = []  # (works, total, received)
+        for chunk, total in zip(leaving, arriving, strict=True):
+            received = torch.empty_like(total)
+            works = start(group, (isend, chunk, (rank + 1) % N), (irecv, received, (rank - 1) % N))
+            additions.append((works, total, received))
+        for works, total, received in additions:
+            for work in works:
+                work.wait()
+            total.add_(received)
 
 
 def all_to_all(tensor, process_group=None):
@@ -274,48 +261,47 @@ def all_to_all(tensor, process_group=None):
 
     Tensors are cut into N equal parts along dimension 0.
     """
-    whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-    with flattened(tensor.detach().clone(), process_group) as (x, rank, N):
-        if tensor.dim() == 0 or len(tensor) % N:
-            shape = tuple(tensor.shape)
-            raise ValueError(f"{shape} must divide by {N} ranks along dimension 0; pad it")
-        with flattened(whole, process_group) as (y, _, _):
-            leaving = x.tensor_split(N)
-            arriving = y.tensor_split(N)
-            for step in range(1, N):
-                to = (rank + step) % N
-                source = (rank - step) % N
-                message = arriving[source]
-                exchange(process_group, send=(leaving[to], to), receive=(message, source))
+    whole = tensor.detach().clone()
+    with flattened(whole, process_group) as (x, rank, N):
+        if tensor.ndim == 0 or len(tensor) % N:
+            raise ValueError(
+                f"{tuple(tensor.shape)} must divide by {N} ranks along dimension 0; pad it"
+            )
+        arriving = x.tensor_split(N)
+        leaving = x.clone().tensor_split(N)
+        for step in range(1, N):
+            to = (rank + step) % N
+            source = (rank - step) % N
+            send = (isend, leaving[to], to)
+            exchange(process_group, send, (irecv, arriving[source], source))
     return whole
 
 
 def predict(algorithm, ranks, nbytes, latency, bandwidth):
-    """-> seconds by the α–β model, in which additions take no time and no messages share a wire.
+    """-> seconds by the α–β model, in which additions take no time and no messages share a wire
 
     algorithm: a function of this file or its name; nbytes: of the whole tensor; latency: seconds;
     bandwidth: bytes per second.
     """
     name = getattr(algorithm, "__name__", algorithm).removesuffix("_all_reduce")
-    N = ranks
     L = (ranks - 1).bit_length()
-    part = nbytes / max(1, N)
-    messages = {  # how many follow one another, and the bytes of each
-        "naive": (2 * (N - 1), nbytes),
-        "tree": (2 * L, nbytes),
-        "tree_broadcast": (L, nbytes),
-        "recursive_doubling": (L if N == 2**L else L + 1, nbytes),
-        "ring": (2 * (N - 1), part),
-        "ring_reduce_scatter": (N - 1, part),
-        "ring_all_gather": (N - 1, part),
-        "all_to_all": (N - 1, part),
+    whole = latency + nbytes / bandwidth  # seconds of a message
+    part = latency + nbytes / max(1, ranks) / bandwidth
+    seconds = {
+        "naive": 2 * (ranks - 1) * whole,
+        "tree": 2 * L * whole,
+        "tree_broadcast": L * whole,
+        "recursive_doubling": (L if ranks == 2**L else L + 1) * whole,
+        "ring": 2 * (ranks - 1) * part,
+        "ring_reduce_scatter": (ranks - 1) * part,
+        "ring_all_gather": (ranks - 1) * part,
+        "all_to_all": (ranks - 1) * part,
     }
-    if N < 1 or name not in messages:
+    if ranks < 1 or name not in seconds:
         raise ValueError(
-            f"{name} on {ranks} ranks: take 1 rank or more, and one of {', '.join(messages)}"
+            f"{name} on {ranks} ranks: take 1 rank or more, and one of {', '.join(seconds)}"
         )
-    number, size = messages[name]
-    return number * (latency + size / bandwidth)
+    return seconds[name]
 
 
 # --------------------------------------------------------------------------------------------------
