@@ -1,40 +1,43 @@
-"""Checkpoints: any number of ranks writes one, any other number reads it, and no kill loses one.
+"""Checkpoints: saved by any number of ranks, loaded by any other number, and safe from a kill.
 
-Each rank writes the pieces that it holds, and their places in the whole tensors. Each rank that
-loads reads what overlaps with the pieces that it wants. So nothing in a checkpoint depends on how
-many ranks wrote it, or on how they cut. A tensor w of 6 × 4 is saved by 2 ranks, 3 rows each:
+Each rank writes the pieces of tensors that it holds, and where they lie in the whole tensors. To
+load, each rank reads the pieces that overlap with those that it wants. So a checkpoint can be
+loaded by any number of ranks, whatever way they cut the tensors. For example, two ranks save a
+tensor w of 6 × 4 as rows, three each:
 
     save("checkpoints", {"w": Piece(rows, [6, 4], [3 * rank, 0])})
 
-and loaded by 3 ranks, columns 0 and 1, 2, 3:
+Three ranks load it as columns. Rank 0 has columns 0 and 1:
 
-    load("checkpoints", {"w": Piece(columns, [6, 4], [0, start])})            start is 0, 2 or 3
+    load("checkpoints", {"w": Piece(columns, [6, 4], [0, start])})          start is 0, 2 or 3
 
-    files written                     rank 0's piece    rank 0 reads
-    0.bin   w at (0, 3), (0, 4)       (0, 6), (0, 2)    (0, 3), (0, 2) from 0.bin     0 0 · ·
-            ───────────────────                                                       0 0 · ·
-    1.bin   w at (3, 6), (0, 4)                                                       0 0 · ·
-                                                        (3, 6), (0, 2) from 1.bin     1 1 · ·
-    index   where each piece lies,                                                    1 1 · ·
-            checksums, `extra`                                                        1 1 · ·
+    files         hold of w               rank 0 reads                        into its piece
+    0.bin         (0, 3), (0, 4)          (0, 3), (0, 2) from 0.bin           0 0 · ·
+                                                                              0 0 · ·
+                                                                              0 0 · ·
+    1.bin         (3, 6), (0, 4)          (3, 6), (0, 2) from 1.bin           1 1 · ·
+                                                                              1 1 · ·
+    index         where each piece lies, checksums, `extra`                   1 1 · ·
 
-The (start, stop) of each dimension make a box. ZeRO and FSDP hold ranges of flattened tensors; such
-a range is a few boxes (flat_pieces). If several ranks hold the same box, the first writes it. The
-checkpoint before stays until the new one is whole:
+A box is the (start, stop) of each dimension. ZeRO and FSDP shard flattened tensors. A range of a
+flattened tensor is a few boxes, which flat_pieces() finds. If several ranks hold the same box, the
+first of them writes it. The previous checkpoint stays until the new one is complete:
 
-    each rank     tmp/RANK.bin, synced to the disk        all ranks: has everyone succeeded?
-    rank 0        tmp/index; rename tmp to 7; replace `latest`, which says 6, by 7; remove 5
+    each rank     writes tmp/RANK.bin, and waits until it is on the disk
+    all ranks     tell each other whether they succeeded
+    rank 0        writes tmp/index; renames tmp to 7; changes the file `latest` from 6 to 7;
+                  removes 5
 
-Bytes per rank, N ranks         held besides    written         read      (Ψ fp32 parameters, Adam)
+Bytes per rank, N ranks         extra memory    written         read      (Ψ fp32 parameters, Adam)
     gathered into one file      12Ψ on rank 0   12Ψ by rank 0   12Ψ
-    here, sharded               a box           12Ψ/N           12Ψ/N, and the rest of each box
+    here, sharded               one box         12Ψ/N           12Ψ/N, and the rest of each box
 
 Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py runs as one rank)
 Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3
 Mirrors:  torch.distributed.checkpoint (DCP), Megatron-LM's dist_checkpointing
-Left out: writing in the background; sharing out what all ranks hold; storage other than a directory
-          that all ranks share. torch.distributed.checkpoint.format_utils converts DCP's format to a
-          file that torch.load() reads, and load_whole() and save() go on from there.
+Left out: writing in the background; sharing out the writing of what all ranks hold; storage other
+          than a directory that all ranks share. torch.distributed.checkpoint.format_utils converts
+          DCP's format to a file for torch.load(). save() takes the state_dict that it returns.
 """
 
 import argparse
@@ -63,7 +66,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: pieces are boxes of a whole tensor, and a rank reads where boxes overlap.
+# 1. The idea: a piece is a box of a whole tensor, and a rank reads where boxes overlap.
 
 
 class Piece(NamedTuple):
@@ -75,7 +78,7 @@ class Piece(NamedTuple):
 
     @property
     def whole(self):
-        """What all pieces of a tensor have in common."""
+        """dtype and shape of the whole, which all of its pieces share"""
         return [str(self.tensor.dtype).removeprefix("torch."), list(self.shape)]
 
     @property
@@ -86,49 +89,57 @@ class Piece(NamedTuple):
 
     def at(self, box):
         """-> a view of the elements in `box`, which lies within this piece"""
-        ranges = zip(box, self.offset, strict=True)
-        return self.tensor[tuple(slice(i - offset, j - offset) for (i, j), offset in ranges)]
+        index = []
+        for (start, stop), offset in zip(box, self.offset, strict=True):
+            index.append(slice(start - offset, stop - offset))
+        return self.tensor[tuple(index)]
 
 
 def overlap(a, b):
-    """-> the box of what is in both boxes, or None"""
-    both = tuple((max(i, k), min(j, l)) for (i, j), (k, l) in zip(a, b, strict=True))
-    return both if all(i < j for i, j in both) else None
+    """-> the box of the elements that are in both boxes, or None"""
+    box = []
+    for (start_a, stop_a), (start_b, stop_b) in zip(a, b, strict=True):
+        start = max(start_a, start_b)
+        stop = min(stop_a, stop_b)
+        if start >= stop:
+            return None
+        box.append((start, stop))
+    return tuple(box)
 
 
 def flat_pieces(flat, shape, start, whole=None, offset=None):
-    """-> the elements of `flat` as Pieces; at most 2n - 1 of a tensor of n dimensions.
+    """-> the elements of `flat` as Pieces: at most 2n - 1 for a tensor of n dimensions
 
-    They lie in the flattened tensor from element `start` on. `flat` may begin before it (start < 0)
-    and end behind it, as buckets do. The tensor may itself lie at `offset` in a `whole`.
+    They lie in the flattened tensor from element `start` on. `flat` may begin before the tensor
+    (start < 0) and end after it, as buckets do. The tensor may itself lie at `offset` in a `whole`.
     """
     flat = flat[max(0, -start) : max(0, math.prod(shape) - start)]
     start = max(0, start)
-    sizes = [1, *shape]  # with a dimension in front, so that there is one
+    sizes = [1, *shape]  # a dimension in front, because a scalar has none
     rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements per index of d
     pieces = []
     while len(flat):
-        d = 0  # the first dimension of which a row begins here and fits
+        d = 0  # the first dimension of which a row begins here and fits into what is left
         while start % rows[d] or rows[d] > len(flat):
             d += 1
         index = [start // row % size for row, size in zip(rows, sizes, strict=True)]
-        count = min(len(flat) // rows[d], sizes[d] - index[d])
-        n = count * rows[d]
-        part = flat[:n].view([1] * d + [count] + sizes[d + 1 :])
+        count = min(len(flat) // rows[d], sizes[d] - index[d])  # rows in this piece
+        size = count * rows[d]
+        part = flat[:size].view([1] * d + [count] + sizes[d + 1 :])
         at = index[1:]
         if offset:
             at = [i + o for i, o in zip(at, offset, strict=True)]
         pieces.append(Piece(part[0], whole or shape, at))
-        flat = flat[n:]
-        start += n
+        flat = flat[size:]
+        start += size
     return pieces
 
 
 def shard_pieces(shards):
-    """-> {"weight/NAME" or "STATE/NAME": pieces} of parameters that are sharded flat.
+    """-> {"weight/NAME" or "STATE/NAME": pieces} of parameters that are sharded flat
 
-    `shards` yields of each parameter its name, the whole shape, the number of the shard's first
-    element, the shard, and its optimizer state, as shards() of zero.py and fsdp.py know them.
+    For each parameter, `shards` yields its name, the whole shape, the number of the shard's first
+    element, the shard, and its optimizer state. shards() of zero.py and of fsdp.py provide these.
     """
     pieces = {}
     for name, shape, start, shard, state in shards:
@@ -139,98 +150,39 @@ def shard_pieces(shards):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The real one: files in between. No kill, full disk or flipped bit makes wrong numbers of them.
+# 2. Save: each rank writes a file. Rank 0 writes the index, and then the checkpoint is published.
 
 
 def save(directory, pieces, extra=None, process_group=None):
     """Write a checkpoint into `directory`. All ranks of `process_group` call this, and share it.
 
-    `pieces` has by name what this rank holds of a tensor: a Piece, a list of them, or a tensor, the
-    whole. `extra` is what JSON can say; rank 0's is kept. An error on one rank, as a full disk, is
-    raised on all, and the checkpoint before is still there. Two checkpoints are kept.
+    `pieces` maps the name of each tensor to what this rank holds of it: a Piece, a list of Pieces,
+    or a tensor, which is the whole. `extra` is anything that JSON can express. Rank 0's is kept.
+    An error on one rank, such as a full disk, is raised on all, and the previous checkpoint stays.
+    Two checkpoints are kept.
     """
     root = Path(directory)
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-    mine = []  # (name, piece)
-
-    def begin():
-        mine.extend(named_pieces(pieces))
-        if rank == 0:
-            shutil.rmtree(root / "tmp", ignore_errors=True)  # of a save that was killed
-            (root / "tmp").mkdir(parents=True)
-        return [(name, piece.whole, piece.box) for name, piece in mine]
-
-    def finish():
-        if rank == 0:
-            publish(root, json.dumps({"tensors": tensors, "extra": extra}))
-
-    held = on_all_ranks(begin, process_group)
-    tensors = agree(held)
-    # A box that several ranks hold is written by the first of them.
-    taken = {(name, box) for boxes in held[:rank] for name, _, box in boxes}
-    todo = [(name, piece) for name, piece in mine if (name, piece.box) not in taken]
-    path = root / "tmp" / f"{rank}.bin"
-    for entries in on_all_ranks(lambda: write(path, todo), process_group):
-        for name, entry in entries:
-            tensors[name]["boxes"].append(entry)
-    on_all_ranks(finish, process_group)
-
-
-def agree(held):
-    """-> {name: {"whole": …, "boxes": []}} of all ranks' [(name, whole, box)]"""
-    tensors = {}
-    for rank, boxes in enumerate(held):
-        for name, whole, _ in boxes:
-            first = tensors.setdefault(name, {"whole": whole, "boxes": []})["whole"]
+    wholes = {}  # {name: dtype and shape}
+    writers = {}  # {(name, box): the first rank that holds it, which writes it}
+    for holder, held in enumerate(on_all_ranks(process_group, describe, pieces)):
+        for name, whole, box in held:
+            writers.setdefault((name, box), holder)
+            first = wholes.setdefault(name, whole)
             if whole != first:
-                raise ValueError(f"{name} is {whole} on rank {rank}, but {first} on one before")
-    return tensors
+                raise ValueError(f"{name} is {whole} on rank {holder}, but {first} on a lower rank")
+    mine = [
+        (name, piece) for name, piece in named_pieces(pieces) if writers[name, piece.box] == rank
+    ]
+    files = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
+    index = {"wholes": wholes, "files": files, "extra": extra}
+    on_all_ranks(process_group, publish, root, rank, index)
 
 
-def load(directory, pieces, process_group=None):
-    """Fill the tensors of `pieces`, as in save(), from the latest checkpoint. -> its `extra`
-
-    All ranks call this. An error on one is raised on all, and some tensors may then be filled:
-    ValueError if a tensor is not there as a whole or has another shape or dtype, OSError if a file
-    is missing or damaged.
-    """
-    found = on_all_ranks(lambda: read(Path(directory), pieces), process_group)
-    path, extra = found[0]
-    if any(other != path for other, _ in found):
-        raise OSError(f"ranks found different checkpoints in {directory}: they must share it")
-    return extra
-
-
-def named_pieces(pieces):
-    """Yield (name, Piece) of what the caller of save() or load() passes."""
-    for name, value in pieces.items():
-        many = value if isinstance(value, list) else [value]
-        if torch.is_tensor(value):
-            many = [Piece(value, value.shape, [0] * value.dim())]
-        for piece in many:
-            if not isinstance(piece, Piece):
-                kind = type(value).__name__
-                raise ValueError(
-                    f"{name}: expected a tensor, a Piece or a list of Pieces, got {kind}; "
-                    "numbers and strings belong into extra"
-                )
-            check(name, piece)
-            yield name, piece
-
-
-def check(name, piece):
-    dims = (piece.tensor.dim(), len(piece.shape), len(piece.offset))
-    if len(set(dims)) > 1:
-        raise ValueError(f"{name}: tensor, shape and offset have {dims} dimensions")
-    for (start, stop), size in zip(piece.box, piece.shape, strict=True):
-        if start < 0 or stop > size:
-            raise ValueError(f"{name}: {piece.box} is not within a whole of {list(piece.shape)}")
-
-
-def on_all_ranks(function, process_group):
-    """-> what function() returned on each rank. An error on any rank is raised on all of them."""
+def on_all_ranks(process_group, function, *args):
+    """-> what function(*args) returned on each rank. An error on any rank is raised on all."""
     try:
-        result = function()
+        result = function(*args)
     except Exception as error:
         result = error
     results = [result]
@@ -243,26 +195,62 @@ def on_all_ranks(function, process_group):
     return results
 
 
+def describe(pieces):
+    return [(name, piece.whole, piece.box) for name, piece in named_pieces(pieces)]
+
+
+def named_pieces(pieces):
+    """Yield (name, Piece) for each piece that the caller of save() or load() passes."""
+    for name, value in pieces.items():
+        many = value if isinstance(value, list) else [value]
+        if torch.is_tensor(value):
+            many = [Piece(value, value.shape, [0] * value.dim())]
+        for piece in many:
+            if not isinstance(piece, Piece):
+                raise ValueError(
+                    f"{name}: expected a tensor, a Piece or a list of Pieces, "
+                    f"got {type(value).__name__}; put numbers and strings into extra"
+                )
+            check(name, piece)
+            yield name, piece
+
+
+def check(name, piece):
+    sizes = piece.tensor.shape
+    fits = len(sizes) == len(piece.offset) == len(piece.shape)
+    for size, start, whole in zip(sizes, piece.offset, piece.shape, strict=False):
+        fits = fits and 0 <= start <= whole - size
+    if not fits:
+        raise ValueError(
+            f"{name}: a piece of {list(sizes)} at {list(piece.offset)} does not fit into a whole "
+            f"of {list(piece.shape)}"
+        )
+
+
 def write(path, pieces):
-    """-> [(name, (file, position in bytes, checksum, box)), …]"""
-    entries = []
+    """-> {name: [(position in bytes, checksum, box), …]}"""
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may hold files of a save that was killed
+    boxes = {}
     with open(path, "wb") as file:
         for name, piece in pieces:
             tensor = piece.tensor.detach().cpu().contiguous()
             data = tensor.view(-1).view(torch.uint8).numpy()
-            entry = (path.name, file.tell(), zlib.crc32(data), piece.box)
-            entries.append((name, entry))
+            entry = (file.tell(), zlib.crc32(data), piece.box)
+            boxes.setdefault(name, []).append(entry)
             file.write(data)
     sync(path)
-    return entries
+    return boxes
 
 
-def publish(root, index):
-    """Make tmp the latest checkpoint. Syncs keep each rename behind what was written before it."""
+def publish(root, rank, index):
+    """Make tmp the latest checkpoint. A sync separates each rename from what was written before."""
+    if rank > 0:
+        return
     numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
     number = str(max(numbers, default=0) + 1)
-    checksum = zlib.crc32(index.encode())
-    (root / "tmp" / "index").write_text(f"{checksum}\n{index}")
+    text = json.dumps(index)
+    checksum = zlib.crc32(text.encode())
+    (root / "tmp" / "index").write_text(f"{checksum}\n{text}")
     (root / "next").write_text(number)
     sync(root / "tmp" / "index", root / "tmp", root / "next")
     os.rename(root / "tmp", root / number)
@@ -281,66 +269,86 @@ def sync(*paths):
         os.close(descriptor)
 
 
-def check_sum(path, data, checksum):
-    if zlib.crc32(data) != checksum:
-        raise OSError(f"{path} is damaged: its checksum is not the one that was written")
+# --------------------------------------------------------------------------------------------------
+# 3. Load: each rank reads the boxes that overlap with its pieces.
 
 
-def open_latest(root):
-    """-> the latest checkpoint's directory, {name: {"whole": …, "boxes": [write()'s]}}, extra"""
-    path = root / (root / "latest").read_text()
-    checksum, _, text = (path / "index").read_bytes().partition(b"\n")
-    check_sum(path / "index", text, int(checksum) if checksum.isdigit() else None)
-    index = json.loads(text)
-    return path, index["tensors"], index["extra"]
+def load(directory, pieces, process_group=None):
+    """Fill the tensors of `pieces`, as in save(), from the latest checkpoint. -> its `extra`
+
+    All ranks call this. It raises a ValueError if elements of a tensor are missing or its shape or
+    dtype differs, and an OSError if a file is missing or damaged. An error on one rank is raised on
+    all. Some tensors may then be filled already.
+    """
+    found = on_all_ranks(process_group, read, Path(directory), pieces)
+    path, extra = found[0]
+    if any(other != path for other, _ in found):
+        raise OSError(f"ranks found different checkpoints in {directory}: they must share it")
+    return extra
 
 
 @torch.no_grad()
 def read(root, pieces):
     """Fill `pieces`. -> the directory that was read, its extra"""
-    path, tensors, extra = open_latest(root)
+    path, index = open_latest(root)
     for name, piece in named_pieces(pieces):
-        saved = tensors.get(name, {"whole": "nothing", "boxes": []})
-        if saved["whole"] != piece.whole:
+        whole = index["wholes"].get(name, "nothing")
+        if whole != piece.whole:
             raise ValueError(
-                f"{path} has {saved['whole']} of {name}, but {piece.whole} is wanted: "
+                f"{path} has {whole} of {name}, but {piece.whole} is wanted: "
                 "is it of another model?"
             )
+        # True for each element that no saved box has filled yet.
         missing = piece._replace(tensor=torch.ones_like(piece.tensor, dtype=torch.bool))
-        for file, position, checksum, box in saved["boxes"]:
-            both = overlap(piece.box, box)
-            if both is not None:  # of a scalar the box is ()
-                part = read_box(path / file, position, checksum, box, piece)
-                piece.at(both).copy_(part.at(both))
-                missing.at(both).fill_(False)
+        for rank, boxes in enumerate(index["files"]):
+            for position, checksum, box in boxes.get(name, []):
+                both = overlap(piece.box, box)
+                if both is not None:  # the box of a scalar is ()
+                    part = read_box(path / f"{rank}.bin", position, checksum, box, piece)
+                    piece.at(both).copy_(part.at(both))
+                    missing.at(both).fill_(False)
         if missing.tensor.any():
             raise ValueError(
-                f"{path}: no rank had all of {piece.box} of {name}, {piece.whole}, "
-                "when it was saved"
+                f"{path}: when it was saved, no rank held all of {piece.box} of {name}, {whole}"
             )
-    return path, extra
+    return path, index["extra"]
 
 
 def read_box(path, position, checksum, box, like):
-    """-> the Piece in `box` of a file; `like` is another of the same whole"""
+    """-> the Piece in `box` of a file. `like` is another piece of the same whole."""
     sizes = [stop - start for start, stop in box]
     offset = [start for start, _ in box]
     nbytes = math.prod(sizes) * like.tensor.itemsize
     data = numpy.fromfile(path, "uint8", nbytes, offset=position)
-    check_sum(path, data, checksum)
+    verify(path, data, checksum)
     tensor = torch.from_numpy(data).view(like.tensor.dtype)
     return Piece(tensor.view(sizes), like.shape, offset)
 
 
+def open_latest(root):
+    """-> the Path of the latest checkpoint, and its index, as save() made it"""
+    path = root / (root / "latest").read_text()
+    checksum, _, text = (path / "index").read_bytes().partition(b"\n")
+    verify(path / "index", text, int(checksum) if checksum.isdigit() else None)
+    return path, json.loads(text)
+
+
+def verify(path, data, checksum):
+    if zlib.crc32(data) != checksum:
+        raise OSError(f"{path} is damaged: its checksum is not the one that was written")
+
+
 def load_whole(directory):
-    """-> a state_dict of the latest checkpoint. Any process may call this alone, as rank 0 does to
-    export a model; save(directory, state_dict) is the other way."""
-    _, tensors, _ = open_latest(Path(directory))
+    """-> a state_dict of the latest checkpoint. One process alone may call this.
+
+    Rank 0 can use it to export a model. save(directory, state_dict) is the other way.
+    """
+    root = Path(directory)
+    _, index = open_latest(root)
     state_dict = {}
-    for name, entry in tensors.items():
-        dtype, shape = entry["whole"]
+    for name, (dtype, shape) in index["wholes"].items():
         state_dict[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-    read(Path(directory), state_dict)
+    read(root, state_dict)
     return state_dict
 
 

@@ -524,13 +524,14 @@ def save(trainer, directory):
 @torch.no_grad()
 def load(trainer, directory):
     """Go on from a checkpoint, whatever its grid, schedule, --zero1 and --dtype were."""
-    _, tensors, extra = checkpoint.open_latest(Path(directory))
+    _, index = checkpoint.open_latest(Path(directory))
+    extra = index["extra"]
     for name, stored in extra["fixed"].items():
         value = getattr(trainer.args, name)
         if value != stored:
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {value}: the run in {directory} has {stored}")
-    if any(name.startswith("step/") for name in tensors):
+    if any(name.startswith("step/") for name in index["wholes"]):
         # AdamW makes its state in its first step. Make it now, so that it can be loaded.
         for _, _, weight, state in updated_tensors(trainer):
             state["step"] = torch.zeros((), device=weight.device)
