@@ -1,35 +1,38 @@
-"""Data: JSON lines to Megatron-LM's token files, and the same batches from them on every grid.
+"""Data: JSON lines to Megatron-LM's token files, and token files to the same batches on every grid.
 
 Tokenising takes hours, and training needs any sample at once. So the text is tokenised once, into
-files that can be mapped into memory. Several processes tokenise a MiB each; one writes, in order:
+files that are mapped into memory. Workers tokenise chunks of 1 MiB. The first process writes what
+they return, in the order of the input:
 
     oscar.jsonl                 {"text": "It was…"} ⏎ …
     PREFIX_text_document.bin    document 0 │ document 1 │ …   tokens of 16 bits, or of 32 bits if
                                 the vocabulary has 65,500 or more
     PREFIX_text_document.idx    header │ lengths │ byte offsets │ first sequence of each document
 
-GPTDataset shuffles an epoch's documents, joins them to one long text, and cuts it every s tokens:
+For each epoch, GPTDataset shuffles the documents, joins them to one long text, and cuts it every s
+tokens. Here s is 8:
 
     document index   the order             │ 7      │ 2             │ 9   │ 0            │ 4 …
-    sample index     place in the order    (0, 0)  (0, 8)  (1, 7)  (1, 15) (3, 1)  (3, 9)  …
-                     and offset of a cut   ├── s ──├── s ──├── s ──├── s ──├── s ──├── s ──┼
+    sample index     for each cut, place   (0, 0)  (0, 8)  (1, 7)  (1, 15) (3, 1)  (3, 9)  …
+                     in the order, offset  ├── s ──├── s ──├── s ──├── s ──├── s ──├── s ──┼
     sample 1         s inputs + 1 target           └───────┘ the target is sample 2's first input
     shuffle index    [i] is sample shuffle[i]; the next epoch comes after the last sample
 
-A seed decides all of this, so training can resume at any step. The samples of a step are cut among
-the data-parallel ranks in order.
+All of this follows from a seed, so training can resume at any step. Each data-parallel rank takes
+a part of a step's samples, in the order of the ranks.
 
-Cost:     one second of a core for 80 MB of bytes, or for 1.7 MB with GPT-2's vocabulary; some 30 MB
-          of memory per process, however long the input. The indices of an epoch take 8 bytes per
-          document and 16 per sample, and 2.6 s for 10 million of both.
+Cost:     A core tokenises 80 MB of text per second to bytes, and 1.7 MB with GPT-2's vocabulary.
+          A process takes some 30 MB of memory, however long the input is. The indices of an epoch
+          take 8 bytes per document and 16 per sample, and 2.6 s for 10 million of each.
 Run:      python data.py --input oscar.jsonl --output-prefix my-gpt2 --append-eod --workers 2
-          with --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt for GPT-2's tokens (needs
-          the package tokenizers); without any flags a demonstration
+          Add --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt for GPT-2's tokens. That
+          needs the package tokenizers. Without any flags it shows a demonstration.
 Mirrors:  Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): tools/preprocess_data.py,
           IndexedDataset, GPTDataset
 Left out: input that is a pipe; splitting into sentences; blends of data sets; masks and positions
-          that end with a document. Megatron's shuffle depends on the number of planned steps. Here
-          each epoch is shuffled alone, and its last tokens, fewer than a sample, are not read.
+          that restart at each document. Megatron's shuffle depends on the number of planned steps.
+          Here each epoch is shuffled by itself, and the tokens after its last whole sample are not
+          read.
 """
 
 import argparse
@@ -54,7 +57,7 @@ from typing import NamedTuple
 import numpy as np
 
 # --------------------------------------------------------------------------------------------------
-# 1. The format: tokens in PREFIX.bin, where each document lies in PREFIX.idx. It is little endian.
+# 1. The format, little endian: PREFIX.bin has the tokens, PREFIX.idx says where documents lie.
 
 # magic, version 1, code of the dtype, number of sequences, number of documents + 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -65,7 +68,8 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8:
 class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx in constant memory.
 
-    Until publish() the files have other names, and `stack`, an ExitStack, removes them.
+    The files have temporary names until publish(). `stack` is an ExitStack. When it closes, it
+    removes the temporary files that are left.
     """
 
     def __init__(self, stack, prefix, vocab_size):
@@ -84,8 +88,8 @@ class IndexedWriter:
             files.append(stack.enter_context(open(hidden, "wb")))  # noqa: SIM115
             self.names[f"{prefix}.{kind}"] = hidden
         self.bin, self.idx = files
-        # The index has lengths, offsets and numbers one after the other, and all three grow with
-        # each document, so each has a file of its own until the end.
+        # In the index, all lengths come before all offsets, and these before all sequence numbers.
+        # Each document adds to all three, so each has a file of its own until the end.
         self.columns = []
         for _ in range(3):
             column = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
@@ -103,12 +107,11 @@ class IndexedWriter:
             )
         self.bin.write(tokens.astype(self.dtype, copy=False).data)
         starts = self.tokens + np.cumsum(lengths) - lengths
-        numbers = self.documents + np.arange(len(lengths))  # each document is one sequence
         offsets = starts * self.dtype.itemsize
-        for column, values, dtype in zip(
-            self.columns, (lengths, offsets, numbers), ("<i4", "<i8", "<i8"), strict=True
-        ):
-            column.write(values.astype(dtype).data)
+        numbers = self.documents + np.arange(len(lengths))  # each document is one sequence
+        rows = [lengths.astype("<i4"), offsets.astype("<i8"), numbers.astype("<i8")]
+        for column, values in zip(self.columns, rows, strict=True):
+            column.write(values.data)
         self.documents += len(lengths)
         self.tokens += len(tokens)
 
@@ -128,15 +131,16 @@ class IndexedWriter:
 
 
 def publish(*writers):
-    """Finish and rename the files of all writers, or of none.
+    """Finish the files of all writers, then give them their final names.
 
-    The old index goes first and the new one comes last: an index never lies beside other tokens.
+    The old index is removed first and the new one comes last, so an index is never beside the
+    tokens of another.
     """
     for writer in writers:
         writer.finish()
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):  # do not stop between two renames
+            for number in (signal.SIGINT, signal.SIGTERM):  # ignored until all have their names
                 before = signal.signal(number, signal.SIG_IGN)
                 stack.callback(signal.signal, number, before)
         for writer in writers:
@@ -144,7 +148,7 @@ def publish(*writers):
             for name, hidden in writer.names.items():
                 os.replace(hidden, name)
             folder = os.open(writer.folder, os.O_RDONLY)
-            os.fsync(folder)  # a crash may lose new names, too
+            os.fsync(folder)  # without it a crash can undo the renames
             os.close(folder)
 
 
@@ -157,6 +161,30 @@ def write_indexed(prefix, documents, vocab_size):
         publish(writer)
 
 
+def read_header(name):
+    """-> code of the dtype, number of sequences"""
+    size = os.path.getsize(name)
+    start = np.fromfile(name, np.uint8, HEADER.size).tobytes()
+    if len(start) < HEADER.size or not start.startswith(MAGIC):
+        raise ValueError(
+            f"{name}: {size} bytes that begin with {start[:9]}, "
+            f"but an index has {HEADER.size} or more and begins with {MAGIC}"
+        )
+    _, version, code, sequences, documents = HEADER.unpack(start)
+    if version != 1 or code not in DTYPES or sequences == 0:
+        raise ValueError(
+            f"{name}: version {version}, not 1; dtype {code}, not 1 to 8; "
+            f"or {sequences} sequences, not 1 or more"
+        )
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if size != expected:
+        raise ValueError(
+            f"{name}: {size} bytes; {sequences} sequences in {documents - 1} documents "
+            f"are {expected}"
+        )
+    return code, sequences
+
+
 class IndexedDataset:
     """The documents of PREFIX.bin and PREFIX.idx, mapped into memory: `[i]` is an array.
 
@@ -166,26 +194,7 @@ class IndexedDataset:
     def __init__(self, prefix):
         self.prefix = prefix
         name = f"{prefix}.idx"
-        idx_size = os.path.getsize(name)
-        bin_size = os.path.getsize(f"{prefix}.bin")
-        start = np.fromfile(name, np.uint8, HEADER.size).tobytes()
-        if len(start) < HEADER.size or not start.startswith(MAGIC):
-            raise ValueError(
-                f"{name}: {idx_size} bytes that begin with {start[:9]}, "
-                f"but an index has {HEADER.size} or more and begins with {MAGIC}"
-            )
-        _, version, code, sequences, documents = HEADER.unpack(start)
-        if version != 1 or code not in DTYPES or sequences == 0:
-            raise ValueError(
-                f"{name}: version {version}, not 1; dtype {code}, not 1 to 8; "
-                f"or {sequences} sequences, not 1 or more"
-            )
-        expected = HEADER.size + 12 * sequences + 8 * documents
-        if idx_size != expected:
-            raise ValueError(
-                f"{name}: {idx_size} bytes; {sequences} sequences in {documents - 1} documents "
-                f"are {expected}"
-            )
+        code, sequences = read_header(name)
         index = np.asarray(np.memmap(name, mode="r"))[HEADER.size :]
         lengths, offsets, starts = np.split(index, [4 * sequences, 12 * sequences])
         self.sequence_lengths = lengths.view("<i4")  # tokens
@@ -198,8 +207,9 @@ class IndexedDataset:
             raise ValueError(
                 f"{name}: the offsets of its {sequences} sequences are not sums of their lengths"
             )
-        if bin_size != ends[-1] or bin_size == 0:
-            raise ValueError(f"{prefix}.bin: {bin_size} bytes; {name} says {ends[-1]}")
+        size = os.path.getsize(f"{prefix}.bin")
+        if size != ends[-1] or size == 0:
+            raise ValueError(f"{prefix}.bin: {size} bytes; {name} says {ends[-1]}")
         self.tokens = np.asarray(np.memmap(f"{prefix}.bin", DTYPES[code], "r"))
 
     def __len__(self):
@@ -214,15 +224,16 @@ class IndexedDataset:
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Text to tokens: one chunk of lines, in one process.
+# 2. Text to tokens: one process and one chunk of lines.
 
 
 @functools.cache  # once per process
 def tokenizer(vocab_file=None, merge_file=None):
-    """-> function from UTF-8 to tokens, size of the vocabulary, token for the end of a document
+    """-> function from UTF-8 to tokens, size of the vocabulary, token that ends a document
 
-    Without files a token is a byte, and 256 the end. With GPT-2's files it is byte-level BPE, and
-    the end is None if the vocabulary lacks it. "<|endoftext|>" within a text is text.
+    Without files each byte is a token, and 256 ends a document. With GPT-2's files tokens are those
+    of byte-level BPE, and "<|endoftext|>" ends a document. It is None if the vocabulary lacks it.
+    "<|endoftext|>" in a text does not end a document.
     """
     if vocab_file is None:
         return lambda utf8: np.frombuffer(utf8, np.uint8), 257, 256
@@ -268,7 +279,7 @@ def texts_of(line, keys):
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        # json counts lines, too, but of this text alone
+        # json counts the lines of this one text.
         raise ValueError(f"not JSON: {str(error).replace('line 1 ', '')}") from None
     for key in keys:
         if not isinstance(record, dict) or key not in record:
@@ -280,10 +291,10 @@ def texts_of(line, keys):
 
 
 def lines_that_start_in(path, start, stop):
-    """-> the lines of a file whose first byte is among these, so that each line is in one chunk"""
+    """-> the lines that begin in bytes start to stop of a file, so each line is in one chunk"""
     size = stop - start
     with open(path, "rb") as file:
-        if start > 0:  # skip the rest of a line that starts before
+        if start > 0:  # skip the rest of a line that begins before
             file.seek(start - 1)
             file.readline(size + 1)  # no further than `stop`
         lines = file.read(stop - file.tell())
@@ -325,21 +336,23 @@ CHUNK = 2**20  # bytes of input
 
 
 def start_worker():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first ends us
+    # Ctrl-C reaches all processes. The first process then ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def end_with_parent():
     parent_process().join()
-    os._exit(1)  # it was killed, and nobody else would end us
+    os._exit(1)  # The parent was killed, and nothing else would end this worker.
 
 
 def in_order(function, jobs, workers):
-    """Yield function(*job) for each of `jobs`, in order. At most 2 · workers of them are ahead.
+    """Yield function(*job) for each of `jobs`, in order. At most 2 · workers + 1 are under way.
 
-    multiprocessing.Pool would hang if a worker were killed; here it is an OSError. Jobs and results
-    must be small, 4 kB: a worker killed in the middle of a longer message would hang this one, too.
+    If a worker is killed, this raises an OSError, and multiprocessing.Pool would hang. Jobs and
+    results must be smaller than 4 kB, because it would hang, too, if a worker were killed in the
+    middle of a longer message.
     """
     pool = ProcessPoolExecutor(workers, initializer=start_worker)
     waiting = deque()
@@ -380,7 +393,7 @@ class Progress:
 
 
 def write_all(options, workers, writers):
-    """Tokenise the input, append it to the writers. -> the number of its lines"""
+    """Tokenise the input and append it to the writers. -> the number of lines"""
     size = os.path.getsize(options.input)
     progress = Progress(size)
     jobs = ((options, start, start + CHUNK) for start in range(0, size, CHUNK))
@@ -422,8 +435,8 @@ def preprocess(
 ):
     """Tokenise the JSON lines of `input` to OUTPUT_PREFIX_KEY_document.bin and .idx for each key.
 
-    Empty texts are left out. A line that is not as it must be is a ValueError, FILE:LINE; then no
-    file is new or changed.
+    Empty texts are left out. A wrong line raises a ValueError that begins with FILE:LINE. No file
+    is then new or changed.
     """
     files = (vocab_file, merge_file)
     keys = list(dict.fromkeys(json_keys))
@@ -461,7 +474,7 @@ def show_result(writers, lines, rate):
 class GPTDataset:
     """`[i]` is sample i of `num_samples`: sequence_length + 1 tokens (int64).
 
-    It takes as many epochs of `indexed` as it needs. Only one epoch's indices are in memory, so
+    It reads `indexed` for as many epochs as it needs. Only one epoch's indices are in memory, so
     read the samples in order.
     """
 
@@ -483,7 +496,7 @@ class GPTDataset:
         self.num_samples = num_samples
         self.seed = seed
         self.samples_per_epoch = (tokens - 1) // sequence_length
-        self.epoch = None  # whose indices these are
+        self.epoch = None  # the epoch of the indices in memory
         self.epoch_indices = None
 
     def __len__(self):
@@ -503,9 +516,8 @@ class GPTDataset:
         lengths = self.indexed.sequence_lengths[documents]
         ends = np.cumsum(lengths, dtype=np.int64)
         cuts = self.sequence_length * np.arange(self.samples_per_epoch)
-        places = np.searchsorted(
-            ends, cuts, side="right"
-        )  # the first document to end after the cut
+        # The first document that ends after the cut. Empty ones are skipped.
+        places = np.searchsorted(ends, cuts, side="right")
         offsets = cuts - (ends - lengths)[places]
         samples = np.stack([places, offsets], axis=1).astype(np.int32)
         return documents, samples, random.permutation(len(samples))
@@ -528,7 +540,7 @@ class GPTDataset:
 
 
 def part_of_batch(step, size, rank=0, ranks=1):
-    """-> range of this rank's samples of a step with `size`, cut as torch.chunk cuts a batch"""
+    """-> range of this rank's samples in a step of `size` samples, as torch.chunk cuts a batch"""
     if step < 0 or size < 1 or not 0 <= rank < ranks:
         raise ValueError(
             f"{step=} must be 0 or more, {size=} 1 or more, and {rank=} 0 to {ranks - 1}"
