@@ -101,7 +101,7 @@ def flattened(tensor, group):
     `with` statement, the flat tensor is copied back into `tensor`, unless it is a view of it.
     """
     x = tensor.detach().ravel()
-    # A ValueError if this rank is not in the group. The backend depends on the device.
+    # The backend depends on the device. A rank that is not in the group gets a ValueError here.
     if f"{x.device.type}:gloo" in dist.get_backend_config(group):
         x = x.cpu()
     rank = dist.get_rank(group)
@@ -128,7 +128,10 @@ def naive_all_reduce(tensor, process_group=None):
 
 
 def parent_and_children(number, N):
-    """-> the neighbors in a tree. The parent of a number is the number without its lowest 1 bit."""
+    """-> the neighbors of a rank in a tree with root 0. A parent lacks the lowest 1 bit of a child.
+
+    N = 4: 0 has the children 1 and 2, and 2 has the child 3.
+    """
     children = [child for child in range(1, N) if child & (child - 1) == number]
     return number & (number - 1), children
 
@@ -228,7 +231,7 @@ def ring_reduce_scatter(tensor, process_group=None):
 def ring_all_gather(tensor, process_group=None):
     """-> the tensors of all ranks, which have the same shape, joined along dimension 0"""
     own = torch.atleast_1d(tensor.detach())
-    # A rank outside the group has a world size of -1. flattened() raises the error.
+    # The world size is -1 on a rank outside the group. flattened() then raises a ValueError.
     whole = torch.cat([own] * max(1, dist.get_world_size(process_group)))
     with flattened(whole, process_group) as (x, rank, N):
         all_gather_parts(x.tensor_split(N), rank, process_group)
@@ -385,7 +388,7 @@ def measure(demo):
         times.append(1e3 * seconds(all_reduce, x))
     verdict = "they pay" if min(times) < 0.9 * times[0] else "no gain here"
     listed = ", ".join(f"{ms:.0f}" for ms in times)
-    demo.show(f"chunks      1, 2, 4, 8 of 64 MB on the ring: {listed} ms: {verdict}")
+    demo.show(f"chunks      64 MB on the ring in 1, 2, 4, 8 chunks: {listed} ms: {verdict}")
 
 
 def seconds(function, tensor):
