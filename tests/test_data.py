@@ -109,6 +109,7 @@ WRONG = {  # message: the call, line or arguments that it is about. A status com
         opened(INDEX[:26] + b"\2" + INDEX[27:-8]), 2, 1
     ),
     "sequence_length=5 must be 1 to 4": lambda: GPTDataset(opened(), 5, 1),
+    "seed=4294967296 0 to 4294967295": lambda: GPTDataset(opened(), 4, 1, 2**32),
     "num_samples=0 1 or more": lambda: GPTDataset(opened(), 4, 0),
     "rank=2 0 to 1": lambda: part_of_batch(0, 8, 2, 2),
     f"{BE_INTEGERS} [257]": lambda: write([1], [257]),
