@@ -62,7 +62,7 @@ def all_reduce_gradients(module, process_group=None):
         if parameter.grad is None:
             # Other ranks may have used it, and every rank must issue the same collectives.
             parameter.grad = torch.zeros_like(parameter)
-        # Contiguous, because a strided tensor would be reduced only in part.
+        # Contiguous, because an all-reduce adds memory to memory, and layouts may differ by rank.
         parameter.grad = parameter.grad.contiguous() / dist.get_world_size(process_group)
         dist.all_reduce(parameter.grad, group=process_group)
 

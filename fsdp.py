@@ -411,7 +411,7 @@ class Unit:
         self.input_dtype = input_dtype  # of floating-point inputs; None: they stay
         self.schedule = None  # the Schedule that all units of the model share
         self.sends = True  # False in no_sync()
-        self.needs_reduce = False  # from pre_backward to post_backward, and after no_sync()
+        self.needs_reduce = False  # backward has reached it since its last reduction
 
     def pre_forward(self, module, args, kwargs):
         """Unshard. Cast the inputs, and pass them through PostBackward."""
@@ -518,8 +518,6 @@ class Schedule:
     def reset(self):
         """Bring all units to rest: sharded, nothing under way."""
         if self.final_callback:  # a backward began and did not end, so it raised
-            for unit in self.units:
-                unit.needs_reduce = False
             for group in self.groups:
                 group.forget_backward()
         for group in self.groups:
