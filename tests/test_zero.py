@@ -114,7 +114,7 @@ def train(
         at_once = micros[1] or stage is zero.Zero1  # a rank adds up its own gradients first
         one_device_backward(plain, [batches] if at_once else [[b] for b in batches], low, loss)
         with full(ours) if inside else contextlib.nullcontext():
-            with ours.no_sync(), ours.no_sync():
+            with ours.no_sync():
                 for batch in batches[: micros[1]]:
                     loss(model, pool.rank(), batch).backward()
             for batch in batches[micros[1] :]:
@@ -246,7 +246,7 @@ def test_what_some_ranks_use_and_other_worlds_go_on_with(worlds, **arguments):
 
 @each_stage
 @pool.on(3)
-def test_a_norm_counts_what_it_is_told_and_a_scale_divides_it_until_zero_grad(stage):
+def test_norms_clipping_and_the_scale_of_a_loss(stage):
     """The group of all ranks stands for one of model parallelism. test_amp has a GradScaler."""
     model = PLAIN()
     optimizer = make_sgd(stage, model)
@@ -262,6 +262,13 @@ def test_a_norm_counts_what_it_is_told_and_a_scale_divides_it_until_zero_grad(st
     torch.testing.assert_close(matrices.square() + vectors.square(), norm.square())
     thrice = optimizer.clip_grad_norm_(math.inf, process_groups=[pool.group()])
     torch.testing.assert_close(thrice.square(), 3 * norm.square())
+    optimizer.clip_grad_norm_(norm.item() / 2)
+    clipped = norm / 2 * norm / (norm + 1e-6)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(math.inf), clipped)
+    model[4].bias.register_hook(lambda gradient: gradient * math.inf)
+    batch_loss(model, pool.rank(), 1).backward()
+    assert optimizer.unscale_(1.0) == 1
+    assert optimizer.clip_grad_norm_(math.inf).isinf()  # not NaN
 
 
 @each_stage
@@ -354,6 +361,8 @@ def check_costs(stage, N, low, frozen):
     torch.autograd.grad(model(x.requires_grad_()).sum(), x)  # a backward that reaches no parameter
     assert whole_bytes(optimizer) == between
     with optimizer.no_sync(), zero.SentBytes() as sent:
+        with optimizer.no_sync():
+            pass
         backward()
     assert sent.total == pytest.approx(2 * (psi - between) * (N - 1) / N)  # Zero3 gathers
 
@@ -361,9 +370,9 @@ def check_costs(stage, N, low, frozen):
 def test_buckets_are_in_the_order_of_backward():
     parameters = [nn.Parameter(torch.tensor(float(number))) for number in range(6)]
     kind_of = dict(zip(parameters, "abaccc", strict=True)).get
-    buckets = zero.assign_buckets(parameters, kind_of, cap_bytes=12)
+    buckets = zero.assign_buckets(parameters, kind_of, cap_bytes=8)
     numbers = [[int(parameter) for parameter in bucket] for bucket in buckets]
-    assert numbers == [[5, 4, 3], [2, 0], [1]]
+    assert numbers == [[5, 4], [2, 0], [3], [1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
