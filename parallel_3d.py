@@ -606,14 +606,20 @@ def boxes_of(trainer, parameter):
         return [Box(0, shape, shape, [0] * len(shape))]
     layer, name = trainer.split[parameter]
     dim = layer.split_dims[name]
+    whole = list(layer.whole_shapes[name])
     boxes = []
-    for span in layer.spans(name):
-        first = span.shard_start * math.prod(shape[dim + 1 :])
-        box_shape = shape.copy()
-        box_shape[dim] = span.length
+    first = 0
+    matrix_start = 0
+    for size in layer.matrix_sizes:
+        length = size // layer.world_size
         offset = [0] * len(shape)
-        offset[dim] = span.start
-        boxes.append(Box(first, box_shape, list(layer.whole_shapes[name]), offset))
+        offset[dim] = matrix_start + layer.rank * length
+        box_shape = shape.copy()
+        box_shape[dim] = min(length, whole[dim] - offset[dim])
+        if box_shape[dim] > 0:
+            boxes.append(Box(first, box_shape, whole, offset))
+        first += length * math.prod(shape[dim + 1 :])
+        matrix_start += size
     return boxes
 
 

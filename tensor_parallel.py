@@ -41,8 +41,9 @@ Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: attention masks other than causal; more ranks than key and value heads;
-          padding_idx, max_norm; norms other than LayerNorm; second derivatives
+Left out: attention masks other than causal; more ranks than key and value heads; SwiGLU with both
+          matrices in one (split them as two "column" layers); label smoothing (Megatron-LM has
+          it); padding_idx, max_norm; norms other than LayerNorm; second derivatives
 """
 
 import argparse
@@ -57,11 +58,10 @@ from datetime import timedelta
 from fnmatch import filter as names_like
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported with a group, it keeps the group alive
+import torch.distributed.nn.functional  # a later import keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import Function
@@ -74,42 +74,52 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: the operators f and g. Each is the other's gradient.
-#
-# A bare collective in the middle of a model gives wrong gradients without an error, because
-# autograd does not see it. So each collective has an autograd function. Its backward calls the
-# other operator of the pair, which is defined after both classes.
 
 
-class CopyToRegion(Function):
-    """f: each rank uses x, so the gradient of x is the sum of all ranks' gradients."""
+class Operator(Function):
+    """One collective in forward, another in backward.
+
+    Autograd does not see a bare collective in the middle of a model: the gradients would be wrong,
+    without an error. Neither collective changes the tensor that it is given.
+    """
 
     @staticmethod
-    def forward(ctx, x, process_group):
+    def forward(ctx, x, process_group, forward_collective, backward_collective):
+        rank_and_size(process_group)  # raises on a rank outside the group
         ctx.process_group = process_group
-        return x
+        ctx.backward_collective = backward_collective
+        return forward_collective(x, process_group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        return reduce_from_region(grad, ctx.process_group), None
+        return ctx.backward_collective(grad, ctx.process_group), None, None, None
 
 
-class ReduceFromRegion(Function):
-    """g: the sum of all ranks' x. All ranks have the same gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx, x, process_group):
-        ctx.process_group = process_group
-        return all_reduce(x, process_group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return copy_to_region(grad, ctx.process_group), None
+def identity(x, process_group):
+    return x
 
 
 def all_reduce(x, process_group):
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=process_group)
     return x
+
+
+def copy_to_region(x, process_group=None):
+    """f: each rank uses x, so the gradient of x is the sum of all ranks' gradients."""
+    return Operator.apply(x, process_group, identity, all_reduce)
+
+
+def reduce_from_region(x, process_group=None):
+    """g: the sum of all ranks' x. All ranks have the same gradient of the sum."""
+    return Operator.apply(x, process_group, all_reduce, identity)
+
+
+def parallel_mlp(x, A, B, process_group=None):
+    """GELU(x A) B for this rank's columns of A and rows of B. This is the whole technique."""
+    x = copy_to_region(x, process_group)
+    return reduce_from_region(F.gelu(x @ A) @ B, process_group)
 
 
 def rank_and_size(process_group):
@@ -119,78 +129,19 @@ def rank_and_size(process_group):
     return dist.get_rank(process_group), world_size
 
 
-def apply(function, x, process_group=None, dim=0):
-    """Apply an operator along dimension `dim`. The autograd functions work along dimension 0."""
-    _, world_size = rank_and_size(process_group)
-    if world_size == 1:
-        return x
-    return function.apply(x.movedim(dim, 0), process_group).movedim(0, dim)
-
-
-copy_to_region = partial(apply, CopyToRegion)
-reduce_from_region = partial(apply, ReduceFromRegion)
-
-
-def parallel_mlp(x, A, B, process_group=None):
-    """GELU(x A) B for this rank's columns of A and rows of B. This is the whole technique."""
-    x = copy_to_region(x, process_group)
-    return reduce_from_region(F.gelu(x @ A) @ B, process_group)
-
-
 # --------------------------------------------------------------------------------------------------
 # 2. The other operators: scatter and gather, and f and g of sequence parallelism.
 
 
-class Scatter(Function):
-    """This rank's part of an x that all ranks have."""
-
-    @staticmethod
-    def forward(ctx, x, process_group):
-        ctx.process_group = process_group
-        rank, world_size = rank_and_size(process_group)
-        check_divides("positions or features", len(x), world_size)
-        return x.chunk(world_size)[rank].clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Gather.apply(grad, ctx.process_group), None
-
-
-class Gather(Function):
-    """All ranks' parts, concatenated. All ranks have the same gradient of the whole."""
-
-    @staticmethod
-    def forward(ctx, x, process_group):
-        ctx.process_group = process_group
-        return all_gather(x, process_group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Scatter.apply(grad, ctx.process_group), None
-
-
-class GatherFromSequence(Gather):
-    """f of sequence parallelism: each rank uses the whole, so the ranks' gradients are added."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter_to_sequence(grad, ctx.process_group), None
-
-
-class ReduceScatterToSequence(Function):
-    """g of sequence parallelism: this rank's part of the sum of all ranks' x."""
-
-    @staticmethod
-    def forward(ctx, x, process_group):
-        ctx.process_group = process_group
-        return reduce_scatter(x, process_group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gather_from_sequence(grad, ctx.process_group), None
+def split(x, process_group):
+    """This rank's part of dimension 0."""
+    rank, world_size = rank_and_size(process_group)
+    check_divides("positions or features", len(x), world_size)
+    return x.chunk(world_size)[rank].clone()
 
 
 def all_gather(x, process_group):
+    """All ranks' x, concatenated along dimension 0."""
     _, world_size = rank_and_size(process_group)
     gathered = x.new_empty(world_size * len(x), *x.shape[1:])
     all_gather_single(gathered, x.contiguous(), group=process_group)
@@ -198,6 +149,7 @@ def all_gather(x, process_group):
 
 
 def reduce_scatter(x, process_group):
+    """This rank's part of dimension 0 of the sum of all ranks' x."""
     _, world_size = rank_and_size(process_group)
     check_divides("positions", len(x), world_size)
     # gloo's reduce-scatter is an all-reduce inside, and sends twice as much as this exchange.
@@ -215,31 +167,42 @@ def check_divides(what, size, world_size):
         )
 
 
-scatter_to_region = partial(apply, Scatter, dim=-1)
-gather_from_region = partial(apply, Gather, dim=-1)
-scatter_to_sequence = partial(apply, Scatter)
-gather_from_sequence = partial(apply, GatherFromSequence)
-reduce_scatter_to_sequence = partial(apply, ReduceScatterToSequence)
+def scatter_to_sequence(x, process_group=None):
+    """This rank's part of an x that all ranks have, along dimension 0."""
+    return Operator.apply(x, process_group, split, all_gather)
+
+
+def scatter_to_region(x, process_group=None):
+    """This rank's part of an x that all ranks have, along the last dimension."""
+    return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
+
+
+def gather_from_region(x, process_group=None):
+    """All ranks' parts of the last dimension. All ranks have the same gradient of the whole."""
+    x = x.movedim(-1, 0)
+    return Operator.apply(x, process_group, all_gather, split).movedim(0, -1)
+
+
+def gather_from_sequence(x, process_group=None):
+    """f of sequence parallelism: each rank uses the whole, so the ranks' gradients are added."""
+    return Operator.apply(x, process_group, all_gather, reduce_scatter)
+
+
+def reduce_scatter_to_sequence(x, process_group=None):
+    """g of sequence parallelism: this rank's part of the sum of all ranks' x."""
+    return Operator.apply(x, process_group, reduce_scatter, all_gather)
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. The layers. `options` are ParallelLayer's: process_group, sequence_parallel, stack and pad.
 
 
-class Span(NamedTuple):
-    """Consecutive rows (or columns) of a whole parameter that lie in a rank's shard."""
-
-    shard_start: int  # the first of them, in the shard
-    start: int  # the first of them, in the whole parameter
-    length: int
-
-
 class ParallelLayer(nn.Module):
     """This rank's shard of a plain layer. Attributes and parameters have the plain layer's names.
 
     A weight may consist of several matrices, one above the other. `stack` has their relative
-    sizes, (1, 1, 1) for q, k and v, and each matrix is split by itself. `pad` adds rows of zeros
-    to the last shards, so that the ranks need not divide the rows.
+    sizes, (1, 1, 1) for q, k and v, and each matrix is split by itself. With `pad` the ranks need
+    not divide the rows: the last shards end with rows of zeros.
     """
 
     split_dims = {}  # parameter: the dimension that is split; the others are the same on all ranks
@@ -252,8 +215,13 @@ class ParallelLayer(nn.Module):
         self.rank, self.world_size = rank_and_size(process_group)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
-        self.stack = stack
-        self.padding = -len(plain.weight) % self.world_size if pad else 0  # rows
+        size = plain.weight.shape[self.split_dims["weight"]] if self.split_dims else 0
+        self.padding = -size % self.world_size if pad else 0  # rows of zeros, on all ranks together
+        size += self.padding
+        # The rows (or columns) of each matrix, on all ranks together.
+        self.matrix_sizes = [size * share // sum(stack) for share in stack]
+        for matrix_size in self.matrix_sizes:
+            check_divides("features", matrix_size, self.world_size)
         self.whole_shapes = {name: whole.shape for name, whole in plain.named_parameters()}
         self._parameters |= plain._parameters  # for a bias that is None
         for name, whole in plain.named_parameters():
@@ -265,44 +233,27 @@ class ParallelLayer(nn.Module):
         """This rank's shard of `plain`, which stays as it is."""
         return cls(None, None, plain=plain, **options)  # its sizes are plain's
 
-    def spans(self, name, rank=None):
-        """Where a rank's shard lies in the whole: one Span for each matrix, none for padding."""
-        rank = self.rank if rank is None else rank
-        whole_size = self.whole_shapes[name][self.split_dims[name]]
-        padded_size = whole_size + self.padding
-        if padded_size % sum(self.stack):
-            raise ValueError(f"{padded_size} features are not a stack of {self.stack}")
-        shard_start = 0
-        for share in self.stack:
-            size = padded_size * share // sum(self.stack)
-            check_divides("features", size, self.world_size)
-            length = size // self.world_size
-            # The matrices above this one, and this matrix's rows of lower ranks, come before.
-            start = shard_start * self.world_size + rank * length
-            if start < whole_size:
-                yield Span(shard_start, start, min(length, whole_size - start))
-            shard_start += length
-
     def shard(self, name, whole):
-        """This rank's shard of a whole parameter."""
+        """This rank's part of each matrix in a whole parameter."""
         if name not in self.split_dims:
             return whole.clone()
         dim = self.split_dims[name]
-        shape = list(whole.shape)
-        shape[dim] = (shape[dim] + self.padding) // self.world_size
-        shard = whole.new_zeros(shape)
-        for shard_start, start, length in self.spans(name):
-            shard.narrow(dim, shard_start, length).copy_(whole.narrow(dim, start, length))
-        return shard
+        if self.padding:
+            zeros = whole.new_zeros(self.padding, *whole.shape[1:])
+            whole = torch.cat((whole, zeros))
+        matrices = whole.split(self.matrix_sizes, dim)
+        parts = [matrix.chunk(self.world_size, dim)[self.rank] for matrix in matrices]
+        return torch.cat(parts, dim)
 
-    def unshard(self, name, shards):
+    def unshard(self, name, shard):
         """The whole parameter, from the shards of all ranks."""
         dim = self.split_dims[name]
-        whole = shards.new_empty(self.whole_shapes[name])
-        for rank, shard in enumerate(shards):
-            for shard_start, start, length in self.spans(name, rank):
-                whole.narrow(dim, start, length).copy_(shard.narrow(dim, shard_start, length))
-        return whole
+        shards = all_gather(shard.unsqueeze(0), self.process_group)
+        sizes = [size // self.world_size for size in self.matrix_sizes]
+        parts = shards.split(sizes, dim + 1)  # of each matrix, a tensor with the parts of all ranks
+        matrices = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts]
+        whole = torch.cat(matrices, dim)
+        return whole.narrow(dim, 0, self.whole_shapes[name][dim])  # without the padding
 
     def replicated(self, name):
         """A parameter that is not split. Ranks with parts of the sequence add up its gradients."""
@@ -376,8 +327,9 @@ class ColumnParallelLinear(ParallelLayer):
             x, self.weight, self.bias, self.sequence_parallel, self.process_group
         )
         if self.padding:
-            rows = sum(span.length for span in self.spans("weight"))
-            y = F.pad(y[..., :rows], (0, len(self.weight) - rows), value=-math.inf)
+            rows = len(self.weight)
+            feature = self.rank * rows + torch.arange(rows, device=y.device)
+            y = y.masked_fill(feature >= self.out_features, -math.inf)
         if self.gather_output:
             y = gather_from_region(y, self.process_group)[..., : self.out_features]
         return y
@@ -411,31 +363,26 @@ class ParallelLayerNorm(ParallelLayer):
     """nn.LayerNorm. With `sequence_parallel` each rank normalizes its part of the sequence."""
 
     def forward(self, x):
-        weight = self.replicated("weight")
-        bias = self.replicated("bias")
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        parameters = self.replicated("weight"), self.replicated("bias")
+        return F.layer_norm(x, self.normalized_shape, *parameters, self.eps)
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. The vocabulary: each rank has some rows of the embedding and some columns of the logits.
 
 
-def check_in_vocabulary(tokens, V):
-    """IndexError for tokens on the CPU only: on a GPU the host would wait for it in every step."""
-    if tokens.is_cpu and tokens.numel():
-        smallest, largest = tokens.aminmax()
-        if smallest < 0 or largest >= V:
-            raise IndexError(
-                f"tokens {smallest} to {largest}: a vocabulary of {V} has 0 to {V - 1}"
-            )
-
-
 def locate(tokens, V, rows, rank):
-    """Three tensors: a token's row in this shard, or 0; is it in this shard; is it in no shard."""
-    check_in_vocabulary(tokens, V)
+    """Three tensors: a token's row in this shard, or 0; is it in this shard; is it in no shard.
+
+    A token in no shard is an IndexError on the CPU. On a GPU, the host would have to wait for the
+    check in every step.
+    """
+    nowhere = (tokens < 0) | (tokens >= V)
+    if nowhere.is_cpu and nowhere.any():
+        raise IndexError(f"tokens {tokens[nowhere].tolist()}: a vocabulary of {V} has 0 to {V - 1}")
     row = tokens - rank * rows
     here = (row >= 0) & (row < rows)
-    return row.where(here, 0), here, (tokens < 0) | (tokens >= V)
+    return row.where(here, 0), here, nowhere
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -465,16 +412,13 @@ class VocabParallelEmbedding(ParallelLayer):
 class VocabParallelCrossEntropy(Function):
     """loss = log Σ exp(x) - x[target]; its gradient is softmax(x), minus 1 at the target.
 
-    The ranks send three numbers per token: the maximum, the sum and the target's logit. With label
-    smoothing ε the target is a distribution, 1-ε at the target and ε/V everywhere: one more, V.
+    The ranks send three numbers per token: the maximum, the sum and the target's logit.
     """
 
     @staticmethod
-    def forward(ctx, logits, target, process_group, ignore_index, label_smoothing):
+    def forward(ctx, logits, target, process_group):
         rank, world_size = rank_and_size(process_group)
         rows = logits.shape[-1]
-        ignored = target == ignore_index
-        target = target.masked_fill(ignored, 0)
         # A target in the padding, whose logit is -inf, has an infinite loss.
         column, here, nowhere = locate(target, rows * world_size, rows, rank)
         x = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -483,27 +427,19 @@ class VocabParallelCrossEntropy(Function):
         maximum.masked_fill_(nowhere, math.nan)  # and so the token's loss and gradient
         x = x - maximum.unsqueeze(-1)
         tokens = torch.arange(len(target), device=x.device)
-        at_target = (1 - label_smoothing) * here.to(x.dtype)
-        x_target = at_target * x[tokens, column].where(here, 0.0)
-        if label_smoothing:
-            real = x > -math.inf  # the others are padding
-            V = all_reduce(real.sum(-1, True, dtype=x.dtype), process_group)
-            everywhere = real * (label_smoothing / V)
-            x_target += (everywhere * x.where(real, 0.0)).sum(-1)
+        x_target = x[tokens, column].where(here, 0.0)
         x.exp_()
         total, x_target = all_reduce(torch.stack((x.sum(-1), x_target)), process_group)
         grad_x = x.div_(total.unsqueeze(-1))  # in place: backward keeps one tensor of this size
-        grad_x[tokens, column] -= at_target
-        if label_smoothing:
-            grad_x -= everywhere
-        ctx.save_for_backward(grad_x, ignored)
-        return (total.log() - x_target).masked_fill(ignored, 0.0)
+        grad_x[tokens, column] -= here.to(x.dtype)
+        ctx.save_for_backward(grad_x)
+        return total.log() - x_target
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad_x, ignored = ctx.saved_tensors
-        return grad_x * grad.masked_fill(ignored, 0.0).unsqueeze(-1), None, None, None, None
+        (grad_x,) = ctx.saved_tensors
+        return grad_x * grad.unsqueeze(-1), None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -516,15 +452,14 @@ def vocab_parallel_cross_entropy(
     CPU. On a GPU its loss and gradient are NaN.
     """
     if target.shape != logits_shard.shape[:-1]:
-        shapes = f"targets {tuple(target.shape)}, logits {tuple(logits_shard.shape)}"
-        raise ValueError(f"{shapes}: one target per token")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"{label_smoothing=}: use 0 to 1")
+        raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
+    if label_smoothing:
+        raise ValueError(f"{label_smoothing=} is not supported; leave it at 0")
     logits = logits_shard.reshape(-1, logits_shard.shape[-1])
-    loss = VocabParallelCrossEntropy.apply(
-        logits, target.flatten(), process_group, ignore_index, label_smoothing
-    )
-    return loss.view(target.shape)
+    ignored = target == ignore_index
+    target = target.masked_fill(ignored, 0)
+    loss = VocabParallelCrossEntropy.apply(logits, target.flatten(), process_group)
+    return loss.view(target.shape).masked_fill(ignored, 0.0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -565,24 +500,15 @@ class ParallelDropout(ParallelLayer):
 
 
 class ParallelMLP(nn.Module):
-    """linear2(gelu(linear1(x))); for "swiglu" linear2(silu(gate) * up), with both in linear1."""
+    """linear2(gelu(linear1(x)))."""
 
-    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **options):
+    def __init__(self, hidden_size, ffn_hidden_size, **options):
         super().__init__()
-        if activation not in ("gelu", "swiglu"):
-            raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
-        self.activation = activation
-        stack = (1, 1) if activation == "swiglu" else (1,)
-        features = len(stack) * ffn_hidden_size
-        self.linear1 = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
+        self.linear1 = ColumnParallelLinear(hidden_size, ffn_hidden_size, **options)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
 
     def forward(self, x):
-        x = self.linear1(x)
-        if self.activation == "gelu":
-            return self.linear2(F.gelu(x))
-        gate, up = x.chunk(2, -1)
-        return self.linear2(F.silu(gate) * up)
+        return self.linear2(F.gelu(self.linear1(x)))
 
 
 class ParallelSelfAttention(nn.Module):
@@ -623,23 +549,21 @@ class ParallelTransformerLayer(nn.Module):
         num_heads,
         ffn_hidden_size=None,
         num_kv_heads=None,
-        activation="gelu",
         dropout=0.0,
+        bias=True,
         **options,
     ):
         super().__init__()
-        group = options.get("process_group")
-        sequence_parallel = options.get("sequence_parallel", False)
-        self.norm1 = ParallelLayerNorm(nn.LayerNorm(hidden_size), group, sequence_parallel)
-        self.norm2 = ParallelLayerNorm(nn.LayerNorm(hidden_size), group, sequence_parallel)
+        self.norm1 = ParallelLayerNorm(nn.LayerNorm(hidden_size), **options)
+        self.norm2 = ParallelLayerNorm(nn.LayerNorm(hidden_size), **options)
         self.dropout = nn.Dropout(dropout)
-        if sequence_parallel:
-            self.dropout = ParallelDropout(self.dropout, group)
+        if options.get("sequence_parallel"):
+            self.dropout = ParallelDropout(self.dropout, **options)
         self.self_attn = ParallelSelfAttention(
-            hidden_size, num_heads, num_kv_heads, dropout, **options
+            hidden_size, num_heads, num_kv_heads, dropout, bias=bias, **options
         )
         ffn_hidden_size = ffn_hidden_size or 4 * hidden_size
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, **options)
+        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, bias=bias, **options)
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
@@ -652,7 +576,6 @@ class ParallelTransformerLayer(nn.Module):
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
     ("qkv", nn.Linear): partial(ColumnParallelLinear.from_full, stack=(1, 1, 1)),
-    ("swiglu", nn.Linear): partial(ColumnParallelLinear.from_full, stack=(1, 1)),
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
@@ -665,8 +588,8 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Swap layers of `module` for this rank's shards of them, in place. Return the module.
 
     `plan` is {name or pattern like "layers.*.linear1": kind}. The kinds are "column", "row",
-    "qkv" and "swiglu" (columns of three and of two matrices), "vocab" (an embedding or a head) and
-    "dropout" (inside a pair). With `sequence_parallel`, layers take and return parts of dimension
+    "qkv" (the columns of three matrices), "vocab" (an embedding or a head) and "dropout" (inside a
+    pair). With `sequence_parallel`, layers take and return parts of dimension
     0, and the plan also names the norms ("norm") and the dropout between the pairs. An embedding
     returns the whole sequence: call scatter_to_sequence() after it. Tied weights stay tied.
     """
@@ -678,13 +601,13 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
             layer = layers.get(name)  # if None, the look-up in KINDS is a KeyError
             try:
                 swaps[layer] = KINDS[kind, type(layer)](layer, **options)
-            except (KeyError, ValueError) as error:
+            except (KeyError, RuntimeError, ValueError) as error:
                 raise ValueError(f"{name!r} is {layer}, and cannot be {kind!r}: {error}") from None
     tie(layers, swaps)
     check_same_model(module, process_group)
-    for parent in list(module.modules()):
-        for name, child in list(parent._modules.items()):  # a layer may have several names
-            setattr(parent, name, swaps.get(child, child))
+    for name, layer in layers.items():
+        if name and layer in swaps:
+            module.set_submodule(name, swaps[layer])
     return swaps.get(module, module)
 
 
@@ -705,9 +628,8 @@ def tie(layers, swaps):
 
 def check_same_model(module, process_group):
     """ValueError if parameters' names, shapes or dtypes differ by rank."""
-    _, world_size = rank_and_size(process_group)
     mine = {f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()}
-    everyone = [None] * world_size
+    everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
     differ = set.union(*everyone) - set.intersection(*everyone)
     if differ:
@@ -726,43 +648,37 @@ def split_parameters(module):
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None):
     """Clip the gradients by the norm of the whole model's. Return it. All ranks must call this."""
-    rank, _ = rank_and_size(process_group)
+    _, world_size = rank_and_size(process_group)
     split = {getattr(layer, own) for _, layer, own in split_parameters(module)}
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    norms = []
+    square = 0.0
     for parameter in parameters:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
-        counts = parameter in split or rank == 0  # a parameter that all ranks have counts once
-        norms.append(norm if counts else torch.zeros_like(norm))
-    norms = all_gather(torch.stack(norms), process_group)
-    total_norm = torch.linalg.vector_norm(norms)
+        holders = 1 if parameter in split else world_size
+        square += norm.square() / holders
+    total_norm = all_reduce(square, process_group).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
     return total_norm
 
 
 @torch.no_grad()
-def full_state_dict(module, gradients=False):
-    """The plain module's state_dict(), or {name: whole gradient}, on every rank."""
-    whole = dict(module.state_dict())
-    if gradients:
-        whole = {name: parameter.grad for name, parameter in module.named_parameters()}
+def full_state_dict(module):
+    """The plain module's state_dict(), on every rank. All ranks must call this."""
+    state_dict = dict(module.state_dict())
     for name, layer, own in split_parameters(module):
-        if whole.get(name) is not None:
-            shards = all_gather(whole[name].unsqueeze(0), layer.process_group)
-            whole[name] = layer.unshard(own, shards)
-    return whole
+        state_dict[name] = layer.unshard(own, state_dict[name])
+    return state_dict
 
 
 def load_full_state_dict(module, state_dict):
     """Load this rank's shards of a plain module's state dict, or of full_state_dict()."""
     state_dict = dict(state_dict)
     for name, layer, own in split_parameters(module):
-        found = tuple(state_dict[name].shape)
-        expected = tuple(layer.whole_shapes[own])
-        if found != expected:
-            raise ValueError(f"{name} is {found} in state_dict, {expected} in the model")
-        state_dict[name] = layer.shard(own, state_dict[name])
+        whole = state_dict[name]
+        if whole.shape != layer.whole_shapes[own]:
+            raise ValueError(f"{name}: {whole.shape} in state_dict, not {layer.whole_shapes[own]}")
+        state_dict[name] = layer.shard(own, whole)
     return module.load_state_dict(state_dict)
 
 
@@ -794,7 +710,7 @@ def main():
         return loss
 
     def whole():
-        return full_state_dict(model, gradients=True).values(), full_state_dict(model).values()
+        return whole_gradients(model).values(), full_state_dict(model).values()
 
     demo.train(step, whole)
     layers = 4
@@ -807,6 +723,15 @@ def main():
         sent += (2 * layers + 2) * bs * h + (12 * layers + 4) * h
     sent_bytes = 8 * sent * (t - 1) / t  # float64
     return demo.report(held(model.parameters(), optimizer), formula, sent_bytes)
+
+
+def whole_gradients(module):
+    """{name: whole gradient}, on every rank."""
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    for name, layer, own in split_parameters(module):
+        if gradients.get(name) is not None:
+            gradients[name] = layer.unshard(own, gradients[name])
+    return gradients
 
 
 # --------------------------------------------------------------------------------------------------
