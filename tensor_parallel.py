@@ -101,13 +101,14 @@ def identity(x, process_group):
 
 
 def all_reduce(x, process_group):
+    """The sum of all ranks' x."""
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=process_group)
     return x
 
 
 def copy_to_region(x, process_group=None):
-    """f: each rank uses x, so the gradient of x is the sum of all ranks' gradients."""
+    """f: every rank uses x, so the gradient of x is the sum of all ranks' gradients."""
     return Operator.apply(x, process_group, identity, all_reduce)
 
 
@@ -184,7 +185,7 @@ def gather_from_region(x, process_group=None):
 
 
 def gather_from_sequence(x, process_group=None):
-    """f of sequence parallelism: each rank uses the whole, so the ranks' gradients are added."""
+    """f of sequence parallelism: every rank uses the whole, so the ranks' gradients are added."""
     return Operator.apply(x, process_group, all_gather, reduce_scatter)
 
 
@@ -194,20 +195,27 @@ def reduce_scatter_to_sequence(x, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The layers. `options` are ParallelLayer's: process_group, sequence_parallel, stack and pad.
+# 3. The layers. from_full() makes a parallel layer from a plain one. A constructor makes the plain
+# layer first. `options` are ParallelLayer's: process_group, sequence_parallel, stack and pad.
 
 
 class ParallelLayer(nn.Module):
     """This rank's shard of a plain layer. Attributes and parameters have the plain layer's names.
 
-    A weight may consist of several matrices, one above the other. `stack` has their relative
-    sizes, (1, 1, 1) for q, k and v, and each matrix is split by itself. With `pad` the ranks need
-    not divide the rows: the last shards end with rows of zeros.
+    A weight may consist of several matrices, one above the other, as q, k and v do. Then each
+    matrix is split by itself, and the shard has a part of each.
     """
 
     split_dims = {}  # parameter: the dimension that is split; the others are the same on all ranks
 
-    def __init__(self, plain, process_group=None, sequence_parallel=False, stack=(1,), pad=False):
+    def __init__(
+        self,
+        plain,
+        process_group=None,
+        sequence_parallel=False,
+        stack=(1,),  # the relative sizes of the matrices; (1, 1, 1) for q, k and v
+        pad=False,  # add rows of zeros at the end, until the ranks divide the rows
+    ):
         super().__init__()
         for name, value in vars(plain).items():
             if not name.startswith("_"):  # in_features, normalized_shape, p, …
@@ -216,10 +224,9 @@ class ParallelLayer(nn.Module):
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
         size = plain.weight.shape[self.split_dims["weight"]] if self.split_dims else 0
-        self.padding = -size % self.world_size if pad else 0  # rows of zeros, on all ranks together
+        self.padding = -size % self.world_size if pad else 0  # rows, of all ranks together
         size += self.padding
-        # The rows (or columns) of each matrix, on all ranks together.
-        self.matrix_sizes = [size * share // sum(stack) for share in stack]
+        self.matrix_sizes = [size * share // sum(stack) for share in stack]  # rows, or columns
         for matrix_size in self.matrix_sizes:
             check_divides("features", matrix_size, self.world_size)
         self.whole_shapes = {name: whole.shape for name, whole in plain.named_parameters()}
@@ -231,10 +238,10 @@ class ParallelLayer(nn.Module):
     @classmethod
     def from_full(cls, plain, **options):
         """This rank's shard of `plain`, which stays as it is."""
-        return cls(None, None, plain=plain, **options)  # its sizes are plain's
+        return cls(None, None, plain=plain, **options)  # the sizes are plain's
 
     def shard(self, name, whole):
-        """This rank's part of each matrix in a whole parameter."""
+        """This rank's shard of a whole parameter."""
         if name not in self.split_dims:
             return whole.clone()
         dim = self.split_dims[name]
@@ -250,7 +257,7 @@ class ParallelLayer(nn.Module):
         dim = self.split_dims[name]
         shards = all_gather(shard.unsqueeze(0), self.process_group)
         sizes = [size // self.world_size for size in self.matrix_sizes]
-        parts = shards.split(sizes, dim + 1)  # of each matrix, a tensor with the parts of all ranks
+        parts = shards.split(sizes, dim + 1)  # one tensor per matrix, with the parts of all ranks
         matrices = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts]
         whole = torch.cat(matrices, dim)
         return whole.narrow(dim, 0, self.whole_shapes[name][dim])  # without the padding
@@ -302,7 +309,7 @@ class ColumnLinear(Function):
         grad_bias = grad_y.sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
         if ctx.sequence_parallel:
-            grad_x = received.unflatten(0, (-1, length)).sum(0)
+            grad_x = received.unflatten(0, (-1, length)).sum(0)  # over ranks
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -317,7 +324,14 @@ class ColumnParallelLinear(ParallelLayer):
     split_dims = {"weight": 0, "bias": 0}
 
     def __init__(
-        self, in_features, out_features, bias=True, *, gather_output=False, plain=None, **options
+        self,
+        in_features,
+        out_features,
+        bias=True,
+        *,
+        gather_output=False,
+        plain=None,
+        **options,
     ):
         super().__init__(plain or nn.Linear(in_features, out_features, bias), **options)
         self.gather_output = gather_output
@@ -345,7 +359,14 @@ class RowParallelLinear(ParallelLayer):
     split_dims = {"weight": 1}
 
     def __init__(
-        self, in_features, out_features, bias=True, *, input_is_parallel=True, plain=None, **options
+        self,
+        in_features,
+        out_features,
+        bias=True,
+        *,
+        input_is_parallel=True,
+        plain=None,
+        **options,
     ):
         super().__init__(plain or nn.Linear(in_features, out_features, bias), **options)
         self.input_is_parallel = input_is_parallel
@@ -363,8 +384,9 @@ class ParallelLayerNorm(ParallelLayer):
     """nn.LayerNorm. With `sequence_parallel` each rank normalizes its part of the sequence."""
 
     def forward(self, x):
-        parameters = self.replicated("weight"), self.replicated("bias")
-        return F.layer_norm(x, self.normalized_shape, *parameters, self.eps)
+        weight = self.replicated("weight")
+        bias = self.replicated("bias")
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -535,7 +557,7 @@ class ParallelSelfAttention(nn.Module):
         p = self.dropout if self.training else 0.0
         with parallel_region(self.qkv.process_group) if p else nullcontext():
             y = F.scaled_dot_product_attention(
-                q, k, v, None, p, is_causal=True, enable_gqa=k.shape != q.shape
+                q, k, v, dropout_p=p, is_causal=True, enable_gqa=k.shape != q.shape
             )
         return self.proj(y.movedim(2, 0).flatten(2))
 
@@ -587,18 +609,20 @@ KINDS = {
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Swap layers of `module` for this rank's shards of them, in place. Return the module.
 
-    `plan` is {name or pattern like "layers.*.linear1": kind}. The kinds are "column", "row",
-    "qkv" (the columns of three matrices), "vocab" (an embedding or a head) and "dropout" (inside a
-    pair). With `sequence_parallel`, layers take and return parts of dimension
-    0, and the plan also names the norms ("norm") and the dropout between the pairs. An embedding
-    returns the whole sequence: call scatter_to_sequence() after it. Tied weights stay tied.
+    `plan` is {name or pattern like "layers.*.linear1": kind}. The kinds are "column", "row", "qkv"
+    (the columns of three matrices), "vocab" (an embedding or a head) and "dropout" (inside a pair).
+    Tied weights stay tied.
+
+    With `sequence_parallel`, layers take and return parts of dimension 0. The plan also names the
+    norms ("norm") and the dropout between the pairs. An embedding returns the whole sequence: call
+    scatter_to_sequence() after it.
     """
     layers = dict(module.named_modules(remove_duplicate=False))
     options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
     swaps = {}  # plain layer: its parallel layer
     for pattern, kind in plan.items():
         for name in names_like(layers, pattern) or [pattern]:
-            layer = layers.get(name)  # if None, the look-up in KINDS is a KeyError
+            layer = layers.get(name)  # None if no layer has the name, which is then a KeyError
             try:
                 swaps[layer] = KINDS[kind, type(layer)](layer, **options)
             except (KeyError, RuntimeError, ValueError) as error:
@@ -606,9 +630,9 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     tie(layers, swaps)
     check_same_model(module, process_group)
     for name, layer in layers.items():
-        if name and layer in swaps:
+        if layer in swaps:
             module.set_submodule(name, swaps[layer])
-    return swaps.get(module, module)
+    return module
 
 
 def tie(layers, swaps):
@@ -655,8 +679,8 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     for parameter in parameters:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
-        holders = 1 if parameter in split else world_size
-        square += norm.square() / holders
+        copies = 1 if parameter in split else world_size  # of its gradient
+        square += norm.square() / copies
     total_norm = all_reduce(square, process_group).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
     return total_norm

@@ -40,20 +40,11 @@ def part_of_bias(bias, dim):
     return part(bias, 0) if dim == 0 else bias
 
 
-add_kind(
-    "column-linear",
-    called=__doc__,
-    make=make_linear,
-    ours="tensor_parallel:ColumnParallelLinear",
-    pytorchs="pytorchs:Column",
-)
-add_kind(
-    "row-linear",
-    called=__doc__,
-    make=make_linear,
-    ours="tensor_parallel:RowParallelLinear",
-    pytorchs="pytorchs:Row",
-)
+for kind, ours, pytorchs in [
+    ("column-linear", "tensor_parallel:ColumnParallelLinear", "pytorchs:Column"),
+    ("row-linear", "tensor_parallel:RowParallelLinear", "pytorchs:Row"),
+]:
+    add_kind(kind, called=__doc__, make=make_linear, ours=ours, pytorchs=pytorchs)
 
 
 def linear_equals_one_device(make, dim, input_cut=None, output_cut=None, bias=True, **options):
