@@ -1,9 +1,9 @@
-"""AMP: compute in 16 bits, keep the weights that the optimizer updates in 32, and scale the loss.
+"""AMP: compute in 16 bits, which is fast, without losing small updates and small gradients.
 
-In a step, a model with 16-bit weights computes 16-bit gradients of the scaled loss. The optimizer
-divides them by the scale and updates fp32 master weights. Then it rounds the masters into the
-model. In fp16, if a gradient is inf or NaN on any rank, all ranks skip the step. In bf16 no scale
-is needed.
+In a step, the model computes with 16-bit weights the 16-bit gradients of the loss times a scale.
+The optimizer divides them by the scale in fp32, and updates fp32 master weights. Then it rounds the
+masters into the model. In fp16, if a gradient is inf or NaN on any rank, all ranks skip the step.
+In bf16 no scale is needed, because bf16 has the range of fp32.
 
     fp32 masters ── round ──→ 16-bit weights → forward → loss · scale → backward → 16-bit gradients
          ↑                                                                                │
@@ -11,25 +11,27 @@ is needed.
                                    │ no: skip the step, halve the scale
                                    └ yes, 2000 times in a row: double the scale
 
-Three things fail in 16 bits:
+Three things fail in 16 bits. Each has its remedy:
 
     an update below half a unit in the last place of its weight is lost           → fp32 masters
     in fp16 a gradient up to 2⁻²⁵ rounds to zero, and loses bits below 2⁻¹⁴       → loss scaling
     a sum, norm or exponential overflows at 65504 (fp16), or loses small terms    → autocast
 
-Bytes per parameter with Adam, for Ψ parameters on N ranks. step() needs 4 more for fp32 gradients:
+Bytes per parameter with Adam, for Ψ parameters on N ranks:
 
                               weights   gradients   masters   Adam   sum   bytes sent per step
     fp32, or under autocast   4         4           -         4+4    16    4Ψ · 2(N-1)/N: gradients
     MixedPrecisionOptimizer   2         2           4         4+4    16    2Ψ · 2(N-1)/N
 
-A GradScaler also sends one number per optimizer and step.
+While step() runs, it needs 4 more for fp32 gradients. A GradScaler also sends one number per
+optimizer and step.
 
 Run:      torchrun --nproc-per-node 2 amp.py
           python amp.py runs one rank
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
-Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers
+Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers, and
+          its cache of weights that a region uses twice
 """
 
 import argparse
@@ -74,16 +76,9 @@ def mixed_precision_step(model, masters, optimizer, loss_of, scale):
 # --------------------------------------------------------------------------------------------------
 # 2. The scale: the largest that does not overflow, found by trying.
 
-# In place of "a gradient is inf or NaN" (1) or "all are finite" (0) if a rank has no gradient. The
-# maximum over ranks is then -1 only if none has one.
+# An optimizer's found_inf is 1 if a gradient is inf or NaN, 0 if all are finite, and this if there
+# is no gradient. All ranks use the maximum, so it is this only if no rank has a gradient.
 NO_GRADIENT = -1.0
-
-
-def device_to_reduce_on(device, process_group):
-    """Return `device`, or another one if the group's backend cannot use it, as NCCL the CPU."""
-    backends = dist.get_backend_config(process_group).split(",")  # "cpu:gloo", "cuda:nccl"
-    kinds = [backend.partition(":")[0] for backend in backends]
-    return device if device.type in kinds else torch.device(kinds[0])
 
 
 class GradScaler:
@@ -104,12 +99,15 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
+        self._scale = 1.0
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._growth_tracker = 0  # steps in a row without inf or NaN
         self._enabled = enabled
         self._process_group = process_group
+        self._found_inf = {}  # {optimizer: its found_inf}, since the last update()
+        self._stepped = set()  # optimizers, since the last update()
         self.update(init_scale)
 
     def scale(self, outputs):
@@ -133,10 +131,11 @@ class GradScaler:
         else:
             found_inf = self._unscale_grads(optimizer)
         if dist.is_initialized():
-            device = device_to_reduce_on(found_inf.device, self._process_group)
-            found_inf = found_inf.to(device)
+            backends = dist.get_backend_config(self._process_group)  # such as "cuda:nccl"
+            if found_inf.device.type not in backends:  # NCCL reduces nothing on the CPU
+                found_inf = found_inf.to(backends.partition(":")[0])
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._process_group)
-        self._found_inf[optimizer] = found_inf
+        self._found_inf[optimizer] = found_inf.item()  # waits: the host decides whether to step
 
     def _unscale_grads(self, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -145,21 +144,16 @@ class GradScaler:
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
             )
-        # A device that is the same on all ranks, even if some have no gradient.
-        found_inf = torch.zeros((), device=parameters[0].device)
-        if not gradients:
-            return found_inf.fill_(NO_GRADIENT)
+        device = parameters[0].device
+        found_inf = torch.tensor(0.0 if gradients else NO_GRADIENT, device=device)
         inverse = torch.full_like(found_inf, 1.0 / self._scale)
+        # Multiplies by `inverse`, and sets `found_inf` to 1 if an element is inf or NaN.
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
         return found_inf
 
     def record_found_inf(self, optimizer, found_inf):
-        """Use `found_inf`, the same on all ranks, instead of unscale_().
-
-        For a caller that divides the gradients by get_scale() itself.
-        """
-        if self._enabled:
-            self._found_inf[optimizer] = torch.as_tensor(found_inf, dtype=torch.float32)
+        """Take `found_inf`, the same on all ranks, from a caller that unscales the gradients."""
+        self._found_inf[optimizer] = float(found_inf)
 
     def step(self, optimizer, *args, **kwargs):
         """Return optimizer.step(*args, **kwargs), or skip it and return None."""
@@ -169,7 +163,7 @@ class GradScaler:
             raise RuntimeError("step() takes no closure, and only one call before each update()")
         if optimizer not in self._found_inf:
             self.unscale_(optimizer)
-        found_inf = self._found_inf[optimizer].item()
+        found_inf = self._found_inf[optimizer]
         if found_inf == NO_GRADIENT:
             raise AssertionError(
                 "No inf checks were recorded for this optimizer: no rank has a .grad to unscale. "
@@ -188,14 +182,14 @@ class GradScaler:
         rounded = torch.tensor(float(new_scale), dtype=torch.float32)
         if rounded.isfinite():
             self._scale = rounded.item()
-        self._found_inf = {}  # {optimizer: NO_GRADIENT, 0 or 1}, until the next update
-        self._stepped = set()
+        self._found_inf.clear()
+        self._stepped.clear()
 
     def _next_scale(self):
-        checks = [found for found in self._found_inf.values() if found != NO_GRADIENT]
-        if not checks:
+        found_inf = max(self._found_inf.values(), default=NO_GRADIENT)
+        if found_inf == NO_GRADIENT:
             raise AssertionError("No inf checks were recorded prior to update")
-        if any(checks):
+        if found_inf:
             self._growth_tracker = 0
             return self._scale * self._backoff_factor
         self._growth_tracker += 1
@@ -205,7 +199,7 @@ class GradScaler:
         return self._scale * self._growth_factor
 
     def get_scale(self):
-        return self._scale if self._enabled else 1.0
+        return self._scale
 
     def is_enabled(self):
         return self._enabled
@@ -238,9 +232,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     """Makes the model's weights `dtype` copies of fp32 masters, which `optimizer` updates.
 
     Each iteration: scale(loss).backward(); average the gradients; clip_grad_norm_(max_norm), if
-    wanted; step(), which also updates `scaler`. Without a scaler, each rank skips a step if its own
-    gradients are not finite. Ranks that hold parts of one model need a scaler to agree, also in
-    bf16.
+    wanted; step(), which also updates `scaler`; zero_grad(). Without a scaler, a rank skips the
+    step if its own gradients are not finite. That is enough if all ranks have the same gradients.
+    Ranks that hold parts of one model need a scaler to agree, also in bf16.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
@@ -256,9 +250,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         state = optimizer.state_dict()
         for group in optimizer.param_groups:
             group["params"] = [self._make_master(weight) for weight in group["params"]]
-        optimizer.load_state_dict(state)  # the weights' moments are now the masters', in fp32
+        optimizer.load_state_dict(state)  # what was the weights' is now the masters', in fp32
         self.write_model_params()
-        self._is_new = True  # before the first step() and load_state_dict()
+        self._is_new = True  # until the first write_model_params() from outside of __init__
 
     def _make_master(self, weight):
         wide = torch.promote_types(weight.dtype, torch.float32)  # float64 stays
@@ -270,40 +264,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name):  # param_groups, state, defaults and hooks are the optimizer's
         return getattr(self.__dict__["optimizer"], name)
 
-    @torch.no_grad()
-    def write_model_params(self):
-        """Round the masters into the model. Call it after writing to the masters."""
-        torch._foreach_copy_(list(self._masters), list(self._masters.values()))
-        self._versions = [weight._version for weight in self._masters]
-        self._is_new = False
-
-    @torch.no_grad()
-    def reload_model_params(self):
-        """Make the masters equal to the model's weights. Call it on all ranks."""
-        torch._foreach_copy_(list(self._masters.values()), list(self._masters))
-
-    @torch.no_grad()
-    def _adopt_written_weights(self):
-        """Copy weights that other code has written since write_model_params() into the masters."""
-        for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
-            is_written = weight._version != version
-            if is_written and self._is_new:
-                # DDP has broadcast 16 bits: rank 0 must drop the bits that others did not receive.
-                master.copy_(weight)
-            elif is_written:
-                # A state dict was loaded: a weight that equals its rounded master keeps the master.
-                is_same = master.to(self.dtype) == weight
-                master.copy_(torch.where(is_same, master, weight))
-            elif self._is_new and not torch.equal(master.to(self.dtype), weight):
-                raise RuntimeError(
-                    "the model's weights were written through .data after MixedPrecisionOptimizer "
-                    "was made; make it afterwards, or call reload_model_params() on all ranks"
-                )
-
     def unscale_(self):
-        """Cast the gradients to fp32, and divide them by the scale. step() does it if need be."""
+        """Copy the gradients to the masters, and divide them by the scale, unless that is done."""
         if any(master.grad is not None for master in self._masters.values()):
-            return  # already done
+            return
         for weight, master in self._masters.items():
             if weight.grad is not None:
                 master.grad = weight.grad.to(master.dtype, copy=True)
@@ -319,18 +283,23 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._adopt_written_weights()
         self.unscale_()
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        # A scaler that is enabled has checked the gradients.
         if self.scaler.is_enabled() or nn.utils.get_total_norm(gradients).isfinite():
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.write_model_params()
         self.optimizer.zero_grad()  # frees the fp32 gradients
 
-    def zero_grad(self, set_to_none=True):
+    @torch.no_grad()
+    def write_model_params(self):
+        """Round the masters into the model. Call it after writing to the masters."""
+        torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+        self._versions = [weight._version for weight in self._masters]
+        self._is_new = False
+
+    def zero_grad(self):
         for weight in self._masters:
-            if set_to_none:
-                weight.grad = None
-            elif weight.grad is not None:
-                weight.grad.zero_()
+            weight.grad = None
         self.optimizer.zero_grad()  # of an unscale_() without a step()
 
     def state_dict(self):
@@ -347,6 +316,32 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         torch._foreach_copy_(list(self._masters.values()), state_dict["master_weights"])
         self.write_model_params()
 
+    # Refinement: other code writes to the model's weights. The next step would undo it.
+
+    @torch.no_grad()
+    def reload_model_params(self):
+        """Make the masters equal to the model's weights. Call it on all ranks."""
+        torch._foreach_copy_(list(self._masters.values()), list(self._masters))
+
+    @torch.no_grad()
+    def _adopt_written_weights(self):
+        """Copy weights that other code has written since write_model_params() to the masters."""
+        for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
+            is_written = weight._version != version
+            if is_written and self._is_new:
+                # DDP has broadcast rank 0's weights in 16 bits. Rank 0 too drops the other bits.
+                master.copy_(weight)
+            elif is_written:
+                # A state dict was loaded. An element that equals its rounded master keeps the
+                # master's bits.
+                is_same = master.to(self.dtype) == weight
+                master.copy_(torch.where(is_same, master, weight))
+            elif self._is_new and not torch.equal(master.to(self.dtype), weight):
+                raise RuntimeError(
+                    "the model's weights were written through .data after MixedPrecisionOptimizer "
+                    "was made; make it afterwards, or call reload_model_params() on all ranks"
+                )
+
 
 # --------------------------------------------------------------------------------------------------
 # 4. Or fp32 weights, and operations that cast their inputs: autocast.
@@ -361,25 +356,18 @@ FP32 = """exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt s
     kl_div binary_cross_entropy_with_logits"""
 LOW_PRECISION = set(LOW_PRECISION.split())
 FP32 = set(FP32.split())
-CASTABLE = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class autocast(ContextDecorator, TorchFunctionMode):
     """A region, or a decorator, in which operations cast their inputs, other than float64.
 
     Matrix products and convolutions compute in `dtype`; reductions, norms, losses and exponentials
-    in fp32, also on the CPU, where PyTorch leaves some as they are. Each weight is cast once.
-    Call backward outside.
+    in fp32, also on the CPU, where PyTorch leaves some as they are. Call backward outside.
     """
 
     def __init__(self, dtype, enabled=True):
         self.dtype = dtype
         self.enabled = enabled
-        self._casts = {}  # {(weight, its version, dtype, grad mode): the weight in dtype}
-
-    def __exit__(self, *exception):
-        super().__exit__(*exception)
-        self._casts.clear()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -390,22 +378,15 @@ class autocast(ContextDecorator, TorchFunctionMode):
             dtype = torch.float32
         else:
             return func(*args, **kwargs)
+
+        def cast(tensor):
+            is_castable = tensor.is_floating_point() and tensor.dtype != torch.float64
+            return tensor.to(dtype) if is_castable else tensor
+
         if self.enabled and kwargs.get("out") is None:
-            cast = functools.partial(self._cast, dtype)
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
         with torch._C.DisableTorchFunction():  # an outer region must not cast again
             return func(*args, **kwargs)
-
-    def _cast(self, dtype, tensor):
-        if tensor.dtype == dtype or tensor.dtype not in CASTABLE:
-            return tensor
-        is_weight = tensor.is_leaf and tensor.requires_grad
-        if not is_weight:
-            return tensor.to(dtype)
-        key = tensor, tensor._version, dtype, torch.is_grad_enabled()
-        if key not in self._casts:
-            self._casts[key] = tensor.to(dtype)
-        return self._casts[key]
 
 
 # --------------------------------------------------------------------------------------------------
