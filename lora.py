@@ -1,6 +1,6 @@
-"""LoRA: fine-tune a model that is too large to train, by a small correction beside some matrices.
+"""LoRA: fine-tune a model that is too large to train, by small corrections to some of its matrices.
 
-In a step W is frozen, and only the two thin factors A and B of the correction get gradients.
+In a step, the matrix W is frozen. Only A and B, the thin factors of its correction, get gradients.
 
     x ──┬── W (d × k), frozen; QLoRA: in 4 bits ──┬── y = W x + (α/r) B A x
         └── A (r × k) ── r numbers ── B (d × r) ──┘
@@ -55,19 +55,20 @@ from torch.utils.checkpoint import checkpoint
 
 
 def naive_lora(x, W, A, B, scaling):
-    """(…, k) to (…, d). W + scaling · B A, which is d × k, is never built."""
+    """Map x (…, k) to (…, d) without building the d × k matrix W + scaling · B A."""
     return x @ W.t() + scaling * (x @ A.t() @ B.t())
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The real one: a layer that takes the place of an nn.Linear, which is found by name.
+# 2. The real one: a layer that replaces an nn.Linear. The caller names the layers to replace.
 
 
 class LoRALinear(nn.Module):
     """base(x) + scaling · B A dropout(x) for a frozen nn.Linear `base`. (…, k) becomes (…, d).
 
-    scaling is lora_alpha/r. With use_rslora it is lora_alpha/√r, which does not fade as r grows.
-    quantize="nf4" replaces the base by an NF4 (section 5), with double_quant at 4.127 bits.
+    scaling is lora_alpha/r. With use_rslora it is lora_alpha/√r, so that a large r does not shrink
+    the correction. quantize="nf4" stores the base's weight in 4.5 bits per element, and
+    double_quant in 4.127 (section 5).
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class LoRALinear(nn.Module):
             self.base_layer = quantize_nf4(weight, double_quant=double_quant)
             self.base_layer.bias = base.bias
         self.base_layer.requires_grad_(False)
-        # W + scaling · B A between merge() and unmerge(), else None
+        # W + scaling · B A after merge(), None after unmerge()
         self.register_buffer("merged", None, persistent=False)
 
     def forward(self, x):
@@ -109,7 +110,7 @@ class LoRALinear(nn.Module):
         x = F.dropout(x, self.lora_dropout, self.training)
         A = self.lora_A.to(y.dtype)  # the dtype of x, or autocast's
         B = self.lora_B.to(y.dtype)
-        # (r, tokens) and (r, d): with r columns, MKL takes up to 1.3 times as long.
+        # Keep r as the first dimension of both. MKL takes up to 1.3 times as long with r columns.
         hidden = self.scaling * (A @ x.reshape(-1, x.shape[-1]).t())
         rows = torch.addmm(y.reshape(-1, y.shape[-1]), hidden.t(), B.t().contiguous())
         return rows.view(y.shape)
@@ -132,18 +133,21 @@ def inject_lora(
     quantize=None,
     double_quant=False,
 ):
-    """Put a LoRALinear in the place of every nn.Linear that is named. Freeze all else.
+    """Replace the target nn.Linear layers by LoRALinear, freeze all else, and return the model.
 
-    target_modules is a list of names, each whole or its end after a dot ("q_proj"); or a regular
+    target_modules is a list of names, or of their ends after a dot, such as "q_proj"; or a regular
     expression that matches whole names; or "all-linear". The other arguments are LoRALinear's.
-    Return the model.
     """
     if lora_layers(model):
         raise ValueError("the model has adapters already")
     pattern, targets = find_targets(model, target_modules)
-    config = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout}
-    config["use_rslora"] = use_rslora
-    adapted = {}  # nn.Linear: its LoRALinear, one also if the model uses the layer in two places
+    config = {
+        "r": r,
+        "lora_alpha": lora_alpha,
+        "lora_dropout": lora_dropout,
+        "use_rslora": use_rslora,
+    }
+    adapted = {}  # {nn.Linear: its LoRALinear}. A layer with two names in the model has only one.
     for layer in targets.values():
         adapted[layer] = LoRALinear(layer, **config, quantize=quantize, double_quant=double_quant)
     model.requires_grad_(False)
@@ -156,7 +160,10 @@ def inject_lora(
 
 
 def find_targets(model, target_modules):
-    """A pattern of their whole names, and {name: nn.Linear}. ValueError if other layers fit."""
+    """Return a regular expression of the targets' names, and {name: nn.Linear} of the targets.
+
+    Raise a ValueError if there is no target, or if one is not an nn.Linear.
+    """
     layers = dict(model.named_modules(remove_duplicate=False))
     linear = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
     if target_modules == "all-linear":
@@ -173,25 +180,27 @@ def find_targets(model, target_modules):
 
 
 def trained_by(model):
+    """The parameters that train: A and B of every layer."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def average_adapters(model, process_group=None):
-    """Average the gradients of what trains over the ranks, between backward and step.
+    """Average the gradients of A and B over the ranks. Call it between backward and step.
 
-    All ranks must start from the same A: inject after the same torch.manual_seed. ddp.py or
-    fsdp.py can take the place of this function. Under QLoRA pass broadcast_buffers=False to
-    ddp.py, or the 4-bit weights, which are buffers, travel before every forward.
+    All ranks must start from the same A: call inject_lora after the same torch.manual_seed.
+    Instead of this function, ddp.py or fsdp.py can train the model. With QLoRA, give ddp.py
+    broadcast_buffers=False. Otherwise it sends the 4-bit weights, which are buffers, before every
+    forward.
     """
     ranks = dist.get_world_size(process_group)
     if ranks < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     parameters = trained_by(model)
-    # Zeros for what only other ranks have used, because all ranks must send the same sizes.
+    # All ranks must send the same size, so a parameter that only other ranks have used sends zeros.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=process_group)
-    flat /= ranks  # after the sum, as one device that accumulates
+    flat /= ranks  # after the sum, like one device that accumulates gradients
     means = flat.split([parameter.numel() for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean.view_as(parameter).to(parameter.dtype)
@@ -206,10 +215,10 @@ def lora_layers(model):
 
 
 def merge(model):
-    """Let every adapted layer multiply by W + scaling · B A, in W's dtype, and keep W for unmerge.
+    """Make every LoRALinear multiply by W + scaling · B A in W's dtype. It keeps W for unmerge().
 
-    The sum is not quantized again, because 4 bits would lose most of the correction. It does not
-    work under fsdp.py, because no rank has all of W.
+    QLoRA's sum is not quantized again, because 4 bits would lose most of the correction. A model
+    under fsdp.py cannot be merged, because no rank has all of W.
     """
     for layer in lora_layers(model).values():
         weight = layer.base_layer.weight
@@ -226,7 +235,7 @@ def unmerge(model):
 # --------------------------------------------------------------------------------------------------
 # 4. Files in peft's format: adapter_config.json and adapter_model.safetensors.
 
-# The fields that are read, with peft's defaults.
+# The fields of adapter_config.json that load_adapter uses, with peft's defaults.
 CONFIG = {
     "r": 8,
     "lora_alpha": 8,
@@ -234,13 +243,13 @@ CONFIG = {
     "use_rslora": False,
     "target_modules": None,
 }
-# The values of other fields that change nothing in what an adapter computes.
+# Fields with values that leave what the adapter computes as it is.
 SUPPORTED = {
     "peft_type": ["LORA"],
     "bias": ["none"],
     "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
 }
-# The fields that change nothing. Any other field that is set is refused.
+# Fields that never change what the adapter computes. Any other field that is set is refused.
 IGNORED = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -257,7 +266,7 @@ IGNORED = {
 
 
 def adapter_state_dict(model, state_dict=None):
-    """{peft's name: tensor}. Under fsdp.py, pass its full_state_dict(model) as state_dict."""
+    """Return {peft's name: tensor}. Under fsdp.py, state_dict is its full_state_dict(model)."""
     state_dict = model.state_dict() if state_dict is None else state_dict
     names = [f"{path}.{factor}" for path in lora_layers(model) for factor in ("lora_A", "lora_B")]
     return {f"base_model.model.{name}.weight": state_dict[name] for name in names}
@@ -278,40 +287,44 @@ def save_adapter(model, directory, state_dict=None):
 def load_adapter(model, directory):
     """Read what save_adapter or peft wrote. Inject adapters if `model` has none. Return the model.
 
-    If the files ask for what is left out here, or do not fit the model, ValueError lists all of
-    it, and nothing is copied.
+    If the files need something that is left out here, or do not fit the model, the ValueError
+    lists all of it, and nothing is copied.
     """
     from safetensors.torch import load_file  # pip install safetensors
 
     config = read_config(directory)
     if not hasattr(model, "lora_config"):
         inject_lora(model, **config)
-    theirs = load_file(Path(directory) / "adapter_model.safetensors")
-    ours = adapter_state_dict(model)
-    in_file = config | {key: list(tensor.shape) for key, tensor in theirs.items()}
-    in_model = model.lora_config | {key: list(tensor.shape) for key, tensor in ours.items()}
+    saved = load_file(Path(directory) / "adapter_model.safetensors")
+    state_dict = adapter_state_dict(model)
+    in_file = describe(config, saved)
+    in_model = describe(model.lora_config, state_dict)
     wrong = []
-    for what in in_model | in_file:
-        there = in_file.get(what, "missing")
-        here = in_model.get(what, "missing")
-        if here != there and what not in ("target_modules", "lora_dropout"):
-            wrong.append(f"{what} is {there} in the file, {here} in the model")
+    for name in in_model | in_file:
+        if in_file.get(name) != in_model.get(name):
+            wrong.append(f"{name}: {in_file.get(name)} in the file, {in_model.get(name)} here")
     if wrong:
-        raise ValueError(f"{directory} does not fit: {'; '.join(wrong)}")
-    for key, tensor in ours.items():
-        tensor.copy_(theirs[key])
+        raise ValueError(f"{directory} does not fit the model: {'; '.join(wrong)}")
+    for name, tensor in state_dict.items():
+        tensor.copy_(saved[name])
     unmerge(model)
     return model
 
 
+def describe(config, state_dict):
+    """Return {name: value or shape} of all on which the files and the model must agree."""
+    values = {name: config[name] for name in ("r", "lora_alpha", "use_rslora")}
+    return values | {name: list(tensor.shape) for name, tensor in state_dict.items()}
+
+
 def read_config(directory):
-    """inject_lora's arguments. ValueError for fields that are set to what is left out here."""
+    """Return inject_lora's arguments. Raise a ValueError for each field that is not supported."""
     path = Path(directory) / "adapter_config.json"
     fields = json.loads(path.read_text())
     wrong = []
     for name, value in fields.items():
-        expected = name in CONFIG.keys() | IGNORED or value in SUPPORTED.get(name, [])
-        if value and not expected:
+        is_supported = name in CONFIG.keys() | IGNORED or value in SUPPORTED.get(name, [])
+        if value and not is_supported:
             wrong.append(f"{name} {value!r}")
     if wrong:
         raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
@@ -322,6 +335,7 @@ def read_config(directory):
 # 5. QLoRA: frozen weights in 4 bits.
 
 # Quantiles of a normal distribution: pretrained weights use all 16 about equally (Dettmers, §3).
+# A code is an index into it.
 NF4_TABLE = torch.tensor(
     [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
     + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0],
@@ -329,21 +343,8 @@ NF4_TABLE = torch.tensor(
 )
 
 
-def dynamic_map():
-    """bitsandbytes' 256 signed 8-bit values (arXiv 2110.02861, §2.2).
-
-    They cover 7 decades. Each decade has twice as many as the one below.
-    """
-    positive = []
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        middles = (edges[:-1] + edges[1:]) / 2
-        positive.append(10.0 ** (decade - 6) * middles)
-    positive = torch.cat(positive)
-    return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values
-
-
-DYNAMIC_MAP = dynamic_map()
+# For double quantization: equal steps. bitsandbytes has unequal ones, and about the same error.
+INT8_TABLE = torch.linspace(-1, 1, 255, dtype=torch.float32)
 
 
 @functools.cache
@@ -353,10 +354,10 @@ def on_device(table, device):
 
 
 def quantize_blocks(flat, table, block_size):
-    """Return the code of each number, and the largest magnitude, absmax, of each block.
+    """Return a code for each number, and for each block its largest magnitude, absmax.
 
-    A code is the index of the value in `table` that is nearest to number / absmax. Of two values
-    that are equally near it is the lower.
+    The code is the index of the value in `table` that is nearest to number / absmax. If two values
+    are equally near, it is the lower one.
     """
     table = on_device(table, flat.device)
     blocks = F.pad(flat, (0, -len(flat) % block_size)).view(-1, block_size)
@@ -372,46 +373,48 @@ def dequantize_blocks(codes, absmax, table, block_size):
 
 
 def quantize_nf4(weight, block_size=64, double_quant=False):
-    """Round to the nearest of 16 values, relative to the largest of each block. Return an NF4.
+    """Round each block to 16 multiples of its largest magnitude, absmax. Return an NF4.
 
-    A value takes 4 bits, and a block 32: 4.5 bits a value. double_quant stores those 32 bits, less
-    their mean, in 8 bits with a scale for 256 blocks: 4.127 bits a value. The bytes are those of
-    bitsandbytes, but for a few of the 8-bit codes, where its CPU kernel takes a neighbour.
+    An element takes 4 bits, and absmax 32 bits per block: 4.5 bits per element, in the bytes of
+    bitsandbytes. double_quant subtracts the mean of all absmax, and quantizes the rest to 8 bits in
+    blocks of 256: 4.127 bits per element.
     """
     flat = weight.detach().flatten().float()
     codes, absmax = quantize_blocks(flat, NF4_TABLE, block_size)
     codes = F.pad(codes, (0, len(codes) % 2), value=7)  # 0.0
     packed = codes[::2] << 4 | codes[1::2]
-    if not double_quant:
-        return NF4(weight, block_size, packed, absmax)
-    mean = absmax.mean(0, keepdim=True)
-    absmax, scales = quantize_blocks(absmax - mean, DYNAMIC_MAP, 256)
+    scales = None
+    mean = None
+    if double_quant:
+        mean = absmax.mean(0, keepdim=True)
+        absmax, scales = quantize_blocks(absmax - mean, INT8_TABLE, 256)
     return NF4(weight, block_size, packed, absmax, scales, mean)
 
 
 def dequantize_nf4(q, dtype=None):
-    """The rounded weight, in q.dtype or in another."""
+    """Return the rounded weight in `dtype`, by default the one it had."""
     absmax = q.absmax
     if q.mean is not None:
-        absmax = dequantize_blocks(absmax, q.scales, DYNAMIC_MAP, 256) + q.mean
+        absmax = dequantize_blocks(absmax, q.scales, INT8_TABLE, 256) + q.mean
     codes = torch.stack((q.packed >> 4, q.packed & 15), 1).flatten()
     weight = dequantize_blocks(codes[: q.shape.numel()], absmax, NF4_TABLE, q.block_size)
     return weight.view(q.shape).to(dtype or q.dtype)
 
 
 class NF4(nn.Module):
-    """A frozen nn.Linear with a weight in 4 bits. state_dict() has the bytes; .to() moves them."""
+    """A frozen nn.Linear with a weight in 4 bits, which are buffers: state_dict() has them."""
 
-    def __init__(self, weight, block_size, packed, absmax, scales=None, mean=None):
+    def __init__(self, weight, block_size, packed, absmax, scales, mean):
         super().__init__()
         self.shape = weight.shape
         self.dtype = weight.dtype  # of the weight when it is dequantized
         self.block_size = block_size
         self.bias = None
         self.register_buffer("packed", packed)  # uint8: two codes, the first in the high half
-        self.register_buffer("absmax", absmax)  # a block: float32, or a uint8 with double_quant
-        self.register_buffer("scales", scales)  # 256 blocks: float32, with double_quant
-        self.register_buffer("mean", mean)  # of absmax: float32, with double_quant
+        self.register_buffer("absmax", absmax)  # per block: float32, or a uint8 code
+        # Only with double_quant:
+        self.register_buffer("scales", scales)  # per 256 blocks: float32, the absmax of their codes
+        self.register_buffer("mean", mean)  # float32, of all absmax
 
     @property
     def weight(self):
@@ -425,13 +428,15 @@ class NF4(nn.Module):
         return F.linear(x, dequantize_nf4(self, x.dtype), self.bias)
 
     def _apply(self, fn, recurse=True):
-        """Move everything, but cast only the bias: model.half() must not round the scales."""
-        buffers = dict(self.named_buffers())
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
-        super()._apply(fn, recurse)
-        for name, buffer in buffers.items():
-            setattr(self, name, buffer.to(getattr(self, name).device))
-        return self
+        """Move the buffers, but cast only the bias: model.half() must not round the scales."""
+
+        def move(tensor):
+            moved = fn(tensor)
+            return moved if tensor is self.bias else tensor.to(moved.device)
+
+        like_weight = torch.empty(0, dtype=self.dtype, device=self.packed.device)
+        self.dtype = fn(like_weight).dtype
+        return super()._apply(move, recurse)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -310,6 +310,7 @@ def test_training_resumes_bitwise_in_either_order_of_loading(scaler_class, order
     for what in order:
         into[what].load_state_dict(states[what])
     after = flat(masters_of(resumed[1]))
+    assert resumed[1].scaler.state_dict() == states["optimizer"]["scaler"]
     assert after[:6].tolist() == [5.0] * 6
     bitwise(after[6:], before[6:])
     for number in (3, 4):
