@@ -69,6 +69,7 @@ def test_a_layer_has_the_dense_weight_beside_or_merged(sizes, alpha, dropout, rs
 
     for _ in range(2):  # the second merge changes nothing
         lora.merge(layer)
+    assert "merged" not in layer.state_dict()
     bitwise(layer.merged, (W + scaling * B @ A).detach())
     within(layer(x), expected)
     with pytest.raises(ValueError, match=r"merged, .*unmerge\(model\) to train"):
