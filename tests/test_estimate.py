@@ -135,10 +135,8 @@ GRIDS += [(2, 2, "--sequence-parallel")]
 
 @pytest.mark.parametrize(("tp", "pp", "flags"), GRIDS)
 @pool.on(4)
-def test_parallel_3d_has_the_parameters_the_batch_and_the_activations_that_are_estimated(
-    tp, pp, flags
-):
-    """The most on any rank. Activations are within 3%."""
+def test_parallel_3d_has_what_is_estimated(tp, pp, flags):
+    """Parameters, the global batch, and activations within 3%, the most on any rank."""
     split = bool(flags)
     args = options(f"--sequence-length 64 {flags}", "float32")
     trainer = parallel_3d.Trainer(SMALL, parallel_3d.Grid(tp, pp), args)
