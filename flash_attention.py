@@ -418,7 +418,7 @@ def store(
     HEAD,
 ):
     pointers, inside = block_at(x, D, start, stop, SIZE, D, HEAD)
-    tl.store(pointers, block.to(x.dtype.element_ty), mask=inside)
+    tl.store(pointers, block, mask=inside)  # in the dtype of x
 
 
 @jit

@@ -104,6 +104,13 @@ def test_the_idea_is_right_without_dropout_and_a_function_may_call_backward(how,
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+def test_under_no_grad_a_function_may_still_compute_gradients_inside():
+    function = torch.enable_grad()(gradient_inside)
+    x = torch.randn(4, requires_grad=True)
+    with torch.no_grad():
+        assert torch.equal(ac.checkpoint(function, x), function(x))
+
+
 @pytest.mark.parametrize("policy", [None, keep_dropout])
 def test_without_preserve_rng_state_the_second_run_draws_anew_and_then_restores(policy):
     drop = NativeDropout()
