@@ -43,9 +43,10 @@ Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or:
 Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473, section 2.2;
           zero bubble, 2401.10241, section 2 (its schedule ZB-H1)
 Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file reads and writes
-Left out: tied parameters, data parallelism and clipping (parallel_3d.py has them); the outputs of
-          the last stage; gradients of the batch's inputs; W for layers other than linear ones,
-          whose weights get their gradients in I
+Left out: tied parameters, data parallelism, clipping and means over unmasked tokens (parallel_3d.py
+          has them); the outputs of the last stage; gradients of the batch's inputs; W for anything
+          but the weights of linear layers (all else gets its gradient in I). A rank whose stages
+          have no parameters computes on torch's default device.
 """
 
 import argparse
@@ -97,17 +98,16 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
     micro_inputs = inputs.chunk(num_microbatches)
     micro_targets = targets.chunk(num_microbatches)
     saved = []  # (input, output) of each micro-batch, from its forward to its backward
-    for i in range(num_microbatches):
-        x = micro_inputs[i]
+    for micro_input, target in zip(micro_inputs, micro_targets, strict=True):
+        x = micro_input
         if rank > 0:
-            x = torch.empty_like(like)
-            start_transfer(dist.irecv, x, rank - 1, process_group).wait()
-            x.requires_grad_()
+            x = torch.empty_like(like, requires_grad=True)
+            start_transfer(dist.irecv, x.detach(), rank - 1, process_group).wait()
         y = stage(x)
         if rank < last:
             start_transfer(dist.isend, y.detach(), rank + 1, process_group).wait()
         else:
-            y = loss_fn(y, micro_targets[i]) / num_microbatches
+            y = loss_fn(y, target) / num_microbatches
         saved.append((x, y))
     for x, y in saved:
         gradient = torch.ones_like(y)
@@ -126,18 +126,11 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
-def gpipe(stages, num_microbatches, num_rounds=1):
-    """All forwards, then all backwards, on a rank that may have several stages.
-
-    With several rounds, each round does so for its share of the micro-batches.
-    """
-    actions = []
-    for k in range(num_rounds):
-        first = num_microbatches * k // num_rounds
-        end = num_microbatches * (k + 1) // num_rounds
-        actions += [f"{stage}F{i}" for stage in stages for i in range(first, end)]
-        actions += [f"{stage}B{i}" for stage in reversed(stages) for i in range(first, end)]
-    return actions
+def gpipe(stages, micro_batches):
+    """All forwards, then all backwards, on a rank that may have several stages."""
+    forwards = [f"{stage}F{i}" for stage in stages for i in micro_batches]
+    backwards = [f"{stage}B{i}" for stage in reversed(stages) for i in micro_batches]
+    return forwards + backwards
 
 
 def one_forward_one_backward(actions, warmup):
@@ -151,35 +144,32 @@ def one_forward_one_backward(actions, warmup):
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
-    """-> a list of actions for each rank, for any number of micro-batches.
-
-    Stage s is on rank s % num_ranks.
-    """
+    """-> a list of actions for each rank. Stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(
             f"no schedule {name!r} of {p} ranks, {m} micro-batches and {v} stages per rank: "
             f"each number must be at least 1, and the name one of {', '.join(SCHEDULES)}"
         )
-    # 1F1B reorders the actions of GPipe in rounds of p micro-batches, or a few more. With one stage
-    # per rank, rounds change nothing.
-    num_rounds = max(1, m // p)
-    largest_round = -(-m // num_rounds)
-    # Rank r + 1 runs a forward before the backward that rank r waits for. In that time rank r can
-    # run another one, so its warmup is longer by one forward. In interleaved 1F1B it is longer by
-    # two, as in Megatron-LM and PyTorch, which leaves time for transfers. On top of that, a round
-    # passes all of the rank's stages but one before the last rank's first backward.
-    further_ahead = 2 if name == "interleaved_1f1b" else 1
+    # Each rank runs GPipe in rounds of some micro-batches. 1F1B then reorders all of its actions.
+    if name == "naive":
+        num_rounds = m
+    elif name == "gpipe":
+        num_rounds = 1
+    else:
+        num_rounds = max(1, m // p)
+    rounds = [each.tolist() for each in torch.arange(m).tensor_split(num_rounds)]
     schedule = []
     for rank in range(p):
         stages = range(rank, p * v, p)
-        warmup = further_ahead * (p - 1 - rank) + (v - 1) * largest_round
-        if name == "naive":
-            actions = gpipe(stages, m, num_rounds=m)
-        elif name == "gpipe":
-            actions = gpipe(stages, m)
-        else:
-            actions = one_forward_one_backward(gpipe(stages, m, num_rounds), warmup)
+        actions = [action for each in rounds for action in gpipe(stages, each)]
+        if name not in ("naive", "gpipe"):
+            # A rank needs one forward more than the next rank, for whose backward it waits. Two
+            # more, as in Megatron-LM and PyTorch, leave time for transfers. With v stages, the
+            # first round must have passed all of them but the last.
+            further_ahead = 2 if name == "interleaved_1f1b" else 1
+            warmup = further_ahead * (p - 1 - rank) + (v - 1) * len(rounds[0])
+            actions = one_forward_one_backward(actions, warmup)
         if name == "zero_bubble":
             # Rank r keeps r micro-batches fewer than rank 0. If r of its W wait, both are equal.
             actions = split_backwards(actions, delay=rank)
@@ -207,24 +197,27 @@ def parse(action):
 
 
 def input_key(action):
-    """ "2F0" -> "2F0", "2I0" -> "2B0": the name under which an action's inputs are kept.
+    """ "2F0" -> "2F0", "2I0" and "2W0" -> "2B0": the name of the tensors that an action takes.
 
-    The next stage sends a gradient and does not know whether this one takes it in a B or an I.
+    The next stage sends gradients, and does not know whether this one takes them in a B or an I.
     """
-    return action.replace("I", "B")
+    return re.sub("[IW]", "B", action)
 
 
-def output_key(action):
-    """ "2F0" -> "3F0", "2B0" -> "1B0": input_key() of the action that takes the output.
+def output_key(action, last_stage):
+    """ "2F0" -> "3F0", "2B0" -> "1B0": the input_key() of the action that takes the output.
 
-    There may be no such stage. W has no output, since it only adds to .grad.
+    The backward of the last stage takes what its forward returns. No action takes the gradient of
+    the batch. W has no output, because it only adds to .grad.
     """
     stage, kind, i = parse(action)
-    if kind == "F":
-        return f"{stage + 1}F{i}"
     if kind == "W":
         return None
-    return f"{stage - 1}B{i}"
+    if kind != "F":
+        return f"{stage - 1}B{i}"
+    if stage < last_stage:
+        return f"{stage + 1}F{i}"
+    return f"{stage}B{i}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,8 +242,8 @@ def simulate(schedule, cost=COST):
     last_stage = max(rank_of_stages(schedule))
     cost = COST | cost
     start, end = {}, {}
-    batch = [action for action in itertools.chain(*schedule) if action.startswith("0F")]
-    available = dict.fromkeys(batch, 0)  # input_key -> since when the inputs are there
+    micro_batches = range(count_microbatches(schedule))
+    available = {f"0F{i}": 0 for i in micro_batches}  # input_key -> since when the inputs are there
     rank_is_free = [0] * len(schedule)  # since when: the end of the rank's last action
     waiting = [collections.deque(actions) for actions in schedule]
     while any(waiting):
@@ -258,15 +251,10 @@ def simulate(schedule, cost=COST):
         for rank, actions in enumerate(waiting):
             while actions and input_key(actions[0]) in available:
                 action = actions.popleft()
-                stage, kind, i = parse(action)
                 start[action] = max(rank_is_free[rank], available[input_key(action)])
-                end[action] = start[action] + cost[kind]
+                end[action] = start[action] + cost[parse(action)[1]]
                 rank_is_free[rank] = end[action]
-                available[output_key(action)] = end[action]
-                if kind == "F" and stage == last_stage:
-                    available[f"{stage}B{i}"] = end[action]
-                if kind == "I":
-                    available[f"{stage}W{i}"] = end[action]
+                available[output_key(action, last_stage)] = end[action]
         if len(end) == ended_before:
             stuck = [actions[0] for actions in waiting if actions]
             raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} wait for ever")
@@ -281,21 +269,23 @@ def peak_alive(actions):
     return max(itertools.accumulate(changes), default=0)
 
 
+def count_microbatches(schedule):
+    return sum(action.startswith("0F") for action in itertools.chain(*schedule))
+
+
 def rank_of_stages(schedule):
-    """-> {stage: rank}. Each micro-batch must go forward and backward through each stage once."""
+    """-> {stage: rank}. A rank must take a micro-batch forward, then backward, once per stage."""
     rank_of = {}
-    kinds = collections.defaultdict(list)  # (stage, micro-batch, rank) -> kinds of actions
+    kinds = collections.defaultdict(str)  # (stage, micro-batch, rank) -> the kinds of its actions
     for rank, actions in enumerate(schedule):
         for stage, kind, i in map(parse, actions):
             rank_of[stage] = rank
-            kinds[stage, i, rank].append(kind)
-    all_stages = range(1 + max(rank_of, default=0))
-    all_microbatches = range(1 + max((i for _, i, _ in kinds), default=0))
-    for stage, i in itertools.product(all_stages, all_microbatches):
-        done = kinds[stage, i, rank_of.get(stage)]
-        if sorted(done) not in (["B", "F"], ["F", "I", "W"]):
+            kinds[stage, i, rank] += kind
+    for (stage, i, rank), done in kinds.items():
+        if done not in ("FB", "FIW") or rank != rank_of[stage]:
             raise ValueError(
-                f"stage {stage} runs {done} for micro-batch {i}; it must run F and B, or F, I and W"
+                f"rank {rank} runs {done} of stage {stage} for micro-batch {i}; it must run F B or "
+                "F I W, and no other rank may run this stage"
             )
     return rank_of
 
@@ -309,7 +299,7 @@ def meta_of(tensor):
     if not torch.is_tensor(tensor):
         name = type(tensor).__name__
         raise ValueError(f"the stage returned a {name}; return a tensor or a tuple of tensors")
-    return tensor.shape, tensor.dtype, tensor.requires_grad
+    return {"size": tensor.shape, "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
 
 
 class Transfers:
@@ -329,9 +319,10 @@ class Transfers:
             self.objects["use_batch"] = True  # see start_transfer
 
     def send(self, key, tensors, destination):
-        """Start to send. After a failure `tensors` is None, and the receiver gets zeros.
+        """Start to send.
 
-        If it does not know the metadata either, it gets None instead of the metadata.
+        After a failure `tensors` is None. The receiver still waits for a message: it gets zeros, or
+        None in place of metadata that it does not know.
         """
         if key not in self.metadata:
             self.metadata[key] = tensors and [meta_of(tensor) for tensor in tensors]
@@ -363,10 +354,7 @@ class Transfers:
     def new_tensors(self, key):
         if self.metadata[key] is None:
             return None
-        return [
-            torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=requires_grad)
-            for shape, dtype, requires_grad in self.metadata[key]
-        ]
+        return [torch.zeros(**meta, device=self.device) for meta in self.metadata[key]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,18 +369,14 @@ class Pipeline(nn.Module):
     schedule: a name for build_schedule, or a list of actions for each rank in PyTorch's notation.
     num_microbatches: the batch is split into that many along dimension 0, as torch.chunk does.
     loss_fn(output, target): returns the mean loss of a micro-batch.
-    weight(target): what a micro-batch counts in the mean: its samples, or its unmasked tokens.
     """
 
-    def __init__(
-        self, stages, schedule, num_microbatches, loss_fn, process_group=None, *, weight=len
-    ):
+    def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
         super().__init__()
         stages = list(stages) if isinstance(stages, (list, nn.ModuleList)) else [stages]
         self.schedule = agree_on_schedule(schedule, num_microbatches, len(stages), process_group)
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
-        self.weight = weight
         self._group = process_group
         self._rank = dist.get_rank(process_group)
         self._program = plan(self.schedule, self._rank)
@@ -400,13 +384,12 @@ class Pipeline(nn.Module):
         own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
         self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
         self._last_stage = max(rank_of)
-        self._has_last_stage = self._last_stage in own
-        self._splits_backward = any("I" in action for action in self.schedule[self._rank])
-        self.device = find_device(self, process_group)
+        devices = (parameter.device for parameter in self.parameters())
+        self.device = next(devices, torch.get_default_device())
         self._transfers = Transfers(process_group, self.device)
         self._batch_meta = None  # of the last step: grad mode, and meta_of() inputs and parameters
         self.timeline = []  # (action, start, end) of the last step, in seconds
-        self.synchronize_timeline = False  # True: time a GPU's work, not only its launch
+        self.clock = time.perf_counter  # of the timeline: on a GPU this times launches only
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
@@ -417,26 +400,25 @@ class Pipeline(nn.Module):
         An error on one rank is raised there, and as a RuntimeError on the others.
         """
         self._start(inputs, targets)
-        for action, source, destination in self._program:
+        for action, key, source, destination in self._program:
             if "F" not in action and not torch.is_grad_enabled():
                 continue
-            key = output_key(action)
             if source != self._rank:  # another rank runs the action and sends its output here
                 self._inputs[key], self._works[key] = self._transfers.receive(key, source)
                 continue
-            self._run(action)
+            self._run(action, key)
             if destination not in (source, None):
                 self._transfers.send(key, self._inputs.pop(key, None), destination)
         self._transfers.wait_for_sends()
         self._sum_over_ranks()
-        return torch.stack(self._losses).sum() if self._has_last_stage else None
+        return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
         """Split the batch, and hear from all ranks whether it is like the one before."""
         self._inputs = {}  # input_key -> tensors, computed here or received
         self._works = {}  # input_key -> works to wait for before the inputs are used
         self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
-        self._losses = [None] * self.num_microbatches
+        self._losses = []
         self._failure = None  # (exception, text for the other ranks)
         self.timeline = []
         try:
@@ -456,73 +438,76 @@ class Pipeline(nn.Module):
             raise ValueError(
                 f"{num_grad} of {ranks} ranks have gradients enabled; all or none must"
             )
-        self._began = time.perf_counter()  # at about the same time on all ranks
+        self._began = self.clock()  # at about the same time on all ranks
 
     def _split_batch(self, inputs, targets):
         m = self.num_microbatches
         if "0" in self.stages:
             inputs = inputs if isinstance(inputs, tuple) else (inputs,)
             split = [micro_batches("inputs", tensor, m) for tensor in inputs]
-            for i in range(m):
-                self._inputs[f"0F{i}"] = [parts[i] for parts in split]
-        if self._has_last_stage:
+            for i, tensors in enumerate(zip(*split, strict=True)):
+                self._inputs[f"0F{i}"] = tensors
+        if str(self._last_stage) in self.stages:
             self._targets = micro_batches("targets", targets, m)
-            weights = [float(self.weight(target)) for target in self._targets]
-            self._shares = [weight / sum(weights) for weight in weights]  # of the batch's mean loss
+            self._num_targets = len(targets)
 
-    def _run(self, action):
+    def _run(self, action, output_key):
         """Run an action on its inputs, which this rank has computed or received."""
         stage, kind, i = parse(action)
-        inputs = self._inputs.pop(input_key(action), None)  # None after a failure elsewhere
-        for work in self._works.pop(input_key(action), ()):
+        key = input_key(action)
+        inputs = self._inputs.pop(key, None)  # None after a failure elsewhere
+        for work in self._works.pop(key, ()):
             work.wait()
         if inputs is None or self._failure:
             return  # the transfers go on, so that no rank hangs
-        began = self._now()
-        F.linear = split_linear if self._splits_backward else linear
+        began = self.clock()
+        splits_backward = f"{stage}I{i}" in self.schedule[self._rank]
+        F.linear = split_linear if splits_backward else linear
         try:
             if kind == "F":
-                self._forward(stage, i, inputs)
+                self._inputs[output_key] = self._forward(stage, i, inputs, output_key)
             elif kind == "W":
                 backward_for_weights(inputs)
             else:
-                deferred = self._backward(stage, i, inputs)
-                if kind == "I":
-                    self._inputs[f"{stage}W{i}"] = deferred
-                else:
-                    backward_for_weights(deferred)
+                self._inputs[output_key] = self._backward(stage, i, inputs)
+                self._inputs[key] = split_linear.deferred  # the input of W
         except Exception as error:
             self._failure = error, f"rank {self._rank} failed in {action} with {error!r}"
         finally:
             F.linear = linear
-        self.timeline.append((action, began, self._now()))
+            split_linear.deferred = None
+        self.timeline.append((action, began - self._began, self.clock() - self._began))
 
-    def _forward(self, stage, i, inputs):
+    def _forward(self, stage, i, inputs, output_key):
+        """-> the outputs, or from the last stage the gradient with which its backward begins."""
         inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in inputs]
         outputs = self.stages[str(stage)](*inputs)
         if stage == self._last_stage:
-            loss = self.loss_fn(outputs, self._targets[i].to(self.device))
-            outputs = loss * self._shares[i]  # the only place where the loss is scaled
-            self._losses[i] = outputs.detach()
-            self._inputs[f"{stage}B{i}"] = [torch.ones_like(outputs)]
+            target = self._targets[i].to(self.device)
+            share = len(target) / self._num_targets  # of the batch's mean loss
+            outputs = self.loss_fn(outputs, target) * share  # the only place that scales the loss
+            self._losses.append(outputs.detach())
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        if stage < self._last_stage:
-            key = f"{stage + 1}F{i}"
-            metadata = [meta_of(y) for y in outputs]
-            expected = self._transfers.metadata.get(key, metadata)
-            if metadata != expected:  # the receiver has allocated what it expects
-                raise RuntimeError(f"the stage's output was {expected}, and is now {metadata}")
-            self._inputs[key] = outputs
+        metadata = [meta_of(y) for y in outputs]
+        expected = self._transfers.metadata.get(output_key, metadata)
+        if metadata != expected:  # the receiver has allocated what it expects
+            raise RuntimeError(f"the stage's output was {expected}, and is now {metadata}")
         if torch.is_grad_enabled():
             self._graphs[stage, i] = inputs, [y for y in outputs if y.requires_grad]
+        if stage == self._last_stage:
+            return [torch.ones_like(loss) for loss in outputs]
+        return outputs
 
     def _backward(self, stage, i, gradients):
-        """I. -> the part that is left to W."""
+        """B or I. -> the gradients of the stage's inputs."""
         inputs, outputs = self._graphs.pop((stage, i))
         gradients = [gradient.to(self.device) for gradient in gradients]
-        input_gradients, deferred = backward_for_inputs(inputs, outputs, gradients)
-        self._inputs[f"{stage - 1}B{i}"] = input_gradients
-        return deferred
+        split_linear.deferred = []
+        torch.autograd.backward(outputs, gradients)
+        # The previous stage expects a gradient of every input, used or not.
+        return [
+            torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
+        ]
 
     def _sum_over_ranks(self, *numbers):
         """-> the sums, for which the host waits. If a rank has failed, every rank raises."""
@@ -533,14 +518,9 @@ class Pipeline(nn.Module):
         if num_failed:
             self._batch_meta = None  # so that the next step begins without metadata
             error, text = self._failure or (None, None)
-            texts = gather(text, self._group)
-            raise error or RuntimeError(next(filter(None, texts)))
+            texts = filter(None, gather(text, self._group))
+            raise error or RuntimeError(next(texts))
         return sums
-
-    def _now(self):
-        if self.synchronize_timeline:
-            torch.cuda.current_stream(self.device).synchronize()
-        return time.perf_counter() - self._began
 
 
 # --------------------------------------------------------------------------------------------------
@@ -554,13 +534,6 @@ def gather(value, group):
     return values
 
 
-def find_device(module, group):
-    """Stages without parameters run on the type of device that the other ranks have."""
-    device = next((parameter.device for parameter in module.parameters()), None)
-    device_types = filter(None, gather(device and device.type, group))
-    return device or torch.device(next(device_types, "cpu"))
-
-
 def agree_on_schedule(schedule, num_microbatches, num_stages, group):
     """-> the schedule as lists of actions. One rank's wrong argument is an error on every rank."""
     given = gather((schedule, num_microbatches, num_stages), group)
@@ -568,9 +541,10 @@ def agree_on_schedule(schedule, num_microbatches, num_stages, group):
     if isinstance(schedule, str):
         actions = build_schedule(schedule, len(given), num_microbatches, num_stages)
     actions = compute_only(actions)
-    stages = list(rank_of_stages(actions).values())
-    m = sum(action.startswith("0F") for action in itertools.chain(*actions))
-    needed = [(schedule, m, stages.count(rank)) for rank in range(len(actions))]
+    m = count_microbatches(actions)
+    rank_of = rank_of_stages(actions)
+    stages_on = collections.Counter(rank_of.values())
+    needed = [(schedule, m, stages_on[rank]) for rank in range(len(actions))]
     if given != needed:
         raise ValueError(
             f"the schedule needs {[each[1:] for each in needed]} (micro-batches, stages) by rank; "
@@ -593,25 +567,24 @@ def micro_batches(name, tensor, number):
 
 
 def plan(schedule, rank):
-    """-> (action, its rank, the rank that takes its output or None), for each that concerns `rank`.
+    """-> (action, its output_key, its rank, the rank that takes its output or None) of each action
+    that `rank` runs, or whose output it receives.
 
-    These are the rank's own actions, and those of other ranks whose output it receives. All ranks
-    take them from one order: that of simulated time, with a transfer right after the action that
-    produces it. Whatever an action or a transfer waits for comes before it. So the first one that
-    is not over can always run, and nothing deadlocks. That holds over NCCL as well. There a rank's
-    transfers run one after another, in the order in which it starts them. A send is over only when
-    its receiver has come to it. A wait blocks the stream, not the host.
+    All ranks use one order, that of simulated time, with each transfer right after its action.
+    Everything that an action or a transfer waits for comes before it. So the first one that is not
+    over can always run, and nothing deadlocks. That also holds over NCCL, where a rank's transfers
+    run one after another, a send is over only when its receiver has come to it, and a wait blocks
+    the stream, not the host.
     """
-    rank_of = {}  # input_key -> the rank of the action
-    for each, actions in enumerate(schedule):
-        rank_of |= dict.fromkeys(map(input_key, actions), each)
+    rank_of = rank_of_stages(schedule)
     end = simulate(schedule).end
     program = []
     for action in sorted(end, key=end.get):
-        source = rank_of[input_key(action)]
-        destination = rank_of.get(output_key(action))
+        key = output_key(action, max(rank_of))
+        source = rank_of[parse(action)[0]]
+        destination = rank_of.get(parse(key)[0]) if key else None
         if rank in (source, destination):
-            program.append((action, source, destination))
+            program.append((action, key, source, destination))
     return program
 
 
@@ -622,61 +595,36 @@ linear = F.linear
 
 
 def split_linear(x, weight, bias=None):
-    """Replaces F.linear, which PyTorch's modules call, while a schedule with I and W runs."""
-    trained = [each for each in (weight, bias) if each is not None and each.requires_grad]
-    # A weight that is computed (as by weight_norm) is no leaf. I must pass its gradient on.
-    if trained and torch.is_grad_enabled() and all(each.is_leaf for each in trained):
-        anchor = torch.empty(
-            0, requires_grad=True
-        )  # makes autograd call backward even if x needs no gradient
-        return SplitLinear.apply(x, anchor, [weight, bias], trained)
-    return linear(x, weight, bias)
+    """F.linear, but its backward leaves the gradient of the weight to W.
+
+    It replaces F.linear, which PyTorch's modules call, during F and I. The replacement is global,
+    because a checkpoint may compute the stage again on another thread.
+    """
+    # A weight that is computed (as by weight_norm) is no leaf: its gradient must go on in I. With a
+    # detached weight, the product for a vector or a strided x would round differently.
+    can_wait = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
+    if not (can_wait and x.requires_grad and x.dim() > 1 and x.is_contiguous()):
+        return linear(x, weight, bias)
+    rows = x.flatten(end_dim=-2)
+    y = linear(rows, weight.detach(), bias)
+    y.register_hook(lambda grad_y: split_linear.deferred.append((weight, rows.detach(), grad_y)))
+    # The stage may change this view in place. The hook still gets the gradient of y.
+    return y.unflatten(0, x.shape[:-1])
 
 
-class SplitLinear(torch.autograd.Function):
-    """A linear layer with its own graph. I asks it for the gradient of x, W for the weights'."""
-
-    deferred = None  # what the running I leaves to W: (output, its gradient, weights) of each layer
-
-    @staticmethod
-    def forward(ctx, x, anchor, parameters, trained):
-        # Autograd does not see tensors in lists. If it saw the parameters, I would run their hooks.
-        ctx.x = x.detach().requires_grad_(x.requires_grad)
-        ctx.trained = trained
-        # In a checkpoint, its hooks would recompute the activations in I and again in W.
-        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-        with torch.enable_grad(), no_hooks:
-            ctx.y = linear(ctx.x, *parameters)
-        return ctx.y.detach()
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        SplitLinear.deferred.append((ctx.y, grad_y, ctx.trained))
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            (grad_x,) = torch.autograd.grad(ctx.y, ctx.x, grad_y, retain_graph=True)
-        return grad_x, None, None, None
-
-
-def backward_for_inputs(inputs, outputs, gradients):
-    """I. -> the inputs' gradients, and what split_linear() has left to W."""
-    deferred = []
-    SplitLinear.deferred = deferred
-    torch.autograd.backward(outputs, gradients)
-    SplitLinear.deferred = None  # or it would keep the activations until the next backward
-    # The previous stage expects a gradient of every input, used or not.
-    input_gradients = [
-        torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
-    ]
-    return input_gradients, deferred
+split_linear.deferred = None  # what the running I leaves to W: (weight, rows, grad_y) of each call
 
 
 def backward_for_weights(deferred):
-    """W. One call for all layers adds a shared weight's gradients in a plain backward's order."""
-    if deferred:
-        outputs, gradients, trained = zip(*deferred, strict=True)
-        weights = list(itertools.chain(*trained))
-        torch.autograd.backward(outputs, gradients, inputs=weights)
+    """W. If y = x weightᵀ, the gradient of the weight is grad_yᵀ x."""
+    weights = []
+    gradients = []
+    for weight, rows, grad_y in deferred:
+        if grad_y is not None:  # None: the loss does not depend on y
+            weights.append(weight)
+            gradients.append(grad_y.T @ rows.to(grad_y.dtype))  # autocast computes in its own dtype
+    # One call adds a shared weight's gradients in the order of a plain backward.
+    torch.autograd.backward(weights, gradients)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -694,8 +642,8 @@ def compute_only(schedule):
 
 def schedule_to_csv(schedule, path):
     """Write a line per rank, which PyTorch's _load_csv(path, format="compute_only") reads."""
-    lines = [",".join(actions) + "\n" for actions in compute_only(schedule)]
-    Path(path).write_text("".join(lines))
+    lines = map(",".join, compute_only(schedule))
+    Path(path).write_text("\n".join(lines))
 
 
 def schedule_from_csv(path):
@@ -750,10 +698,16 @@ def main():
     formula = "(2v-1)m·bsh" if demo.ranks > 1 else "0"
     status = demo.report(held(pipeline.parameters(), optimizer), formula, sent)
     # One more step, timed: counting bytes slows the last one.
-    pipeline.synchronize_timeline = demo.device.type == "cuda"
+    if demo.device.type == "cuda":
+        pipeline.clock = synchronized_clock
     pipeline.step(*demo.batch(0))
     show_timelines(demo, pipeline)
     return status
+
+
+def synchronized_clock():
+    torch.cuda.current_stream().synchronize()
+    return time.perf_counter()
 
 
 def split(model, num_stages):
