@@ -188,8 +188,14 @@ def raising(model, rank, n, ours, plain, where, then):
     zero_grad = torch.optim.SGD(ours.parameters()).zero_grad
     earlier = batch_loss(model, rank, n) if then == "that before" or model is plain else None
     if model is ours:
+        parameters = list(ours.parameters())
+        scale = 0.5 if then == "another forward" else 1.0  # that forward must not find these values
+        with torch.no_grad():
+            torch._foreach_mul_(parameters, scale)
         with pytest.raises(ZeroDivisionError):
             loss_of(ours(make_batch(rank, 7), None, how)).backward()
+        with torch.no_grad():
+            torch._foreach_mul_(parameters, 1 / scale)
         zero_grad()
         if then == "saved":
             assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
