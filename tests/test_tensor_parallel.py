@@ -105,6 +105,8 @@ def plain_and_ours(kv_heads, bias, tied, V, options):
         group = options["process_group"]
         ours[0].register_forward_hook(lambda m, _, output: tp.scatter_to_sequence(output, group))
     bitwise(tp.full_state_dict(ours), plain.state_dict())  # as drawn, and plain is left alone
+    memory_of_plain = {parameter.data_ptr() for parameter in plain.parameters()}
+    assert memory_of_plain.isdisjoint(parameter.data_ptr() for parameter in ours.parameters())
     return plain.double(), ours.double()
 
 
