@@ -259,6 +259,7 @@ def test_the_host_reads_nothing_in_a_step(sp):
         embedding, head = tp.VocabParallelEmbedding(9, 8), nn.Linear(8, 9)
         head = tp.ColumnParallelLinear.from_full(head, pad=True, sequence_parallel=sp)
         layer = tp.ParallelTransformerLayer(8, 4, dropout=0.5, sequence_parallel=sp)
+        assert layer.mlp.linear2.in_features == 4 * 8
         tokens = torch.zeros(4, 3, dtype=torch.long)
         x = embedding(tokens)
         logits = head(layer(tp.scatter_to_sequence(x) if sp else x))
@@ -281,6 +282,7 @@ def test_sixteen_bits_are_right_to_their_precision(autocast):
         assert (gradient - theirs).abs().max() <= 8 * 2**-8 * theirs.abs().max(), name
         assert gradient.dtype == dtype
     assert y.dtype == torch.bfloat16
+    assert tp.clip_grad_norm_(ours, 1e9, pool.group()).dtype == torch.float32
 
 
 OVERLAP = "aten::mm c10d::allreduce_ aten::mm wait"
