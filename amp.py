@@ -297,9 +297,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._versions = [weight._version for weight in self._masters]
         self._is_new = False
 
-    def zero_grad(self):
+    def zero_grad(self, set_to_none=True):
         for weight in self._masters:
-            weight.grad = None
+            if set_to_none:
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
         self.optimizer.zero_grad()  # of an unscale_() without a step()
 
     def state_dict(self):

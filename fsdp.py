@@ -256,7 +256,7 @@ class ParameterGroup:
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         self.is_sharded = False
         own = self.own_part(self.unsharded)
-        own.copy_(self.shard)  # not non_blocking: the optimizer may write to a pinned shard next
+        own.copy_(self.shard, non_blocking=True)
         self.gathering = all_gather(self.unsharded, own, self.process_group)
 
     def wait_for_gather(self):
@@ -327,12 +327,19 @@ class ParameterGroup:
         total /= self.world_size
         mean = total.to(self.shard.dtype)
         if self.pin_memory:
-            mean = torch.empty_like(mean, device="cpu", pin_memory=True).copy_(mean)
+            pinned = torch.empty_like(mean, device="cpu", pin_memory=True)
+            mean = pinned.copy_(mean, non_blocking=True)
         for parameter in used:
             if parameter.sharded.grad is None:
                 parameter.sharded.grad = mean[parameter.slice]
             else:
+                self.wait_for_copies()  # the host adds
                 parameter.sharded.grad += mean[parameter.slice]
+
+    def wait_for_copies(self):
+        """Under offload from a GPU: after this, the host may read and write shards and .grad."""
+        if self.pin_memory:
+            torch.cuda.current_stream(self.unsharded.device).synchronize()
 
     def forget_gradients(self):
         self.gradients = None
@@ -444,6 +451,7 @@ class Unit:
                     group.reshard()
         if self.schedule.outermost is self:
             self.schedule.outermost = None
+            self.schedule.wait_for_copies()  # the caller may write to the shards next
 
     def pre_backward(self, gradients):
         """Unshard."""
@@ -496,6 +504,10 @@ class Schedule:
         for group in self.groups:
             group.wait_for_reduce()
 
+    def wait_for_copies(self):
+        for group in self.groups:
+            group.wait_for_copies()
+
     def start_backward(self):
         """Have autograd call finish_backward when the backward that is running ends."""
         if self.final_callback and self.final_callback() is None:
@@ -512,6 +524,7 @@ class Schedule:
             if unit.needs_reduce:
                 unit.post_backward()
         self.wait_for_reduce()
+        self.wait_for_copies()  # the optimizer reads .grad next
         self.final_callback = None  # this backward has not raised
         self.reset()
 

@@ -343,8 +343,21 @@ NF4_TABLE = torch.tensor(
 )
 
 
-# For double quantization: equal steps. bitsandbytes has unequal ones, and about the same error.
-INT8_TABLE = torch.linspace(-1, 1, 255, dtype=torch.float32)
+def dynamic_table():
+    """bitsandbytes' 256 signed 8-bit values, for double quantization (arXiv 2110.02861, §2.2).
+
+    They cover 7 decades. Each decade has twice as many as the one below.
+    """
+    positive = []
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = (edges[:-1] + edges[1:]) / 2
+        positive.append(10.0 ** (decade - 6) * middles)
+    positive = torch.cat(positive)
+    return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values
+
+
+DYNAMIC_TABLE = dynamic_table()
 
 
 @functools.cache
@@ -375,9 +388,10 @@ def dequantize_blocks(codes, absmax, table, block_size):
 def quantize_nf4(weight, block_size=64, double_quant=False):
     """Round each block to 16 multiples of its largest magnitude, absmax. Return an NF4.
 
-    An element takes 4 bits, and absmax 32 bits per block: 4.5 bits per element, in the bytes of
-    bitsandbytes. double_quant subtracts the mean of all absmax, and quantizes the rest to 8 bits in
-    blocks of 256: 4.127 bits per element.
+    An element takes 4 bits, and absmax 32 bits per block: 4.5 bits per element. double_quant
+    subtracts the mean of all absmax, and quantizes the rest to 8 bits in blocks of 256: 4.127 bits
+    per element. The bytes are those of bitsandbytes, except for a few of the 8-bit codes, for which
+    its CPU kernel takes a neighbour.
     """
     flat = weight.detach().flatten().float()
     codes, absmax = quantize_blocks(flat, NF4_TABLE, block_size)
@@ -387,7 +401,7 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
     mean = None
     if double_quant:
         mean = absmax.mean(0, keepdim=True)
-        absmax, scales = quantize_blocks(absmax - mean, INT8_TABLE, 256)
+        absmax, scales = quantize_blocks(absmax - mean, DYNAMIC_TABLE, 256)
     return NF4(weight, block_size, packed, absmax, scales, mean)
 
 
@@ -395,7 +409,7 @@ def dequantize_nf4(q, dtype=None):
     """Return the rounded weight in `dtype`, by default the one it had."""
     absmax = q.absmax
     if q.mean is not None:
-        absmax = dequantize_blocks(absmax, q.scales, INT8_TABLE, 256) + q.mean
+        absmax = dequantize_blocks(absmax, q.scales, DYNAMIC_TABLE, 256) + q.mean
     codes = torch.stack((q.packed >> 4, q.packed & 15), 1).flatten()
     weight = dequantize_blocks(codes[: q.shape.numel()], absmax, NF4_TABLE, q.block_size)
     return weight.view(q.shape).to(dtype or q.dtype)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import types
 from contextlib import nullcontext
+from unittest import mock
 
 import pool
 import pytest
@@ -335,6 +336,40 @@ def test_mixed_precision_as_pytorchs(dtypes, offload):
         for optimizer in optimizers if is_last else ():
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Stream:
+    """In place of a GPU's stream, on which shards and gradients are copied."""
+
+    waits = 0  # how often the host has waited for it
+
+    def synchronize(self):
+        self.waits += 1
+
+
+@pytest.mark.cpu
+@pool.on(2)
+def test_the_host_waits_for_copies_before_it_may_write():
+    """At the end of each forward and backward, and before it adds to .grad."""
+    layer = fully_shard(nn.Linear(6, 3))
+    groups(layer)[0].pin_memory = True
+    stream = Stream()
+    waits = []
+    unpinned = torch.empty_like
+    with (
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(torch, "empty_like", lambda x, **_: unpinned(x)),
+    ):
+        for number in range(2):  # the second backward adds
+            loss = batch_loss(layer, 0, number)
+            waits.append(stream.waits)
+            with Watch(lambda: stream.waits) as watch:
+                loss.backward()
+            waits.append(stream.waits)
+    assert waits[:2] == [1, 2]
+    added = [count for name, count in watch.seen if name == "aten::add_"]
+    assert added == [waits[2] + 1, waits[2] + 2]  # to the weight's and to the bias's
+    assert waits[3] == waits[2] + 3
 
 
 COMPUTES_ON = [  # the parameters' device, the group's backends, whether there is a GPU, the unit's
