@@ -41,9 +41,9 @@ Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: attention masks other than causal; more ranks than key and value heads; SwiGLU with both
-          matrices in one (split them as two "column" layers); label smoothing (Megatron-LM has
-          it); padding_idx, max_norm; norms other than LayerNorm; second derivatives
+Left out: attention masks other than causal; more ranks than key and value heads; label smoothing
+          (Megatron-LM has it); padding_idx, max_norm; norms other than LayerNorm; second
+          derivatives
 """
 
 import argparse
@@ -522,15 +522,24 @@ class ParallelDropout(ParallelLayer):
 
 
 class ParallelMLP(nn.Module):
-    """linear2(gelu(linear1(x)))."""
+    """linear2(gelu(linear1(x))); for "swiglu" linear2(silu(gate) * up), with both in linear1."""
 
-    def __init__(self, hidden_size, ffn_hidden_size, **options):
+    def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **options):
         super().__init__()
-        self.linear1 = ColumnParallelLinear(hidden_size, ffn_hidden_size, **options)
+        if activation not in ("gelu", "swiglu"):
+            raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
+        stack = (1, 1) if activation == "swiglu" else (1,)
+        features = len(stack) * ffn_hidden_size
+        self.activation = activation
+        self.linear1 = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
 
     def forward(self, x):
-        return self.linear2(F.gelu(self.linear1(x)))
+        x = self.linear1(x)
+        if self.activation == "gelu":
+            return self.linear2(F.gelu(x))
+        gate, up = x.chunk(2, -1)
+        return self.linear2(F.silu(gate) * up)
 
 
 class ParallelSelfAttention(nn.Module):
@@ -571,6 +580,7 @@ class ParallelTransformerLayer(nn.Module):
         num_heads,
         ffn_hidden_size=None,
         num_kv_heads=None,
+        activation="gelu",
         dropout=0.0,
         bias=True,
         **options,
@@ -585,7 +595,7 @@ class ParallelTransformerLayer(nn.Module):
             hidden_size, num_heads, num_kv_heads, dropout, bias=bias, **options
         )
         ffn_hidden_size = ffn_hidden_size or 4 * hidden_size
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, bias=bias, **options)
+        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, bias=bias, **options)
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
@@ -598,6 +608,7 @@ class ParallelTransformerLayer(nn.Module):
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
     ("qkv", nn.Linear): partial(ColumnParallelLinear.from_full, stack=(1, 1, 1)),
+    ("swiglu", nn.Linear): partial(ColumnParallelLinear.from_full, stack=(1, 1)),
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
@@ -610,8 +621,8 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Swap layers of `module` for this rank's shards of them, in place. Return the module.
 
     `plan` is {name or pattern like "layers.*.linear1": kind}. The kinds are "column", "row", "qkv"
-    (the columns of three matrices), "vocab" (an embedding or a head) and "dropout" (inside a pair).
-    Tied weights stay tied.
+    and "swiglu" (the columns of three and of two matrices), "vocab" (an embedding or a head) and
+    "dropout" (inside a pair). Tied weights stay tied.
 
     With `sequence_parallel`, layers take and return parts of dimension 0. The plan also names the
     norms ("norm") and the dropout between the pairs. An embedding returns the whole sequence: call

@@ -67,14 +67,15 @@ def test_operators_and_their_gradients():
 
 
 class PlainLayer(nn.Module):
-    def __init__(self, kv_heads, bias=True, h=24, heads=12):
+    def __init__(self, kv_heads, swiglu, bias=True, h=24, heads=12):
         super().__init__()
+        self.swiglu = swiglu
         self.stack = (heads, kv_heads, kv_heads)
         self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
         self.self_attn, self.mlp = nn.Module(), nn.Module()
         self.self_attn.qkv = nn.Linear(h, sum(self.stack) * h // heads, bias)
         self.self_attn.proj = nn.Linear(h, h, bias)
-        self.mlp.linear1 = nn.Linear(h, h, bias)
+        self.mlp.linear1 = nn.Linear(h, 2 * h if swiglu else h, bias)
         self.mlp.linear2 = nn.Linear(h, h, bias)
 
     def forward(self, x):
@@ -83,24 +84,29 @@ class PlainLayer(nn.Module):
         q, k, v = heads.split([heads.shape[1] * n // sum(self.stack) for n in self.stack], 1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.self_attn.proj(y.movedim(2, 0).flatten(2))
-        return x + self.mlp.linear2(F.gelu(self.mlp.linear1(self.norm2(x))))
+        hidden = self.mlp.linear1(self.norm2(x))
+        if not self.swiglu:
+            return x + self.mlp.linear2(F.gelu(hidden))
+        gate, up = hidden.chunk(2, -1)
+        return x + self.mlp.linear2(F.silu(gate) * up)
 
 
 PLAN = {"[04]": "vocab", "2.*.qkv": "qkv", "2.*.proj": "row"}
-PLAN |= {"2.*.linear1": "column", "2.*.linear2": "row", "2.norm?": "norm", "3": "norm"}
+PLAN |= {"2.*.linear2": "row", "2.norm?": "norm", "3": "norm"}
 
 
-def plain_and_ours(kv_heads, bias, tied, V, options):
+def plain_and_ours(kv_heads, swiglu, bias, tied, V, options):
     """Our transformer layer and a plain one in shards, beside two plain ones."""
-    layers = [PlainLayer(kv_heads, bias), PlainLayer(12)]
+    layers = [PlainLayer(kv_heads, swiglu, bias), PlainLayer(12, swiglu)]
     plain = nn.Sequential(nn.Embedding(V, 24), *layers, nn.LayerNorm(24), nn.Linear(24, V, bias))
     if tied:
         plain[4].weight = plain[0].weight
     plain[2].mlp.linear1.weight.requires_grad_(False)
     torch.manual_seed(0)  # as the pool did before: our layer draws the parameters of layers[0]
-    first = tp.ParallelTransformerLayer(24, 12, 24, kv_heads, bias=bias, **options)
+    kind = "swiglu" if swiglu else "gelu"
+    first = tp.ParallelTransformerLayer(24, 12, 24, kv_heads, kind, bias=bias, **options)
     ours = nn.Sequential(plain[0], first, copy.deepcopy(plain[2]), *plain[3:])
-    tp.parallelize(ours, PLAN, **options)
+    tp.parallelize(ours, PLAN | {"2.*.linear1": "swiglu" if swiglu else "column"}, **options)
     if options["sequence_parallel"]:
         group = options["process_group"]
         ours[0].register_forward_hook(lambda m, _, output: tp.scatter_to_sequence(output, group))
@@ -111,20 +117,20 @@ def plain_and_ours(kv_heads, bias, tied, V, options):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "bias", "sp", "tied", "V", "ignore"),
+    ("kv_heads", "swiglu", "bias", "sp", "tied", "V", "ignore"),
     [
-        (6, True, True, True, 13, 2),
-        (6, False, True, False, 4, -100),  # of three ranks the last has only padding
-        (12, True, False, False, 13, 2),
-        (12, False, False, True, 4, -100),
+        (6, True, True, True, True, 13, 2),
+        (6, False, False, True, False, 4, -100),  # of three ranks the last has only padding
+        (12, False, True, False, False, 13, 2),
+        (12, True, False, False, True, 4, -100),
     ],
 )
 @pool.on(1, 2, 3)
-def test_a_model_trains_as_on_one_device(kv_heads, bias, sp, tied, V, ignore):
+def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, ignore):
     """Losses, clipped gradients, parameters, in two steps of two micro-batches."""
     group = pool.group()
     options = {"process_group": group, "sequence_parallel": sp}
-    plain, ours = plain_and_ours(kv_heads, bias, tied, V, options)
+    plain, ours = plain_and_ours(kv_heads, swiglu, bias, tied, V, options)
     optimizers = [OPTIMIZERS["momentum"](model.parameters()) for model in (plain, ours)]
     for step, scale in itertools.product(range(2), (1, 3000)):  # 3000 overflows exp()
         torch.manual_seed(step + scale)
@@ -199,7 +205,8 @@ REFUSED = {
     "tp.check_divides('heads', 12, 5)": r"12 heads .* by 5 .* in \[1, 2, 3, 4, 6, 12\]$",
     "tp.ParallelSelfAttention(9, 3, **g)": "3 attention heads",
     "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
-    "tp.ParallelMLP(4, 7, **g)": r"7 features .* by 2 .* \[1, 7\]",
+    "tp.ParallelMLP(4, 7, 'swiglu', **g)": r"7 features .* by 2 .* \[1, 7\]",
+    "tp.ParallelMLP(4, 8, 'relu', **g)": "activation='relu': use 'gelu' or 'swiglu'",
     "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": r"in \[1, 3\]",
     "tp.scatter_to_region(ones(2, 3), **g)": r"3 positions or features",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"\[-1\]: .* of 7 has 0 to 6",
