@@ -6,7 +6,8 @@ the optimizer state of that part only.
 
 In a step, every rank computes the gradients of its own batch. A reduce-scatter gives each rank the
 sum of all ranks' gradients for its part. The rank updates its part, and an all-gather gives the
-updated parameters to every rank. The two together send as much as DDP's all-reduce:
+updated parameters to every rank. Together, the reduce-scatter and the all-gather send as much as
+DDP's all-reduce.
 
             backward ── reduce-scatter gradients ── update own part ── all-gather parameters
     rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
@@ -17,9 +18,9 @@ updated parameters to every rank. The two together send as much as DDP's all-red
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and again before its backward, and frees it afterwards.
 
-The table has the bytes that a rank holds for Ψ parameters of 16 bits, with Adam and fp32 master
-weights. In fp32 the first row is 4Ψ, 4Ψ and 8Ψ. On the right are the elements that a rank sends in
-a step with one backward and in a step with m backwards. All must be multiplied by (N-1)/N:
+The table is for Ψ parameters of 16 bits, with Adam and fp32 master weights. Its first three columns
+are the bytes that a rank holds. The others are the elements that a rank sends in a step with one
+backward, and in a step with m backwards. Multiply those by (N-1)/N.
 
            parameters  gradients  optimizer  sent, 1 backward                sent, m backwards
     DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
@@ -27,9 +28,10 @@ a step with one backward and in a step with m backwards. All must be multiplied 
     Zero2  2Ψ          2Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
     Zero3  2Ψ/N        2Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
-In no_sync() Zero2 sends 2Ψ as well, but keeps whole gradients. Beyond the table, a bucket of
-gradients is held twice while it is reduced. Zero3 holds the unit that runs and the next one. A step
-also sends one byte for each parameter tensor, a flag that says whether this rank has a gradient.
+In fp32, DDP holds 4Ψ, 4Ψ and 8Ψ bytes. In no_sync(), Zero2 sends 2Ψ like Zero1, but holds whole
+gradients. In addition to the table, a bucket of gradients is held twice while it is reduced, and
+Zero3 holds the whole parameters of two units: the one that runs and the next. A step also sends one
+byte for each parameter tensor, a flag that says whether this rank has its gradient.
 
 Each rank adds the gradients of all ranks in rank order. So training is bitwise equal, for any N, to
 one device that adds up the ranks' gradients in that order and then divides by N.
@@ -59,7 +61,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before init_process_group: later it keeps the group alive
+import torch.distributed.nn.functional  # a later import keeps the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,84 +100,7 @@ def sharded_step(parameters, shard, optimizer, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Buckets: parameters that are reduced and gathered in one message.
-
-
-class Exchange:
-    """Messages in flight: sent[r] goes to rank r, and received[r] comes from it."""
-
-    def __init__(self, sent, received, process_group):
-        device = sent[0].device
-        if f"{device.type}:gloo" in dist.get_backend_config(process_group):
-            device = "cpu"  # gloo sends from host memory
-        self.received = received
-        # Where messages arrive. If the device is the same, .to() returns the tensor itself.
-        self.messages = [tensor.to(device) for tensor in received]
-        operations = []
-        for peer, message in enumerate(self.messages):
-            if peer != dist.get_rank(process_group):
-                group = {"group": process_group, "group_peer": peer}
-                operations.append(dist.P2POp(dist.isend, sent[peer].to(device), **group))
-                operations.append(dist.P2POp(dist.irecv, message, **group))
-        self.works = dist.batch_isend_irecv(operations) if operations else []
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        for tensor, message in zip(self.received, self.messages, strict=True):
-            tensor.copy_(message)  # from the host; does nothing if both are the same tensor
-        return self.received
-
-
-class Slot:
-    """The place of one parameter in its bucket.
-
-    This rank updates the parameter's segment, the part of it that lies in this rank's shard. The
-    segment may be empty.
-    """
-
-    def __init__(self, parameter, start):
-        self.parameter = parameter
-        self.start = start  # the parameter's first element in the bucket
-        # As in the plain model, because some kernels round differently with other strides.
-        self.stride = torch.empty_like(parameter, device="meta").stride()
-        self.used = False  # whether this parameter has a gradient in the bucket's `grad`
-        self.pointer = None  # the address of the parameter's data
-
-    def make_segment(self, master, shard_start):
-        """Take the segment from `master`, the bucket's elements from `shard_start` on."""
-        start = self.start - shard_start  # negative if the parameter begins before the shard
-        size = self.parameter.numel()
-        # Where the segment is in the shard. Slicing cuts off what lies after the shard.
-        self.part = slice(max(0, start), max(0, start + size))
-        self.segment = master[self.part]
-        self.first = min(max(0, -start), size)  # where the segment begins in the parameter
-
-    def view(self, flat):
-        """Return the parameter's part of `flat`, a whole bucket, in the parameter's shape."""
-        return flat.as_strided(self.parameter.shape, self.stride, self.start)
-
-    def attach(self, data):
-        self.parameter.data = data
-        self.pointer = data.data_ptr()
-
-    def check(self):
-        if self.parameter.data_ptr() != self.pointer:
-            raise RuntimeError(
-                "parameters are no longer where they were: make the optimizer after module.to()"
-            )
-
-    def split(self, whole):
-        """Return this rank's segment of `whole`, a tensor with the parameter's shape."""
-        flat = whole.new_empty(whole.numel())
-        flat.as_strided(whole.shape, self.stride).copy_(whole)
-        return flat[self.first :][: self.segment.numel()].clone()
-
-    def join(self, segment, process_group):
-        """Return a tensor with the parameter's shape, made of the segments of all ranks."""
-        segments = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(segments, segment, group=process_group)
-        return torch.cat(segments).as_strided(self.parameter.shape, self.stride)
+# 2. Buckets: parameters that are reduced and gathered together.
 
 
 class Bucket:
@@ -192,7 +117,8 @@ class Bucket:
         slots   weight: 1 2 3 4    weight: 5          segments of master, one per parameter,
                 bias:   -          bias:   6 7 8      which the optimizer updates
 
-    With padding, parameters start at multiples of 64 bytes, and shards at multiples of 16.
+    Parameters are padded to multiples of 64 bytes, and shards to multiples of 16 bytes. The values
+    in the padding do not matter.
     """
 
     def __init__(self, parameters, process_group, offload):
@@ -206,38 +132,36 @@ class Bucket:
         start = 0
         for parameter in parameters:
             self.slots.append(Slot(parameter, start))
-            # As PyTorch aligns tensors. Elsewhere kernels are slower or round differently.
+            # PyTorch aligns tensors to 64 bytes. Otherwise kernels are slower or round differently.
             start = round_up(start + parameter.numel(), 64 // first.itemsize)
-        # Elements in a shard, at least one. NCCL is faster if messages are aligned to 16 bytes.
-        size = round_up(max(1, start), self.N * 16 // first.itemsize) // self.N
+        # Shards are not empty. NCCL is faster if messages are aligned to 16 bytes.
+        size = round_up(max(1, start), self.N * 16 // first.itemsize)
 
-        self.flat = first.new_zeros(self.N * size)
+        self.flat = first.new_zeros(size)
         for slot in self.slots:
             slot.attach(slot.view(self.flat).copy_(slot.parameter.data))
+        self.own_part = self.flat.chunk(self.N)[self.rank]  # a view, this rank's part of flat
         self.shard = self.make_shard()
 
         self.is_16_bit = first.is_floating_point() and first.itemsize < 4
         dtype = torch.float32 if self.is_16_bit else first.dtype
         self.master = self.shard.to(offload or first.device, dtype)
         for slot in self.slots:
-            slot.make_segment(self.master, self.rank * size)
+            slot.make_segment(self.master, self.rank * self.shard.numel())
 
-        # The shard's gradients, summed over backwards. 16-bit gradients are averaged over ranks as
-        # they arrive. Others are summed over ranks, and step() divides, as one device does.
+        # The shard's gradients, summed over backwards. 16-bit gradients are averaged over ranks on
+        # arrival. Others are summed over ranks, and step() divides the sum, like one device.
         self.grad = None
         self.divisor = 1 if self.is_16_bit else self.N  # grad / divisor is the mean over ranks
         self.reducing = None  # the Exchange of gradients, during a reduce-scatter
         self.gathering = None  # the Exchange of shards, during an all-gather
 
     def make_shard(self):
-        return self.own_part()
-
-    def own_part(self):
-        return self.flat.chunk(self.N)[self.rank]
+        return self.own_part  # in Zero3, a copy
 
     def reduce_scatter(self):
         """Move the gradients out of .grad, and start to send part r of them to rank r."""
-        gradients = torch.empty_like(self.flat)  # not zeros, which would take 3% of a step
+        gradients = torch.empty_like(self.flat)  # zeroing it would take 3% of a step
         for slot in self.slots:
             slot.check()
             view = slot.view(gradients)
@@ -263,6 +187,7 @@ class Bucket:
             parts = [sum(part.float() for part in parts) / self.N]
         if self.grad is not None:
             parts.insert(0, self.grad)  # the first term of the sum, as on one device
+        # Unlike this, sum() would begin with an addition to 0, one more pass over the shard.
         self.grad = functools.reduce(torch.add, parts).to(self.flat.dtype)
 
     def all_gather(self):
@@ -276,12 +201,119 @@ class Bucket:
             self.gathering = None
 
     def adopt_writes(self):
-        """Copy to `master` what the user wrote into the parameters since the last step."""
+        """Copy to `master` what the user wrote into the parameters since the last step.
+
+        An element was written if it is no longer its master's value, rounded to 16 bits. The other
+        elements of the master keep the digits that rounding drops.
+        """
         if self.master is not self.shard:
             values = self.shard.to(self.master.device)
-            # Where nothing was written, the master keeps the digits that 16 bits have lost.
             unchanged = self.master.to(values.dtype) == values
             self.master.copy_(torch.where(unchanged, self.master, values))
+
+
+class Slot:
+    """The place of one parameter in its bucket.
+
+    This rank updates the parameter's segment, which is the part of it that lies in this rank's
+    shard. The segment may be empty.
+    """
+
+    def __init__(self, parameter, start):
+        self.parameter = parameter
+        self.start = start  # the parameter's first element in the bucket
+        # The strides of the plain model. With others, some kernels round differently.
+        self.stride = torch.empty_like(parameter, device="meta").stride()
+        # Whether the bucket's `grad` has a gradient of this parameter. Until step() asks the other
+        # ranks, this is about this rank's gradient only.
+        self.used = False
+        self.pointer = None  # the address of the parameter's data, see check()
+
+    def make_segment(self, master, shard_start):
+        """Find the segment in `master`. The shard begins at element `shard_start` of the bucket."""
+        start = self.start - shard_start  # negative if the parameter begins before the shard
+        size = self.parameter.numel()
+        # The segment's place in the shard. Slicing cuts off the elements after the shard's end.
+        self.in_shard = slice(max(0, start), max(0, start + size))
+        self.segment = master[self.in_shard]
+        self.offset = min(max(0, -start), size)  # of the segment in the flattened parameter
+
+    def view(self, flat):
+        """Return the parameter's part of `flat`, a whole bucket, in the parameter's shape."""
+        return flat.as_strided(self.parameter.shape, self.stride, self.start)
+
+    def attach(self, data):
+        """Let the parameter use the memory of `data`."""
+        self.parameter.data = data
+        self.pointer = data.data_ptr()
+
+    def check(self):
+        """Raise an error if something else has moved the parameter's data."""
+        if self.parameter.data_ptr() != self.pointer:
+            raise RuntimeError(
+                "parameters are no longer where they were: make the optimizer after module.to()"
+            )
+
+    def split(self, whole):
+        """Return this rank's segment of `whole`, a tensor with the parameter's shape."""
+        flat = whole.new_empty(whole.numel())
+        flat.as_strided(whole.shape, self.stride).copy_(whole)
+        return flat[self.offset :][: self.segment.numel()].clone()
+
+    def join(self, segment, process_group):
+        """Return a tensor with the parameter's shape, made of the segments of all ranks."""
+        segments = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(segments, segment, group=process_group)
+        return torch.cat(segments).as_strided(self.parameter.shape, self.stride)
+
+
+class Exchange:
+    """Messages in flight: sent[r] goes to rank r, and received[r] comes from it.
+
+    A rank sends nothing to itself. The caller has filled received[rank].
+    """
+
+    def __init__(self, sent, received, process_group):
+        device = sent[0].device
+        if f"{device.type}:gloo" in dist.get_backend_config(process_group):
+            device = "cpu"  # gloo sends from host memory
+        self.received = received
+        # Messages arrive in these. If the device is the same, .to() returns the tensor itself.
+        self.messages = [tensor.to(device) for tensor in received]
+        operations = []
+        for peer, message in enumerate(self.messages):
+            if peer != dist.get_rank(process_group):
+                options = {"group": process_group, "group_peer": peer}
+                operations.append(dist.P2POp(dist.isend, sent[peer].to(device), **options))
+                operations.append(dist.P2POp(dist.irecv, message, **options))
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        for tensor, message in zip(self.received, self.messages, strict=True):
+            tensor.copy_(message)  # from the host; does nothing if both are the same tensor
+        return self.received
+
+
+def assign_buckets(parameters, kind_of, cap_bytes):
+    """Return lists of parameters. A list has one kind, and is closed when it has `cap_bytes`.
+
+    The lists are in the order in which backward computes gradients, from the last parameter on.
+    """
+    closed = []
+    filling = {}  # kind: the list that is not closed
+    for parameter in reversed(parameters):
+        kind = kind_of(parameter)
+        together = filling.setdefault(kind, [])
+        together.append(parameter)
+        if sum(p.nbytes for p in together) >= cap_bytes:
+            closed.append(filling.pop(kind))
+    return closed + list(filling.values())
+
+
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
 
 
 # --------------------------------------------------------------------------------------------------
@@ -289,18 +321,18 @@ class Bucket:
 
 
 class Zero1(torch.optim.Optimizer):
-    """Averages gradients over `process_group` and updates. Each rank holds 1/N of the state.
+    """Averages gradients over `process_group` and updates the parameters, each rank 1/N of them.
 
     Move `module` to its device first. All ranks get rank 0's parameters and buffers. `params` are
-    the parameters to train, or parameter groups, as in torch.optim. With offload="cpu" optimizer
+    the parameters to train, or parameter groups, as in torch.optim. With offload="cpu", optimizer
     state and master weights are in host memory, and the update runs there. A bucket is closed when
-    it has `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
+    it reaches `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
 
     Use this class's clip_grad_norm_() and zero_grad(). torch.nn.utils.clip_grad_norm_ clips by the
     norm of each rank's own gradients, and module.zero_grad() does not drop reduced gradients.
     """
 
-    _bucket_class = Bucket
+    _bucket_class = Bucket  # Zero3 has another
 
     def __init__(
         self,
@@ -313,30 +345,33 @@ class Zero1(torch.optim.Optimizer):
         **optimizer_kwargs,
     ):
         check_arguments(module, optimizer_class, process_group)
+        # A dummy parameter, because only an instance knows the defaults.
         defaults = optimizer_class([torch.zeros(1)], **optimizer_kwargs).defaults
         super().__init__(module.parameters() if params is None else params, defaults)
         self.module = module
         self.process_group = process_group
-        # parameter: the index of its group. State dicts number parameters in this order.
-        groups = enumerate(self.param_groups)
-        self._group_index = {p: index for index, group in groups for p in group["params"]}
+        # For each parameter, the index of its group. State dicts number parameters in this order.
+        self._group_index = {}
+        for index, group in enumerate(self.param_groups):
+            self._group_index.update(dict.fromkeys(group["params"], index))
         if not self._group_index.keys() <= set(module.parameters()):
             raise ValueError("params has parameters that are not among module.parameters()")
-        start_alike(module, process_group)
+        copy_from_rank_0(module, process_group)
         parameters = [p for p in module.parameters() if p in self._group_index]
         lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
+        # In the order in which backward fills them.
         self._buckets = [self._bucket_class(each, process_group, offload) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
         self._sync = True  # False in no_sync()
-        self._loss_scale = 1.0  # divides the gradients, see unscale_()
+        self._loss_scale = 1.0  # step() divides the gradients by it, see unscale_()
 
     def _kind(self, parameter):
         """Only parameters of one kind share a bucket."""
         return parameter.dtype, parameter.requires_grad, self._group_index[parameter]
 
     def _segment_groups(self):
-        """Return param_groups for the inner optimizer, which updates segments."""
+        """Return self.param_groups with segments for parameters, for the inner optimizer."""
         groups = []
         for group in self.param_groups:
             segments = [self._slots[parameter].segment for parameter in group["params"]]
@@ -344,15 +379,16 @@ class Zero1(torch.optim.Optimizer):
         return groups
 
     def step(self):
-        """Reduce what is still in .grad, update this rank's shards, and gather the others."""
+        """Reduce the gradients that are still in .grad, update this rank's shards, gather all."""
         for bucket in self._reduce_gradients():
             bucket.adopt_writes()
             mean = bucket.grad.to(bucket.master) / (bucket.divisor * self._loss_scale)
             for slot in bucket.slots:
                 if slot.used:
-                    slot.segment.grad = mean[slot.part]
-            # The inner optimizer updates this bucket only, while the one before is gathered. Its
-            # options are set anew, because a scheduler changes those in self.param_groups.
+                    slot.segment.grad = mean[slot.in_shard]
+            # The inner optimizer updates this bucket only, while the one before is gathered. The
+            # whole bucket is in one parameter group. The group's options are copied in each step,
+            # because a scheduler changes them in self.param_groups.
             group = self.param_groups[self._group_index[bucket.parameters[0]]]
             segments = [slot.segment for slot in bucket.slots]
             self._optimizer.param_groups = [{**group, "params": segments}]
@@ -364,18 +400,21 @@ class Zero1(torch.optim.Optimizer):
             bucket.wait_for_gather()
 
     def _reduce_gradients(self):
-        """Reduce the buckets that have a .grad on any rank. Returns those that have gradients.
+        """Reduce the buckets that have a .grad on any rank. Return those that have gradients.
 
-        Ranks may use different parameters, but must issue the same collectives. So each rank has a
-        flag for each parameter: 2 if it has a .grad, which is not reduced yet, else 1 if it has a
-        reduced gradient, else 0. The ranks act on the maximum of their flags.
+        Ranks may use different parameters, but must issue the same collectives. So each rank sets a
+        flag for each parameter, and all ranks act on the maximum of their flags:
+
+            2   the parameter has a .grad, which is not reduced yet
+            1   it has only a reduced gradient, from a backward of Zero2 or Zero3
+            0   it has no gradient
         """
         slots = self._slots.values()
-        flags = [int(slot.used) if slot.parameter.grad is None else 2 for slot in slots]
-        flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        # Only here, in tolist(), does the host wait for the device.
-        flags = dict(zip(slots, flags.tolist(), strict=True))
+        own_flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
+        maxima = self._buckets[0].flat.new_tensor(own_flags, dtype=torch.uint8)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.process_group)
+        # In a step, the host waits for the device only here, in tolist().
+        flags = dict(zip(slots, maxima.tolist(), strict=True))
         for bucket in self._buckets:
             for slot in bucket.slots:
                 slot.used = flags[slot] > 0
@@ -385,7 +424,7 @@ class Zero1(torch.optim.Optimizer):
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
-        self._finish_reduce()  # one at a time, because its gradients are held twice meanwhile
+        self._finish_reduce()  # one bucket at a time, because each holds its gradients twice
         bucket.reduce_scatter()
 
     def _finish_reduce(self):
@@ -421,17 +460,17 @@ class Zero1(torch.optim.Optimizer):
             self._sync = before
 
     def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
-        """Scale the averaged gradients to a joint norm of at most `max_norm`. Returns their norm.
+        """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm.
 
-        With model parallelism, `process_groups` are the groups over which the model is split. Their
-        ranks may hold copies of a parameter: counted(parameter) is True on the rank that counts it.
+        With model parallelism, `process_groups` are the groups over which the model is split. If
+        several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
         """
         buckets = self._reduce_gradients()
         total = self._buckets[0].flat.new_zeros((), dtype=torch.float64)
         for bucket in buckets:
             for slot in bucket.slots:
                 if counted is None or counted(slot.parameter):
-                    norm = bucket.grad[slot.part].norm(dtype=torch.float64)
+                    norm = bucket.grad[slot.in_shard].norm(dtype=torch.float64)
                     total += (norm / (bucket.divisor * self._loss_scale)).square()
         for group in (self.process_group, *process_groups):
             dist.all_reduce(total, group=group)
@@ -442,15 +481,18 @@ class Zero1(torch.optim.Optimizer):
         return norm
 
     def unscale_(self, loss_scale):
-        """Divide the gradients by the loss's scale. Returns 1.0 if one is inf or NaN, else 0.0.
+        """Let step() divide the gradients by `loss_scale`, in fp32, until zero_grad().
 
-        amp.GradScaler calls it. In fact step() divides, in fp32. The scale holds until zero_grad().
+        amp.GradScaler calls this. Returns 1.0 if a gradient is inf or NaN, else 0.0.
         """
         self._loss_scale = loss_scale
         return 1.0 - self.clip_grad_norm_(torch.inf).isfinite().float()
 
     def state_dict(self):
-        """Return the plain optimizer's state_dict, in host memory. All ranks must call this."""
+        """Return the plain optimizer's state_dict, in host memory. All ranks must call this.
+
+        The state of a 16-bit parameter also has its "master".
+        """
         states = {}
         for number, parameter in enumerate(self._group_index):
             slot = self._slots[parameter]
@@ -468,41 +510,42 @@ class Zero1(torch.optim.Optimizer):
     def load_state_dict(self, state_dict):
         """Load the plain optimizer's state_dict, or one of this class at any number of ranks."""
         super().load_state_dict({**state_dict, "state": {}})  # checks and loads the groups
-        states = {}  # of the segments on this rank
+        states = {}  # by the parameter's number, the state of its segment on this rank
         for number, parameter in enumerate(self._group_index):
             slot = self._slots[parameter]
-            states[number] = state = copy.deepcopy(state_dict["state"].get(number, {}))
+            state = copy.deepcopy(state_dict["state"].get(number, {}))
             for name in state.keys() - PER_TENSOR:
                 state[name] = slot.split(state[name])
             if "master" in state:
                 slot.segment.copy_(state.pop("master"))
+            states[number] = state
         self._optimizer.param_groups = self._segment_groups()
         self._optimizer.load_state_dict({**state_dict, "state": states})
 
     def shards(self):
-        """Yield (parameter, first, segment, state) for each parameter, to save or load in pieces.
+        """Yield (parameter, offset, segment, state) for each parameter, to save or load in pieces.
 
-        `segment` is what the optimizer updates: this rank's elements of the flattened parameter,
-        beginning with element `first`. After writing to segments, call sync_parameters().
+        The optimizer updates `segment`: this rank's elements of the flattened parameter, from
+        element `offset` on. After writing to segments, call sync_parameters().
         """
         for parameter, slot in self._slots.items():
-            yield parameter, slot.first, slot.segment, self._optimizer.state[slot.segment]
+            yield parameter, slot.offset, slot.segment, self._optimizer.state[slot.segment]
 
     def sync_parameters(self):
         """Write the segments of all ranks into the parameters."""
         for bucket in self._buckets:
-            bucket.wait_for_gather()
+            bucket.wait_for_gather()  # peers may still be receiving this shard
             bucket.shard.copy_(bucket.master)
             bucket.all_gather()
             bucket.wait_for_gather()
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. ZeRO-2: backward reduces the gradients, so that whole ones never pile up.
+# 4. ZeRO-2: backward reduces gradients, so that only a few buckets of them are ever whole.
 
 
 def weak_hook(method):
-    """Return a hook that calls `method` while its optimizer exists, and does not keep it alive."""
+    """Return a hook that calls `method`, but does not keep the method's optimizer alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*args):
@@ -515,13 +558,13 @@ def weak_hook(method):
 class Zero2(Zero1):
     """Zero1 with sharded gradients: backward reduces a bucket when it is full, and frees its .grad.
 
-    After backward torch.nn.utils.clip_grad_norm_ finds no .grad, and silently clips nothing. Every
+    After backward, torch.nn.utils.clip_grad_norm_ finds no .grad and silently clips nothing. Every
     backward must reach at least one parameter on every rank.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._to_reduce = None  # buckets that the running backward has yet to reduce
+        self._to_reduce = None  # list of buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
         hook = weak_hook(self._post_accumulate_grad)
         for parameter in self._group_index:
@@ -529,7 +572,7 @@ class Zero2(Zero1):
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def _pre_backward(self):
-        """Prepare for a backward. Every hook calls this, and only a backward's first call acts."""
+        """Prepare for a backward. Every hook calls this, but only the first call does anything."""
         if self._to_reduce is not None:
             return
         self._to_reduce = []
@@ -539,11 +582,11 @@ class Zero2(Zero1):
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _post_accumulate_grad(self, parameter):
-        """Backward has added to the .grad of `parameter`."""
+        """A hook. Backward calls it after adding to the .grad of `parameter`."""
         self._pre_backward()
         self._arrived.add(parameter)
-        # Buckets may fill in another order on another rank. They must be sent in the same order on
-        # every rank, or the ranks add up different buckets.
+        # A full bucket waits for those before it. Ranks may fill buckets in different orders. If
+        # they also sent them in different orders, they would add up different buckets.
         while self._to_reduce and self._arrived.issuperset(self._to_reduce[0].parameters):
             self._start_reduce(self._to_reduce.pop(0))
 
@@ -566,15 +609,15 @@ class FreeableBucket(Bucket):
     """A bucket whose `flat` can be freed. Its `shard` therefore has memory of its own."""
 
     def __init__(self, *args):
-        self.freed = False
         super().__init__(*args)
+        self.freed = False
         self.nan = torch.full((), torch.nan).to(self.flat)  # the value of freed parameters
 
     def make_shard(self):
-        return self.own_part().clone()
+        return self.own_part.clone()
 
-    def gather(self):
-        """Start to gather the parameters, if they are freed."""
+    def unshard(self):
+        """Allocate freed parameters again, and start to gather them."""
         if self.freed:
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             for slot in self.slots:
@@ -584,14 +627,15 @@ class FreeableBucket(Bucket):
             self.all_gather()
 
     def all_gather(self):
-        if not self.freed:  # else the next forward gathers
-            self.own_part().copy_(self.shard)
+        # In step() the parameters are usually freed. Then the next forward gathers them.
+        if not self.freed:
+            self.own_part.copy_(self.shard)
             super().all_gather()
 
     def free(self):
         """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
         if not self.freed:
-            self.wait_for_gather()  # a prefetched unit may not have run
+            self.wait_for_gather()  # in case it was prefetched but did not run
             for slot in self.slots:
                 slot.attach(self.nan.expand(slot.parameter.shape))
             self.flat.untyped_storage().resize_(0)
@@ -600,7 +644,7 @@ class FreeableBucket(Bucket):
     def adopt_writes(self):
         if not self.freed:
             self.wait_for_gather()  # peers may still be receiving this shard
-            self.shard.copy_(self.own_part())
+            self.shard.copy_(self.own_part)
         super().adopt_writes()
 
 
@@ -612,7 +656,8 @@ class Zero3(Zero2):
     NaN. So call a module instead of reading its weights, and call module_state_dict() instead of
     module.state_dict(). All ranks must run the same modules in the same order.
 
-    While a unit runs, the unit that followed it last time is already being gathered:
+    While a unit runs, the next one is already being gathered. It is the one that came next last
+    time. "start 1" means to start to gather unit 1 without waiting:
 
     forward   unit 0: gather 0, start 1   unit 1: free 0, start 2   unit 2: free 1       end: free 2
     backward  unit 2: gather 2, start 1   unit 1: free 2, start 0   unit 0: free 1       end: free 0
@@ -621,7 +666,8 @@ class Zero3(Zero2):
     _bucket_class = FreeableBucket
 
     def __init__(self, module, *args, **kwargs):
-        self._units = dict.fromkeys(module.parameters(), ())  # parameter: the units that have it
+        # For each parameter, the units that have it. Zero1's constructor needs this in _kind().
+        self._units = dict.fromkeys(module.parameters(), ())
         units = list(find_units(module))
         for unit in units:
             for parameter in unit.parameters():
@@ -629,25 +675,29 @@ class Zero3(Zero2):
         super().__init__(module, *args, **kwargs)
         self._full_contexts = 0  # how many full_parameters() are open; nothing is freed in them
         self._entered = set()  # the parameters whose modules this backward has entered
-        # The unit that runs, as (the buckets that it needs, whether in backward), or None.
-        self._running = None
-        self._next_needed = {}  # a unit that runs: the buckets that were needed after it last time
-        self._needed = {}  # module: the buckets that it needs
-        for unit in (module, *units):
-            # Each unit needs its own buckets, and those of parameters that are in no unit.
-            needed = [b for b in self._buckets if unit in (self._units[b.parameters[0]] or [unit])]
+        self._needed = {}  # for each module, the buckets that it needs
+        for unit in (module, *units):  # the modules of a unit overwrite the root's entries
+            needed = []
+            for bucket in self._buckets:
+                owners = self._units[bucket.parameters[0]]  # the same for the whole bucket
+                if unit in owners or not owners:
+                    needed.append(bucket)
             self._needed.update(dict.fromkeys(unit.modules(), tuple(needed)))
-        for part in module.modules():
-            part.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
-            part.register_forward_hook(weak_hook(self._post_forward), with_kwargs=True)
-            part.register_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
+        # The unit that runs, as (the buckets that it needs, whether it runs in backward), or None.
+        self._running = None
+        # For each value of _running, the buckets that were needed next, last time.
+        self._next_needed = {}
+        for child in module.modules():
+            child.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
+            child.register_forward_hook(weak_hook(self._post_forward), with_kwargs=True)
+            child.register_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
         self._free_all()
 
     def _kind(self, parameter):
         return *super()._kind(parameter), self._units[parameter]
 
     def _post_forward(self, module, args, kwargs, output):
-        """Let backward enter the module when it reaches an output."""
+        """Make backward call _enter() when it reaches an output of the module."""
         # An output that is also an input is another module's output, and has that module's hook.
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         for leaf in tree_leaves(output):
@@ -657,11 +707,12 @@ class Zero3(Zero2):
             self._free_all()
 
     def _enter(self, module, args_or_gradient):
-        """The hook for a `module` that is about to run forward or backward."""
+        """A hook. It is called when `module` is about to run forward or backward."""
         needed = self._needed.get(module, ())  # a copy of the module needs nothing
         if in_backward():
             self._pre_backward()
             self._entered.update(p for bucket in needed for p in bucket.parameters)
+        # A module inside a unit that runs already finds everything gathered.
         if any(bucket.freed or bucket.gathering for bucket in needed):
             self._unshard(needed)
 
@@ -673,13 +724,13 @@ class Zero3(Zero2):
         # creation, so it has finished with a unit when it enters another.
         for bucket in self._buckets:
             if bucket in needed:
-                bucket.gather()
+                bucket.unshard()
             else:
                 bucket.free()
         for bucket in needed:
             bucket.wait_for_gather()
         for bucket in self._next_needed.get(self._running, ()):
-            bucket.gather()
+            bucket.unshard()
 
     def _free_all(self):
         """Free the parameters at the end of a forward or backward."""
@@ -734,7 +785,7 @@ class Zero3(Zero2):
 
 
 def in_backward():
-    """Whether backward is running. A checkpointed module then runs its forward again."""
+    """Whether backward is running. It may be running the forward of a checkpointed module again."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -753,10 +804,10 @@ def is_list(module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. What the constructor needs.
+# 6. Checks in the constructor.
 
-# These optimizers update each element on its own. Their state has a number for each element, except
-# for the names in PER_TENSOR, which are one number for the tensor.
+# These optimizers update each element on its own. Their state has one number for each element. The
+# entries in PER_TENSOR, such as "step", are one number for the whole parameter.
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
 ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
@@ -778,7 +829,7 @@ def check_arguments(module, optimizer_class, process_group):
         )
 
 
-def start_alike(module, process_group):
+def copy_from_rank_0(module, process_group):
     """Copy rank 0's parameters and buffers to all ranks, if all have the same model."""
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     mine = [
@@ -798,26 +849,6 @@ def start_alike(module, process_group):
         # As bytes, because gloo has no int16.
         dist.broadcast(values.view(torch.uint8), group=process_group, group_src=0)
         tensor.detach().copy_(values.view_as(tensor))
-
-
-def assign_buckets(parameters, kind_of, cap_bytes):
-    """Return lists of parameters. A list has one kind, and is closed when it has `cap_bytes`.
-
-    They are in the order in which backward computes gradients, from the last parameter on.
-    """
-    closed = []
-    filling = {}  # kind: the list that is not closed
-    for parameter in reversed(parameters):
-        kind = kind_of(parameter)
-        together = filling.setdefault(kind, [])
-        together.append(parameter)
-        if sum(p.nbytes for p in together) >= cap_bytes:
-            closed.append(filling.pop(kind))
-    return closed + list(filling.values())
-
-
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
 
 
 # --------------------------------------------------------------------------------------------------
