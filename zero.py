@@ -203,8 +203,8 @@ class Bucket:
     def adopt_writes(self):
         """Copy to `master` what the user wrote into the parameters since the last step.
 
-        An element was written if it is no longer its master's value, rounded to 16 bits. The other
-        elements of the master keep the digits that rounding drops.
+        An element was written if it differs from its master, rounded to the parameters' dtype. The
+        other elements of the master keep the digits that rounding drops.
         """
         if self.master is not self.shard:
             values = self.shard.to(self.master.device)
@@ -224,8 +224,8 @@ class Slot:
         self.start = start  # the parameter's first element in the bucket
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
-        # Whether the bucket's `grad` has a gradient of this parameter. Until step() asks the other
-        # ranks, this is about this rank's gradient only.
+        # Whether the bucket's `grad` has a gradient of this parameter. Until _reduce_gradients()
+        # asks the other ranks, this is about this rank's gradient only.
         self.used = False
         self.pointer = None  # the address of the parameter's data, see check()
 
@@ -255,7 +255,10 @@ class Slot:
             )
 
     def split(self, whole):
-        """Return this rank's segment of `whole`, a tensor with the parameter's shape."""
+        """Return this rank's segment of `whole`, a tensor with the parameter's shape.
+
+        load_state_dict() splits whole states, and state_dict() joins segments.
+        """
         flat = whole.new_empty(whole.numel())
         flat.as_strided(whole.shape, self.stride).copy_(whole)
         return flat[self.offset :][: self.segment.numel()].clone()
@@ -359,7 +362,7 @@ class Zero1(torch.optim.Optimizer):
         copy_from_rank_0(module, process_group)
         parameters = [p for p in module.parameters() if p in self._group_index]
         lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
-        # In the order in which backward fills them.
+        # A bucket for each list, in the order in which backward fills them.
         self._buckets = [self._bucket_class(each, process_group, offload) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
@@ -406,7 +409,7 @@ class Zero1(torch.optim.Optimizer):
         flag for each parameter, and all ranks act on the maximum of their flags:
 
             2   the parameter has a .grad, which is not reduced yet
-            1   it has only a reduced gradient, from a backward of Zero2 or Zero3
+            1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
             0   it has no gradient
         """
         slots = self._slots.values()
@@ -491,7 +494,8 @@ class Zero1(torch.optim.Optimizer):
     def state_dict(self):
         """Return the plain optimizer's state_dict, in host memory. All ranks must call this.
 
-        The state of a 16-bit parameter also has its "master".
+        The state of a 16-bit parameter also has its "master". A name in PER_TENSOR, such as "step",
+        has one number for the whole parameter. All other entries are joined.
         """
         states = {}
         for number, parameter in enumerate(self._group_index):
@@ -545,7 +549,10 @@ class Zero1(torch.optim.Optimizer):
 
 
 def weak_hook(method):
-    """Return a hook that calls `method`, but does not keep the method's optimizer alive."""
+    """Return a hook that calls `method`, but does not keep the method's optimizer alive.
+
+    A module keeps its hooks, so that it would keep the optimizer and its state as well.
+    """
     reference = weakref.WeakMethod(method)
 
     def hook(*args):
@@ -858,6 +865,7 @@ def copy_from_rank_0(module, process_group):
 def main():
     demo = Demo()
     status = 0
+    # In a step, a stage sends `passes` times Ψ(N-1)/N elements.
     for stage, passes in ((Zero1, 2), (Zero2, 2), (Zero3, 3)):
         model = demo.start(stage.__name__, bitwise=True)
         optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
