@@ -1,31 +1,33 @@
-"""Activation checkpointing: forget what a layer computes inside, and compute it again for backward.
+"""Activation checkpointing: free the activations inside a layer, and recompute them in backward.
 
-Three layers, with x0 … x3 between them. a1 … a3 are what backward needs from inside the layers:
+Three layers, with x0 … x3 between them. Backward needs the activations inside them, i1 … i3:
 
-    forward    x0 ─ a1 ─ x1 ─ a2 ─ x2 ─ a3 ─ x3 ─ loss    x0, x1, x2 are kept; a1, a2, a3 are freed
-    backward                       x2 ─ a3                layer 3 again, from x2; then a3 is freed
-                         x1 ─ a2                          layer 2 again, from x1; then a2 is freed
-               x0 ─ a1                                    layer 1 again, from x0; then a1 is freed
+    forward    x0 ─ i1 ─ x1 ─ i2 ─ x2 ─ i3 ─ x3 ─ loss    x0, x1, x2 are kept; i1, i2, i3 are freed
+    backward                       x2 ─ i3                recompute layer 3 from x2; then free i3
+                         x1 ─ i2                          recompute layer 2 from x1; then free i2
+               x0 ─ i1                                    recompute layer 1 from x0; then free i1
 
-Bytes that l transformer layers keep for backward in 16 bits, and operations per token in products
-with weights (b sequences of s tokens, h wide, a heads; Ψ parameters):
+The table is for l transformer layers in 16 bits, with Ψ parameters, a heads and hidden size h. The
+input is b sequences of s tokens. Operations are per token, in products with weights: 2Ψ in forward
+and 4Ψ in backward.
 
-    checkpoints                          bytes                                  operations
-    none                                 l·sbh(34 + 5as/h)                      6Ψ
-    the core of attention                l·34sbh                                6Ψ + its forward
-    selective: all but linear layers     l·20sbh                                6Ψ + its forward
-    every layer                          l·2sbh, and one layer at a time        8Ψ: forward again
-    k segments, all but the last one     (k-1)·2sbh + l/k·sbh(34 + 5as/h)       8Ψ - 2Ψ/k
-    offload_to_cpu, instead              none's, and the weights, on the host   6Ψ
+    checkpointed                         bytes kept for backward                 operations
+    nothing                              l·sbh(34 + 5as/h)                       6Ψ
+    the core of attention                l·34sbh                                 6Ψ + its forward
+    all but linear layers (selective)    l·20sbh                                 6Ψ + its forward
+    each layer                           l·2sbh, later one layer's inside        8Ψ: forward twice
+    k segments, but not the last         (k-1)·2sbh + l/k·sbh(34 + 5as/h)        8Ψ - 2Ψ/k
+    nothing, in offload_to_cpu()         l·sbh(34 + 5as/h) and weights, on host  6Ψ
 
-Collectives in a checkpointed function are sent again.
+Collectives inside a checkpointed function are sent again in backward.
 
 Run:      torchrun --nproc-per-node 2 activation_checkpoint.py    (or without torchrun)
 Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 2022, 2205.05198,
           sections 4 and 5: the bytes
 Mirrors:  torch.utils.checkpoint (use_reentrant=False, selective), torch.autograd.graph.save_on_cpu
-Left out: torch.compile; functions on several GPUs; torch_function modes around a checkpoint (enter
-          amp.py's autocast inside). Buffers that forward updates (BatchNorm) are updated twice
+Left out: torch.compile. Functions that use several GPUs. A TorchFunctionMode around a checkpoint,
+          such as amp.py's autocast: enter it inside the function. Buffers that forward updates,
+          such as BatchNorm's: the second run updates them again
 """
 
 import argparse
@@ -53,15 +55,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea, for a function of one tensor that needs a gradient. Dropout would draw other numbers,
-#    and torch.autograd.grad would not see parameters: only .backward() gives them gradients.
+# 1. The idea, for a function of one tensor that requires a gradient. It has two faults. Dropout
+#    draws other numbers in the second run. And torch.autograd.grad does not find the parameters in
+#    the graph: they get gradients from .backward() only.
 
 
 class NaiveCheckpoint(torch.autograd.Function):
     """NaiveCheckpoint.apply(function, x) -> function(x)"""
 
     @staticmethod
-    def forward(ctx, function, x):  # without autograd, so nothing from inside is kept
+    def forward(ctx, function, x):  # autograd is off in here and saves nothing
         ctx.function = function
         ctx.save_for_backward(x)
         return function(x)
@@ -77,18 +80,20 @@ class NaiveCheckpoint(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The real one. Autograd records the function as usual, and gradients go where they always go.
-#    But a hook replaces each tensor that autograd saves by its number. The first number that
-#    backward asks for makes the function run again: it saves the same tensors in the same order.
+# 2. The real one. Autograd records the function as usual, so all gradients are computed as usual.
+#    But a hook gives autograd a number to save instead of each tensor: 0, 1, 2, … When backward
+#    asks for a number, another hook runs the function again. The second run saves the same tensors
+#    in the same order, so a tensor has the same number in both runs.
 
 
 def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
-    """-> function(*args, **kwargs). Its gradients are bitwise the same, but its inside is not kept.
+    """-> function(*args, **kwargs), without the activations inside. Gradients are bitwise the same.
 
-    Random numbers (of the CPU and the current GPU) and autocast are the same in the second run. The
-    function must not depend on anything else that changes.
+    Backward runs the function a second time, with the random numbers (of the CPU and the current
+    GPU) and the autocast of the first run. Nothing else that the function depends on may change.
     preserve_rng_state: if False, the second run draws other random numbers.
-    policy(ATen operator, *its arguments, **its keywords): True if its output is kept after all.
+    policy(operator, *args, **kwargs): called for each ATen operator inside the function. If it
+        returns True, the operator's output is kept and not recomputed (section 3).
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -99,55 +104,59 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
 
 
 class SaveInput(torch.autograd.Function):
-    """A node of the graph whose only purpose is to save a tensor.
+    """A node of the graph whose only purpose is to save an input of the function.
 
-    Autograd raises an error if the tensor is changed in place before it is used. Inside another
-    checkpoint, the outer one's hook replaces the tensor by a number, so it is not kept.
+    A plain reference to the input would miss two things. Autograd raises an error if a saved tensor
+    was changed in place. And inside another checkpoint, the outer checkpoint's hook applies to
+    saved tensors, so this input is not kept either.
     """
 
     @staticmethod
-    def forward(ctx, anchor, tensor):
+    def forward(ctx, dummy, tensor):
         ctx.save_for_backward(tensor)
-        return anchor.clone()
+        return dummy.clone()
 
 
 def save_input(tensor):
-    anchor = torch.empty(0, requires_grad=True)  # no node is made if no input needs a gradient
-    return SaveInput.apply(anchor, tensor)
+    """-> an empty tensor. Its grad_fn is a SaveInput node, which has saved `tensor`."""
+    dummy = torch.empty(0, requires_grad=True)  # makes a node even if `tensor` needs no gradient
+    return SaveInput.apply(dummy, tensor)
 
 
 def saved_input(saved):
+    """-> the tensor that save_input got. `saved` is what save_input returned."""
     (tensor,) = saved.grad_fn.saved_tensors
     return tensor
 
 
 class Segment:
-    """A call of a function, and what it takes to repeat it."""
+    """One call of a checkpointed function, which it can repeat."""
 
     def __init__(self, function, inputs, preserve_rng_state):
         self.function = function
-        self.inputs = tree_map_only(torch.Tensor, save_input, inputs)
-        self.random_states = random_states() if preserve_rng_state else []
+        self.saved_inputs = tree_map_only(torch.Tensor, save_input, inputs)  # (args, kwargs)
+        self.random_states = random_states() if preserve_rng_state else []  # when forward began
         self.autocasts = current_autocasts()
-        self.kinds = []  # shape, dtype and device of each tensor that autograd saved in forward
-        self.recomputed = {}  # number -> this tensor of the second run, until backward uses it
-        self.kept = {}  # what a policy keeps, see Keep
+        self.kinds = []  # shape, dtype and device of each tensor that forward saved
+        self.recomputed = {}  # number -> tensor of the second run, until backward uses it
+        self.kept = {}  # the outputs that the policy keeps (section 3)
 
     def pack(self, tensor):
-        """Autograd calls this instead of saving a tensor, and saves the number."""
+        """Autograd calls this with each tensor that it would save. It saves the number instead."""
         self.kinds.append(kind_of(tensor))
         return len(self.kinds) - 1
 
     def unpack(self, number):
         """Autograd calls this when backward needs the tensor."""
-        if number not in self.recomputed:  # backward has just begun, perhaps for a second time
+        if number not in self.recomputed:  # the first one of this backward
             self.recompute()
         return self.recomputed.pop(number)
 
     def recompute(self):
         """Run the function again, until it has saved as many tensors as in forward."""
         self.recomputed = {}
-        args, kwargs = tree_map_only(torch.Tensor, saved_input, self.inputs)
+        args, kwargs = tree_map_only(torch.Tensor, saved_input, self.saved_inputs)
+        # The second hook is called only if the function itself computes gradients.
         with self.as_in_forward(), saved_tensors_hooks(self.pack_again, lambda tensor: tensor):
             try:
                 self.function(*args, **kwargs)
@@ -159,6 +168,7 @@ class Segment:
         )
 
     def pack_again(self, tensor):
+        """The pack hook of the second run. It collects the tensors for `unpack`."""
         number = len(self.recomputed)
         now = kind_of(tensor)
         before = self.kinds[number]
@@ -167,27 +177,29 @@ class Segment:
                 f"checkpoint: {self.function} saves {now} as tensor {number} in the second run; "
                 f"it saved {before} in forward"
             )
-        tensor = tensor.detach()  # with its graph, the tensor would keep itself alive
+        tensor = tensor.detach()  # its grad_fn may save the tensor itself: a reference cycle
         self.recomputed[number] = tensor
         if len(self.recomputed) == len(self.kinds):
             raise Complete
-        return tensor  # not a number, because the function may itself call backward
+        return tensor
 
     @contextmanager
     def as_in_forward(self):
+        """Autograd, autocast, kept outputs and random numbers as when forward began."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for arguments in self.autocasts:
                 stack.enter_context(torch.autocast(*arguments))
             if self.kept:
                 stack.enter_context(Keep(None, self.kept))
+            # On exit, the generators get the states back that they have now.
             stack.callback(set_random_states, random_states())
             set_random_states(self.random_states)
             yield
 
 
 class Complete(BaseException):
-    """Ends the second run. Not an Exception, which the function might catch."""
+    """Ends the second run. It is not an Exception, because the function might catch those."""
 
 
 def kind_of(tensor):
@@ -195,7 +207,7 @@ def kind_of(tensor):
 
 
 def current_autocasts():
-    """-> arguments of torch.autocast for each type of device."""
+    """-> for each device type, the arguments of torch.autocast that restore its state."""
     device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
         (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
@@ -204,7 +216,7 @@ def current_autocasts():
 
 
 def random_states():
-    """-> (generator, its state) of the CPU and of the current GPU."""
+    """-> (generator, state) for the CPU and for the current GPU."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -217,24 +229,26 @@ def set_random_states(states):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Selective checkpointing: keep what takes long to compute and is small.
+# 3. Selective checkpointing: keep the outputs that take long to compute and are small.
 
 
 class Keep(TorchDispatchMode):
-    """In forward, puts the outputs that the policy chooses into `kept`.
+    """A mode that sees each operator. Forward and the second run use it in different ways.
 
-    In the second run, when there is no policy, returns what is in `kept`.
+    In forward, it puts the outputs that the policy chooses into `kept`. In the second run, `policy`
+    is None. An operator whose output is in `kept` does not run: the mode returns that output.
     """
 
     def __init__(self, policy, kept):
         super().__init__()
         self.policy = policy
-        self.kept = kept  # (operator, number of its call) -> outputs, their versions, random states
-        self.calls = Counter()  # of each operator
+        # (operator, count of its calls) -> outputs, their versions, the random states after it
+        self.kept = kept
+        self.calls = Counter()  # operator -> its calls so far
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if shares_memory(func):  # a view or a change in place must happen again
+        if shares_memory(func):  # views and changes in place always run: they are never kept
             return func(*args, **kwargs)
         self.calls[func] += 1
         call = func, self.calls[func]
@@ -242,6 +256,7 @@ class Keep(TorchDispatchMode):
             return self.outputs_of(call)
         outputs = func(*args, **kwargs)
         if self.policy and self.policy(func, *args, **kwargs):
+            # The second run skips this call, so it must set the generators as the call left them.
             states = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
             self.kept[call] = detached(outputs), versions_of(outputs), states
         return outputs
@@ -250,9 +265,10 @@ class Keep(TorchDispatchMode):
         outputs, versions, states = self.kept[call]
         if versions != versions_of(outputs):
             raise RuntimeError(
-                f"checkpoint: an output of {call[0]} that policy keeps was changed in place"
+                f"checkpoint: an output of {call[0]} that the policy keeps was changed in place; "
+                "change a clone of it"
             )
-        set_random_states(states)  # the next operator that draws numbers gets the same ones
+        set_random_states(states)  # the next dropout draws the same numbers as in forward
         return detached(outputs)
 
 
@@ -261,13 +277,18 @@ def versions_of(outputs):
 
 
 def detached(outputs):
-    """-> the outputs without their graph, which would hold itself. They still share versions."""
+    """-> the outputs without a graph. The graph refers to `kept`, so it would never be freed.
+
+    They share the outputs' version counters, which count changes in place. Inside a dispatch mode,
+    detach() shares them only if the key ADInplaceOrView is not excluded.
+    """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
 
 @functools.cache
 def shares_memory(operator):
+    """-> whether an output is a view of an input, or an input that is changed in place."""
     return any(output.alias_info for output in operator._schema.returns)
 
 
@@ -278,9 +299,9 @@ def shares_memory(operator):
 def checkpoint_sequential(layers, segments, x):
     """Run x through l layers in k segments of about the same length.
 
-    The last segment is not checkpointed, because backward begins with it. If each layer keeps one
-    tensor, k - 1 + l/k of them are kept, the fewest for k = √l (Chen et al., section 4.1). But
-    transformer layers keep many times as much inside as between them. They keep least for k = l.
+    The last segment is not checkpointed, because backward begins with it. If each layer saves one
+    tensor, k - 1 + l/k tensors are kept. Their number is smallest for k = √l (Chen et al., section
+    4.1). A transformer layer saves many times the size of its input, so k = l is usually better.
     """
     if not 1 <= segments <= len(layers):
         raise ValueError(
@@ -300,7 +321,7 @@ def run_layers(layers, x):
 
 @contextmanager
 def offload_to_cpu():
-    """What is saved for backward in here waits in host memory, weights included.
+    """A context that keeps the tensors saved for backward in host memory, weights included.
 
     Copies from and to a GPU are asynchronous.
     """
@@ -309,7 +330,7 @@ def offload_to_cpu():
 
 
 def copy_to_host(tensor):
-    # On a CPU too it is a copy, which does not change if the tensor later changes in place.
+    # A CPU tensor is copied too, because it may be changed in place before backward.
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True), tensor.device
 
@@ -352,12 +373,12 @@ def compare_ways(demo, l=8, h=128, a=8, s=128, b=1):
         f"{l} layers in bf16 with 5as/h = {5 * a * s // h}. Kept for backward: measured = formula."
     )
     demo.show(
-        "Operations per token: 6Ψ in products with weights, 1Ψ in attention, and the second run"
+        "Operations per token: 6Ψ in products with weights, 1Ψ in attention, and the second run's"
     )
     layers, x = transformer_layers(l, h, a, s, b, demo.device)
-    inside = 34 + 5 * a * s / h  # in units of sbh bytes, as all of what is kept
+    inside = 34 + 5 * a * s / h  # what a layer keeps, in units of sbh bytes
     segments = 4
-    ways = {  # how to run the layers, and what is then kept
+    ways = {  # name -> how to run the layers, and the formula for what is kept
         "none": (run_layers, inside * l),
         f"{segments} segments": (
             functools.partial(run_in_segments, segments=segments),
@@ -375,14 +396,14 @@ def compare_ways(demo, l=8, h=128, a=8, s=128, b=1):
         same = all(map(torch.equal, gradients, expected))
         differs = differs or not same
         kept_line = f"kept {kept / (s * b * h):6.1f} sbh = {formula:4.0f}"
-        operations /= s * b * 12 * h * h * l
+        operations /= s * b * 12 * h * h * l  # Ψ = 12h²l
         line = f"{name:12} {kept_line}   operations {operations:.2f}Ψ   {ms:4.0f} ms"
         demo.show(f"{line}   gradients {'bitwise equal' if same else 'DIFFER'}")
     return int(differs)
 
 
 def keep_products(operator, *args, **kwargs):
-    """A policy: keep the outputs of nn.Linear. Those of attention's core are large and cheap."""
+    """A policy: keep the outputs of nn.Linear. Those inside attention are large but cheap."""
     return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -397,7 +418,10 @@ def run_checkpointed(layers, x, policy=None):
 
 
 class TransformerLayer(nn.Module):
-    """A Block with dropout and with the weights of attention in memory, as in Korthikanti et al."""
+    """A Block with dropout, which holds attention's weights in memory, as in Korthikanti et al.
+
+    run_core(attention, q, k, v) may checkpoint the core of attention.
+    """
 
     def __init__(self, block, run_core=None):
         super().__init__()
@@ -423,19 +447,20 @@ def attention(q, k, v):  # (batch, heads, time, head_dim)
 
 
 def dropout(x):
-    # Its mask takes a byte per element. On a CPU, the mask of F.dropout is of x's dtype.
+    # This mask takes a byte per element. On a CPU, F.dropout's mask has the dtype of x.
     return torch.native_dropout(x, p=0.1, train=True)[0]
 
 
 def transformer_layers(l, h, a, s, b, device, run_core=None):
     """-> l layers in bf16 and an input for them, (b, s, h)."""
+    # Without the embedding, the last norm and the last linear layer.
     blocks = language_model(h, a, l).to(device, torch.bfloat16)[1:-2]
     layers = nn.ModuleList(TransformerLayer(block, run_core) for block in blocks)
     return layers, torch.randn(b, s, h, dtype=torch.bfloat16, device=device)
 
 
 def measure(run, layers, x):
-    """-> the bytes that run(layers, x) keeps for backward, the operations of a step, gradients."""
+    """-> the bytes that run(layers, x) keeps for backward, a step's operations, the gradients."""
     layers.zero_grad()
     torch.manual_seed(0)
     with FlopCounterMode(display=False) as flops, Alive() as alive:
@@ -457,7 +482,7 @@ def time_step(run, layers, x):
 
 
 class Alive(TorchDispatchMode):
-    """The memory of all that is computed in here, as long as something refers to it."""
+    """The memory of the tensors that are computed in this context and still exist."""
 
     def __init__(self):
         super().__init__()

@@ -1,36 +1,44 @@
 """Flash attention: exact attention that never holds all s × s scores, in forward or in backward.
 
-Each block of queries visits the blocks of keys from left to right. For each query it keeps three
-running values. When m grows, l and O are multiplied by e^(old m - new m).
+Each block of queries visits the blocks of keys from left to right. For each query, the loop has
+three running values over the keys so far:
+
+    m   the largest score
+    l   Σ e^(score - m)
+    O   Σ e^(score - m) v
+
+When a block has a larger score, m grows, and l and O are multiplied by e^(old m - new m). After the
+last block, O / l is the output.
 
                  keys →    block 0   block 1   block 2
-    queries    block 0    │   ◣    │         │         │      m   the largest score so far
-       ↓       block 1    │   ■    │    ◣    │         │      l   Σ e^(score - m)
-               block 2    │   ■    │    ■    │    ◣    │      O   Σ e^(score - m) v
+    queries    block 0    │   ◣    │         │         │
+       ↓       block 1    │   ■    │    ◣    │         │
+               block 2    │   ■    │    ■    │    ◣    │
 
-With a causal mask, blocks above the diagonal are skipped, and only blocks ◣ on it need the mask.
+With a causal mask, the loop skips the blocks above the diagonal. Only the blocks ◣ need the mask.
 
-At the end O/l is the output. Backward needs one more number per query, L = m + log l. It computes
-each block of scores again, and e^(score - L) is its part of the softmax. It takes more operations,
-but the s² numbers stay in on-chip memory: they are neither kept nor moved to memory and back.
+Forward also returns L = m + log l for each query (`lse` in the code). Backward computes each block
+of scores again, and e^(score - L) is this block of the softmax. The scores cost operations twice.
+But they stay in on-chip memory: the s² numbers are neither kept nor moved to memory and back.
 
-Cost of a head of size d    kept for backward, elements    operations: forward + backward
-    naive                   q, k, v, P: 3sd + s² or more   4s²d +  8s²d
-    flash                   q, k, v, O, L: 4sd + s         4s²d + 10s²d, the scores again
-    flash, causal           the same                       half of that, for s of many blocks
+Cost of a head of size d    elements kept for backward         operations: forward + backward
+    naive                   q, k, v, P: 3sd + s² or more       4s²d +  8s²d
+    flash                   q, k, v, output, L: 4sd + s        4s²d + 10s²d: the scores again
+    flash, causal           the same                           half of that, if s is many blocks
 
 Section 2 is the algorithm as a loop over blocks in PyTorch, for any device and dtype. Section 5 is
 the same loop as three kernels in Triton, for GPUs. The kernels ran under Triton's interpreter on a
-CPU and were compiled for an H100, but nobody has timed them. A prototype in this style took 1.11 of
-PyTorch's time for forward on an H100, and 1.46 for forward and backward.
+CPU and were compiled for an H100, but nobody has timed them. A prototype in this style took 1.11
+times as long as PyTorch's own kernel for forward on an H100, and 1.46 times as long for forward and
+backward.
 
 Run:      torchrun --nproc-per-node 2 flash_attention.py          (or without torchrun)
 Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867: online softmax;
           Dao et al. 2022, 2205.14135; Dao 2023, 2307.08691: L, and queries in the outer loop
-Mirrors:  F.scaled_dot_product_attention. If there are more or fewer keys than queries, the causal
-          mask is that of flash_attn_func: the last query sees all keys
+Mirrors:  F.scaled_dot_product_attention, except for a causal mask with more or fewer keys than
+          queries. Then it is that of flash_attn_func: the last query sees all keys
 Left out: other masks (see flex_attention); gradients of gradients. The kernels leave out dropout,
-          float64 and head sizes above 128, which go through the loop
+          float64 and head sizes above 128. These cases run in the loop
 """
 
 import argparse
@@ -59,15 +67,15 @@ try:
     from triton.language import constexpr
 except ImportError:  # the loop runs without it
     triton = None
-    constexpr = float
+    constexpr = float  # section 5 calls it and annotates arguments with it
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea. q is (B, H, S, D), k and v are (B, H, Skv, D): B sequences, H heads of size D.
 
 
 def naive_attention(q, k, v, causal=False, scale=None):
-    """softmax(scale · q kᵀ) v, (B, H, S, D), from all scores at once."""
-    k = repeat_heads(k, q)  # section 4
+    """-> softmax(scale · q kᵀ) v, (B, H, S, D). It holds all scores at once."""
+    k = repeat_heads(k, q)  # one head for each head of q (section 4)
     v = repeat_heads(v, q)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     scores = q @ k.mT * scale
@@ -80,13 +88,14 @@ def naive_attention(q, k, v, causal=False, scale=None):
 
 
 def hidden_keys(scores, visible):
-    """The causal mask, True for hidden keys. Row i sees the first `visible` + i keys."""
+    """-> the causal mask, True for hidden keys. Row 0 sees `visible` keys, row i sees i more."""
     return scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(visible)
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. The real one (Dao 2023): a loop over blocks of queries, and in it one over blocks of keys.
-#    Forward keeps L = m + log l, so backward has the softmax of a block at once.
+#    Forward keeps L = m + log l. With it, backward computes the softmax of a block from the scores
+#    of this block alone.
 
 
 def loop_forward(
@@ -100,18 +109,20 @@ def loop_forward(
 ):
     q = q * scale
     output = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_full(q.shape[:3], -torch.inf)  # L, the log of the sum of e^score
+    lse = q.new_full(q.shape[:3], -torch.inf)  # L in the docstring: the log of Σ e^score
     for rows, key_blocks in tiles(q, k, causal, block_size):
+        # Three scalars. The first block makes m and l (B, H, rows, 1) and O (B, H, rows, D). Each
+        # query of `rows` sees a key of the first block, so m_new is finite, and never -inf - -inf.
         m = q.new_full((), -torch.inf)
         l = 0.0
         O = 0.0
-        for cols in key_blocks:  # every query sees a key of the first block: m is finite after it
+        for cols in key_blocks:
             scores = masked_scores(q, k, rows, cols, causal)
             m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
             correction = (m - m_new).exp()
             P = scores.sub_(m_new).exp_()
             l = l * correction + P.sum(-1, keepdim=True)
-            if dropout:  # after the sum: the softmax is of all keys
+            if dropout:  # after l, because the softmax counts the dropped keys too
                 P = P * dropout.mask(P, rows, cols)
             O = O * correction + P @ v[:, :, cols]
             m = m_new
@@ -125,7 +136,7 @@ def loop_backward(
     q,
     k,
     v,
-    O,
+    output,
     lse,
     causal,
     scale,
@@ -133,7 +144,7 @@ def loop_backward(
     block_size,
 ):
     q = q * scale
-    delta = (dO * O).sum(-1)  # Σ P ∘ dP of each query, over all its keys (D in the papers)
+    delta = (dO * output).sum(-1)  # Σ P ∘ dP, because output = P v and dP = dO vᵀ (D in the papers)
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
@@ -145,24 +156,24 @@ def loop_backward(
             scores = masked_scores(q, k, rows, cols, causal)
             P = scores.sub_(L_i).exp_()
             dP = dO_i @ v[:, :, cols].mT
-            dropped = P
+            P_dropped = P
             if dropout:
                 mask = dropout.mask(P, rows, cols)
-                dropped = P * mask
+                P_dropped = P * mask
                 dP = dP * mask
-            dS = dP.sub_(delta_i).mul_(P)  # the derivative of softmax
+            dS = dP.sub_(delta_i).mul_(P)  # the derivative of the softmax
             dq[:, :, rows] += dS @ k[:, :, cols]
-            dk[:, :, cols] += dS.mT @ q[:, :, rows]  # q has the scale
-            dv[:, :, cols] += dropped.mT @ dO_i
+            dk[:, :, cols] += dS.mT @ q[:, :, rows]  # q is scaled already
+            dv[:, :, cols] += P_dropped.mT @ dO_i
     return dq * scale, dk, dv
 
 
 def tiles(q, k, causal, block_size):
-    """Yield each block of queries with the blocks of keys that it sees, as slices."""
+    """Yield slices: each block of queries, and a list of the blocks of keys that it sees."""
     S = q.shape[2]
     Skv = k.shape[2]
     for rows in slices(first_query(q, k, causal), S, block_size):
-        seen = rows.stop + Skv - S if causal else Skv  # by the last query of the block
+        seen = rows.stop + Skv - S if causal else Skv  # keys that the last query of `rows` sees
         yield rows, slices(0, seen, block_size)
 
 
@@ -172,24 +183,26 @@ def slices(start, stop, size):
 
 
 def first_query(q, k, causal):
-    """The first query that sees a key. Output and gradients of those before it are zero."""
+    """-> the first query that sees a key. Queries before it have output and gradients of zero."""
     S = q.shape[2]
     Skv = k.shape[2]
+    # Without keys, it is S: no query sees one.
     return max(0, S - Skv) if causal or Skv == 0 else 0
 
 
 def masked_scores(q, k, rows, cols, causal):
-    """The scores of a block, -inf for hidden keys. q has the scale."""
+    """-> the scores of a block, -inf for hidden keys. q is scaled already."""
     scores = q[:, :, rows] @ k[:, :, cols].mT
-    seen = rows.start + 1 + k.shape[2] - q.shape[2]  # by the first query of the block
-    visible = seen - cols.start
+    seen = rows.start + 1 + k.shape[2] - q.shape[2]  # keys that the first query of `rows` sees
+    visible = seen - cols.start  # the same, counted from the first key of the block
     if causal and visible < scores.shape[3]:  # the diagonal cuts the block
         scores.masked_fill_(hidden_keys(scores, visible), -torch.inf)
     return scores
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. What users call.
+# 3. The interface. flash_attention is differentiable. flash_forward and flash_backward compute its
+#    output and gradients without autograd, for callers that have the keys in parts (see `merge`).
 
 
 def flash_attention(
@@ -202,19 +215,20 @@ def flash_attention(
     block_size=128,
     kernel=None,
 ):
-    """softmax(scale · q kᵀ) v, (B, H, S, D), of q (B, H, S, D), and k and v (B, Hkv, Skv, D).
+    """-> softmax(scale · q kᵀ) v, (B, H, S, D). q is (B, H, S, D), k and v are (B, Hkv, Skv, D).
 
     H is a multiple of Hkv: each head of k and v serves H / Hkv consecutive heads of q.
-    causal: the last query sees all keys. A query that sees none has output and gradients of zero.
+    causal: the last query sees all keys, and each query sees one key fewer than the next. A query
+        that sees no key has output and gradients of zero.
     scale: 1/√D if None.
-    dropout_p: of the softmax weights, also in evaluation, as PyTorch's. The CPU's default generator
-        draws a seed.
-    block_size: queries, and keys, in a block of the loop. It changes time and memory, and the mask
-        that dropout draws.
-    kernel: "triton" runs the kernels, on a GPU, or on a CPU if TRITON_INTERPRET=1 was set before
-        the import of this file. "torch" runs the loop. None takes the kernels on a GPU if they can
-        do what is asked. They multiply fp32 without TF32. Either way, 16-bit inputs are summed in
-        fp32.
+    dropout_p: the probability that a weight of the softmax is dropped. As in PyTorch's function,
+        it applies in evaluation too. The seed comes from the CPU's default generator.
+    block_size: the number of queries, and of keys, in a block of the loop. It changes the time, the
+        memory, and the mask that dropout draws.
+    kernel: "triton" runs the kernels. They need a GPU, or a CPU and TRITON_INTERPRET=1, set before
+        the import of this file. "torch" runs the loop. None runs the kernels if the tensors are on
+        a GPU and the kernels support this call, otherwise the loop.
+    The loop and the kernels sum 16-bit inputs in fp32. The kernels do not use TF32.
     """
     verify(q, k, v, block_size)
     dropout = Dropout(dropout_p, q.device) if dropout_p else None
@@ -233,7 +247,7 @@ class FlashAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
         gradients = flash_backward(grad_output, *ctx.saved_tensors, *ctx.options)
-        return *gradients, *[None] * len(ctx.options)
+        return *gradients, *[None] * len(ctx.options)  # options have no gradients
 
 
 @torch.no_grad()
@@ -247,15 +261,16 @@ def flash_forward(
     block_size=128,
     kernel=None,
 ):
-    """-> output, and lse, the log of the sum of e^score: (B, H, S), in fp32 or float64.
+    """-> the output, and for each query lse, the log of Σ e^score: (B, H, S), in fp32 or float64.
 
-    lse is -inf for a query that sees no key. Makes no graph: flash_backward has the gradients.
+    lse is -inf for a query that sees no key. Autograd does not record this function.
     """
     verify(q, k, v, block_size)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if runs_kernels(kernel, q, v, dropout):
         return triton_forward(q, k, v, causal, scale)
     wide = [widened(x, q) for x in (q, k, v)]
+    # The sums must stay in fp32: autocast would multiply in 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         output, lse = loop_forward(*wide, causal, scale, dropout, block_size)
     return output.to(q.dtype), lse
@@ -275,10 +290,10 @@ def flash_backward(
     block_size=128,
     kernel=None,
 ):
-    """-> the gradients of q, k and v. output and lse are those of flash_forward.
+    """-> the gradients of q, k and v. `output` and `lse` are from flash_forward.
 
-    k and v may be a part of the keys, if output and lse are those of all keys. The gradient of q is
-    then the sum of what is returned for each part.
+    k and v may also be a part of the keys. Then `output` and `lse` must be those over all keys, and
+    the gradient of q is the sum of the results for all parts.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if runs_kernels(kernel, q, v, dropout):
@@ -292,7 +307,10 @@ def flash_backward(
 
 
 def widened(x, q):
-    """x in the dtype of the sums, with the heads of q. If contiguous, products copy no blocks."""
+    """-> x in the dtype of the sums (at least fp32), with as many heads as q.
+
+    It is contiguous. Otherwise each matrix product might copy its block first.
+    """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return repeat_heads(x.contiguous(), q)
 
@@ -300,15 +318,16 @@ def widened(x, q):
 def verify(q, k, v, block_size):
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     has_4_dimensions = q.ndim == k.ndim == v.ndim == 4
+    # q and k must agree in dimensions 0 and 3 (B and D), k and v in all but the last.
     if not has_4_dimensions or q.shape[::3] != k.shape[::3] or k.shape[:3] != v.shape[:3]:
         raise ValueError(f"{shapes}: must be (B, H, S, D), (B, Hkv, Skv, D) and (B, Hkv, Skv, D)")
     H = q.shape[1]
     Hkv = k.shape[1]
     if Hkv == 0 or H % Hkv:
-        raise ValueError(f"{H} heads of queries are no multiple of {Hkv} heads of keys and values")
+        raise ValueError(f"q has {H} heads, which is not a multiple of the {Hkv} heads of k and v")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         dtypes = f"q {q.dtype}, k {k.dtype}, v {v.dtype}"
-        raise ValueError(f"{dtypes}: must be one floating-point dtype")
+        raise ValueError(f"{dtypes}: must be the same floating-point dtype")
     if block_size < 1:
         raise ValueError(f"{block_size=}: must be at least 1")
 
@@ -318,29 +337,29 @@ def verify(q, k, v, block_size):
 
 
 def repeat_heads(x, q):
-    """Copy heads of keys or values, one for each head of q. The kernels do without copies."""
+    """-> a copy of each head of keys or values for each head of q. The kernels do not need it."""
     groups = q.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def sum_heads(gradient, x):
-    """The gradient of x, from the gradient of repeat_heads(x, q)."""
+    """-> the gradient of x, from the gradient of repeat_heads(x, q)."""
     return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
 
 
 class Dropout:
-    """Each block of the mask has a seed of its own. Backward draws it again, so it is not kept."""
+    """Draws the mask of a block from a seed of its own. Backward draws the mask again."""
 
     def __init__(self, p, device):
         if not 0 <= p < 1:
             raise ValueError(f"dropout_p={p}: must be in [0, 1)")
         self.p = p  # the probability that a weight is dropped
-        self.seed = torch.randint(2**63 - 1, (), device="cpu").item()
+        self.seed = torch.randint(2**63 - 1, (), device="cpu").item()  # of one call
         self.generator = torch.Generator(device)
 
     def mask(self, P, rows, cols):
-        """For a block of weights: 0, or 1 / (1 - p)."""
-        seed = hash((self.seed, rows.start, cols.start))
+        """-> for each weight of a block, 0 or 1 / (1 - p)."""
+        seed = hash((self.seed, rows.start, cols.start))  # the same in forward and backward
         self.generator.manual_seed(seed)
         kept = torch.empty_like(P)
         kept.bernoulli_(1 - self.p, generator=self.generator)
@@ -348,12 +367,12 @@ class Dropout:
 
 
 def merge(output_a, lse_a, output_b, lse_b):
-    """-> output and lse over two disjoint sets of keys, from flash_forward's over each.
+    """-> the output and lse over two disjoint sets of keys, from flash_forward's over each set.
 
-    To merge many sets, keep the output in fp32 in between: in 16 bits, each merge would round it.
+    To merge more than two sets, pass outputs in fp32. In 16 bits, each merge would round them.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    finite = lse.masked_fill(lse == -torch.inf, 0.0)  # both sets unseen: -inf - -inf is NaN
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)  # without -inf, because -inf - -inf is NaN
     weight_a = (lse_a - finite).exp().unsqueeze(-1)
     weight_b = (lse_b - finite).exp().unsqueeze(-1)
     output = output_a * weight_a + output_b * weight_b
@@ -361,9 +380,14 @@ def merge(output_a, lse_a, output_b, lse_b):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The kernels: section 2 in Triton. A program computes one block of queries of one head, or for
-#    dk and dv one block of keys. Everything in its loop stays on the chip. No two programs write to
-#    the same place, so there are no atomics, and results are the same in each run.
+# 5. The kernels: section 2 in Triton. Triton runs many instances of a kernel, its programs. Each
+#    program computes the output or dq for one block of queries of one head, or dk and dv for one
+#    block of keys. All values in its loop stay on the chip. No two programs write to the same
+#    place. So the kernels need no atomics, and the results are the same in each run.
+#
+#    q, k, v and the others are pointers to the first element. b and h are the program's sequence
+#    and head, `bh` numbers the heads of all sequences. `unmasked` ends the keys (or starts the
+#    queries) of the blocks that need no mask. The other blocks are the loop's `edge`.
 
 
 def jit(kernel):
@@ -384,11 +408,11 @@ def block_at(
     D,
     HEAD,
 ):
-    """-> pointers to a block of a head, (SIZE, HEAD), and whether they are inside of it."""
+    """-> pointers to a block of a head, (SIZE, HEAD), and which of them are inside the head."""
     rows = tl.arange(0, SIZE)[:, None]
     columns = tl.arange(0, HEAD)[None, :]
     inside = (start + rows < stop) & (columns < D)
-    x += tl.cast(start, tl.int64) * stride
+    x += tl.cast(start, tl.int64) * stride  # 32 bits may be too few for this product
     return x + rows * stride + columns, inside
 
 
@@ -402,7 +426,7 @@ def load(
     D,
     HEAD,
 ):
-    """-> a block of a head, (SIZE, HEAD), with zeros outside of it."""
+    """-> a block of a head, (SIZE, HEAD), with zeros outside the head."""
     pointers, inside = block_at(x, stride, start, stop, SIZE, D, HEAD)
     return tl.load(pointers, mask=inside, other=0.0)
 
@@ -418,32 +442,32 @@ def store(
     HEAD,
 ):
     pointers, inside = block_at(x, D, start, stop, SIZE, D, HEAD)
-    tl.store(pointers, block, mask=inside)  # in the dtype of x
+    tl.store(pointers, block, mask=inside)  # casts to the dtype of x
 
 
 @jit
 def load_numbers(x, rows, stop):
-    """-> a number for each row."""
+    """-> one number for each row, such as its L."""
     return tl.load(x + rows, mask=rows < stop, other=0.0)
 
 
 @jit
 def dot(a, b):
-    """a in the dtype of b, the sum in fp32. fp32 is multiplied as it is, not rounded to TF32."""
+    """-> a @ b, summed in fp32. a is cast to the dtype of b. fp32 is not rounded to TF32."""
     return tl.dot(a.to(b.dtype), b, input_precision="ieee")
 
 
 @jit
-def place():
-    """-> this program's batch, its head in the batch, and its head in all batches."""
-    b = tl.program_id(2).to(tl.int64)  # 32 bits are too few for offsets
+def program_head():
+    """-> the sequence of this program, its head, and the number of this head in all sequences."""
+    b = tl.program_id(2).to(tl.int64)  # 32 bits may be too few for offsets
     h = tl.program_id(1).to(tl.int64)
     return b, h, b * tl.num_programs(1) + h
 
 
 @jit
 def keys_seen(row, S, Skv, CAUSAL):
-    """-> how many keys a query sees. They are the first ones."""
+    """-> how many keys the query `row` sees: the first `seen` ones."""
     seen = Skv
     if CAUSAL:
         seen = tl.minimum(Skv, row + 1 + Skv - S)
@@ -451,7 +475,7 @@ def keys_seen(row, S, Skv, CAUSAL):
 
 
 @jit
-def tile(
+def query_block(
     first,
     S,
     Skv,
@@ -459,24 +483,24 @@ def tile(
     ROWS,
     COLS,
 ):
-    """-> the first query of this program, the first key that needs a mask, and the keys' end."""
+    """-> the program's first query, the first key that needs a mask, and the end of its keys."""
     blocks_after = tl.num_programs(0) - 1 - tl.program_id(0)
-    start = first + blocks_after * ROWS  # the last block first: if causal, it takes longest
-    whole = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS
+    start = first + blocks_after * ROWS  # the last block first: with a causal mask it takes longest
+    unmasked = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS
     stop = keys_seen(start + ROWS - 1, S, Skv, CAUSAL)
-    return start, whole, stop
+    return start, unmasked, stop
 
 
 @jit
 def masked_dot(
-    a,  # q_i or k_j
-    b,  # the other one
-    cols,  # the numbers of the keys
+    a,  # q_i, or k_j for the transpose
+    b,  # k_j, or q_i
+    cols,  # the numbers of the keys in the block
     seen,  # how many keys each query sees
     scale,
-    EDGE,
+    EDGE,  # whether the block needs a mask
 ):
-    """masked_scores, times log2 e."""
+    """-> the scores of a block times log2 e, for exp2. They are -inf for hidden keys."""
     scores = dot(a, tl.trans(b)) * (scale * LOG2E)
     if EDGE:
         scores = tl.where(cols < seen, scores, -float("inf"))
@@ -485,7 +509,7 @@ def masked_dot(
 
 @jit
 def add_keys(m, l, O, scores, v_j):
-    """-> m, l and O with one more block of keys."""
+    """-> m, l and O after one more block of keys. m has the factor log2 e of the scores."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     correction = tl.exp2(m - m_new)
     P = tl.exp2(scores - m_new[:, None])
@@ -496,7 +520,7 @@ def add_keys(m, l, O, scores, v_j):
 
 @jit
 def forward_kernel(
-    q, k, v,  # (B, H, S, D), and (B, Hkv, Skv, D) twice. Only rows must be contiguous
+    q, k, v,  # (B, H, S, D), and (B, Hkv, Skv, D) twice. Each row is contiguous
     output, lse,  # (B, H, S, D) and (B, H, S), contiguous
     q_b, q_h, q_s,  # strides of q: from batch to batch, head to head, row to row
     k_b, k_h, k_s,
@@ -508,9 +532,9 @@ def forward_kernel(
     D: constexpr, HEAD: constexpr,  # HEAD is the next power of 2
     ROWS: constexpr, COLS: constexpr,  # queries, and keys, in a block
 ):  # fmt: skip
-    """loop_forward."""
-    b, h, head = place()
-    start, whole, stop = tile(first, S, Skv, CAUSAL, ROWS, COLS)
+    """What loop_forward computes."""
+    b, h, bh = program_head()
+    start, unmasked, stop = query_block(first, S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
@@ -519,15 +543,16 @@ def forward_kernel(
     m = tl.full([ROWS], -float("inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     O = tl.zeros([ROWS, HEAD], tl.float32)
-    for edge in tl.static_range(2):  # first the blocks of keys that need no mask, then the others
-        for j in range(whole if edge else 0, stop if edge else whole, COLS):
+    # First the blocks that need no mask, then those on the diagonal or at the end of the keys.
+    for edge in tl.static_range(2):
+        for j in range(unmasked if edge else 0, stop if edge else unmasked, COLS):
             cols = j + tl.arange(0, COLS)
             k_j = load(k, k_s, j, Skv, COLS, D, HEAD)
             v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
             scores = masked_dot(q_i, k_j, cols[None, :], seen, scale, edge)
             m, l, O = add_keys(m, l, O, scores, v_j)
-    store(output + head * S * D, O / l[:, None], start, S, ROWS, D, HEAD)
-    tl.store(lse + head * S + rows, (m + tl.log2(l)) / LOG2E, mask=rows < S)
+    store(output + bh * S * D, O / l[:, None], start, S, ROWS, D, HEAD)
+    tl.store(lse + bh * S + rows, (m + tl.log2(l)) / LOG2E, mask=rows < S)
 
 
 @jit
@@ -537,22 +562,22 @@ def dq_kernel(
     G, S, Skv, first, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, ROWS: constexpr, COLS: constexpr,
 ):  # fmt: skip
-    """loop_backward for dq. It stores delta, (B, H, S), for the other kernel."""
-    b, h, head = place()
-    start, whole, stop = tile(first, S, Skv, CAUSAL, ROWS, COLS)
+    """The dq of loop_backward. It also stores delta, (B, H, S), for dk_dv_kernel."""
+    b, h, bh = program_head()
+    start, unmasked, stop = query_block(first, S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
-    dO_i = load(dO + head * S * D, D, start, S, ROWS, D, HEAD)
-    O_i = load(output + head * S * D, D, start, S, ROWS, D, HEAD)
-    L_i = load_numbers(lse + head * S, rows, S) * LOG2E
+    dO_i = load(dO + bh * S * D, D, start, S, ROWS, D, HEAD)
+    O_i = load(output + bh * S * D, D, start, S, ROWS, D, HEAD)
+    L_i = load_numbers(lse + bh * S, rows, S) * LOG2E
     delta_i = tl.sum(dO_i.to(tl.float32) * O_i, 1)
-    tl.store(delta + head * S + rows, delta_i, mask=rows < S)
+    tl.store(delta + bh * S + rows, delta_i, mask=rows < S)
     k += b * k_b + h // G * k_h
     v += b * v_b + h // G * v_h
     dq_i = tl.zeros([ROWS, HEAD], tl.float32)
     for edge in tl.static_range(2):
-        for j in range(whole if edge else 0, stop if edge else whole, COLS):
+        for j in range(unmasked if edge else 0, stop if edge else unmasked, COLS):
             cols = j + tl.arange(0, COLS)
             k_j = load(k, k_s, j, Skv, COLS, D, HEAD)
             v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
@@ -561,7 +586,7 @@ def dq_kernel(
             dP = dot(dO_i, tl.trans(v_j))
             dS = P * (dP - delta_i[:, None])
             dq_i += dot(dS, k_j)
-    store(dq + head * S * D, dq_i * scale, start, S, ROWS, D, HEAD)
+    store(dq + bh * S * D, dq_i * scale, start, S, ROWS, D, HEAD)
 
 
 @jit
@@ -571,39 +596,40 @@ def dk_dv_kernel(
     G, S, Skv, first, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, COLS: constexpr, ROWS: constexpr,
 ):  # fmt: skip
-    """loop_backward for dk and dv, with queries in the inner loop. Blocks are (keys, queries)."""
-    b, h_kv, head_kv = place()
+    """The dk and dv of loop_backward. It loops over queries. Blocks are (keys, queries)."""
+    b, h_kv, bh_kv = program_head()
     start = tl.program_id(0) * COLS
     cols = start + tl.arange(0, COLS)
     k_j = load(k + b * k_b + h_kv * k_h, k_s, start, Skv, COLS, D, HEAD)
     v_j = load(v + b * v_b + h_kv * v_h, v_s, start, Skv, COLS, D, HEAD)
     dk_j = tl.zeros([COLS, HEAD], tl.float32)
     dv_j = tl.zeros([COLS, HEAD], tl.float32)
-    begin = tl.maximum(first, start + S - Skv) if CAUSAL else first  # the first query that sees it
-    whole = tl.minimum(S, begin + COLS) if CAUSAL else first  # from here on, no block needs a mask
+    begin = tl.maximum(first, start + S - Skv) if CAUSAL else first  # first query that sees a key
+    unmasked = tl.minimum(S, begin + COLS) if CAUSAL else first  # from here on, no masks
     for g in range(G):
-        head = head_kv * G + g
+        bh = bh_kv * G + g
         q_head = q + b * q_b + (h_kv * G + g) * q_h
         for edge in tl.static_range(2):
-            for i in range(begin if edge else whole, whole if edge else S, ROWS):
+            for i in range(begin if edge else unmasked, unmasked if edge else S, ROWS):
                 rows = i + tl.arange(0, ROWS)
                 seen = keys_seen(rows[None, :], S, Skv, CAUSAL)
                 q_i = load(q_head, q_s, i, S, ROWS, D, HEAD)
-                dO_i = load(dO + head * S * D, D, i, S, ROWS, D, HEAD)
-                L_i = load_numbers(lse + head * S, rows, S) * LOG2E
-                delta_i = load_numbers(delta + head * S, rows, S)
+                dO_i = load(dO + bh * S * D, D, i, S, ROWS, D, HEAD)
+                L_i = load_numbers(lse + bh * S, rows, S) * LOG2E
+                delta_i = load_numbers(delta + bh * S, rows, S)
                 scores = masked_dot(k_j, q_i, cols[:, None], seen, scale, edge)
                 P = tl.exp2(scores - L_i[None, :])
                 dP = dot(v_j, tl.trans(dO_i))
                 dS = P * (dP - delta_i[None, :])
                 dv_j += dot(P, dO_i)
                 dk_j += dot(dS, q_i)
-    store(dk + head_kv * Skv * D, dk_j * scale, start, Skv, COLS, D, HEAD)
-    store(dv + head_kv * Skv * D, dv_j, start, Skv, COLS, D, HEAD)
+    store(dk + bh_kv * Skv * D, dk_j * scale, start, Skv, COLS, D, HEAD)
+    store(dv + bh_kv * Skv * D, dv_j, start, Skv, COLS, D, HEAD)
 
 
-# Rows of a program's block, rows per step of its loop, num_warps, num_stages. In 16 bits, for heads
-# of up to 64 and of up to 128. Everything fits into 99 KB of shared memory.
+# For each kernel, in 16 bits, and for head sizes up to 64 and up to 128: the rows of a program's
+# block, the rows that a step of its loop loads, num_warps and num_stages. In dk_dv_kernel, a block
+# must be a multiple of a step. All programs fit into 99 KB of shared memory.
 BLOCKS = {
     forward_kernel: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
     dq_kernel: {64: (128, 64, 8, 3), 128: (64, 64, 4, 2)},
@@ -620,7 +646,7 @@ def launch(
     causal,
     scale,
 ):
-    """Run a program for each block of rows of `blocked`: the queries from `first` on, or k."""
+    """Run a program for each block of rows of `blocked`, which is q from `first` on, or k."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in tensors[:3])
     H, S, D = q.shape[1:]
     Hkv, Skv = k.shape[1:3]
@@ -630,9 +656,9 @@ def launch(
         blocks = BLOCKS_IN_FP32
     block, step, num_warps, num_stages = blocks
     batch, heads, num_rows = blocked.shape[:3]
-    programs = (triton.cdiv(num_rows, block), heads, batch)
+    grid = (triton.cdiv(num_rows, block), heads, batch)
     with torch.cuda.device_of(q):
-        kernel[programs](
+        kernel[grid](
             q, k, v, *tensors[3:],
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             H // Hkv,
@@ -681,7 +707,7 @@ def triton_backward(
 
 
 def runs_kernels(kernel, q, v, dropout):
-    """Whether to run the kernels. ValueError if they are asked for and cannot run."""
+    """-> whether to run the kernels. ValueError if the caller demands them and they cannot run."""
     if kernel not in (None, "triton", "torch"):
         raise ValueError(f'{kernel=}: must be "triton", "torch" or None')
     if kernel == "torch" or (kernel is None and not q.is_cuda):
@@ -693,19 +719,19 @@ def runs_kernels(kernel, q, v, dropout):
 
 
 def obstacle_to_kernels(q, v, dropout):
-    """-> why they cannot run, and what to do, or None"""
+    """-> why the kernels cannot run and what to do instead, or None."""
     if triton is None:
         return "Triton is missing; pip install triton"
     if not q.is_cuda and not INTERPRETED:
         return f"q is on {q.device}; use a GPU, or set TRITON_INTERPRET=1 before the import"
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0; use a newer one"
+        return "the kernels need a GPU of compute capability 8.0; use a newer one"
     if dropout:
         return "the kernels have no dropout; leave it out"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels have no {q.dtype}; use float32"
     if INTERPRETED and q.dtype == torch.bfloat16:
-        return "Triton's interpreter is wrong for bfloat16; use float32"
+        return "Triton's interpreter gives wrong results for bfloat16; use float32"
     if max(q.shape[:2]) > 65535:  # the limit of CUDA's grids
         return "the kernels take at most 65535 sequences and heads; split the batch"
     if not q.shape[3] == v.shape[3] <= 128:
@@ -732,7 +758,7 @@ def use(attention, model):
 
 def main():
     demo = Demo()
-    model = demo.start("flash_attention")  # in float64, so through the loop
+    model = demo.start("flash_attention")  # in float64, so it runs the loop
     use(functools.partial(flash_attention, block_size=24), model)
     use(naive_attention, demo.model)
     demo.show("The ranks use flash_attention with blocks of 24 tokens, for sequences of 64.")
@@ -759,10 +785,12 @@ def main():
 
 
 def compare_lengths(demo):
-    """Print what each way keeps, which grows with s or with s², and its time, on one device."""
+    """Print the bytes that each way keeps, which grow with s or s², and its time, on one device."""
     on_gpu = demo.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    lengths = [256, 512, 1024, 2048, 4096] + [8192, 16384] * on_gpu
+    lengths = [256, 512, 1024, 2048, 4096]
+    if on_gpu:
+        lengths += [8192, 16384]
     ways = {"naive": naive_attention, "loop": functools.partial(flash_attention, kernel="torch")}
     x = torch.empty(1, 1, 1, 64, device=demo.device, dtype=dtype)
     if runs_kernels(None, x, x, dropout=None):
@@ -788,7 +816,7 @@ def torch_attention(q, k, v, causal):
 
 
 def measure(attention, inputs):
-    """-> the bytes kept for backward, with q, k and v, and the milliseconds of both directions."""
+    """-> the bytes kept for backward (q, k, v included), and the ms of forward and backward."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     saved = []
 
@@ -800,7 +828,7 @@ def measure(attention, inputs):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         output = attention(*inputs, causal=True)
     gradients = torch.autograd.grad(output.sum(), inputs)
-    gradients[0].sum().item()  # waits for a GPU
+    gradients[0].sum().item()  # waits until the GPU has finished
     return held_bytes(saved), 1e3 * (time.perf_counter() - start)
 
 

@@ -346,7 +346,7 @@ def test_without_triton_the_loop_runs_and_the_kernels_say_what_to_install(monkey
 # ---- wrong use
 
 WRONG = [
-    ({"q": torch.ones(2, 3, 7, 4)}, "3 heads of queries are no multiple of 2 heads of keys"),
+    ({"q": torch.ones(2, 3, 7, 4)}, "q has 3 heads, which is not a multiple of the 2 heads"),
     ({"q": torch.ones(2, 2, 7, 5)}, r"q \(2, 2, 7, 5\), k \(2, 2, 7, 4\)"),
     ({"q": torch.ones(1, 2, 7, 4)}, r"q \(1, 2, 7, 4\), k \(2, 2, 7, 4\)"),
     ({"v": torch.ones(2, 2, 6, 4)}, r"k \(2, 2, 7, 4\), v \(2, 2, 6, 4\)"),
