@@ -1,9 +1,9 @@
 """Expert parallelism: a mixture of experts (MoE) whose experts are split over N ranks.
 
 An MoE layer has E feed-forward networks, the experts, and sends each token to k of them. Its
-parameters grow with E, its operations per token do not. In a step each rank routes its own tokens,
-sends a row to the rank of each chosen expert (all-to-all), computes its own experts on the rows
-that arrive, and sends the results back. E = 4 experts on N = 2 ranks, k = 2:
+parameters grow with E, but its operations per token do not. In a step, each rank chooses experts
+for its own tokens, and sends a row to the rank of each chosen expert (all-to-all). It runs its own
+experts on the rows that arrive, and sends the results back. With E = 4, N = 2 ranks and k = 2:
 
               tokens        router               experts             combine
     rank 0    t0 t1  ───▶  t0: e0 e2  ──┐  ┌──▶  e0: t0 t3   ──┐  ┌──▶  w·e0(t0) + w·e2(t0), …
@@ -12,26 +12,28 @@ that arrive, and sends the results back. E = 4 experts on N = 2 ranks, k = 2:
     rank 1    t2 t3  ───▶  t2: e1 e3    │  │     e2: t0        │  │
                            t3: e0 e3  ──┘  └──▶  e3: t1 t2 t3 ─┘  └──▶  w·e1(t2) + w·e3(t2), …
 
-All other parameters are replicated, as in data parallelism. The loss is the mean of the losses of
-all W ranks, and this is what most implementations get wrong:
+All other parameters are replicated, as in data parallelism. W ranks train together, and their loss
+is the mean of the ranks' losses. Many implementations scale the experts' gradients wrongly:
 
     a replicated parameter   each rank has the gradient of its own tokens: add over W, divide by W
-    an expert                its rank has the gradient of all tokens' rows already: divide by W
-                             (first add over the ranks with the same experts, if there are several)
+    an expert                backward has added up all the rows that it got: divide by W
+                             (if several ranks have the same experts, first add over these)
 
-Cost per rank, layer and step, in elements; Ψe parameters of an expert, h hidden size, T tokens:
+Cost per rank, layer and step, in elements. An expert has Ψe parameters; h is the hidden size. A
+rank has T tokens:
 
                       held (with Adam 4 times)   sent forward                 sent backward
     one device        E·Ψe                       0                            0
     expert parallel   (E/N)·Ψe                   2kTh(N-1)/N on average       the same
-    with capacity     (E/N)·Ψe                   2ECh(N-1)/N, C rows each     the same
+    with capacity     (E/N)·Ψe                   2ECh(N-1)/N                  the same
 
-The exact number of elements is (a + b)h each way, for a rows that leave the rank and b that arrive.
-Ranks also exchange 8E(N-1)/N bytes of counts (with capacity: 8(N-1) bytes with the token counts),
-and the losses that balance experts are one all-reduce of 2E + 2 numbers.
+Without a capacity, a rank sends exactly (a + b)h elements forward: a rows leave it, and b rows
+arrive, whose results go back. With one, each expert gets C rows from each rank. Ranks also exchange
+8E(N-1)/N bytes of counts (with a capacity, 8(N-1) bytes), and all-reduce 2E + 1 numbers for the
+losses that balance experts.
 
 Run:      torchrun --nproc-per-node 2 expert_parallel.py
-Paper:    Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
+Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
           Jiang et al. 2024, Mixtral, 2401.04088; DeepSeek-V3, 2412.19437
 Mirrors:  transformers' MixtralSparseMoeBlock, Megatron-LM's MoELayer
 Left out: grouped matrix products (torch._grouped_mm; MegaBlocks), overlap of the exchange with
@@ -52,7 +54,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the world is joined: a later import keeps the group
+import torch.distributed.nn.functional  # if torch.optim imports it later, it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,17 +65,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class AllToAllRows(torch.autograd.Function):
-    """Send `send_counts[i]` rows to rank i, and get `recv_counts[i]` from it.
+    """Send `send_counts[i]` rows to rank i, and receive `recv_counts[i]` rows from it.
 
-    The gradients of the rows take the same way back. (A plain dist.all_to_all_single has no
-    gradient, and the experts would not train.)
+    The gradients of the rows travel back. (A plain dist.all_to_all_single has no gradient, so the
+    experts would not train.)
     """
 
     @staticmethod
     def forward(ctx, rows, send_counts, recv_counts, process_group):
-        ctx.send_counts = send_counts
-        ctx.recv_counts = recv_counts
-        ctx.process_group = process_group
+        ctx.way_back = (recv_counts, send_counts, process_group)
         received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
         dist.all_to_all_single(
             received, rows.contiguous(), recv_counts, send_counts, group=process_group
@@ -82,44 +82,38 @@ class AllToAllRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = AllToAllRows.apply(grad, ctx.recv_counts, ctx.send_counts, ctx.process_group)
-        return grad, None, None, None
+        return AllToAllRows.apply(grad, *ctx.way_back), None, None, None
 
 
 def exchange_counts(counts, process_group):
-    """Element i of `counts` goes to rank i; the result holds what the ranks have for this one."""
+    """Send counts[i] to rank i. Element i of the result is what rank i sent here."""
     received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=process_group)
+    dist.all_to_all_single(received, counts, group=process_group)
     return received
 
 
-class NaiveMoE(nn.Module):
-    """Switch Transformer's layer on as many ranks as experts: `expert` is this rank's."""
+def naive_moe(x, gate, expert, process_group=None):
+    """Switch Transformer's layer with one expert per rank.
 
-    def __init__(self, hidden, expert, process_group=None):
-        super().__init__()
-        self.gate = nn.Linear(hidden, dist.get_world_size(process_group), bias=False)
-        self.expert = expert
-        self.process_group = process_group
-
-    def forward(self, x):  # (tokens, hidden)
-        probability, expert = self.gate(x).softmax(-1).max(-1)
-        order = expert.argsort(stable=True)  # rows for rank 0 first, then rank 1
-        counts = expert.bincount(minlength=self.gate.out_features)
-        send_counts = counts.tolist()
-        recv_counts = exchange_counts(counts, self.process_group).tolist()
-        rows = AllToAllRows.apply(x[order], send_counts, recv_counts, self.process_group)
-        results = self.expert(rows)
-        results = AllToAllRows.apply(results, recv_counts, send_counts, self.process_group)
-        return results[order.argsort()] * probability[:, None]
+    x is (tokens, hidden). `gate`, nn.Linear(hidden, ranks), is replicated. `expert` is this rank's.
+    """
+    probabilities = gate(x).softmax(-1)
+    probability, chosen = probabilities.max(-1)
+    order = chosen.argsort(stable=True)  # the tokens for rank 0 first, then those for rank 1, …
+    counts = chosen.bincount(minlength=gate.out_features)
+    send_counts = counts.tolist()
+    recv_counts = exchange_counts(counts, process_group).tolist()
+    rows = AllToAllRows.apply(x[order], send_counts, recv_counts, process_group)
+    results = AllToAllRows.apply(expert(rows), recv_counts, send_counts, process_group)
+    return results[order.argsort()] * probability[:, None]
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The layer. On one device until parallelize() splits its experts.
+# 2. The layer. It has all experts until parallelize() splits them over ranks.
 
 
 class Experts(nn.Module):
-    """SwiGLU networks, E of them, or E/N after parallelize(). Named as in transformers."""
+    """SwiGLU networks: E of them, or E/N after parallelize(). Named as in transformers."""
 
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
@@ -131,10 +125,12 @@ class Experts(nn.Module):
 
     def forward(self, rows, counts):
         """The first counts[0] of the rows are for expert 0, the next counts[1] for expert 1, …"""
+        parts = rows.split(counts)
         results = []
-        for expert, part in enumerate(rows.split(counts)):
-            gate, up = (part @ self.gate_up_proj[expert].T).chunk(2, dim=-1)
-            results.append((F.silu(gate) * up) @ self.down_proj[expert].T)
+        for part, gate_up, down in zip(parts, self.gate_up_proj, self.down_proj, strict=True):
+            gate, up = F.linear(part, gate_up).chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
+            results.append(F.linear(hidden, down))
         return torch.cat(results)
 
 
@@ -159,16 +155,23 @@ class Groups:
         dist.all_reduce(tensor, group=self.process_group)
         if self.edp_group is not None:
             dist.all_reduce(tensor, group=self.edp_group)
-        return tensor
+
+
+def regroup(rows, counts):
+    """Rows are sorted by i, then by j: counts[i, j] of each. Sort them by j, then by i."""
+    sizes = counts.flatten().tolist()
+    pieces = rows.split(sizes)
+    columns = counts.shape[1]
+    return torch.cat([piece for j in range(columns) for piece in pieces[j::columns]])
 
 
 class MoE(nn.Module):
     """A mixture of experts: (…, hidden) to (…, hidden).
 
-    top_k: experts per token. Their probabilities are the weights, renormalised to a sum of 1 if
-    norm_topk_prob (Mixtral). num_shared_experts: experts that see every token (DeepSeekMoE), as one
-    network of their total width. capacity_factor, bias_update_rate: see the refinements.
-    After a forward `aux_loss` and `z_loss` are those of the tokens of all ranks.
+    top_k: experts per token. Their probabilities are the weights. If norm_topk_prob, the weights
+    are divided by their sum (Mixtral). num_shared_experts: experts that see every token
+    (DeepSeekMoE), computed as one wide expert. capacity_factor, bias_update_rate: see the
+    refinements. After a forward, `aux_loss` and `z_loss` are those of the tokens of all ranks.
     """
 
     def __init__(
@@ -197,17 +200,16 @@ class MoE(nn.Module):
         if num_shared_experts:
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
         self.groups = None  # Groups, after parallelize()
+        self.row_counts = None  # of the last forward: (sent to each rank, received from each)
         self.aux_loss = None  # Switch's load-balancing loss: 1 if balanced
         self.z_loss = None  # ST-MoE's loss that keeps logits small
-        self.rows_sent = (0, 0)  # in the last forward: to other ranks' experts, and back to others
+        self.load = torch.zeros(())  # assignments to each expert since update_bias()
         uses_bias = bias_update_rate is not None
         self.register_buffer("bias", torch.zeros(num_experts), persistent=uses_bias)
-        load = torch.zeros(num_experts, dtype=torch.int64)
-        self.register_buffer("load", load, persistent=False)  # assignments since update_bias()
 
     def forward(self, x):
         tokens = x.flatten(0, -2)  # (tokens, hidden)
-        weights, chosen = self.route(tokens)  # (tokens, k) each
+        weights, chosen = self.route(tokens)
         slots, counts = self.assign_slots(chosen)
         rows = self.dispatch(tokens, slots, sum(counts))
         results = self.compute(rows, counts)
@@ -217,7 +219,7 @@ class MoE(nn.Module):
         return output.view_as(x)
 
     def route(self, tokens):
-        """Return the weights and the numbers of the experts of each token, (tokens, k) each."""
+        """Return the weights and the numbers of each token's experts, (tokens, k) both."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits confuse close experts
         logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
         probabilities = logits.softmax(-1)
@@ -229,14 +231,14 @@ class MoE(nn.Module):
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
-        """Give each assignment of a token to an expert a slot; slots are sorted by expert.
+        """Give a slot to each assignment of a token to an expert. Slots are sorted by expert.
 
         Return the slot of each assignment, (k, tokens), and the number of slots of each expert.
-        Assignments are taken in GShard's order: all first choices by position, then all second.
+        An expert takes assignments in GShard's order: all first choices by position, then all
+        second choices.
         """
         expert = chosen.T.flatten()
-        order = expert.argsort(stable=True)
-        slots = order.argsort()
+        slots = expert.argsort(stable=True).argsort()
         counts = expert.bincount(minlength=self.num_experts)
         if self.capacity_factor is not None:
             first_slots = counts.cumsum(0) - counts
@@ -246,98 +248,83 @@ class MoE(nn.Module):
 
     def dispatch(self, tokens, slots, num_slots):
         """Return the row of each slot. An empty slot has zeros."""
-        copies = tokens.expand(self.top_k, *tokens.shape).flatten(0, 1)  # a row per assignment
-        zeros = copies.new_zeros(1, copies.shape[1])
-        nothing = len(copies)  # the number of that row
-        source = torch.full((num_slots + 1,), nothing, device=tokens.device)
-        source[slots.flatten()] = torch.arange(nothing, device=tokens.device)
-        source = source[:-1]  # the last slot is where dropped assignments go
-        return torch.cat([copies, zeros])[source]
+        rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
+        rows[slots] = tokens  # k copies of each token
+        return rows[:-1]  # dropped assignments have the last slot
 
     def compute(self, rows, counts):
         """Run each row through its expert, wherever that is. The result has the order of `rows`."""
         if self.groups is None:
             return self.experts(rows, counts)
         group = self.groups.process_group
-        to_ranks = torch.tensor(counts, device=rows.device).view(self.groups.size, -1)
+        to_ranks = torch.tensor(counts).view(self.groups.size, -1)  # (rank, expert of that rank)
         from_ranks = to_ranks  # with a capacity, C everywhere
         if self.capacity_factor is None:
-            from_ranks = exchange_counts(to_ranks, group)  # (rank, expert of this rank)
+            from_ranks = exchange_counts(to_ranks.to(rows.device), group).cpu()
         send_counts = to_ranks.sum(1).tolist()
         recv_counts = from_ranks.sum(1).tolist()
-        rank = self.groups.rank
-        self.rows_sent = (
-            sum(send_counts) - send_counts[rank],
-            sum(recv_counts) - recv_counts[rank],
-        )
-        arrived = AllToAllRows.apply(rows, send_counts, recv_counts, group)
-        # They arrive sorted by rank, then by expert. The experts want them sorted by expert.
-        expert = torch.arange(from_ranks.shape[1], device=rows.device).repeat(len(from_ranks))
-        order = expert.repeat_interleave(from_ranks.flatten()).argsort(stable=True)
-        results = self.experts(arrived[order], from_ranks.sum(0).tolist())
-        return AllToAllRows.apply(results[order.argsort()], recv_counts, send_counts, group)
+        self.row_counts = (send_counts, recv_counts)
+        by_rank = AllToAllRows.apply(rows, send_counts, recv_counts, group)
+        by_expert = regroup(by_rank, from_ranks)
+        results = self.experts(by_expert, from_ranks.sum(0).tolist())
+        by_rank = regroup(results, from_ranks.T)
+        return AllToAllRows.apply(by_rank, recv_counts, send_counts, group)
 
     def combine(self, results, slots, weights):
         """Add up the results of each token's experts, first choice first, times their weights."""
-        zeros = results.new_zeros(1, results.shape[1])  # the result of a dropped assignment
-        by_choice = torch.cat([results, zeros])[slots]  # (k, tokens, hidden)
-        return (by_choice * weights.T[:, :, None]).sum(0)
+        results = F.pad(results, (0, 0, 0, 1))  # zeros for dropped assignments
+        return (results[slots] * weights.T[:, :, None]).sum(0)
 
     # ----------------------------------------------------------------------------------------------
     # Refinements: capacity (GShard), balance by a loss (Switch), balance by a bias (DeepSeek-V3).
 
     def slots_with_capacity(self, expert, place, num_tokens):
-        """Each expert has C slots for the tokens of this rank. What finds none left is dropped.
+        """Each expert has C slots for the tokens of this rank. Assignments beyond are dropped.
 
         A dropped assignment adds nothing to its token; the other weights stay as they are.
         """
         if self.groups is not None:
-            self.verify_equal_counts(num_tokens, expert.device)
+            counts = torch.full((self.groups.size,), num_tokens, device=expert.device)
+            counts = exchange_counts(counts, self.groups.process_group).tolist()
+            if len(set(counts)) > 1:
+                raise ValueError(
+                    f"with a capacity all ranks must have as many tokens, but they have {counts}; "
+                    "pad the batches, or use capacity_factor=None"
+                )
         capacity = math.ceil(self.capacity_factor * self.top_k * num_tokens / self.num_experts)
         num_slots = self.num_experts * capacity
         slots = torch.where(place < capacity, expert * capacity + place, num_slots)
         return slots.view(self.top_k, -1), [capacity] * self.num_experts
 
-    def verify_equal_counts(self, num_tokens, device):
-        counts = torch.full((self.groups.size,), num_tokens, device=device)
-        counts = exchange_counts(counts, self.groups.process_group).tolist()
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"with a capacity all ranks must have as many tokens, but they have {counts}; "
-                "pad the batches, or use capacity_factor=None"
-            )
-
     def compute_losses(self, logits, probabilities, chosen):
         """Set aux_loss and z_loss, and count the tokens of each expert, over all ranks' tokens.
 
-        aux_loss = E Σ f P (Fedus et al., §2.2): f the share of assignments that an expert gets,
-        P its mean probability. The average of gradients divides by W, and f has no gradient. So W
-        times this rank's own term has the right gradient, and the value is put in without one.
+        aux_loss = E Σ f P (Fedus et al., §2.2): f is the share of assignments that an expert gets,
+        P is its mean probability. Only P has a gradient.
         """
         E = self.num_experts
-        counts = chosen.flatten().bincount(minlength=E).to(probabilities.dtype)
-        own = torch.cat([probabilities.sum(0), logits.logsumexp(-1).square().sum()[None]])
-        num_tokens = own.new_full((1,), len(chosen))
-        total = torch.cat([counts, num_tokens, own.detach()])
-        num_ranks = 1
+        z = logits.logsumexp(-1, keepdim=True).square()
+        sums = torch.cat([probabilities, z], dim=1).sum(0)
+        counts = chosen.flatten().bincount(minlength=E)
+        total = torch.cat([counts, sums.detach()])
         if self.groups is not None:
             self.groups.sum(total)
-            num_ranks = self.groups.num_ranks
-        counts, num_tokens, value = total.split([E, 1, E + 1])
-        num_tokens = num_tokens.clamp(min=1)
-        own = (num_ranks * (own - own.detach()) + value) / num_tokens
-        share = counts / (self.top_k * num_tokens)
-        self.aux_loss = E * (share * own[:E]).sum()
-        self.z_loss = own[E]
+            # The value is that of all ranks. This rank's own part has W times its gradient, because
+            # average_gradients() divides by W.
+            sums = total[E:] + self.groups.num_ranks * (sums - sums.detach())
+        counts = total[:E]
+        assignments = counts.sum().clamp(min=1)
+        means = sums * self.top_k / assignments
+        self.aux_loss = E * (counts / assignments * means[:E]).sum()
+        self.z_loss = means[E]
         if self.training:
-            self.load += counts.long()
+            self.load = self.load + counts
 
     @torch.no_grad()
     def update_bias(self):
         """Once a step: prefer experts whose load is less than the mean (DeepSeek-V3, §2.1.2)."""
-        load = self.load.double()
-        self.bias += self.bias_update_rate * (load.mean() - load).sign()
-        self.load.zero_()
+        self.bias += self.bias_update_rate * (self.load.mean() - self.load).sign()
+        self.load = torch.zeros(())
 
     def _apply(self, function, recurse=True):
         """Module.to() and its relatives. The bias stays in fp32: 16 bits would lose its updates."""
@@ -352,29 +339,29 @@ class MoE(nn.Module):
 
 
 def moe_layers(module):
-    return [layer for layer in module.modules() if isinstance(layer, MoE)]
+    """{path: layer} of every MoE in `module`."""
+    return {path: layer for path, layer in module.named_modules() if isinstance(layer, MoE)}
 
 
-def expert_names(module):
-    """{name: Groups, or None before parallelize()} of the parameters that are split over ranks."""
+def split_parameters(module):
+    """{name: Groups} of the parameters that parallelize() has split."""
     names = {}
-    for path, layer in module.named_modules():
-        if isinstance(layer, MoE):
-            for name, _ in layer.named_parameters():
-                if name.startswith("experts."):
-                    names[f"{path}.{name}" if path else name] = layer.groups
+    for path, layer in moe_layers(module).items():
+        if layer.groups is not None:
+            prefix = f"{path}.experts".lstrip(".")
+            for name, _ in layer.experts.named_parameters(prefix):
+                names[name] = layer.groups
     return names
 
 
 def parallelize(module, process_group=None, edp_group=None):
     """Split the experts of every MoE in `module` over `process_group`, in place.
 
-    All ranks hold the same whole module before. If there are more ranks than these, `edp_group` has
-    the ranks with the same experts as this one: one of each process_group. ValueError if the number
-    of experts does not divide.
+    Every rank must hold the same whole module before. If the world has several such process groups,
+    `edp_group` has the ranks with the same experts as this one: one rank of each process group.
     """
     groups = Groups(process_group, edp_group)
-    for layer in moe_layers(module):
+    for layer in moe_layers(module).values():
         if layer.num_experts % groups.size:
             raise ValueError(
                 f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
@@ -390,7 +377,7 @@ def parallelize(module, process_group=None, edp_group=None):
 def average_gradients(module, process_group=None, edp_group=None):
     """Make every gradient that of the mean loss of all ranks. Call it between backward and step."""
     groups = Groups(process_group, edp_group)
-    experts = expert_names(module)
+    split = split_parameters(module)
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -398,7 +385,7 @@ def average_gradients(module, process_group=None, edp_group=None):
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.contiguous()
         gradient /= groups.num_ranks
-        if experts.get(name) is None:
+        if name not in split:
             groups.sum(gradient)
         elif edp_group is not None:
             dist.all_reduce(gradient, group=edp_group)
@@ -409,23 +396,21 @@ def average_gradients(module, process_group=None, edp_group=None):
 def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
     """As torch.nn.utils.clip_grad_norm_ over the whole module. Return its norm, alike on all ranks.
 
-    Every rank's experts count once. `edp_group` has the same experts, so nothing is added over it.
+    Each expert counts once: nothing is added over `edp_group`, whose ranks have the same experts.
     """
-    experts = expert_names(module)
-    own = 0.0  # sums of squares: of this rank's experts
-    replicated = 0.0
+    split = split_parameters(module)
+    device = next(module.parameters()).device
+    total = torch.zeros((), device=device)  # of the squares of all elements
     for name, parameter in module.named_parameters():
         if parameter.grad is None:
             continue
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         square = parameter.grad.to(dtype).square().sum()
-        if experts.get(name) is None:
-            replicated = replicated + square
-        else:
-            own = own + square
-    own = torch.as_tensor(own, device=next(module.parameters()).device)
-    dist.all_reduce(own, group=process_group)
-    norm = (own + replicated).sqrt()
+        if name not in split:
+            square /= dist.get_world_size(process_group)  # all these ranks add it
+        total = total + square
+    dist.all_reduce(total, group=process_group)
+    norm = total.sqrt()
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
     return norm
 
@@ -436,21 +421,19 @@ def full_state_dict(module, gradients=False):
     tensors = module.state_dict()
     if gradients:
         tensors = {name: parameter.grad for name, parameter in module.named_parameters()}
-    for name, groups in expert_names(module).items():
-        if groups is not None:
-            shard = tensors[name].contiguous()
-            shards = [torch.empty_like(shard) for _ in range(groups.size)]
-            dist.all_gather(shards, shard, group=groups.process_group)
-            tensors[name] = torch.cat(shards)
+    for name, groups in split_parameters(module).items():
+        shard = tensors[name].contiguous()
+        shards = [torch.empty_like(shard) for _ in range(groups.size)]
+        dist.all_gather(shards, shard, group=groups.process_group)
+        tensors[name] = torch.cat(shards)
     return tensors
 
 
 def load_full_state_dict(module, state_dict):
     """Load what full_state_dict() returned, at any number of ranks."""
     shards = dict(state_dict)
-    for name, groups in expert_names(module).items():
-        if groups is not None:
-            shards[name] = state_dict[name].chunk(groups.size)[groups.rank]
+    for name, groups in split_parameters(module).items():
+        shards[name] = state_dict[name].chunk(groups.size)[groups.rank]
     module.load_state_dict(shards)
 
 
@@ -520,7 +503,7 @@ def main():
 def train_step(demo, model, optimizer, balance, inputs, targets):
     optimizer.zero_grad()
     loss = language_loss(model(demo.part(inputs)), demo.part(targets))
-    aux_loss = sum(layer.aux_loss for layer in moe_layers(model))
+    aux_loss = sum(layer.aux_loss for layer in moe_layers(model).values())
     (loss + balance * aux_loss).backward()
     average_gradients(model)
     optimizer.step()
@@ -529,23 +512,25 @@ def train_step(demo, model, optimizer, balance, inputs, targets):
 
 @torch.no_grad()
 def tokens_per_expert(demo, model):
-    layer = moe_layers(model)[0]
-    layer.load.zero_()
+    layer = next(iter(moe_layers(model).values()))
+    layer.load = torch.zeros(())
     model(demo.part(demo.batch(0)[0]))
-    return layer.load.tolist()
+    return layer.load.int().tolist()
 
 
 def bytes_by_formula(demo, model):
     """What this rank sent in the last step. float64 and int64 have 8 bytes."""
     N = demo.ranks
-    experts = set(expert_names(model))
-    numbers = sum(p.numel() for name, p in model.named_parameters() if name not in experts)
+    split = split_parameters(model)
+    numbers = sum(p.numel() for name, p in model.named_parameters() if name not in split)
     elements = 2 * numbers * (N - 1) / N
-    for layer in moe_layers(model):
-        a, b = layer.rows_sent
+    for layer in moe_layers(model).values():
+        sent, received = layer.row_counts
+        a = sum(sent) - sent[demo.rank]
+        b = sum(received) - received[demo.rank]
         E = layer.num_experts
         elements += 2 * (a + b) * layer.gate.in_features
-        elements += 2 * (2 * E + 2) * (N - 1) / N  # for aux_loss and z_loss
+        elements += 2 * (2 * E + 1) * (N - 1) / N  # for aux_loss and z_loss
         elements += E * (N - 1) / N  # counts
     return 8 * elements
 

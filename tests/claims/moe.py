@@ -8,7 +8,9 @@ between backward and step. The claims about them also use norm_topk_prob=, the a
 and z_loss, and clip_grad_norm_(module, max_norm).
 """
 
+import math
 import sys
+from functools import partial
 
 import pool
 import torch
@@ -24,11 +26,14 @@ EXPERTS = 4
 
 
 class Ours:
-    """The module under test and the functions that come with it."""
+    """The module under test with these whole weights, split over the ranks, and its functions."""
 
-    def __init__(self, implementation, **options):
+    def __init__(self, implementation, weights, **options):
         self.implementation = implementation
         self.module = call(implementation, HIDDEN, FFN, EXPERTS, needed=options, top_k=2).double()
+        for name, weight in weights.items():
+            self.module.get_parameter(name).data.copy_(weight)
+        self.function("parallelize")(self.module)
 
     def function(self, name):
         found = getattr(self.implementation, name, None)
@@ -37,41 +42,48 @@ class Ours:
             raise NotOffered(f"no function {name}")
         return found
 
+    def backward(self, rank, count, step=0):
+        """-> the output and the input's gradient. Afterwards parameters have averaged gradients."""
+        x = tokens_of(rank, count, step).requires_grad_()
+        output = self.module(x)
+        loss_of(output, rank).backward()
+        self.function("average_gradients")(self.module)
+        return output, x.grad
 
-def make_moe(implementation, weights, **options):
-    """The implementation with these whole weights, split over the ranks."""
-    ours = Ours(implementation, **options)
-    with torch.no_grad():
-        for name, weight in weights.items():
-            ours.module.get_parameter(name).copy_(weight)
-    ours.function("parallelize")(ours.module)
-    return ours
+    def same_gradients(self, expected, what):
+        for name, weight in expected.items():
+            found = self.module.get_parameter(name).grad
+            same(found, mine(name, weight.grad), f"{what} of {name}")
 
 
-add_kind("moe", called=__doc__, make=make_moe, ours="expert_parallel:MoE")
+add_kind("moe", called=__doc__, make=Ours, ours="expert_parallel:MoE")
 
 
-def whole_weights(scale=1.0):
+def whole_weights():
     return {
-        "gate.weight": randn((EXPERTS, HIDDEN), seed=1) * scale,
+        "gate.weight": randn((EXPERTS, HIDDEN), seed=1),
         "experts.gate_up_proj": randn((EXPERTS, 2 * FFN, HIDDEN), seed=2),
         "experts.down_proj": randn((EXPERTS, HIDDEN, FFN), seed=3),
     }
 
 
-def plain_moe(x, weights, normalise=True):
-    """One token after the other, one expert after the other."""
-    outputs = []
-    for token in x:
-        probabilities = (weights["gate.weight"] @ token).softmax(0)
-        values, chosen = probabilities.topk(2)
-        if normalise:
-            values = values / values.sum()
-        output = torch.zeros_like(token)
-        for value, expert in zip(values, chosen.tolist(), strict=True):
+def plain_moe(x, weights, normalise=True, capacity=math.inf):
+    """One token after the other. First choices are before all second ones at taking places."""
+    probabilities = (x @ weights["gate.weight"].T).softmax(-1)
+    values, chosen = probabilities.topk(2)
+    if normalise:
+        values = values / values.sum(-1, keepdim=True)
+    taken = [0] * EXPERTS
+    outputs = list(torch.zeros_like(x))
+    for choice in range(2):
+        for position, token in enumerate(x):
+            expert = chosen[position, choice].item()
+            taken[expert] += 1
+            if taken[expert] > capacity:
+                continue
             gate, up = (weights["experts.gate_up_proj"][expert] @ token).chunk(2)
-            output = output + value * (weights["experts.down_proj"][expert] @ (F.silu(gate) * up))
-        outputs.append(output)
+            result = weights["experts.down_proj"][expert] @ (F.silu(gate) * up)
+            outputs[position] = outputs[position] + values[position, choice] * result
     return torch.stack(outputs) if outputs else x
 
 
@@ -100,24 +112,18 @@ def gradients_of_one_device(weights, counts, plain=plain_moe):
     return leaves, inputs
 
 
-def computes_as_one_device(make, weights, counts, normalise=True, **options):
+def computes_as_one_device(make, weights, counts, plain=plain_moe, **options):
+    """`options` are those of the implementation under which it computes what `plain` does."""
     counts = counts[: pool.world_size()]
     rank = pool.rank()
-    expected, inputs = gradients_of_one_device(
-        weights, counts, lambda x, leaves: plain_moe(x, leaves, normalise)
-    )
+    expected, inputs = gradients_of_one_device(weights, counts, plain)
     ours = make(weights, **options)
-    x = tokens_of(rank, counts[rank]).requires_grad_()
 
-    output = ours.module(x)
-    loss_of(output, rank).backward()
-    ours.function("average_gradients")(ours.module)
+    output, gradient = ours.backward(rank, counts[rank])
 
-    same(output, plain_moe(x, weights, normalise), "output")
-    same(x.grad, inputs[rank].grad * pool.world_size(), "gradient of the input")
-    for name, whole in expected.items():
-        found = ours.module.get_parameter(name).grad
-        same(found, mine(name, whole.grad), f"gradient of {name}")
+    same(output, plain(inputs[rank], weights), "output")
+    same(gradient, inputs[rank].grad * pool.world_size(), "gradient of the input")
+    ours.same_gradients(expected, "gradient")
 
 
 @claim("moe", 1, 2, 4)
@@ -131,8 +137,7 @@ def as_one_device(make):
 def crowded_expert(make):
     """All tokens may choose the same two experts. Others have gradients of zero."""
     weights = whole_weights()
-    weights["gate.weight"][2:] = 0
-    weights["gate.weight"][:2] = 0
+    weights["gate.weight"].zero_()
     weights["gate.weight"][1, 0] = 1e-3  # ties break alike: nearly equal probabilities
     weights["gate.weight"][3, 1] = 1e-3
     computes_as_one_device(make, weights, counts=[6, 6])
@@ -141,8 +146,8 @@ def crowded_expert(make):
 @claim("moe", 2)
 def without_renormalisation(make):
     """With norm_topk_prob=False the weights are the probabilities, which add up to less than 1."""
-    counts = [5, 4]
-    computes_as_one_device(make, whole_weights(), counts, normalise=False, norm_topk_prob=False)
+    plain = partial(plain_moe, normalise=False)
+    computes_as_one_device(make, whole_weights(), [5, 4], plain, norm_topk_prob=False)
 
 
 def train_as_one_device(make, optimizer_class, **options):
@@ -158,8 +163,7 @@ def train_as_one_device(make, optimizer_class, **options):
         for rank in range(N):
             output = plain_moe(tokens_of(rank, 4, step), weights)
             (loss_of(output, rank) / N).backward()
-        loss_of(ours.module(tokens_of(pool.rank(), 4, step)), pool.rank()).backward()
-        ours.function("average_gradients")(ours.module)
+        ours.backward(pool.rank(), 4, step)
         plain_optimizer.step()
         optimizer.step()
     for name, weight in weights.items():
@@ -210,23 +214,19 @@ def whole_norm(make):
     norm = torch.nn.utils.clip_grad_norm_(expected.values(), 0.5)
     ours = make(weights)
     clip = ours.function("clip_grad_norm_")
-    rank = pool.rank()
-    loss_of(ours.module(tokens_of(rank, counts[rank])), rank).backward()
-    ours.function("average_gradients")(ours.module)
+    ours.backward(pool.rank(), counts[pool.rank()])
 
     found = clip(ours.module, 0.5)
 
     same(found, norm, "norm")
-    for name, whole in expected.items():
-        clipped = ours.module.get_parameter(name).grad
-        same(clipped, mine(name, whole.grad), f"clipped gradient of {name}")
+    ours.same_gradients(expected, "clipped gradient")
 
 
 @claim("moe", 2, 4, about="property")
 def experts_are_split(make):
     """A rank holds 1/N of the experts, parameters and gradients."""
     ours = make(whole_weights())
-    loss_of(ours.module(tokens_of(pool.rank(), 4)), pool.rank()).backward()
+    ours.backward(pool.rank(), 4)
     for name, whole in whole_weights().items():
         parameter = ours.module.get_parameter(name)
         elements = mine(name, whole).numel()
