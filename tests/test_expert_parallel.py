@@ -187,6 +187,13 @@ def test_experts_may_be_whole_modules_copied_and_parameters_unused():
     assert not model[1].weight.grad.any()
 
 
+@pool.on(2)
+def test_if_no_rank_has_tokens_the_losses_are_zero():
+    layer = split(make_model()[0])
+    layer(tokens_of(pool.rank(), 0))
+    assert layer.aux_loss == layer.z_loss == 0
+
+
 @pool.on(4)
 def test_a_state_of_two_ranks_loads_on_four_and_on_one():
     plain = make_model()
