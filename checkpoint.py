@@ -1,27 +1,31 @@
 """Checkpoints: saved by any number of ranks, loaded by any other number, and safe from a kill.
 
-Each rank writes the pieces of tensors that it holds, and where they lie in the whole tensors. To
-load, each rank reads the pieces that overlap with those that it wants. So a checkpoint can be
-loaded by any number of ranks, whatever way they cut the tensors. For example, two ranks save a
-tensor w of 6 × 4 as rows, three each:
+Each rank writes the pieces of tensors that it holds. An index says where each piece lies in its
+whole tensor. To load, each rank reads the saved pieces that overlap with its own pieces. So the
+ranks that load can cut the tensors in another way than the ranks that saved. For example, two ranks
+save the rows of a tensor w of 6 × 4, three rows each:
 
     save("checkpoints", {"w": Piece(rows, [6, 4], [3 * rank, 0])})
 
-Three ranks load it as columns. Rank 0 has columns 0 and 1:
+Three ranks load its columns. Rank 0 loads columns 0 and 1, rank 1 column 2, and rank 2 column 3:
 
-    load("checkpoints", {"w": Piece(columns, [6, 4], [0, start])})          start is 0, 2 or 3
+    load("checkpoints", {"w": Piece(columns, [6, 4], [0, first_column])})
 
-    files         hold of w               rank 0 reads                        into its piece
-    0.bin         (0, 3), (0, 4)          (0, 3), (0, 2) from 0.bin           0 0 · ·
-                                                                              0 0 · ·
-                                                                              0 0 · ·
-    1.bin         (3, 6), (0, 4)          (3, 6), (0, 2) from 1.bin           1 1 · ·
-                                                                              1 1 · ·
-    index         where each piece lies, checksums, `extra`                   1 1 · ·
+A box is the (start, stop) of a piece in each dimension of the whole tensor. Rank 0 finds:
 
-A box is the (start, stop) of each dimension. ZeRO and FSDP shard flattened tensors. A range of a
-flattened tensor is a few boxes, which flat_pieces() finds. If several ranks hold the same box, the
-first of them writes it. The previous checkpoint stays until the new one is complete:
+    file          box of w in the file    overlap with rank 0's box    rank 0's piece comes from
+    0.bin         (0, 3), (0, 4)          (0, 3), (0, 2)               0 0 · ·
+                                                                       0 0 · ·
+                                                                       0 0 · ·
+    1.bin         (3, 6), (0, 4)          (3, 6), (0, 2)               1 1 · ·
+                                                                       1 1 · ·
+                                                                       1 1 · ·
+    index         dtypes, shapes, boxes, checksums, and `extra` of the caller
+
+ZeRO and FSDP shard flattened tensors. flat_pieces() cuts a range of a flattened tensor into boxes.
+If several ranks hold the same box, the first of them writes it.
+
+The previous checkpoint stays until the new one is complete. Here 6 is the latest checkpoint:
 
     each rank     writes tmp/RANK.bin, and waits until it is on the disk
     all ranks     tell each other whether they succeeded
@@ -30,14 +34,15 @@ first of them writes it. The previous checkpoint stays until the new one is comp
 
 Bytes per rank, N ranks         extra memory    written         read      (Ψ fp32 parameters, Adam)
     gathered into one file      12Ψ on rank 0   12Ψ by rank 0   12Ψ
-    here, sharded               one box         12Ψ/N           12Ψ/N, and the rest of each box
+    here, sharded               one box         12Ψ/N           12Ψ/N, plus the rest of each box
 
 Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py runs as one rank)
 Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3
 Mirrors:  torch.distributed.checkpoint (DCP), Megatron-LM's dist_checkpointing
-Left out: writing in the background; sharing out the writing of what all ranks hold; storage other
-          than a directory that all ranks share. torch.distributed.checkpoint.format_utils converts
-          DCP's format to a file for torch.load(). save() takes the state_dict that it returns.
+Left out: writing in the background; sharing out the writing of tensors that all ranks hold; storage
+          other than a directory that all ranks share. To convert a checkpoint of DCP, call
+          torch.distributed.checkpoint.format_utils.dcp_to_torch_save(), then torch.load(), and
+          pass the state_dict to save().
 """
 
 import argparse
@@ -70,29 +75,27 @@ from torch.utils._pytree import tree_leaves
 
 
 class Piece(NamedTuple):
-    """A tensor that lies at `offset` in a whole of `shape`."""
+    """A tensor that is a box of a whole tensor. It lies at `offset` in a whole of `shape`."""
 
     tensor: torch.Tensor
-    shape: list  # of the whole
-    offset: list  # an index in the whole for each dimension
+    shape: list  # of the whole tensor
+    offset: list  # index of the piece's first element in the whole tensor
 
     @property
-    def whole(self):
-        """dtype and shape of the whole, which all of its pieces share"""
+    def dtype_and_shape(self):
+        """Those of the whole tensor. They must agree among all of its pieces."""
         return [str(self.tensor.dtype).removeprefix("torch."), list(self.shape)]
 
     @property
     def box(self):
-        """((start, stop) in the whole, for each dimension)"""
+        """(start, stop) in the whole tensor, for each dimension"""
         sizes = self.tensor.shape
         return tuple((i, i + size) for i, size in zip(self.offset, sizes, strict=True))
 
     def at(self, box):
-        """-> a view of the elements in `box`, which lies within this piece"""
-        index = []
-        for (start, stop), offset in zip(box, self.offset, strict=True):
-            index.append(slice(start - offset, stop - offset))
-        return self.tensor[tuple(index)]
+        """-> a view of the elements in `box`, which is a box of the whole tensor within this one"""
+        ranges = zip(box, self.offset, strict=True)
+        return self.tensor[tuple(slice(start - i, stop - i) for (start, stop), i in ranges)]
 
 
 def overlap(a, b):
@@ -107,44 +110,51 @@ def overlap(a, b):
     return tuple(box)
 
 
-def flat_pieces(flat, shape, start, whole=None, offset=None):
-    """-> the elements of `flat` as Pieces: at most 2n - 1 for a tensor of n dimensions
+def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
+    """Cut a range of a flattened tensor of `shape` into Pieces. flat[0] is element `start` of it.
 
-    They lie in the flattened tensor from element `start` on. `flat` may begin before the tensor
-    (start < 0) and end after it, as buckets do. The tensor may itself lie at `offset` in a `whole`.
+    `flat` may also have elements before the tensor (start < 0) and after it, as buckets do. They
+    are left out. The tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
+
+    A range of n dimensions needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
+
+        · · 0 0
+        1 1 1 1
+        2 2 2 ·
     """
     flat = flat[max(0, -start) : max(0, math.prod(shape) - start)]
     start = max(0, start)
-    sizes = [1, *shape]  # a dimension in front, because a scalar has none
-    rows = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]  # elements per index of d
+    sizes = [1, *shape]  # a leading dimension, because a scalar has none
+    # A row of dimension d has one index in it and in those before, and all indices in those after.
+    row_sizes = [math.prod(shape[d:]) for d in range(len(sizes))]  # elements in a row of d
     pieces = []
     while len(flat):
-        d = 0  # the first dimension of which a row begins here and fits into what is left
-        while start % rows[d] or rows[d] > len(flat):
+        # The piece has rows of the outermost dimension of which a whole row is next in `flat`.
+        d = 0
+        while start % row_sizes[d] or row_sizes[d] > len(flat):
             d += 1
-        index = [start // row % size for row, size in zip(rows, sizes, strict=True)]
-        count = min(len(flat) // rows[d], sizes[d] - index[d])  # rows in this piece
-        size = count * rows[d]
-        part = flat[:size].view([1] * d + [count] + sizes[d + 1 :])
-        at = index[1:]
-        if offset:
-            at = [i + o for i, o in zip(at, offset, strict=True)]
-        pieces.append(Piece(part[0], whole or shape, at))
+        index = numpy.unravel_index(start, sizes)
+        rows = min(len(flat) // row_sizes[d], sizes[d] - index[d])
+        size = rows * row_sizes[d]
+        tensor = flat[:size].view([1] * d + [rows, *shape[d:]])[0]
+        place = numpy.add(index[1:], offset or 0).tolist()
+        pieces.append(Piece(tensor, whole_shape or shape, place))
         flat = flat[size:]
         start += size
     return pieces
 
 
 def shard_pieces(shards):
-    """-> {"weight/NAME" or "STATE/NAME": pieces} of parameters that are sharded flat
+    """-> pieces to save or load, named "weight/NAME" or "STATE/NAME", of flat shards of parameters
 
-    For each parameter, `shards` yields its name, the whole shape, the number of the shard's first
-    element, the shard, and its optimizer state. shards() of zero.py and of fsdp.py provide these.
+    For each parameter, `shards` yields its name, its whole shape, `start`, the shard, and the
+    shard's optimizer state. shard[0] is element `start` of the flattened parameter. The method
+    shards() in zero.py and in fsdp.py yields these.
     """
     pieces = {}
     for name, shape, start, shard, state in shards:
         for kind, tensor in {"weight": shard.detach(), **state}.items():
-            is_scalar = tensor.dim() == 0  # such as "step"
+            is_scalar = tensor.dim() == 0  # "step", for example, which all ranks hold
             pieces[f"{kind}/{name}"] = tensor if is_scalar else flat_pieces(tensor, shape, start)
     return pieces
 
@@ -154,19 +164,20 @@ def shard_pieces(shards):
 
 
 def save(directory, pieces, extra=None, process_group=None):
-    """Write a checkpoint into `directory`. All ranks of `process_group` call this, and share it.
+    """Write a checkpoint into `directory`, which all ranks share. All of `process_group` call this.
 
-    `pieces` maps the name of each tensor to what this rank holds of it: a Piece, a list of Pieces,
-    or a tensor, which is the whole. `extra` is anything that JSON can express. Rank 0's is kept.
-    An error on one rank, such as a full disk, is raised on all, and the previous checkpoint stays.
-    Two checkpoints are kept.
+    `pieces` maps the name of each tensor to the part that this rank holds: a Piece, a list of
+    Pieces, or the whole tensor. `extra` is anything that JSON can express. Rank 0's `extra` is
+    saved. If one rank fails, for example because its disk is full, all ranks raise its error, and
+    the previous checkpoint stays. The last two checkpoints are kept.
     """
     root = Path(directory)
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-    wholes = {}  # {name: dtype and shape}
-    writers = {}  # {(name, box): the first rank that holds it, which writes it}
-    for holder, held in enumerate(on_all_ranks(process_group, describe, pieces)):
-        for name, whole, box in held:
+    wholes = {}  # {name: dtype and shape of the whole tensor}
+    writers = {}  # {(name, box): the first rank that holds the box, which writes it}
+    descriptions = on_all_ranks(process_group, describe, pieces)
+    for holder, description in enumerate(descriptions):
+        for name, whole, box in description:
             writers.setdefault((name, box), holder)
             first = wholes.setdefault(name, whole)
             if whole != first:
@@ -175,12 +186,13 @@ def save(directory, pieces, extra=None, process_group=None):
         (name, piece) for name, piece in named_pieces(pieces) if writers[name, piece.box] == rank
     ]
     files = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
+    # files[rank] has the boxes in RANK.bin, by the name of the tensor.
     index = {"wholes": wholes, "files": files, "extra": extra}
     on_all_ranks(process_group, publish, root, rank, index)
 
 
 def on_all_ranks(process_group, function, *args):
-    """-> what function(*args) returned on each rank. An error on any rank is raised on all."""
+    """-> the result of function(*args) on each rank. If one rank fails, all raise its error."""
     try:
         result = function(*args)
     except Exception as error:
@@ -196,16 +208,17 @@ def on_all_ranks(process_group, function, *args):
 
 
 def describe(pieces):
-    return [(name, piece.whole, piece.box) for name, piece in named_pieces(pieces)]
+    """-> [(name, dtype and shape of the whole tensor, box) for each piece]"""
+    return [(name, piece.dtype_and_shape, piece.box) for name, piece in named_pieces(pieces)]
 
 
 def named_pieces(pieces):
-    """Yield (name, Piece) for each piece that the caller of save() or load() passes."""
+    """Yield (name, Piece) for each piece in the `pieces` argument of save() or load()."""
     for name, value in pieces.items():
-        many = value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list) else [value]
         if torch.is_tensor(value):
-            many = [Piece(value, value.shape, [0] * value.dim())]
-        for piece in many:
+            values = [Piece(value, value.shape, [0] * value.dim())]
+        for piece in values:
             if not isinstance(piece, Piece):
                 raise ValueError(
                     f"{name}: expected a tensor, a Piece or a list of Pieces, "
@@ -228,8 +241,10 @@ def check(name, piece):
 
 
 def write(path, pieces):
-    """-> {name: [(position in bytes, checksum, box), …]}"""
-    path.parent.mkdir(parents=True, exist_ok=True)  # it may hold files of a save that was killed
+    """Write pieces to a file. -> {name: [(position in the file in bytes, checksum, box), …]}"""
+    path.parent.mkdir(
+        parents=True, exist_ok=True
+    )  # other ranks, or a killed save, may have made it
     boxes = {}
     with open(path, "wb") as file:
         for name, piece in pieces:
@@ -243,7 +258,11 @@ def write(path, pieces):
 
 
 def publish(root, rank, index):
-    """Make tmp the latest checkpoint. A sync separates each rename from what was written before."""
+    """Make tmp the latest checkpoint. Only rank 0 does anything.
+
+    A power failure must not leave a new name on the disk without the content that was written
+    before. So a sync comes before each rename.
+    """
     if rank > 0:
         return
     numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
@@ -257,12 +276,12 @@ def publish(root, rank, index):
     sync(root)
     os.replace(root / "next", root / "latest")
     sync(root)
-    for old in numbers[:-1]:
+    for old in numbers[:-1]:  # the previous checkpoint stays
         shutil.rmtree(root / str(old), ignore_errors=True)
 
 
 def sync(*paths):
-    """Wait until files, or the names in directories, are on the disk."""
+    """Wait until the content of files, and the names in directories, are on the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -274,74 +293,75 @@ def sync(*paths):
 
 
 def load(directory, pieces, process_group=None):
-    """Fill the tensors of `pieces`, as in save(), from the latest checkpoint. -> its `extra`
+    """Fill the tensors of `pieces` from the latest checkpoint. -> `extra` of save()
 
-    All ranks call this. It raises a ValueError if elements of a tensor are missing or its shape or
-    dtype differs, and an OSError if a file is missing or damaged. An error on one rank is raised on
-    all. Some tensors may then be filled already.
+    `pieces` is as in save(). All ranks of `process_group` call this. It raises a ValueError if the
+    checkpoint lacks elements of a tensor, or has another dtype or shape. It raises an OSError if a
+    file is missing or damaged. If one rank fails, all ranks raise its error, and some tensors may
+    be filled already.
     """
-    found = on_all_ranks(process_group, read, Path(directory), pieces)
-    path, extra = found[0]
-    if any(other != path for other, _ in found):
-        raise OSError(f"ranks found different checkpoints in {directory}: they must share it")
+    results = on_all_ranks(process_group, read, Path(directory), pieces)
+    path, extra = results[0]
+    if any(other != path for other, _ in results):
+        raise OSError(f"ranks found different checkpoints in {directory}, which they must share")
     return extra
 
 
 @torch.no_grad()
 def read(root, pieces):
-    """Fill `pieces`. -> the directory that was read, its extra"""
+    """Fill `pieces`. -> (directory of the checkpoint, its `extra`)"""
     path, index = open_latest(root)
     for name, piece in named_pieces(pieces):
-        whole = index["wholes"].get(name, "nothing")
-        if whole != piece.whole:
+        saved = index["wholes"].get(name, "missing")
+        if saved != piece.dtype_and_shape:
             raise ValueError(
-                f"{path} has {whole} of {name}, but {piece.whole} is wanted: "
-                "is it of another model?"
+                f"{name} is {saved} in {path}, but {piece.dtype_and_shape} here: "
+                "is it the checkpoint of another model?"
             )
-        # True for each element that no saved box has filled yet.
+        # A piece of booleans, which are True for the elements that no saved box has filled yet.
         missing = piece._replace(tensor=torch.ones_like(piece.tensor, dtype=torch.bool))
         for rank, boxes in enumerate(index["files"]):
             for position, checksum, box in boxes.get(name, []):
-                both = overlap(piece.box, box)
-                if both is not None:  # the box of a scalar is ()
+                common = overlap(piece.box, box)
+                if common is not None:  # the box of a scalar is (), which is false
                     part = read_box(path / f"{rank}.bin", position, checksum, box, piece)
-                    piece.at(both).copy_(part.at(both))
-                    missing.at(both).fill_(False)
+                    piece.at(common).copy_(part.at(common))
+                    missing.at(common).fill_(False)
         if missing.tensor.any():
             raise ValueError(
-                f"{path}: when it was saved, no rank held all of {piece.box} of {name}, {whole}"
+                f"{path} lacks elements of {name} {saved}: no rank saved all of {piece.box}"
             )
     return path, index["extra"]
 
 
 def read_box(path, position, checksum, box, like):
-    """-> the Piece in `box` of a file. `like` is another piece of the same whole."""
+    """-> the saved Piece. `like` is another piece of the same whole tensor."""
     sizes = [stop - start for start, stop in box]
     offset = [start for start, _ in box]
     nbytes = math.prod(sizes) * like.tensor.itemsize
     data = numpy.fromfile(path, "uint8", nbytes, offset=position)
-    verify(path, data, checksum)
+    verify(path, zlib.crc32(data) == checksum)
     tensor = torch.from_numpy(data).view(like.tensor.dtype)
     return Piece(tensor.view(sizes), like.shape, offset)
 
 
 def open_latest(root):
-    """-> the Path of the latest checkpoint, and its index, as save() made it"""
+    """-> (directory of the latest checkpoint, its index, which is a dict as in save())"""
     path = root / (root / "latest").read_text()
     checksum, _, text = (path / "index").read_bytes().partition(b"\n")
-    verify(path / "index", text, int(checksum) if checksum.isdigit() else None)
+    verify(path / "index", b"%d" % zlib.crc32(text) == checksum)
     return path, json.loads(text)
 
 
-def verify(path, data, checksum):
-    if zlib.crc32(data) != checksum:
-        raise OSError(f"{path} is damaged: its checksum is not the one that was written")
+def verify(path, is_intact):
+    if not is_intact:
+        raise OSError(f"{path} is damaged: its checksum is wrong")
 
 
 def load_whole(directory):
-    """-> a state_dict of the latest checkpoint. One process alone may call this.
+    """-> the latest checkpoint as a state_dict of whole tensors. One process alone may call this.
 
-    Rank 0 can use it to export a model. save(directory, state_dict) is the other way.
+    Rank 0 can export a model with it. save(directory, state_dict) does the reverse.
     """
     root = Path(directory)
     _, index = open_latest(root)
@@ -353,11 +373,11 @@ def load_whole(directory):
 
 
 # --------------------------------------------------------------------------------------------------
-# Demo.
+# Demo: sharded training that is saved twice, and loaded on one rank, then on all ranks.
 
 
 class Sharded:
-    """ZeRO at its plainest: parameters side by side in `flat`; each rank of `group` trains 1/N."""
+    """A minimal ZeRO: parameters are views of `flat`, and each rank of `group` updates a shard."""
 
     def __init__(self, model, group=None):
         self.model = model
@@ -384,7 +404,8 @@ class Sharded:
     def step(self, inputs, targets):
         """-> the mean loss of this rank's parts of the batch"""
         self.gradients.zero_()
-        parts = dist.get_world_size()  # whatever the group: the same sums in the same order
+        # A group of any size adds the same parts in the same order, so its sums are the same.
+        parts = dist.get_world_size()
         first = self.rank * parts // self.world_size
         end = (self.rank + 1) * parts // self.world_size
         losses = []
@@ -395,19 +416,20 @@ class Sharded:
             losses.append(loss)
         received = torch.empty_like(self.gradients)
         dist.all_to_all_single(received, self.gradients, group=self.group)
-        total = sum(received.chunk(self.world_size))  # in rank order: a reduce-scatter
+        total = sum(received.chunk(self.world_size))  # a reduce-scatter that adds in rank order
         self.shard.grad = total / parts  # the mean of all parts
         self.optimizer.step()
         self.gather(self.flat, self.shard)
-        # Where every rank is a world of its own, rank 0's loss is that of all parts.
+        # If each rank is alone in its group, each has the loss of the whole batch. Only rank 0's
+        # loss is returned.
         return torch.stack(losses).mean() if dist.get_rank() < self.world_size else None
 
     def gather(self, whole, shard):
-        """All ranks' shards, by an all-to-all, which adds nothing."""
+        """Fill `whole` with the shards of all ranks."""
         dist.all_to_all_single(whole, shard.repeat(self.world_size), group=self.group)
 
     def pieces(self):
-        """What this rank has of each parameter and its moments, to save or to load."""
+        """-> this rank's pieces of each parameter and its optimizer state, to save or to load"""
         return shard_pieces(self.shards())
 
     def shards(self):
@@ -415,19 +437,19 @@ class Sharded:
         start = self.rank * len(self.shard)
         for name, parameter in self.model.named_parameters():
             yield name, parameter.shape, start, self.shard, state
-            start -= parameter.numel()
+            start -= parameter.numel()  # the next parameter begins that much later
 
 
 def main():
     demo = Demo()
     run = Sharded(demo.start("checkpoint", bitwise=True))
-    stops = [-(-n * demo.args.steps // 3) for n in (1, 2)]
+    stops = [math.ceil(n * demo.args.steps / 3) for n in (1, 2)]
     directory = [tempfile.mkdtemp() if demo.rank == 0 else None]
     dist.broadcast_object_list(directory, 0)
     alone = [dist.new_group([rank]) for rank in range(demo.ranks)][demo.rank]
 
     def restart(done):
-        """Save; forget everything; load, after the first stop on one rank, then on all of them."""
+        """Save, make a new model, and load: at the first stop on one rank, then on all ranks."""
         nonlocal run
         if demo.rank < run.world_size:
             save(directory[0], run.pieces(), {"steps": done}, run.group)
@@ -439,6 +461,7 @@ def main():
         demo.show(f"saved       after {extra['steps']} steps; loaded on {ranks}")
 
     def whole():
+        """-> gradients and parameters for the comparison. At a stop, the parameters are loaded."""
         run.gather(run.gradients, run.shard.grad)
         gradients = [parameter.grad for parameter in run.model.parameters()]
         done = len(demo.losses)
@@ -446,7 +469,7 @@ def main():
             restart(done)
         return gradients, run.model.parameters()
 
-    demo.train(lambda *batch: run.step(*batch), whole)  # noqa: PLW0108  the run changes
+    demo.train(lambda *batch: run.step(*batch), whole)  # noqa: PLW0108  restart() replaces run
     if demo.rank == 0:
         shutil.rmtree(directory[0])
     sent = 2 * held_bytes(demo.model.parameters()) * (demo.ranks - 1) / demo.ranks

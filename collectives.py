@@ -13,10 +13,10 @@ rank. For N = 3, where a1 is part a of rank 1's tensor:
 Cost, for N ranks that hold n bytes each, with L = ⌈log₂N⌉:
 
                           critical path                sent by the     the order in which the
-                          messages       bytes         busiest rank    numbers of 4 ranks are added
+                          messages       bytes         busiest rank    tensors of 4 ranks are added
     to rank 0 and back    2(N-1)         2(N-1)n       (N-1)n          ((0 + 1) + 2) + 3
     tree                  2L             2Ln           Ln              (0 + 1) + (2 + 3)
-    ring                  2(N-1)         2n(N-1)/N     2n(N-1)/N       part p: p + 1 first, p last
+    ring                  2(N-1)         2n(N-1)/N     2n(N-1)/N       another for each part
     recursive doubling    L              Ln            Ln              (0 + 1) + (2 + 3)
                           (L + 1 messages if N is not a power of two)
 
@@ -25,9 +25,9 @@ messages matters for small tensors, and the number of bytes for large ones. No a
 bytes than the ring. For N = 4 the ring is the fastest above 8α/β bytes. For N = 2 recursive
 doubling is always faster, because it sends the same bytes in half the messages.
 
-All ranks end with the same bits. A rounded sum depends on its order, and the order in the ring
-differs from part to part: three ranks that hold 1e8, 1 and -1e8 in each of 3 elements get [0, 1, 0]
-in float32.
+All ranks end with the same bits. A rounded sum depends on the order of its additions. In the ring,
+part p is the sum of ranks p + 1, p + 2, …, p, in this order. For example, three ranks hold 1e8, 1
+and -1e8 in each of three float32 elements. Then the ring gives [0, 1, 0].
 
 Run:      torchrun --nproc-per-node 2 collectives.py    (or: python collectives.py)
 Papers:   Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1); Patarasuk & Yuan 2009, JPDC 69(2), which
@@ -52,7 +52,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+import torch.distributed.nn.functional  # an import after init_process_group keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed import irecv, isend
@@ -64,10 +64,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def start(group, *messages):
-    """Start all messages at once. -> works, to wait for
+    """Start all messages at once. -> a list of works; call wait() on each
 
-    A message is (isend, tensor, destination) or (irecv, tensor, source). Ranks are those of the
-    group. A tensor that is sent must not change until its work is done.
+    A message is (isend, tensor, destination) or (irecv, tensor, source). Ranks are numbered within
+    the group. Do not change a tensor that is sent before its work is done.
     """
     operations = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer)
@@ -79,15 +79,15 @@ def start(group, *messages):
 def exchange(group, *messages):
     """Start all messages and wait for them.
 
-    One call both sends and receives. If two ranks first sent to each other and then received, both
-    could wait forever.
+    One call can send and receive at the same time. If two ranks waited for their sends to each
+    other before they received, both could wait forever.
     """
     for work in start(group, *messages):
         work.wait()
 
 
 def receive_and_add(total, source, group, *sends):
-    """Add what arrives from `source` to `total`. The messages in `sends` leave at the same time."""
+    """Add the tensor that arrives from `source` to `total`. `sends` are sent at the same time."""
     received = torch.empty_like(total)
     exchange(group, (irecv, received, source), *sends)
     total.add_(received)
@@ -97,17 +97,18 @@ def receive_and_add(total, source, group, *sends):
 def flattened(tensor, group):
     """-> (a flat, contiguous tensor of the same elements, this rank, N)
 
-    Messages must be contiguous, and gloo sends only from the host's memory. At the end of the
-    `with` statement, the flat tensor is copied back into `tensor`, unless it is a view of it.
+    The flat tensor is a view if possible, and otherwise a copy. A copy is written back to `tensor`
+    at the end of the `with` statement, also after a `return` inside it.
     """
-    x = tensor.detach().ravel()
-    # The backend depends on the device. A rank that is not in the group gets a ValueError here.
+    x = tensor.detach().ravel()  # messages must be contiguous
+    # gloo sends only from host memory. A group can have another backend for each device type.
+    # get_backend_config raises a ValueError on a rank outside the group.
     if f"{x.device.type}:gloo" in dist.get_backend_config(group):
         x = x.cpu()
     rank = dist.get_rank(group)
     N = dist.get_world_size(group)
     yield x, rank, N
-    tensor.detach().copy_(x.view_as(tensor))  # copies nothing if x is a view
+    tensor.detach().copy_(x.view_as(tensor))  # does nothing if x is a view
 
 
 def naive_all_reduce(tensor, process_group=None):
@@ -124,13 +125,14 @@ def naive_all_reduce(tensor, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Few messages: in a tree fewer ranks work in each step; in recursive doubling all of them do.
+# 2. Few steps: in a tree and in recursive doubling, several messages travel at the same time.
 
 
 def parent_and_children(number, N):
-    """-> the neighbors of a rank in a tree with root 0. A parent lacks the lowest 1 bit of a child.
+    """-> the parent and the children of a rank, in a tree with root 0
 
-    N = 4: 0 has the children 1 and 2, and 2 has the child 3.
+    A rank's number without its lowest 1 bit is the number of its parent: 6 = 0b110 has the parent
+    4 = 0b100. N = 4: 0 has the children 1 and 2, and 2 has the child 3.
     """
     children = [child for child in range(1, N) if child & (child - 1) == number]
     return number & (number - 1), children
@@ -144,26 +146,27 @@ def tree_all_reduce(tensor, process_group=None):
             receive_and_add(x, child, process_group)
         if rank > 0:
             exchange(process_group, (isend, x, parent))
+        # The root is rank 0 of the group. tree_broadcast() takes its global rank.
         tree_broadcast(x, dist.get_process_group_ranks(process_group)[0], process_group)
 
 
 def tree_broadcast(tensor, src, process_group=None):
-    """Replace `tensor` with that of `src`, a global rank. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
+    """Replace `tensor` with that of the global rank `src`. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
     with flattened(tensor, process_group) as (x, rank, N):
         root = dist.get_process_group_ranks(process_group).index(src)
         number = (rank - root) % N  # the root has number 0
         parent, children = parent_and_children(number, N)
         if number > 0:
             exchange(process_group, (irecv, x, (parent + root) % N))
-        for child in reversed(children):
+        for child in reversed(children):  # the largest subtree first: it takes the longest
             exchange(process_group, (isend, x, (child + root) % N))
 
 
 def recursive_doubling_all_reduce(tensor, process_group=None):
     """Replace `tensor` with its sum over the ranks. N = 4: 0 ↔ 1, 2 ↔ 3 | 0 ↔ 2, 1 ↔ 3.
 
-    If N is not a power of two, the last ranks take no part: before it they send their tensors to
-    the first ranks, and afterwards they get the sum. N = 6: 4 → 0, 5 → 1 | as N = 4 | 0 → 4, 1 → 5.
+    If N is not a power of two, only the first ranks do this. Each of the others sends its tensor to
+    one of them before, and gets the sum at the end. N = 6: 4 → 0, 5 → 1 | as above | 0 → 4, 1 → 5.
     """
     with flattened(tensor, process_group) as (x, rank, N):
         power = 1 << (N.bit_length() - 1)  # the largest power of two up to N
@@ -184,13 +187,14 @@ def recursive_doubling_all_reduce(tensor, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Few bytes: the ring. Each of N parts goes around it, first to be added up, then to be copied.
+# 3. Few bytes: the ring. N parts travel around it, first to be added up, and then to be copied.
 
 
 def reduce_scatter_parts(parts, rank, group):
-    """Add up the contiguous `parts` over the ranks. At the end, only parts[rank] is the sum of all.
+    """Add up the contiguous `parts` over the ranks. At the end, only parts[rank] is the full sum.
 
-    A part moves to the next rank in each step. Part r starts at rank r + 1, so it ends at rank r.
+    In each step, every part moves to the next rank, which adds its own. Part r starts at rank
+    r + 1. After N - 1 steps it is at rank r.
     """
     N = len(parts)
     for step in range(N - 1):
@@ -200,7 +204,7 @@ def reduce_scatter_parts(parts, rank, group):
 
 
 def all_gather_parts(parts, rank, group):
-    """Copy parts[r] of each rank r to all ranks."""
+    """Copy parts[r] of each rank r to all ranks. Part r starts at rank r."""
     N = len(parts)
     for step in range(N - 1):
         leaving = parts[(rank - step) % N]
@@ -209,7 +213,7 @@ def all_gather_parts(parts, rank, group):
 
 
 def ring_all_reduce(tensor, process_group=None, *, chunks=1):
-    """Replace `tensor` with its sum over the ranks."""
+    """Replace `tensor` with its sum over the ranks. Section 4 explains `chunks`."""
     with flattened(tensor, process_group) as (x, rank, N):
         parts = x.tensor_split(N)
         if chunks > 1:
@@ -223,7 +227,7 @@ def ring_reduce_scatter(tensor, process_group=None):
     """-> this rank's part of the sum over the ranks, which is tensor.tensor_split(N)[rank]"""
     total = tensor.detach().clone()
     with flattened(total, process_group) as (x, rank, N):
-        parts = x.view_as(total).tensor_split(N)
+        parts = x.view_as(total).tensor_split(N)  # along dimension 0, unlike ring_all_reduce()
         reduce_scatter_parts(parts, rank, process_group)
     return total.tensor_split(N)[rank].clone()  # a view would keep all of the parts
 
@@ -233,6 +237,7 @@ def ring_all_gather(tensor, process_group=None):
     own = torch.atleast_1d(tensor.detach())
     # The world size is -1 on a rank outside the group. flattened() then raises a ValueError.
     whole = torch.cat([own] * max(1, dist.get_world_size(process_group)))
+    # Part `rank` of `whole` is this rank's own tensor. The other parts are overwritten.
     with flattened(whole, process_group) as (x, rank, N):
         all_gather_parts(x.tensor_split(N), rank, process_group)
     return whole
@@ -243,7 +248,7 @@ def ring_all_gather(tensor, process_group=None):
 
 
 def reduce_scatter_in_chunks(parts, rank, group, chunks):
-    """As reduce_scatter_parts. While one chunk of a part is added, the next ones are under way."""
+    """Do reduce_scatter_parts(). While one chunk is added, the next chunks are still in transit."""
     N = len(parts)
     for step in range(N - 1):
         leaving = parts[(rank - 1 - step) % N].tensor_split(chunks)
@@ -260,17 +265,18 @@ def reduce_scatter_in_chunks(parts, rank, group, chunks):
 
 
 def all_to_all(tensor, process_group=None):
-    """-> part `rank` of the tensor of each rank. N = 4: r → r + 1 | r → r + 2 | r → r + 3.
+    """-> the parts that the N ranks send to this rank, joined along dimension 0
 
-    Tensors are cut into N equal parts along dimension 0.
+    Each tensor is cut into N equal parts along dimension 0. Part i goes to rank i. N = 4: rank r
+    sends to r + 1 | r + 2 | r + 3.
     """
     whole = tensor.detach().clone()
     with flattened(whole, process_group) as (x, rank, N):
         if tensor.ndim == 0 or len(tensor) % N:
             raise ValueError(
-                f"{tuple(tensor.shape)} must divide by {N} ranks along dimension 0; pad it"
+                f"dimension 0 of {tuple(tensor.shape)} must be a multiple of {N} ranks; pad it"
             )
-        arriving = x.tensor_split(N)
+        arriving = x.tensor_split(N)  # the rank's own part stays where it is
         leaving = x.clone().tensor_split(N)
         for step in range(1, N):
             to = (rank + step) % N
@@ -281,15 +287,15 @@ def all_to_all(tensor, process_group=None):
 
 
 def predict(algorithm, ranks, nbytes, latency, bandwidth):
-    """-> seconds by the α–β model, in which additions take no time and no messages share a wire
+    """-> seconds by the α–β model. In it, additions take no time and no two messages share a wire.
 
-    algorithm: a function of this file or its name; nbytes: of the whole tensor; latency: seconds;
-    bandwidth: bytes per second.
+    algorithm: a function of this file, or its name; nbytes: the size of the whole tensor;
+    latency: α in seconds; bandwidth: 1/β in bytes per second.
     """
     name = getattr(algorithm, "__name__", algorithm).removesuffix("_all_reduce")
     L = (ranks - 1).bit_length()
-    whole = latency + nbytes / bandwidth  # seconds of a message
-    part = latency + nbytes / max(1, ranks) / bandwidth
+    whole = latency + nbytes / bandwidth  # seconds to send the whole tensor
+    part = latency + nbytes / max(1, ranks) / bandwidth  # seconds to send one of N parts
     seconds = {
         "naive": 2 * (ranks - 1) * whole,
         "tree": 2 * L * whole,
@@ -302,13 +308,13 @@ def predict(algorithm, ranks, nbytes, latency, bandwidth):
     }
     if ranks < 1 or name not in seconds:
         raise ValueError(
-            f"{name} on {ranks} ranks: take 1 rank or more, and one of {', '.join(seconds)}"
+            f"{name} on {ranks} ranks: expected 1 rank or more, and one of {', '.join(seconds)}"
         )
     return seconds[name]
 
 
 # --------------------------------------------------------------------------------------------------
-# Demo: train with each all-reduce in the place of DDP's, then time each one.
+# Demo: train with each all-reduce in place of DDP's, then time each one.
 
 
 def main():
@@ -326,8 +332,9 @@ def main():
     return max(statuses)
 
 
-def train(demo, all_reduce, formula, times):
-    # The naive one adds in rank order, as one device does.
+def train(demo, all_reduce, formula, multiple):
+    """Train with `all_reduce`. The busiest rank sends `multiple` times Ψ, the gradients' bytes."""
+    # The naive all-reduce adds in rank order, like the one device that the demo compares with.
     bitwise = demo.ranks <= 2 or all_reduce is naive_all_reduce
     name = all_reduce.__name__.removesuffix("_all_reduce")
     model = demo.start(f"collectives {name}", bitwise)
@@ -345,12 +352,16 @@ def train(demo, all_reduce, formula, times):
         optimizer.step()
         return loss
 
-    demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
-    return demo.report(held(parameters, optimizer), formula, times * held_bytes(parameters))
+    def whole():
+        """-> gradients and parameters, which the demo compares with one device's"""
+        return [parameter.grad for parameter in parameters], parameters
+
+    demo.train(step, whole)
+    return demo.report(held(parameters, optimizer), formula, multiple * held_bytes(parameters))
 
 
 def measure(demo):
-    """Time each all-reduce, beside what the α–β model predicts from a message there and back."""
+    """Time each all-reduce, and show the α–β model's prediction. A ping-pong measures α and β."""
     x = torch.zeros(2**24, device=demo.device)
     pair = dist.new_group([0, 1])
 
@@ -361,8 +372,8 @@ def measure(demo):
 
     latency = seconds(ping_pong, x[:1]) / 2
     bandwidth = 2**24 / (seconds(ping_pong, x[: 2**22]) / 2 - latency)
-    alpha = f"α = {1e6 * latency:.0f} µs, by 4 bytes"
-    beta = f"1/β = {bandwidth / 1e9:.2f} GB/s, by 16 MB"
+    alpha = f"α = {1e6 * latency:.0f} µs, measured with 4 bytes"
+    beta = f"1/β = {bandwidth / 1e9:.2f} GB/s, measured with 16 MB"
     demo.show(f"\nping-pong   {alpha}; {beta}")
     functions = {
         "naive": naive_all_reduce,
@@ -371,7 +382,7 @@ def measure(demo):
         "recursive_doubling": recursive_doubling_all_reduce,
     }
     header = "".join(f"{name:20}" for name in functions)
-    demo.show(f"ms (α–β)    {header}fastest (by α–β, as if ranks shared no cores)")
+    demo.show(f"ms (α–β)    {header}fastest (predicted, for ranks that share no cores)")
     for size in (2**10, 2**14, 2**18, 2**22, 2**26):
         measured = {}
         predicted = {}
@@ -386,20 +397,21 @@ def measure(demo):
     for chunks in (1, 2, 4, 8):
         all_reduce = functools.partial(ring_all_reduce, chunks=chunks)
         times.append(1e3 * seconds(all_reduce, x))
-    verdict = "they pay" if min(times) < 0.9 * times[0] else "no gain here"
+    verdict = "chunks are faster" if min(times) < 0.9 * times[0] else "no gain"
     listed = ", ".join(f"{ms:.0f}" for ms in times)
-    demo.show(f"chunks      64 MB on the ring in 1, 2, 4, 8 chunks: {listed} ms: {verdict}")
+    demo.show(f"chunks      64 MB on the ring in 1, 2, 4, 8 chunks: {listed} ms; {verdict}")
 
 
 def seconds(function, tensor):
-    """The best time of a call: other programs can only make it longer."""
+    """-> the shortest time of a call, because other programs can only make it longer"""
     calls = max(1, min(5, 2**22 // tensor.nbytes))
 
     def call():
         function(tensor)
         tensor[0].item()  # waits for a GPU
 
-    # After a barrier, rank 0 does not end before the others: all of these collectives involve it.
+    # Each round begins with a barrier. Rank 0 takes part in every call, so its time is everyone's.
+    # A small tensor gets more rounds and more calls in each, because its times vary more.
     rounds = timeit.repeat(call, dist.barrier, number=calls, repeat=3 * calls)
     return min(rounds) / calls
 

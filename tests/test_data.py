@@ -94,17 +94,19 @@ def changed(start, new):
     return opened(INDEX[:start] + new + INDEX[start + len(new) :])
 
 
-BE_INTEGERS = "integers from 0 to 256, unlike"
+BE_INTEGERS = "integers from 0 to 256, got"
 NOT_JSON = "1 error: in:2001: not JSON:"
 BPE = "--merge-file merges --vocab-file"
 WRONG = {  # message: the call, line or arguments that it is about. A status comes first
-    f"{len(INDEX) - 1} bytes; 2 sequences in 2 documents are": lambda: opened(INDEX[:-1]),
-    "begin with b'TNTIDX": lambda: changed(0, b"TNTIDX"),
-    "version 2, not 1": lambda: changed(9, b"\2"),
-    "dtype 9, not 1 to 8": lambda: changed(17, b"\x09"),
+    f"{len(INDEX) - 1} bytes, but an index of 2 sequences in 2 documents": lambda: opened(
+        INDEX[:-1]
+    ),
+    "begins with b'TNTIDX": lambda: changed(0, b"TNTIDX"),
+    "version 2, dtype code 8": lambda: changed(9, b"\2"),
+    "dtype code 9 and 2 sequences": lambda: changed(17, b"\x09"),
     "idx: the offsets of its 2 sequences": lambda: changed(34, b"\2"),
     "offsets of its 2 sequences are not": lambda: changed(42, b"\1"),
-    "9 bytes; x.idx says 10": lambda: opened(INDEX, TOKENS[:-1]),
+    "9 bytes, but x.idx says 10": lambda: opened(INDEX, TOKENS[:-1]),
     "2 sequences in 1 documents": lambda: GPTDataset(
         opened(INDEX[:26] + b"\2" + INDEX[27:-8]), 2, 1
     ),
@@ -332,5 +334,7 @@ def test_the_demonstration(tmp_path):
     second = launch(command, "/", env={"RANK": "1", "TMPDIR": tmp_path})
     assert (first.returncode, first.stderr) == (0, "")
     assert (second.returncode, second.stderr, second.stdout) == (0, "", "")
-    assert re.search("each document as it was,.*\nepoch 0: .*; step 0, a batch of 8:", first.stdout)
+    assert re.search(
+        "all documents are unchanged.*\nepoch 0: .*; step 0, a batch of 8:", first.stdout
+    )
     assert os.listdir(tmp_path) == []
