@@ -622,7 +622,7 @@ def main():
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys)
     add("--vocab-file", metavar="FILE", help="gpt2-vocab.json; without it, each byte is a token")
     add("--merge-file", metavar="FILE", help="gpt2-merges.txt")
-    add("--append-eod", action="store_true", help="add an end-of-document token to each")
+    add("--append-eod", action="store_true", help="add a token at the end of each document")
     add("--workers", type=int, default=1, help="number of processes; default: 1")
     args = parser.parse_args()
     if args.workers < 1 or (args.vocab_file is None) != (args.merge_file is None):
