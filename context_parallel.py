@@ -1,9 +1,9 @@
 """Context parallelism: N ranks share every sequence, so that it may be N times as long.
 
-In a step, each rank runs all layers on its own part of each sequence. Only attention needs the
-tokens of other ranks, because a query attends to all keys before it. Ring attention passes keys and
-values around a ring of ranks. Ulysses gives each rank the whole sequence, for a part of the heads.
-The gradients of the weights are summed over ranks, as in data parallelism.
+In a step, each rank runs all layers on its own part of each sequence. Only attention needs tokens
+of other ranks, because a query attends to keys of the whole sequence. Ring attention passes keys
+and values around a ring of ranks. Ulysses gives each rank the whole sequence, for a part of the
+heads. The gradients of the weights are summed over ranks, as in data parallelism.
 
 Ring attention with N = 4, seen from rank 1. Its queries q1 stay. The blocks of keys and values, kv,
 go around. While the rank computes with one block, it receives the next:
@@ -13,8 +13,8 @@ go around. While the rank computes with one block, it receives the next:
     sends to 2     kv1            kv0            kv3
     gets from 0    kv0            kv3            kv2
 
-Under a causal mask, queries do not need the blocks behind them. If rank r held the r-th of N parts,
-it would compute r + 1 blocks, and all ranks would wait for the last one. Zigzag cuts the sequence
+Under a causal mask, queries do not see later keys. If rank r held the r-th of N parts, it would
+compute r + 1 blocks, and all ranks would wait for the last one. Zigzag cuts the sequence
 into 2N chunks and gives rank r the chunks r and 2N-1-r, so all ranks compute equally much:
 
     chunk    0   1   2   3   4   5   6   7
@@ -25,15 +25,15 @@ sequence of S tokens. There are H heads of queries, and K heads of keys and of v
 
                  sent in forward           sent in backward       kept for backward
     one device   0                         0                      (2H + 2K)·N·u + lse
-    the idea     2K·u(N-1)                 2K·u(N-1)              (2HN + H)·u + H·u·S/D weights
+    the idea     2K·u(N-1)                 2K·u(N-1)              (2H + 2KN)·u + lse
     ring         2K·u(N-1)                 4K·u(N-1)              (2H + 2K)·u + lse
     Ulysses      (2H' + 2K')·u(N-1)/N      (2H' + 2K')·u(N-1)/N   (2H' + 2K')·u + lse
 
-lse is the log-sum-exp of the scores of each query: H·u/D elements of fp32. Half of what the ring
-sends in backward are gradients. They travel in fp32 if the keys have 16 bits. In the idea, a causal
-mask takes S²/N bytes more. Ulysses gives all ranks equally many heads, so K' = lcm(K, N), and H' is
-H rounded up to a multiple of K'. Each call also sends 8(N-1) bytes, with which the ranks check that
-they agree. The idea sends them twice.
+lse is the log-sum-exp of the scores of each query: H·u/D elements of fp32. The idea also keeps a
+causal mask of S²/N elements. Half of the elements that the ring sends in backward are gradients. If
+the keys have 16 bits, the gradients travel in fp32. Ulysses gives all ranks equally many heads, so
+K' = lcm(K, N), and H' is H rounded up to a multiple of K'. Each call also sends 8(N-1) bytes, to
+check that the ranks agree. The idea sends them twice.
 
 Run:      torchrun --nproc-per-node 2 context_parallel.py
 Papers:   Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, §3.3.2 (zigzag);
@@ -81,17 +81,14 @@ def gathered_attention(
     zigzag=True,
 ):
     """Attention of this rank's queries to the keys of all ranks. Arguments as in ring_attention."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    sharing = q.shape[1] // k.shape[1]  # heads of queries that share a head of keys
-    keys = join_sequence(k, 2, process_group, zigzag).repeat_interleave(sharing, dim=1)
-    values = join_sequence(v, 2, process_group, zigzag).repeat_interleave(sharing, dim=1)
-    scores = q @ keys.mT * scale
+    keys = join_sequence(k, 2, process_group, zigzag)
+    values = join_sequence(v, 2, process_group, zigzag)
+    visible = None
     if causal:
         length = keys.shape[2]
-        query_positions = positions(length, process_group, zigzag)
-        future = torch.arange(length) > query_positions[:, None]
-        scores = scores.masked_fill(future.to(q.device), -math.inf)
-    return scores.softmax(-1) @ values
+        query_positions = positions(length, process_group, zigzag).to(q.device)
+        visible = torch.arange(length, device=q.device) <= query_positions[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, visible, scale=scale, enable_gqa=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,13 +147,6 @@ def positions(length, process_group=None, zigzag=True):
     return split_sequence(torch.arange(length), 0, process_group, zigzag)
 
 
-def join_sequence(x, dim=1, process_group=None, zigzag=True):
-    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
-    verify_agreement(f"{describe(x)}, dim={dim}, zigzag={zigzag}", x.device, process_group)
-    verify_chunks(x.shape[dim], zigzag)
-    return join_parts(gather(x, process_group).unbind(), dim, zigzag)
-
-
 class AllToAll(torch.autograd.Function):
     """Rank i's x[j] becomes rank j's output[i]. The gradient takes the same way back."""
 
@@ -180,52 +170,11 @@ def gather(x, process_group):
     return AllToAll.apply(copies, process_group)
 
 
-def describe(x):
-    needs_grad = x.requires_grad and torch.is_grad_enabled()  # backward communicates, too
-    return f"{tuple(x.shape)} of {x.dtype}{' with gradient' * needs_grad}"
-
-
-def verify_agreement(mine, device, process_group):
-    """Raise the same ValueError on all ranks unless all of them pass the same text `mine`.
-
-    Otherwise ranks could exchange tensors of different sizes, which gloo turns into garbage or an
-    abort. The host waits for the device here, once per call.
-    """
-    checksum = torch.tensor(zlib.crc32(mine.encode()), device=device)
-    checksums = gather(checksum, process_group).tolist()
-    if len(set(checksums)) == 1:
-        return
-    everyone = [None] * len(checksums)
-    dist.all_gather_object(everyone, mine, group=process_group)
-    ranks = "; ".join(f"rank {rank} has {theirs}" for rank, theirs in enumerate(everyone))
-    raise ValueError(f"all ranks must pass the same shapes, dtypes and options, but {ranks}")
-
-
-def verify_chunks(num_tokens, zigzag):
-    if zigzag and num_tokens % 2:
-        raise ValueError(
-            f"with zigzag each rank has two chunks, but its {num_tokens} tokens are an odd number; "
-            "pad the whole sequence, or use zigzag=False"
-        )
-
-
-def verify_attention(q, k, v, causal, scale, process_group, zigzag):
-    """Raise ValueError on all ranks if the inputs do not fit, or differ between ranks."""
-    inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
-    mine = f"{inputs}, causal={causal}, scale={scale}, zigzag={zigzag}"
-    verify_agreement(mine, q.device, process_group)
-    fits = (
-        q.dim() == k.dim() == 4
-        and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])
-        and q.shape[1] % k.shape[1] == 0
-        and q.dtype == k.dtype == v.dtype
-    )
-    if not fits:
-        raise ValueError(
-            "q must be (B, H, S/N, D), k and v (B, K, S/N, D), H a multiple of K, all of one "
-            f"dtype; but they are {inputs}"
-        )
-    verify_chunks(q.shape[2], zigzag)
+def join_sequence(x, dim=1, process_group=None, zigzag=True):
+    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
+    verify_agreement(f"{describe(x)}, dim={dim}, zigzag={zigzag}", x.device, process_group)
+    verify_chunks(x.shape[dim], zigzag)
+    return join_parts(gather(x, process_group).unbind(), dim, zigzag)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -237,16 +186,11 @@ def verify_attention(q, k, v, causal, scale, process_group, zigzag):
 PIECE = 256  # keys whose scores exist at one time
 
 
-def tokens(start, stop):
-    """The index of these tokens in a tensor (…, tokens, D)."""
-    return ..., slice(start, stop), slice(None)
-
-
 class Tile(NamedTuple):
     """Some queries, and keys that they attend to."""
 
-    rows: tuple  # index of the queries
-    columns: tuple  # index of the keys
+    rows: tuple  # index of the queries in (…, tokens, D)
+    columns: tuple  # index of the keys in (…, tokens, D)
     is_diagonal: bool  # the tile's query i attends to its keys 0 to i; otherwise to all of them
 
 
@@ -268,9 +212,9 @@ class Exchange:
         rank, world_size = rank_and_size(process_group)
         following = (rank + 1) % world_size
         previous = (rank - 1) % world_size
-        self.sent = block  # must not change, or be freed, before wait()
+        self.block = block  # must not change, or be freed, before wait()
         self.received = torch.empty_like(block)
-        send = dist.P2POp(dist.isend, self.sent, group=process_group, group_peer=following)
+        send = dist.P2POp(dist.isend, block, group=process_group, group_peer=following)
         recv = dist.P2POp(dist.irecv, self.received, group=process_group, group_peer=previous)
         self.works = dist.batch_isend_irecv([send, recv])  # their handles
 
@@ -312,23 +256,27 @@ class Ring:
         yield kv
 
     def tiles(self, step, num_tokens):
-        """Yield the tiles to compute with the block that is here after `step` exchanges."""
+        """Yield the tiles to compute with the block that is here after `step` exchanges.
+
+        A rank's tokens are in the order of their positions, so the queries that see a key are the
+        last ones. `hidden` counts the chunks of queries that see nothing of a chunk of keys.
+        """
         owner = (self.rank - step) % self.world_size
         query_chunks = chunks_of(self.rank, self.world_size, self.zigzag)
         key_chunks = chunks_of(owner, self.world_size, self.zigzag)
-        size = num_tokens // len(query_chunks)
-        for i, query_chunk in enumerate(query_chunks):
-            for j, key_chunk in enumerate(key_chunks):
-                if self.causal and key_chunk > query_chunk:
-                    continue
-                is_diagonal = self.causal and key_chunk == query_chunk
-                for start in range(0, size, PIECE):
-                    stop = min(start + PIECE, size)
-                    # On the diagonal, the queries before the first key see none of the keys.
-                    first_query = start if is_diagonal else 0
-                    rows = tokens(i * size + first_query, (i + 1) * size)
-                    columns = tokens(j * size + start, j * size + stop)
-                    yield Tile(rows, columns, is_diagonal)
+        size = num_tokens // len(key_chunks)
+        is_diagonal = self.causal and step == 0
+        for number, key_chunk in enumerate(key_chunks):
+            hidden = sum(self.causal and chunk < key_chunk for chunk in query_chunks)
+            if hidden == len(query_chunks):
+                continue
+            end = (number + 1) * size
+            for start in range(number * size, end, PIECE):
+                stop = min(start + PIECE, end)
+                first_query = start if is_diagonal else hidden * size
+                rows = (..., slice(first_query, None), slice(None))
+                columns = (..., slice(start, stop), slice(None))
+                yield Tile(rows, columns, is_diagonal)
 
     def scores(self, q, k, tile):
         scores = q @ k.mT
@@ -353,9 +301,8 @@ class Ring:
         """
         q = q * self.scale
         grad_q = torch.zeros_like(q)
-        delta = (grad_output * output).sum(
-            -1, keepdim=True
-        )  # of each query, for softmax's gradient
+        # For the gradient of softmax, a number for each query.
+        delta = (grad_output * output).sum(-1, keepdim=True)
         exchange = None
         for step, block in enumerate(self.blocks(kv)):
             grad_kv = torch.zeros(block.shape, dtype=q.dtype, device=q.device)
@@ -403,10 +350,10 @@ class RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
         q, kv, output, lse = ctx.saved_tensors
+        q = q.to(lse.dtype)
+        grad_output = grad_output.to(lse.dtype)
         with torch.autocast(q.device.type, enabled=False):
-            grad_q, grad_kv = ctx.ring.backward(
-                q.to(lse.dtype), kv, output, lse, grad_output.to(lse.dtype)
-            )
+            grad_q, grad_kv = ctx.ring.backward(q, kv, output, lse, grad_output)
         return grad_q, grad_kv, None  # autograd rounds them to the dtypes of q and kv
 
 
@@ -484,6 +431,58 @@ def ulysses_attention(
     output = attention(q, k, v, causal=causal, scale=scale)
     output = heads_to_sequence(output, process_group, zigzag)
     return output.unflatten(1, (key_heads, -1))[:, :, :sharing].flatten(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. Refinement: ranks that disagree raise an error before they exchange tensors.
+
+
+def describe(x):
+    needs_grad = x.requires_grad and torch.is_grad_enabled()  # backward communicates, too
+    return f"{tuple(x.shape)} of {x.dtype}{' with gradient' * needs_grad}"
+
+
+def verify_agreement(mine, device, process_group):
+    """Raise the same ValueError on all ranks unless all of them pass the same text `mine`.
+
+    Otherwise ranks could exchange tensors of different sizes, which gloo turns into garbage or an
+    abort. The host waits for the device here, once per call.
+    """
+    checksum = torch.tensor(zlib.crc32(mine.encode()), device=device)
+    checksums = gather(checksum, process_group).tolist()
+    if len(set(checksums)) == 1:
+        return
+    everyone = [None] * len(checksums)
+    dist.all_gather_object(everyone, mine, group=process_group)
+    ranks = "; ".join(f"rank {rank} has {theirs}" for rank, theirs in enumerate(everyone))
+    raise ValueError(f"all ranks must pass the same shapes, dtypes and options, but {ranks}")
+
+
+def verify_chunks(num_tokens, zigzag):
+    if zigzag and num_tokens % 2:
+        raise ValueError(
+            f"with zigzag each rank has two chunks, but its {num_tokens} tokens are an odd number; "
+            "pad the whole sequence, or use zigzag=False"
+        )
+
+
+def verify_attention(q, k, v, causal, scale, process_group, zigzag):
+    """Raise ValueError on all ranks if the inputs do not fit, or differ between ranks."""
+    inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
+    mine = f"{inputs}, causal={causal}, scale={scale}, zigzag={zigzag}"
+    verify_agreement(mine, q.device, process_group)
+    fits = (
+        q.dim() == k.dim() == 4
+        and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])
+        and q.shape[1] % k.shape[1] == 0
+        and q.dtype == k.dtype == v.dtype
+    )
+    if not fits:
+        raise ValueError(
+            "q must be (B, H, S/N, D), k and v (B, K, S/N, D), H a multiple of K, all of one "
+            f"dtype; but they are {inputs}"
+        )
+    verify_chunks(q.shape[2], zigzag)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -567,6 +566,8 @@ def show_costs(demo):
             kept, measured, operations = measure(demo, attention, zigzag, (H, K, length, D))
             formula = 4 * (length // N) * D * sent
             work = " ".join(f"{count / 1e9:.2f}" for count in operations)
+            if not any(operations):
+                work = "not counted: one fused operator"
             megabytes = " ".join(f"{size / 1e6:6.2f} MB" for size in (kept, measured, formula))
             demo.show(f"{length:6}  {name:16} {megabytes}   {work}")
 

@@ -7,6 +7,8 @@ is_causal. It gets process_group= if it has such a name. The claims about them a
 zigzag=.
 """
 
+from functools import partial
+
 import pool
 import torch
 import torch.distributed as dist
@@ -17,18 +19,25 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from claims.attention import dense_weights
-from claims.registry import add_kind, call, check, claim, names_of, same, same_on_all, say
+from claims.registry import (
+    add_kind,
+    call,
+    check,
+    claim,
+    error_from,
+    names_of,
+    same,
+    same_on_all,
+    say,
+)
 
 BOTH = "ring-attention ulysses-attention"
 
 
 def attend(implementation, q, k, v, causal=False, zigzag=False, **options):
     name = "causal" if "causal" in names_of(implementation) else "is_causal"
-    if zigzag:
-        options["zigzag"] = True
-    welcome = {name: causal, "process_group": pool.group(), "zigzag": False}
-    if zigzag:
-        del welcome["zigzag"]
+    welcome = {name: causal, "process_group": pool.group()}
+    (options if zigzag else welcome)["zigzag"] = zigzag
     return call(implementation, q, k, v, needed=options, **welcome)
 
 
@@ -72,23 +81,21 @@ def on_ranks(attention, q, k, v, grad, zigzag=False):
     return [output.detach(), *torch.autograd.grad(output, leaves, mine(grad, zigzag))]
 
 
+RESULTS = ["output", "gradient of q", "gradient of k", "gradient of v"]
+
+
 def same_as_one_device(found, expected, zigzag=False, what=""):
-    names = ["output", "gradient of q", "gradient of k", "gradient of v"]
-    for name, ours, theirs in zip(names, found, expected, strict=True):
+    for name, ours, theirs in zip(RESULTS, found, expected, strict=True):
         same(ours, mine(theirs, zigzag), f"{name}{what}")
 
 
-def attends_as_one_device(make, tokens, causals=(False, True), zigzag=False, **how):
-    scale = {"scale": how.pop("scale")} if "scale" in how else {}
+def attends_as_one_device(
+    make, causals=(False, True), tokens=7, heads=12, shared=12, zigzag=False, **scale
+):
     for causal in causals:
-        inputs = whole_inputs(tokens, **how)
+        inputs = whole_inputs(tokens, heads, shared)
         expected = one_device(*inputs, causal, **scale)
-
-        def run(q, k, v, causal=causal):
-            return make(q, k, v, causal, zigzag, **scale)
-
-        found = on_ranks(run, *inputs, zigzag)
-
+        found = on_ranks(partial(make, causal=causal, zigzag=zigzag, **scale), *inputs, zigzag)
         same_as_one_device(found, expected, zigzag, f" with causal={causal}")
 
 
@@ -99,43 +106,33 @@ def attention(name, sentence, **how):
 attention(
     "as_one_device",
     "Output and gradients are those of attention over the whole sequence.",
-    tokens=7,
-    heads=12,
-    shared=12,
     causals=[False],
 )
 attention(
     "causal",
     "With a causal mask, a query sees the keys up to its own position in the whole sequence.",
-    tokens=7,
-    heads=12,
-    shared=12,
     causals=[True],
 )
 attention(
     "zigzag",
     "With zigzag, a rank's tokens are the chunks r and 2N-1-r of the whole sequence.",
     tokens=10,
-    heads=12,
-    shared=12,
     zigzag=True,
 )
 attention(
     "shared_heads",
     "Consecutive heads of queries share a head of keys and values. Their gradients add up there.",
     tokens=6,
-    heads=12,
     shared=2,
     zigzag=True,
 )
 attention(
     "any_number_of_heads",
     "The number of ranks need not divide the heads of queries, or those of keys.",
-    tokens=5,
     heads=6,
     shared=2,
 )
-attention("scale", "A given scale replaces 1/√D.", tokens=6, scale=0.7, heads=12, shared=12)
+attention("scale", "A given scale replaces 1/√D.", scale=0.7)
 
 
 @claim(BOTH, 2, 4)
@@ -154,12 +151,12 @@ def large_scores(make):
 @claim(BOTH, 2, 4)
 def twice_backward(make):
     """Backward may run twice over one graph, and both times gives the same gradients, bitwise."""
-    q, k, v, grad = whole_inputs(6)
-    leaves = [mine(x).clone().requires_grad_() for x in (q, k, v)]
+    *whole, grad = whole_inputs(6)
+    leaves = [mine(x).clone().requires_grad_() for x in whole]
     output = make(*leaves, True)
     first = torch.autograd.grad(output, leaves, mine(grad), retain_graph=True)
     second = torch.autograd.grad(output, leaves, mine(grad))
-    same_as_one_device([output.detach(), *first], one_device(q, k, v, grad, True))
+    same_as_one_device([output.detach(), *first], one_device(*whole, grad, True))
     for name, ours, theirs in zip("qkv", second, first, strict=True):
         same(ours, theirs, f"gradient of {name} in the second backward", exact=True)
 
@@ -205,8 +202,7 @@ def bf16(make):
     output = F.scaled_dot_product_attention(*leaves)
     theirs = [output.detach(), *torch.autograd.grad(output, leaves, inputs[3])]
     ours = on_ranks(make, *inputs)
-    names = ["output", "gradient of q", "gradient of k", "gradient of v"]
-    for name, a, b, expected in zip(names, ours, theirs, exact, strict=True):
+    for name, a, b, expected in zip(RESULTS, ours, theirs, exact, strict=True):
         errors = torch.stack([(x.double() - mine(expected)).norm() for x in (a, mine(b))])
         dist.all_reduce(errors, group=pool.group())
         ratio = (errors[0] / errors[1]).item()
@@ -219,12 +215,7 @@ def keeps_its_part(make):
     q, k, v, _ = whole_inputs(60)
     leaves = [mine(x).clone().requires_grad_() for x in (q, k, v)]
     saved = []
-
-    def keep(tensor):
-        saved.append(tensor)
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         make(*leaves, True)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
     kept = sum(storages.values()) // 8
@@ -243,30 +234,23 @@ def equal_work(make):
     same_on_all(operations, "their number of operations")
 
 
-DISAGREEMENTS = {
-    "tokens": lambda q, k, v: ((q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]), {}),
-    "dtype": lambda q, k, v: ((q.float(), k.float(), v.float()), {}),
-    "causal": lambda q, k, v: ((q, k, v), {"causal": True}),
-    "scale": lambda q, k, v: ((q, k, v), {"scale": 2.0}),
-}
-
-
 @claim(BOTH, 2, 3, about="property")
 def disagreement(make):
     """If one rank passes another shape, dtype, mask or scale, all raise, and the group works on."""
-    q, k, v, grad = whole_inputs(6)
-    own = [mine(x) for x in (q, k, v)]
-    for name, change in DISAGREEMENTS.items():
-        inputs = own
-        options = {"causal": False, "scale": 1.0}
-        if pool.rank() == pool.world_size() - 1:
-            inputs, changed = change(*own)
-            options |= changed
-        try:
-            make(*inputs, **options)
-        except (ValueError, RuntimeError):
-            pass
-        else:
-            check(False, f"no error though ranks differ in {name}")
-        output = make(*own, True)
-        same(output, mine(one_device(q, k, v, grad, True)[0]), f"output after another {name}")
+    whole = whole_inputs(6)
+    expected = mine(one_device(*whole, True)[0])
+    own = [mine(x) for x in whole[:3]]
+    is_last = pool.rank() == pool.world_size() - 1
+    changes = {
+        "tokens": {"inputs": [x[:, :, 1:] for x in own]},
+        "dtype": {"inputs": [x.float() for x in own]},
+        "causal": {"causal": True},
+        "scale": {"scale": 2.0},
+    }
+    for name, change in changes.items():
+        how = {"inputs": own, "causal": False, "scale": 1.0}
+        if is_last:
+            how |= change
+        with error_from(f"ranks that differ in {name}"):
+            make(*how.pop("inputs"), **how)
+        same(make(*own, True), expected, f"output after another {name}")

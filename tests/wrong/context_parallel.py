@@ -124,4 +124,4 @@ MISTAKES = {
         "forgets_the_scale": "scale",
     },
 }
-RIGHT = {"ring-attention": {"gathered_attention": ["bf16", "keeps_its_part", "disagreement"]}}
+RIGHT = {"ring-attention": {"gathered_attention": ["equal_work", "keeps_its_part", "disagreement"]}}
