@@ -1,27 +1,27 @@
 """DataParallel: one process drives all devices, with one thread for each.
 
 In a step, the process copies the model to every device, runs a chunk of the batch on each, and
-joins the outputs on device 0. Backward goes the same way back. It adds the gradients of all copies
-up on device 0, where the optimizer is.
+joins the outputs on device 0. Backward takes the same way back, and adds up the gradients of all
+copies on device 0, where the optimizer is.
 
     batch ─ scatter ─┬→ device 0   replica 0: views of the module ─→ output 0 ─┬─ gather ─→ outputs
                      └→ device 1   replica 1: copies ──────────────→ output 1 ─┘               │
                           ↑ replicate: parameters out                                          ↓
     device 0: module.grad = g0 + g1 ←──────────────── gradients back ←──────────── backward ← loss
 
-Nothing is averaged: the joined outputs are one batch with one loss.
+Nothing is averaged, because the joined outputs are one batch with one loss.
 
-For Ψ parameters, with Adam, on N devices, in elements:
+Cost for Ψ parameters, with Adam, on N devices, in elements:
 
                     held by device 0        held by each other device   sent per step
     DataParallel    4Ψ                      Ψ while the step runs       2Ψ(N-1) to or from device 0
     DDP             4Ψ, and Ψ in buckets    the same                    2Ψ(N-1)/N by each rank
 
-DDP, with a process for each device, has replaced it: here all traffic goes through device 0, and
+DDP, with a process for each device, has replaced it. Here all traffic goes through device 0, and
 the threads share one interpreter lock.
 
-Run:      python data_parallel.py uses two devices, or the CPU as two
-          torchrun --nproc-per-node 3 data_parallel.py: three devices, each rank by itself
+Run:      python data_parallel.py                                 two devices, or the CPU as two
+          torchrun --nproc-per-node 3 data_parallel.py            each of 3 ranks uses 3 devices
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 2.2
 Mirrors:  torch.nn.DataParallel
 Left out: output_device and dim; coalesced copies of small parameters; devices of two types
@@ -32,7 +32,6 @@ import copy
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +45,7 @@ import torch.distributed.nn.functional  # if torch.optim imports it later, it ke
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: copy the parameters within the graph, so that backward brings their gradients back.
@@ -73,25 +72,25 @@ def scatter(inputs, devices, dim=0):
     """Return a list with the inputs of each device.
 
     Tensors are split along `dim` as by torch.chunk; everything else goes to all devices. The list
-    is shorter than `devices` if there are fewer chunks.
+    is shorter than `devices` if there are fewer chunks, and empty if there are no inputs.
     """
-    tensors = [leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf)]
-    chunks = {tensor: tensor.chunk(len(devices), dim) for tensor in tensors}
-    counts = {len(pieces) for pieces in chunks.values()} or {len(devices)}
-    if len(counts) > 1:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
+    leaves, structure = tree_flatten(inputs)
+    chunks_of_leaves = []
+    shapes = {}  # number of chunks: shape of a tensor that has so many
+    for leaf in leaves:
+        chunks = [leaf] * len(devices)
+        if torch.is_tensor(leaf):
+            chunks = leaf.chunk(len(devices), dim)
+            shapes[len(chunks)] = tuple(leaf.shape)
+            chunks = [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
+        chunks_of_leaves.append(chunks)
+    if len(shapes) > 1:
         raise ValueError(
-            f"tensors of shapes {shapes} give different numbers of chunks for {len(devices)} "
-            f"devices; make them equally long in dimension {dim}"
+            f"tensors of shapes {list(shapes.values())} give different numbers of chunks for "
+            f"{len(devices)} devices; make them equally long in dimension {dim}"
         )
-
-    def inputs_of(number):
-        def chunk(tensor):
-            return chunks[tensor][number].to(devices[number])
-
-        return tree_map_only(torch.Tensor, chunk, inputs)
-
-    return [inputs_of(number) for number in range(counts.pop())]
+    by_device = zip(*chunks_of_leaves, strict=False)  # as many as the tensors have chunks
+    return [tree_unflatten(chunks, structure) for chunks in by_device]
 
 
 def copy_tensors(tensors, devices):
@@ -101,11 +100,11 @@ def copy_tensors(tensors, devices):
     """
     copies = []
     views = tensors
-    for device in reversed(devices[1:]):
-        # Views of views: backward adds along this chain, so always in the order of the devices.
+    for number in reversed(range(len(devices))):
+        # A device copies views of the views that the next one copied. Backward adds along this
+        # chain, so it adds gradients in the order of the devices, and not as they arrive.
         views = [view.view_as(view) for view in views]
-        copies.append([view.to(device, copy=True) for view in views])
-    copies.append([view.view_as(view) for view in views])
+        copies.append([view.to(devices[number], copy=number > 0) for view in views])
     return copies[::-1]
 
 
@@ -118,8 +117,8 @@ def rebuild(module, copy_of):
             clone._modules[name] = clones.get(child)
         states = part._parameters | part._buffers
         for name, tensor in states.items():
-            # A plain tensor: a Parameter would be a leaf, and the gradient would stop there.
-            # By setattr, since nn.LSTM then updates the list that it keeps of its weights.
+            # A plain tensor, because a Parameter would be a leaf: the gradient would stop there.
+            # setattr, because nn.LSTM then updates its own list of weights.
             setattr(clone, name, copy_of.get(tensor))
     return clones[module]
 
@@ -142,10 +141,10 @@ def device_of(inputs):
 
 
 def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
-    """Call each module in a thread of its own, on its device, and return the outputs.
+    """Call the modules at the same time, each on its device, and return the outputs.
 
     `inputs` has a tensor or a tuple for each module. The threads have the caller's grad mode,
-    autocast and streams. If calls raise, the first module's exception is raised again at the end.
+    autocast and streams. If calls raise, the first module's exception is raised when all are done.
     """
     inputs = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     if kwargs_tup is None:
@@ -159,10 +158,8 @@ def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
     streams = [None] * len(modules)
     if kind == "cuda":
         streams = [torch.cuda.current_stream(device) for device in devices]
-    all_started = threading.Barrier(len(modules))
 
     def call(number):
-        all_started.wait()  # otherwise a thread that is done would take the next call as well
         autocast = torch.autocast(kind, autocast_dtype, autocast_enabled)
         stream = torch.cuda.stream(streams[number])  # does nothing if it is None
         try:
@@ -174,8 +171,8 @@ def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
             raise
 
     with ThreadPoolExecutor(len(modules)) as threads:
-        futures = [threads.submit(call, number) for number in range(len(modules))]
-    return [future.result() for future in futures]
+        outputs = threads.map(call, range(len(modules)))
+    return list(outputs)
 
 
 def gather(outputs, device, dim=0):
@@ -215,9 +212,7 @@ class DataParallel(nn.Module):
     def forward(self, *inputs, **kwargs):
         if len(self.devices) == 1:
             return self.module(*inputs, **kwargs)
-        chunks = [(inputs, kwargs)]
-        if inputs or kwargs:
-            chunks = scatter((inputs, kwargs), self.devices)
+        chunks = scatter((inputs, kwargs), self.devices) or [(inputs, kwargs)]
         devices = self.devices[: len(chunks)]
         replicas = replicate(self.module, devices)
         inputs, kwargs = zip(*chunks, strict=True)
