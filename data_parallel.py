@@ -85,9 +85,10 @@ def scatter(inputs, devices, dim=0):
             chunks = [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
         chunks_of_leaves.append(chunks)
     if len(shapes) > 1:
+        different = list(shapes.values())
         raise ValueError(
-            f"tensors of shapes {list(shapes.values())} give different numbers of chunks for "
-            f"{len(devices)} devices; make them equally long in dimension {dim}"
+            f"tensors of shapes {different} give different numbers of chunks for {len(devices)} "
+            f"devices; make them equally long in dimension {dim}"
         )
     by_device = zip(*chunks_of_leaves, strict=False)  # as many as the tensors have chunks
     return [tree_unflatten(chunks, structure) for chunks in by_device]
