@@ -1,9 +1,9 @@
 """AMP: compute in 16 bits, which is fast, without losing small updates and small gradients.
 
-In a step, the model computes with 16-bit weights the 16-bit gradients of the loss times a scale.
-The optimizer divides them by the scale in fp32, and updates fp32 master weights. Then it rounds the
-masters into the model. In fp16, if a gradient is inf or NaN on any rank, all ranks skip the step.
-In bf16 no scale is needed, because bf16 has the range of fp32.
+In a step, the loss is multiplied by a scale, and backward computes 16-bit gradients from 16-bit
+weights. The optimizer copies the gradients to fp32 and divides them by the scale. It updates fp32
+master weights, and rounds them into the model. If a gradient is inf or NaN on any rank, all ranks
+skip the step. bf16 needs no scale, because it has the range of fp32.
 
     fp32 masters ── round ──→ 16-bit weights → forward → loss · scale → backward → 16-bit gradients
          ↑                                                                                │
@@ -14,7 +14,7 @@ In bf16 no scale is needed, because bf16 has the range of fp32.
 Three things fail in 16 bits. Each has its remedy:
 
     an update below half a unit in the last place of its weight is lost           → fp32 masters
-    in fp16 a gradient up to 2⁻²⁵ rounds to zero, and loses bits below 2⁻¹⁴       → loss scaling
+    an fp16 gradient up to 2⁻²⁵ becomes zero, and one below 2⁻¹⁴ loses bits       → loss scaling
     a sum, norm or exponential overflows at 65504 (fp16), or loses small terms    → autocast
 
 Bytes per parameter with Adam, for Ψ parameters on N ranks:
@@ -23,15 +23,15 @@ Bytes per parameter with Adam, for Ψ parameters on N ranks:
     fp32, or under autocast   4         4           -         4+4    16    4Ψ · 2(N-1)/N: gradients
     MixedPrecisionOptimizer   2         2           4         4+4    16    2Ψ · 2(N-1)/N
 
-While step() runs, it needs 4 more for fp32 gradients. A GradScaler also sends one number per
-optimizer and step.
+step() needs 4 more bytes per parameter while it runs, for fp32 gradients. With a GradScaler, the
+ranks also all-reduce one number per optimizer and step.
 
 Run:      torchrun --nproc-per-node 2 amp.py
           python amp.py runs one rank
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
-Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers, and
-          its cache of weights that a region uses twice
+Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers;
+          autocast's cache, which saves a second cast of a weight that is used twice
 """
 
 import argparse
@@ -47,7 +47,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # if torch.optim imports it later, it keeps the group alive
+import torch.distributed.nn.functional  # after init_process_group it would keep the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -59,7 +59,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 def mixed_precision_step(model, masters, optimizer, loss_of, scale):
-    """Make one step of an fp16 `model`; `optimizer` updates `masters`. Return the next scale."""
+    """Make one step on one device, with fp16 weights in `model` and fp32 `masters` in `optimizer`.
+
+    Return the scale for the next step. It only falls here; section 2 lets it grow again.
+    """
     loss = loss_of(model)  # in fp32
     (loss * scale).backward()  # backward is linear: every gradient is scaled
     for weight, master in zip(model.parameters(), masters, strict=True):
@@ -76,22 +79,23 @@ def mixed_precision_step(model, masters, optimizer, loss_of, scale):
 # --------------------------------------------------------------------------------------------------
 # 2. The scale: the largest that does not overflow, found by trying.
 
-# An optimizer's found_inf is 1 if a gradient is inf or NaN, 0 if all are finite, and this if there
-# is no gradient. All ranks use the maximum, so it is this only if no rank has a gradient.
+# An optimizer's found_inf is 1 if a gradient is inf or NaN, 0 if all gradients are finite, and
+# NO_GRADIENT if there are none. The ranks take the maximum of theirs. NO_GRADIENT is the smallest,
+# so it remains only if no rank has a gradient.
 NO_GRADIENT = -1.0
 
 
 class GradScaler:
     """torch.amp.GradScaler. An inf or NaN on one rank of `process_group` skips the step on all.
 
-    Each iteration: scale(loss).backward(); average the gradients; unscale_(optimizer), if they are
-    to be clipped; step(optimizer); update(). All ranks must use their optimizers in one order.
-    Unlike PyTorch's, this one also scales without CUDA.
+    Each iteration: scale(loss).backward(); average the gradients; unscale_(optimizer), if you clip
+    them; step(optimizer); update(). With several optimizers, all ranks must step them in the same
+    order. Unlike PyTorch's, this class also scales without CUDA.
     """
 
     def __init__(
         self,
-        device="cuda",
+        device="cuda",  # not used: PyTorch's signature has it
         init_scale=2.0**16,
         growth_factor=2.0,
         backoff_factor=0.5,
@@ -99,7 +103,7 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
-        self._scale = 1.0
+        self._scale = 1.0  # update() below sets it to init_scale, unless disabled
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
@@ -107,18 +111,20 @@ class GradScaler:
         self._enabled = enabled
         self._process_group = process_group
         self._found_inf = {}  # {optimizer: its found_inf}, since the last update()
-        self._stepped = set()  # optimizers, since the last update()
+        self._stepped = set()  # optimizers whose step() was called since the last update()
         self.update(init_scale)
 
     def scale(self, outputs):
         """Multiply a tensor, or the tensors in lists and tuples, by the scale."""
         if not self._enabled:
             return outputs
-        scale = torch.tensor(self._scale)  # in fp32, which makes the product of an fp16 loss fp32
+        # fp16 cannot hold the first scale, 2¹⁶. An fp16 loss times an fp32 scalar is in fp32,
+        # because the loss is a scalar as well.
+        scale = torch.tensor(self._scale)
         return tree_map(lambda output: output * scale, outputs)
 
     def unscale_(self, optimizer):
-        """Divide the gradients by the scale, and find out whether they are finite on all ranks."""
+        """Divide the gradients by the scale, and check that they are finite on all ranks."""
         if not self._enabled:
             return
         if optimizer in self._found_inf:
@@ -126,16 +132,17 @@ class GradScaler:
                 "unscale_() or step() has already been called on this optimizer "
                 "since the last update()"
             )
-        if hasattr(optimizer, "unscale_"):  # zero.py's, whose gradients are not in .grad
+        if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
             found_inf = optimizer.unscale_(self._scale)
         else:
             found_inf = self._unscale_grads(optimizer)
         if dist.is_initialized():
             backends = dist.get_backend_config(self._process_group)  # such as "cuda:nccl"
-            if found_inf.device.type not in backends:  # NCCL reduces nothing on the CPU
-                found_inf = found_inf.to(backends.partition(":")[0])
+            # Offloaded gradients are on the CPU, and NCCL cannot reduce a CPU tensor.
+            if found_inf.device.type not in backends:
+                found_inf = found_inf.to(backends.partition(":")[0])  # the first device type
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._process_group)
-        self._found_inf[optimizer] = found_inf.item()  # waits: the host decides whether to step
+        self._found_inf[optimizer] = found_inf.item()  # waits: the host must know whether to step
 
     def _unscale_grads(self, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -152,11 +159,14 @@ class GradScaler:
         return found_inf
 
     def record_found_inf(self, optimizer, found_inf):
-        """Take `found_inf`, the same on all ranks, from a caller that unscales the gradients."""
+        """Call it instead of unscale_(), if you have unscaled and checked the gradients yourself.
+
+        `found_inf` must be the same on all ranks. parallel_3d.py calls this.
+        """
         self._found_inf[optimizer] = float(found_inf)
 
     def step(self, optimizer, *args, **kwargs):
-        """Return optimizer.step(*args, **kwargs), or skip it and return None."""
+        """Return optimizer.step(*args, **kwargs), or None if a gradient is inf or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or optimizer in self._stepped:
@@ -167,21 +177,21 @@ class GradScaler:
         if found_inf == NO_GRADIENT:
             raise AssertionError(
                 "No inf checks were recorded for this optimizer: no rank has a .grad to unscale. "
-                f"Call backward first. If {type(optimizer).__name__} keeps gradients elsewhere, "
-                "train in bf16 without a scaler"
+                f"Call backward first. If {type(optimizer).__name__} keeps its gradients "
+                "elsewhere, train in bf16 without a scaler"
             )
         self._stepped.add(optimizer)
         return None if found_inf else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale=None):
-        """Set the scale to `new_scale`, or adapt it to what was found since the last update."""
+        """Set the scale to `new_scale`, or adapt it to every found_inf since the last update()."""
         if not self._enabled:
             return
         if new_scale is None:
             new_scale = self._next_scale()
-        rounded = torch.tensor(float(new_scale), dtype=torch.float32)
-        if rounded.isfinite():
-            self._scale = rounded.item()
+        in_fp32 = torch.tensor(float(new_scale), dtype=torch.float32)  # PyTorch keeps it in fp32
+        if in_fp32.isfinite():  # a scale that overflows does not grow
+            self._scale = in_fp32.item()
         self._found_inf.clear()
         self._stepped.clear()
 
@@ -229,46 +239,52 @@ class GradScaler:
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
-    """Makes the model's weights `dtype` copies of fp32 masters, which `optimizer` updates.
+    """Casts the model's weights to `dtype`. `optimizer` updates an fp32 master of each weight.
 
     Each iteration: scale(loss).backward(); average the gradients; clip_grad_norm_(max_norm), if
-    wanted; step(), which also updates `scaler`; zero_grad(). Without a scaler, a rank skips the
-    step if its own gradients are not finite. That is enough if all ranks have the same gradients.
-    Ranks that hold parts of one model need a scaler to agree, also in bf16.
+    wanted; step(), which also calls scaler.update(); zero_grad().
+
+    Without a scaler, a rank checks only its own gradients. That is enough if all ranks have the
+    same gradients. If the ranks hold parts of one model, bf16 needs a scaler too: with it, all
+    ranks skip the same steps.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
-        if hasattr(optimizer, "no_sync"):
+        if hasattr(optimizer, "no_sync"):  # Zero1 to Zero3
             raise ValueError(
                 f"{type(optimizer).__name__} has fp32 masters itself: give it a model in {dtype}"
             )
         self.optimizer = optimizer
         self.dtype = dtype
         self.scaler = scaler or GradScaler(enabled=False)
-        self.scale = self.scaler.scale
-        self._masters = {}  # {weight of the model: its master}
+        self.scale = self.scaler.scale  # the method: call optimizer.scale(loss)
+        self._weights = []  # the model's parameters, in `dtype`
+        self._masters = []  # an fp32 copy of each weight, in the same order
         state = optimizer.state_dict()
         for group in optimizer.param_groups:
             group["params"] = [self._make_master(weight) for weight in group["params"]]
-        optimizer.load_state_dict(state)  # what was the weights' is now the masters', in fp32
+        optimizer.load_state_dict(state)  # casts any momenta to fp32, the masters' dtype
         self.write_model_params()
-        self._is_new = True  # until the first write_model_params() from outside of __init__
+        self._is_new = True  # until step(), load_state_dict() or write_model_params() is called
 
     def _make_master(self, weight):
         wide = torch.promote_types(weight.dtype, torch.float32)  # float64 stays
         master = weight.detach().to(wide, copy=True)
-        self._masters[weight] = master
+        self._weights.append(weight)
+        self._masters.append(master)
         weight.data = weight.data.to(self.dtype)
         return master
 
-    def __getattr__(self, name):  # param_groups, state, defaults and hooks are the optimizer's
+    def __getattr__(self, name):
+        # param_groups, state, defaults and hooks are those of `optimizer`, so __init__ does not
+        # call super().__init__(). `self.optimizer` would recurse while it is not set yet.
         return getattr(self.__dict__["optimizer"], name)
 
     def unscale_(self):
-        """Copy the gradients to the masters, and divide them by the scale, unless that is done."""
-        if any(master.grad is not None for master in self._masters.values()):
-            return
-        for weight, master in self._masters.items():
+        """Copy the gradients to the masters, and divide them by the scale."""
+        if any(master.grad is not None for master in self._masters):
+            return  # clip_grad_norm_() or the caller has done it
+        for weight, master in zip(self._weights, self._masters, strict=True):
             if weight.grad is not None:
                 master.grad = weight.grad.to(master.dtype, copy=True)
         self.scaler.unscale_(self.optimizer)
@@ -276,14 +292,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients down to a total norm of `max_norm`; return the norm they had."""
         self.unscale_()
-        return nn.utils.clip_grad_norm_(self._masters.values(), max_norm)
+        return nn.utils.clip_grad_norm_(self._masters, max_norm)
 
     def step(self):
         """Update the masters, unless a gradient is inf or NaN, and round them into the model."""
         self._adopt_written_weights()
         self.unscale_()
-        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
-        # A scaler that is enabled has checked the gradients.
+        gradients = [master.grad for master in self._masters if master.grad is not None]
+        # An enabled scaler skips the step itself. Without one, a norm of inf or NaN skips it.
         if self.scaler.is_enabled() or nn.utils.get_total_norm(gradients).isfinite():
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -292,54 +308,59 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def write_model_params(self):
-        """Round the masters into the model. Call it after writing to the masters."""
-        torch._foreach_copy_(list(self._masters), list(self._masters.values()))
-        self._versions = [weight._version for weight in self._masters]
+        """Round the masters into the model. Call it after you have written to the masters."""
+        torch._foreach_copy_(self._weights, self._masters)
+        self._versions = [weight._version for weight in self._weights]
         self._is_new = False
 
     def zero_grad(self, set_to_none=True):
-        for weight in self._masters:
+        for weight in self._weights:
             if set_to_none:
                 weight.grad = None
             elif weight.grad is not None:
                 weight.grad.zero_()
-        self.optimizer.zero_grad()  # of an unscale_() without a step()
+        self.optimizer.zero_grad()  # if unscale_() was called, but not step()
 
     def state_dict(self):
-        """Return the optimizer's state dict, with "master_weights" and "scaler" in addition."""
+        """Return the optimizer's state dict, and in it also "master_weights" and "scaler"."""
         self._adopt_written_weights()
         state_dict = self.optimizer.state_dict()
-        state_dict["master_weights"] = list(self._masters.values())
+        state_dict["master_weights"] = list(self._masters)
         state_dict["scaler"] = self.scaler.state_dict()
         return state_dict
 
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict)
         self.scaler.load_state_dict(state_dict["scaler"])
-        torch._foreach_copy_(list(self._masters.values()), state_dict["master_weights"])
+        torch._foreach_copy_(self._masters, state_dict["master_weights"])
         self.write_model_params()
 
-    # Refinement: other code writes to the model's weights. The next step would undo it.
+    # Refinement: other code writes to the model's weights, such as model.load_state_dict(). If the
+    # masters did not change with them, the next step would undo it.
 
     @torch.no_grad()
     def reload_model_params(self):
-        """Make the masters equal to the model's weights. Call it on all ranks."""
-        torch._foreach_copy_(list(self._masters.values()), list(self._masters))
+        """Copy the model's weights to the masters. Call it on all ranks, or they will differ."""
+        torch._foreach_copy_(self._masters, self._weights)
 
     @torch.no_grad()
     def _adopt_written_weights(self):
-        """Copy weights that other code has written since write_model_params() to the masters."""
-        for (weight, master), version in zip(self._masters.items(), self._versions, strict=True):
-            is_written = weight._version != version
+        """Copy each weight that was written since write_model_params() to its master."""
+        for weight, master, version in zip(
+            self._weights, self._masters, self._versions, strict=True
+        ):
+            is_written = weight._version != version  # PyTorch counts writes, but not those to .data
             if is_written and self._is_new:
-                # DDP has broadcast rank 0's weights in 16 bits. Rank 0 too drops the other bits.
+                # DDP was made after this object, and broadcast rank 0's weights in 16 bits. The
+                # masters of all ranks, rank 0 too, become these, or the ranks would differ.
                 master.copy_(weight)
             elif is_written:
-                # A state dict was loaded. An element that equals its rounded master keeps the
-                # master's bits.
+                # The caller loaded a state dict. An element may still equal its rounded master:
+                # then the master keeps the bits that the weight does not have.
                 is_same = master.to(self.dtype) == weight
                 master.copy_(torch.where(is_same, master, weight))
             elif self._is_new and not torch.equal(master.to(self.dtype), weight):
+                # A write to .data. Only the first step looks for one, because it takes time.
                 raise RuntimeError(
                     "the model's weights were written through .data after MixedPrecisionOptimizer "
                     "was made; make it afterwards, or call reload_model_params() on all ranks"
@@ -347,7 +368,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Or fp32 weights, and operations that cast their inputs: autocast.
+# 4. Another way: the weights stay in fp32, and autocast casts the inputs of each operation.
 
 # The core of torch.autocast's lists for CUDA. Functions whose names end in _loss are fp32 as well.
 LOW_PRECISION = """matmul __matmul__ __rmatmul__ mm mv bmm addmm addmv baddbmm einsum linear prelu
@@ -357,15 +378,16 @@ FP32 = """exp expm1 log log10 log2 log1p pow __pow__ __rpow__ reciprocal rsqrt s
     softmin log_softmax logsumexp layer_norm rms_norm group_norm normalize sum prod cumsum cumprod
     mean var std norm linalg_norm linalg_vector_norm dist cdist cosine_similarity cross_entropy
     kl_div binary_cross_entropy_with_logits"""
+# From here on, both are sets of names.
 LOW_PRECISION = set(LOW_PRECISION.split())
 FP32 = set(FP32.split())
 
 
 class autocast(ContextDecorator, TorchFunctionMode):
-    """A region, or a decorator, in which operations cast their inputs, other than float64.
+    """A context manager or decorator. In it, operations cast their inputs, unless in float64.
 
-    Matrix products and convolutions compute in `dtype`; reductions, norms, losses and exponentials
-    in fp32, also on the CPU, where PyTorch leaves some as they are. Call backward outside.
+    Matrix products and convolutions compute in `dtype`. Reductions, norms, losses and exponentials
+    compute in fp32. PyTorch's autocast for CPUs does not cast some of these. Call backward outside.
     """
 
     def __init__(self, dtype, enabled=True):
@@ -386,9 +408,10 @@ class autocast(ContextDecorator, TorchFunctionMode):
             is_castable = tensor.is_floating_point() and tensor.dtype != torch.float64
             return tensor.to(dtype) if is_castable else tensor
 
-        if self.enabled and kwargs.get("out") is None:
+        if self.enabled and kwargs.get("out") is None:  # PyTorch too leaves calls with out= alone
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        with torch._C.DisableTorchFunction():  # an outer region must not cast again
+        # An outer region must not cast again. If this one is disabled, nothing is cast at all.
+        with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
 
 
@@ -400,7 +423,7 @@ FORMATS = {  # name: dtype of the weights, what to expect
     "fp16, no scaling": (torch.float16, "fails: most gradients are below 2⁻²⁵ and become zero"),
     "fp16": (torch.float16, "the same loss, scaled"),
     "bf16": (torch.bfloat16, "needs no scale. 16 bytes: 2 + 2, 4 of the master, 8 of Adam"),
-    "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in both"),
+    "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in both dtypes"),
 }
 
 
@@ -425,7 +448,7 @@ def main():
     formula = f"2·{dtype.itemsize}Ψ(N-1)/N"
     status = demo.report((weights, gradients, masters + adam), formula, sent)
     demo.show(
-        f"            (all in {dtype}; in 16 bits params, grads and what is sent take 2 bytes)"
+        f"            (all in {dtype} here; in 16 bits, params, grads and messages have 2 bytes)"
     )
     demo.show()
     compare_formats(demo)
@@ -433,7 +456,7 @@ def main():
 
 
 def compare_formats(demo):
-    """Train a smaller model in each format, by a loss that is divided by 1024."""
+    """Train a smaller model in each format, on the loss divided by 1024."""
     demo.show("16 bits halve activations, traffic and, on hardware for it, time.")
     demo.show("They do not halve the 16 bytes per parameter. The loss is divided by 1024 here.")
     demo.show("C = 64, 2 layers    loss vs fp32     time")

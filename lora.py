@@ -1,31 +1,34 @@
 """LoRA: fine-tune a model that is too large to train, by small corrections to some of its matrices.
 
-In a step, the matrix W is frozen. Only A and B, the thin factors of its correction, get gradients.
+The matrix W is frozen. In a step, forward adds the correction (α/r) B A x to W x, and backward
+computes gradients of the thin factors A and B only. The ranks average them.
 
     x ──┬── W (d × k), frozen; QLoRA: in 4 bits ──┬── y = W x + (α/r) B A x
         └── A (r × k) ── r numbers ── B (d × r) ──┘
 
-B starts at zero, so training starts from the pretrained model, bit for bit. After training,
-(α/r) B A is added to W (merge), or stays beside it in a small file of its own.
+B starts at zero, so training starts from the pretrained model, bit for bit. After training, merge()
+adds (α/r) B A to W, or save_adapter() writes A and B to a small file.
 
-Cost per rank in elements, with Adam, for Ψ parameters and Φ = Σ r(d + k) over the adapted matrices.
-"sent" is per step, times (N-1)/N. Data-parallel ranks send only the gradients of A and B.
+Cost per rank with Adam, in elements, for Ψ parameters and Φ = Σ r(d + k) over the adapted matrices.
+The elements sent per step are those in the column "sent" times (N-1)/N, on N ranks.
 
                           weights     gradients   optimizer   sent
     full fine-tuning         Ψ            Ψ          2Ψ       2Ψ
     LoRA                     Ψ + Φ        Φ          2Φ       2Φ
-    QLoRA                    Ψ/4 + Φ      Φ          2Φ       2Φ          (16 bits become 4.127)
+    QLoRA                    Ψ/4 + Φ      Φ          2Φ       2Φ          (4.127 bits, not 16)
     LoRA over fsdp.py       (Ψ + Φ)/N    Φ/N        2Φ/N      2Ψ + 3Φ
 
-fsdp.py gathers all weights in forward and again in backward. It sends only gradients of A and B.
+fsdp.py gathers all weights in forward and again in backward, 2(Ψ + Φ). It reduce-scatters only the
+gradients of A and B, Φ.
 
 Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py runs as one rank)
 Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314;
           Kalajdzievski 2023, rsLoRA, 2312.03732
 Mirrors:  peft (get_peft_model, its layer and files); bitsandbytes (quantize_4bit, dequantize_4bit)
-Left out: convolutions, embeddings, DoRA, several adapters, .bin files, and weights that are read
-          without a call of their layer (nn.MultiheadAttention, nn.TransformerEncoderLayer in eval):
-          see peft. Kernels that multiply 4-bit weights: see bitsandbytes
+Left out: convolutions, embeddings, DoRA, several adapters, .bin files, and layers whose weight is
+          used without a call of the layer (in nn.MultiheadAttention, and in eval mode in
+          nn.TransformerEncoderLayer): see peft. Kernels that multiply 4-bit weights: see
+          bitsandbytes
 """
 
 import argparse
@@ -43,7 +46,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # an import after init_process_group keeps the group alive
+import torch.distributed.nn.functional  # after init_process_group it would keep the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,7 +93,7 @@ class LoRALinear(nn.Module):
         d, k = weight.shape
         dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits lose small updates
         A = torch.empty(r, k, dtype=dtype, device=weight.device)
-        A.uniform_(-(k**-0.5), k**-0.5)  # as peft draws it
+        A.uniform_(-(k**-0.5), k**-0.5)  # like peft
         self.lora_A = nn.Parameter(A)
         self.lora_B = nn.Parameter(A.new_zeros(d, r))
         self.scaling = lora_alpha / (r**0.5 if use_rslora else r)
@@ -100,7 +103,7 @@ class LoRALinear(nn.Module):
             self.base_layer = quantize_nf4(weight, double_quant=double_quant)
             self.base_layer.bias = base.bias
         self.base_layer.requires_grad_(False)
-        # W + scaling · B A after merge(), None after unmerge()
+        # merge() sets it to W + scaling · B A. Otherwise it is None.
         self.register_buffer("merged", None, persistent=False)
 
     def forward(self, x):
@@ -110,7 +113,8 @@ class LoRALinear(nn.Module):
         x = F.dropout(x, self.lora_dropout, self.training)
         A = self.lora_A.to(y.dtype)  # the dtype of x, or autocast's
         B = self.lora_B.to(y.dtype)
-        # Keep r as the first dimension of both. MKL takes up to 1.3 times as long with r columns.
+        # `hidden` is (r, tokens) and B.t() is (r, d). MKL takes up to 1.3 times as long if r is the
+        # last dimension.
         hidden = self.scaling * (A @ x.reshape(-1, x.shape[-1]).t())
         rows = torch.addmm(y.reshape(-1, y.shape[-1]), hidden.t(), B.t().contiguous())
         return rows.view(y.shape)
@@ -118,9 +122,14 @@ class LoRALinear(nn.Module):
     def merged_forward(self, x):
         if self.training and torch.is_grad_enabled():
             raise ValueError(
-                "merged, so A and B get no gradient: unmerge(model) to train, or model.eval()"
+                "the adapter is merged, so A and B get no gradient: call unmerge(model) to train, "
+                "or model.eval()"
             )
         return F.linear(x, self.merged, self.base_layer.bias)
+
+
+def lora_layers(model):
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
 
 
 def inject_lora(
@@ -135,8 +144,9 @@ def inject_lora(
 ):
     """Replace the target nn.Linear layers by LoRALinear, freeze all else, and return the model.
 
-    target_modules is a list of names, or of their ends after a dot, such as "q_proj"; or a regular
-    expression that matches whole names; or "all-linear". The other arguments are LoRALinear's.
+    target_modules is "all-linear", a regular expression that matches whole names, or a list. An
+    entry of the list is a whole name, or the last parts of one, such as "q_proj". The other
+    arguments are LoRALinear's.
     """
     if lora_layers(model):
         raise ValueError("the model has adapters already")
@@ -147,40 +157,43 @@ def inject_lora(
         "lora_dropout": lora_dropout,
         "use_rslora": use_rslora,
     }
-    adapted = {}  # {nn.Linear: its LoRALinear}. A layer with two names in the model has only one.
+    adapted = {}  # {nn.Linear: its LoRALinear}. An nn.Linear with two names gets one LoRALinear.
     for layer in targets.values():
         adapted[layer] = LoRALinear(layer, **config, quantize=quantize, double_quant=double_quant)
-    model.requires_grad_(False)
-    for path, layer in targets.items():
-        model.set_submodule(path, adapted[layer])
-    # peft knows "all-linear" for some models only, so save_adapter writes the pattern.
-    names = pattern if target_modules == "all-linear" else target_modules
-    model.lora_config = {**config, "target_modules": names}
+    model.requires_grad_(False)  # not A and B, which are not in the model yet
+    for name, layer in targets.items():
+        model.set_submodule(name, adapted[layer])
+    if target_modules == "all-linear":
+        target_modules = pattern  # for save_adapter: peft knows "all-linear" for some models only
+    model.lora_config = {**config, "target_modules": target_modules}
     return model
 
 
 def find_targets(model, target_modules):
-    """Return a regular expression of the targets' names, and {name: nn.Linear} of the targets.
+    """Return target_modules as a regular expression, and the layers it matches, {name: nn.Linear}.
 
-    Raise a ValueError if there is no target, or if one is not an nn.Linear.
+    Raise a ValueError if it matches no layer, or a layer that is not an nn.Linear.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
-    linear = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
+    linear_names = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
     if target_modules == "all-linear":
-        pattern = "|".join(map(re.escape, linear))
+        pattern = "|".join(map(re.escape, linear_names))
     elif isinstance(target_modules, str):
         pattern = target_modules
     else:
         pattern = "|".join(rf"(.*\.)?{re.escape(name)}" for name in target_modules)
-    found = [path for path in layers if path and re.fullmatch(pattern, path)]
-    if not found or not set(found) <= set(linear):
-        wrong = f"target_modules {target_modules!r} finds {found}"
-        raise ValueError(f"{wrong}; there are nn.Linear {linear}")
-    return pattern, {path: layers[path] for path in found}
+    # The name of the model itself is "". It cannot be replaced.
+    found = [name for name in layers if name and re.fullmatch(pattern, name)]
+    if not found or not set(found) <= set(linear_names):
+        raise ValueError(
+            f"target_modules {target_modules!r} finds {found}; "
+            f"it must find nn.Linear layers only, which are {linear_names}"
+        )
+    return pattern, {name: layers[name] for name in found}
 
 
 def trained_by(model):
-    """The parameters that train: A and B of every layer."""
+    """Return the parameters that are not frozen: after inject_lora, A and B of each layer."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
@@ -188,21 +201,23 @@ def average_adapters(model, process_group=None):
     """Average the gradients of A and B over the ranks. Call it between backward and step.
 
     All ranks must start from the same A: call inject_lora after the same torch.manual_seed.
-    Instead of this function, ddp.py or fsdp.py can train the model. With QLoRA, give ddp.py
-    broadcast_buffers=False. Otherwise it sends the 4-bit weights, which are buffers, before every
-    forward.
+    Do not call it if ddp.py or fsdp.py wraps the model, because they average the gradients. With
+    QLoRA, give ddp.py broadcast_buffers=False. Otherwise it sends the 4-bit weights, which are
+    buffers, before every forward.
     """
     ranks = dist.get_world_size(process_group)
-    if ranks < 1:
+    if ranks < 1:  # it is -1 on a rank outside of the group
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     parameters = trained_by(model)
-    # All ranks must send the same size, so a parameter that only other ranks have used sends zeros.
+    # All ranks must send the same number of elements. If this rank has not used a parameter, it
+    # sends zeros for it.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=process_group)
-    flat /= ranks  # after the sum, like one device that accumulates gradients
+    flat /= ranks  # after the sum, so that the bits are those of one device that accumulates
     means = flat.split([parameter.numel() for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
+        # torch.cat has promoted the gradients if their dtypes differ.
         parameter.grad = mean.view_as(parameter).to(parameter.dtype)
 
 
@@ -210,18 +225,14 @@ def average_adapters(model, process_group=None):
 # 3. After training: merge.
 
 
-def lora_layers(model):
-    return {path: layer for path, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-
-
 def merge(model):
-    """Make every LoRALinear multiply by W + scaling · B A in W's dtype. It keeps W for unmerge().
+    """Make every LoRALinear multiply by W + scaling · B A, in W's dtype. W stays, for unmerge().
 
-    QLoRA's sum is not quantized again, because 4 bits would lose most of the correction. A model
+    With QLoRA the sum is not quantized, because 4 bits would lose most of the correction. A model
     under fsdp.py cannot be merged, because no rank has all of W.
     """
     for layer in lora_layers(model).values():
-        weight = layer.base_layer.weight
+        weight = layer.base_layer.weight  # QLoRA dequantizes it here
         merged = weight + layer.scaling * layer.lora_B @ layer.lora_A
         layer.merged = merged.to(weight.dtype).detach()
 
@@ -235,21 +246,23 @@ def unmerge(model):
 # --------------------------------------------------------------------------------------------------
 # 4. Files in peft's format: adapter_config.json and adapter_model.safetensors.
 
-# The fields of adapter_config.json that load_adapter uses, with peft's defaults.
-CONFIG = {
+# The fields of adapter_config.json that load_adapter uses, with the defaults of peft. Those of
+# inject_lora are others.
+DEFAULTS = {
     "r": 8,
     "lora_alpha": 8,
     "lora_dropout": 0.0,
     "use_rslora": False,
     "target_modules": None,
 }
-# Fields with values that leave what the adapter computes as it is.
+# Other fields, and the values that load_adapter accepts. It refuses their other values.
 SUPPORTED = {
     "peft_type": ["LORA"],
     "bias": ["none"],
     "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
 }
-# Fields that never change what the adapter computes. Any other field that is set is refused.
+# Fields that do not change what the adapter computes. load_adapter ignores them. It refuses a
+# field that is neither here nor above, if it is set.
 IGNORED = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -268,18 +281,18 @@ IGNORED = {
 def adapter_state_dict(model, state_dict=None):
     """Return {peft's name: tensor}. Under fsdp.py, state_dict is its full_state_dict(model)."""
     state_dict = model.state_dict() if state_dict is None else state_dict
-    names = [f"{path}.{factor}" for path in lora_layers(model) for factor in ("lora_A", "lora_B")]
-    return {f"base_model.model.{name}.weight": state_dict[name] for name in names}
+    keys = [f"{name}.{factor}" for name in lora_layers(model) for factor in ("lora_A", "lora_B")]
+    return {f"base_model.model.{key}.weight": state_dict[key] for key in keys}
 
 
 def save_adapter(model, directory, state_dict=None):
-    """Write what peft.PeftModel.from_pretrained(base_model, directory) reads. Call on one rank."""
+    """Write files for peft.PeftModel.from_pretrained(base_model, directory). Call on one rank."""
     from safetensors.torch import save_file  # pip install safetensors
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
-    text = json.dumps(fields, indent=2, default=list)  # names may be a set
+    text = json.dumps(fields, indent=2, default=list)  # target_modules may be a set
     (directory / "adapter_config.json").write_text(text)
     save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
 
@@ -287,8 +300,8 @@ def save_adapter(model, directory, state_dict=None):
 def load_adapter(model, directory):
     """Read what save_adapter or peft wrote. Inject adapters if `model` has none. Return the model.
 
-    If the files need something that is left out here, or do not fit the model, the ValueError
-    lists all of it, and nothing is copied.
+    A ValueError lists the fields that are not supported, or all that does not fit the model. It is
+    raised before anything is copied.
     """
     from safetensors.torch import load_file  # pip install safetensors
 
@@ -306,13 +319,13 @@ def load_adapter(model, directory):
     if wrong:
         raise ValueError(f"{directory} does not fit the model: {'; '.join(wrong)}")
     for name, tensor in state_dict.items():
-        tensor.copy_(saved[name])
-    unmerge(model)
+        tensor.copy_(saved[name])  # into the model: state_dict() does not copy
+    unmerge(model)  # the merged weights had the old A and B
     return model
 
 
 def describe(config, state_dict):
-    """Return {name: value or shape} of all on which the files and the model must agree."""
+    """Return {name: value or shape}, which must be equal for the files and for the model."""
     values = {name: config[name] for name in ("r", "lora_alpha", "use_rslora")}
     return values | {name: list(tensor.shape) for name, tensor in state_dict.items()}
 
@@ -323,19 +336,19 @@ def read_config(directory):
     fields = json.loads(path.read_text())
     wrong = []
     for name, value in fields.items():
-        is_supported = name in CONFIG.keys() | IGNORED or value in SUPPORTED.get(name, [])
-        if value and not is_supported:
+        is_supported = name in DEFAULTS or name in IGNORED or value in SUPPORTED.get(name, [])
+        if value and not is_supported:  # false, null and empty mean that the field is not set
             wrong.append(f"{name} {value!r}")
     if wrong:
         raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
-    return {name: fields.get(name, default) for name, default in CONFIG.items()}
+    return {name: fields.get(name, default) for name, default in DEFAULTS.items()}
 
 
 # --------------------------------------------------------------------------------------------------
 # 5. QLoRA: frozen weights in 4 bits.
 
-# Quantiles of a normal distribution: pretrained weights use all 16 about equally (Dettmers, §3).
-# A code is an index into it.
+# Quantiles of a normal distribution, so pretrained weights use all 16 about equally (Dettmers, §3).
+# A 4-bit code is an index into this table.
 NF4_TABLE = torch.tensor(
     [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
     + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0],
@@ -344,9 +357,10 @@ NF4_TABLE = torch.tensor(
 
 
 def dynamic_table():
-    """bitsandbytes' 256 signed 8-bit values, for double quantization (arXiv 2110.02861, §2.2).
+    """Return bitsandbytes' 256 values for 8-bit codes, ascending (arXiv 2110.02861, §2.2).
 
-    They cover 7 decades. Each decade has twice as many as the one below.
+    127 are positive. They cover 7 decades, and each decade has twice as many values as the one
+    below it. The others are the same numbers with a minus sign, 0 and 1.
     """
     positive = []
     for decade in range(7):
@@ -362,22 +376,23 @@ DYNAMIC_TABLE = dynamic_table()
 
 @functools.cache
 def on_device(table, device):
-    """A copy of the table, made once for each device."""
+    """Return a copy of the table on the device. It is made at the first call only."""
     return table.to(device)
 
 
 def quantize_blocks(flat, table, block_size):
-    """Return a code for each number, and for each block its largest magnitude, absmax.
+    """Return a code for each number, and the largest magnitude of each block, absmax.
 
     The code is the index of the value in `table` that is nearest to number / absmax. If two values
-    are equally near, it is the lower one.
+    are equally near, it is the index of the lower one.
     """
     table = on_device(table, flat.device)
     blocks = F.pad(flat, (0, -len(flat) % block_size)).view(-1, block_size)
     absmax = blocks.abs().amax(1)
+    # Like bitsandbytes, multiply by the reciprocal. clamp_min: a block may have only zeros.
     relative = blocks * (1 / absmax.clamp_min(1e-38)).unsqueeze(1)
     codes = torch.bucketize(relative, (table[:-1] + table[1:]) / 2).to(torch.uint8)
-    return codes.flatten()[: len(flat)].clone(), absmax
+    return codes.flatten()[: len(flat)].clone(), absmax  # a view would keep the padding in memory
 
 
 def dequantize_blocks(codes, absmax, table, block_size):
@@ -389,34 +404,37 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
     """Round each block to 16 multiples of its largest magnitude, absmax. Return an NF4.
 
     An element takes 4 bits, and absmax 32 bits per block: 4.5 bits per element. double_quant
-    subtracts the mean of all absmax, and quantizes the rest to 8 bits in blocks of 256: 4.127 bits
-    per element. The bytes are those of bitsandbytes, except for a few of the 8-bit codes, for which
-    its CPU kernel takes a neighbour.
+    subtracts the mean of all absmax, and quantizes the differences to 8 bits in blocks of 256.
+    That makes 4.127 bits per element.
+
+    The bytes are those of bitsandbytes, except for a few of the 8-bit codes. Its CPU kernel does
+    not always take the nearest value.
     """
     flat = weight.detach().flatten().float()
     codes, absmax = quantize_blocks(flat, NF4_TABLE, block_size)
-    codes = F.pad(codes, (0, len(codes) % 2), value=7)  # 0.0
+    codes = F.pad(codes, (0, len(codes) % 2), value=7)  # 7 is the code of 0.0
     packed = codes[::2] << 4 | codes[1::2]
     scales = None
     mean = None
     if double_quant:
         mean = absmax.mean(0, keepdim=True)
+        # From here on, absmax holds uint8 codes.
         absmax, scales = quantize_blocks(absmax - mean, DYNAMIC_TABLE, 256)
     return NF4(weight, block_size, packed, absmax, scales, mean)
 
 
-def dequantize_nf4(q, dtype=None):
-    """Return the rounded weight in `dtype`, by default the one it had."""
-    absmax = q.absmax
-    if q.mean is not None:
-        absmax = dequantize_blocks(absmax, q.scales, DYNAMIC_TABLE, 256) + q.mean
-    codes = torch.stack((q.packed >> 4, q.packed & 15), 1).flatten()
-    weight = dequantize_blocks(codes[: q.shape.numel()], absmax, NF4_TABLE, q.block_size)
-    return weight.view(q.shape).to(dtype or q.dtype)
+def dequantize_nf4(nf4, dtype=None):
+    """Return the rounded weight in `dtype`, by default the dtype before quantize_nf4()."""
+    absmax = nf4.absmax
+    if nf4.mean is not None:
+        absmax = dequantize_blocks(absmax, nf4.scales, DYNAMIC_TABLE, 256) + nf4.mean
+    codes = torch.stack((nf4.packed >> 4, nf4.packed & 15), 1).flatten()
+    weight = dequantize_blocks(codes[: nf4.shape.numel()], absmax, NF4_TABLE, nf4.block_size)
+    return weight.view(nf4.shape).to(dtype or nf4.dtype)
 
 
 class NF4(nn.Module):
-    """A frozen nn.Linear with a weight in 4 bits, which are buffers: state_dict() has them."""
+    """A frozen nn.Linear with its weight in 4 bits, in buffers, so that state_dict() has them."""
 
     def __init__(self, weight, block_size, packed, absmax, scales, mean):
         super().__init__()
@@ -424,25 +442,28 @@ class NF4(nn.Module):
         self.dtype = weight.dtype  # of the weight when it is dequantized
         self.block_size = block_size
         self.bias = None
-        self.register_buffer("packed", packed)  # uint8: two codes, the first in the high half
-        self.register_buffer("absmax", absmax)  # per block: float32, or a uint8 code
-        # Only with double_quant:
-        self.register_buffer("scales", scales)  # per 256 blocks: float32, the absmax of their codes
-        self.register_buffer("mean", mean)  # float32, of all absmax
+        self.register_buffer("packed", packed)  # uint8: two codes each, the first in the high half
+        self.register_buffer("absmax", absmax)  # per block: float32; uint8 with double_quant
+        # With double_quant, absmax = DYNAMIC_TABLE[code] * scale + mean. Otherwise both are None.
+        self.register_buffer("scales", scales)  # float32, one for 256 blocks
+        self.register_buffer("mean", mean)  # float32, one
 
     @property
     def weight(self):
         return dequantize_nf4(self)
 
     def forward(self, x):
-        # Autograd keeps the 4 bits, and dequantizes again in backward.
+        # With checkpoint, autograd keeps the 4 bits and dequantizes them again in backward.
         return checkpoint(self.linear, x, use_reentrant=False)
 
     def linear(self, x):
         return F.linear(x, dequantize_nf4(self, x.dtype), self.bias)
 
     def _apply(self, fn, recurse=True):
-        """Move the buffers, but cast only the bias: model.half() must not round the scales."""
+        """Move the buffers, but cast only the bias.
+
+        model.half() must not round the scales. It only sets the dtype that dequantizing returns.
+        """
 
         def move(tensor):
             moved = fn(tensor)
