@@ -9,21 +9,26 @@ backward and sends the gradient of its input to the previous rank.
 A schedule is the order in which a rank does this. Here p = 3, m = 4, and time runs from left to
 right. F2 is the forward of micro-batch 2. B2 is its backward, which takes about two forwards:
 
-    GPipe: all forwards, then all backwards         1F1B: a backward as soon as there is one
+    GPipe: all forwards, then all backwards         1F1B: each backward as soon as it can run
     rank 0  F0F1F2F3            B0..B1..B2..B3..    F0F1F2        B0..F3B1..  B2..  B3..
     rank 1    F0F1F2F3      B0..B1..B2..B3..          F0F1    B0..F2B1..F3B2..  B3..
     rank 2      F0F1F2F3B0..B1..B2..B3..                F0B0..F1B1..F2B2..F3B3..
 
-The ranks wait in the blanks. Their share of all ranks' time is called the bubble. 1F1B has the same
-bubble as GPipe, but keeps the activations of p micro-batches instead of m. Interleaved 1F1B gives
-each rank v smaller stages (stage s is on rank s mod p), so the pipeline fills v times as fast. Zero
-bubble splits B into I, the gradient of the stage's input, and W, the gradients of its weights. The
-previous rank waits only for I, so W can run in the bubble.
+In the blanks the ranks wait. The bubble is the share of all ranks' time that is blank. 1F1B has the
+same bubble as GPipe, but keeps the activations of at most p micro-batches instead of m. Three more
+schedules:
+
+    naive              A micro-batch goes forward and backward through all ranks before the next.
+    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. The first
+                       micro-batch reaches the last rank v times as fast.
+    zero_bubble        B is split into I, the gradient of the stage's input, and W, the gradients of
+                       its weights. The previous rank waits only for I, so W can run in the bubble.
 
 Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
-                       parameters   bubble             alive on rank 0   sent by an inner rank
-    naive              Ψ/p          1 - 1/p            1 micro-batch     2·m·bsh per step
+                       parameters   bubble             micro-batches     elements sent by
+                                                       kept on rank 0    an inner rank per step
+    naive              Ψ/p          1 - 1/p            1                 2·m·bsh
     gpipe              Ψ/p          (p-1)/(m+p-1)      m                 2·m·bsh
     1f1b               Ψ/p          (p-1)/(m+p-1)      min(p, m)         2·m·bsh
     interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1) *   more than 1f1b    2·v·m·bsh
@@ -33,20 +38,20 @@ Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
 The first rank sends no gradients and the last no activations, so each of them sends m·bsh less.
 
-The demo draws two timelines, one that simulate() predicts and one that the ranks have measured. If
-it says "bubble 20%" for the first and "bubble 23%" for the second, the ranks waited for 23% of the
-step. The prediction takes equal stages, B = 2F and transfers that cost no time. A few points more
-are good. Many more mean that the stages are unequal, that transfers are slow, or that ranks share a
-processor. More micro-batches or another schedule lower both numbers.
-
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
 Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473, section 2.2;
           zero bubble, 2401.10241, section 2 (its schedule ZB-H1)
 Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file reads and writes
-Left out: tied parameters, data parallelism, clipping and means over unmasked tokens (parallel_3d.py
-          has them); the outputs of the last stage; gradients of the batch's inputs; W for anything
-          but the weights of linear layers (all else gets its gradient in I). A rank whose stages
-          have no parameters computes on torch's default device.
+Left out: Tied parameters, data parallelism, clipping and means over unmasked tokens are in
+          parallel_3d.py. step() returns neither the outputs of the last stage nor the gradients of
+          the batch's inputs. W computes the gradients of the weights of linear layers only. I
+          computes those of all other parameters.
+
+The demo draws two timelines. simulate() predicts the first, and the ranks have measured the second.
+If they say "bubble 20%" and "bubble 23%", the ranks waited for 23% of the step. The prediction
+assumes equal stages, B = 2F and transfers that take no time. A measured bubble a few points above
+the prediction is good. If it is far above, the stages are unequal, transfers are slow, or ranks
+share a processor. More micro-batches or another schedule lower both numbers.
 """
 
 import argparse
@@ -67,7 +72,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+import torch.distributed.nn.functional  # an import after init_process_group keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,9 +85,9 @@ from torch.utils._pytree import tree_leaves
 def start_transfer(operation, tensor, peer, group):
     """Start one send or receive (`dist.isend` or `dist.irecv`). -> the work to wait for.
 
-    Each transfer is a batch of its own. Over NCCL, a batch uses the group's communicator, but a
-    bare isend creates one for the pair of ranks, in the middle of a step. A batch of several
-    transfers would have to be the same on both sides.
+    Over NCCL, a bare isend would create a communicator for the two ranks in the middle of a step.
+    A batch uses the group's. It holds one transfer, because sender and receiver would have to form
+    the same batches of several.
     """
     transfer = dist.P2POp(operation, tensor, group=group, group_peer=peer)
     return dist.batch_isend_irecv([transfer])[0]
@@ -102,6 +107,7 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
         x = micro_input
         if rank > 0:
             x = torch.empty_like(like, requires_grad=True)
+            # detach() shares x's memory. Autograd does not see that the message is written there.
             start_transfer(dist.irecv, x.detach(), rank - 1, process_group).wait()
         y = stage(x)
         if rank < last:
@@ -110,7 +116,7 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
             y = loss_fn(y, target) / num_microbatches
         saved.append((x, y))
     for x, y in saved:
-        gradient = torch.ones_like(y)
+        gradient = torch.ones_like(y)  # on the last rank y is the loss, and its gradient is 1
         if rank < last:
             start_transfer(dist.irecv, gradient, rank + 1, process_group).wait()
         y.backward(gradient)
@@ -120,27 +126,40 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Schedules. A schedule has a list of actions for each rank. An action is a string of the stage,
+# 2. Schedules. A schedule is a list of actions for each rank. An action is a string of the stage,
 #    the kind (F, B, I or W) and the micro-batch: "2F0" is the forward of stage 2 on micro-batch 0.
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
 def gpipe(stages, micro_batches):
-    """All forwards, then all backwards, on a rank that may have several stages."""
+    """-> all forwards, then all backwards, of the micro-batches on a rank that has these stages."""
     forwards = [f"{stage}F{i}" for stage in stages for i in micro_batches]
     backwards = [f"{stage}B{i}" for stage in reversed(stages) for i in micro_batches]
     return forwards + backwards
 
 
 def one_forward_one_backward(actions, warmup):
-    """`warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """-> `warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
     forwards = [action for action in actions if "F" in action]
-    backwards = iter([action for action in actions if "B" in action])
+    backwards = (action for action in actions if "B" in action)
     reordered = forwards[:warmup]
     for forward in forwards[warmup:]:
         reordered += [forward, next(backwards)]
     return [*reordered, *backwards]
+
+
+def split_backwards(actions, delay):
+    """-> zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
+    split = []
+    waiting = collections.deque()  # the W of the last I
+    for action in actions:
+        split.append(action.replace("B", "I"))
+        if "B" in action:
+            waiting.append(action.replace("B", "W"))
+        if len(waiting) > delay:
+            split.append(waiting.popleft())
+    return [*split, *waiting]
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
@@ -151,43 +170,32 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             f"no schedule {name!r} of {p} ranks, {m} micro-batches and {v} stages per rank: "
             f"each number must be at least 1, and the name one of {', '.join(SCHEDULES)}"
         )
-    # Each rank runs GPipe in rounds of some micro-batches. 1F1B then reorders all of its actions.
+    # Each rank runs GPipe on some micro-batches, then on the next. Such a round has about p of them
+    # in 1F1B: when rank 0 has run a stage on p, the first is ready for rank 0's next stage.
     if name == "naive":
         num_rounds = m
     elif name == "gpipe":
         num_rounds = 1
     else:
         num_rounds = max(1, m // p)
-    rounds = [each.tolist() for each in torch.arange(m).tensor_split(num_rounds)]
+    rounds = [numbers.tolist() for numbers in torch.arange(m).tensor_split(num_rounds)]
     schedule = []
     for rank in range(p):
         stages = range(rank, p * v, p)
-        actions = [action for each in rounds for action in gpipe(stages, each)]
+        actions = [action for micro_batches in rounds for action in gpipe(stages, micro_batches)]
         if name not in ("naive", "gpipe"):
-            # A rank needs one forward more than the next rank, for whose backward it waits. Two
-            # more, as in Megatron-LM and PyTorch, leave time for transfers. With v stages, the
-            # first round must have passed all of them but the last.
-            further_ahead = 2 if name == "interleaved_1f1b" else 1
-            warmup = further_ahead * (p - 1 - rank) + (v - 1) * len(rounds[0])
+            # A rank waits for the next rank's backward, so it first runs one forward more than that
+            # rank. If stages are interleaved it runs two more, as in Megatron-LM and PyTorch. This
+            # leaves time for transfers. Its last stage begins after v - 1 stages have run a round.
+            forwards_per_rank = 2 if name == "interleaved_1f1b" else 1
+            warmup = forwards_per_rank * (p - 1 - rank) + (v - 1) * len(rounds[0])
             actions = one_forward_one_backward(actions, warmup)
         if name == "zero_bubble":
-            # Rank r keeps r micro-batches fewer than rank 0. If r of its W wait, both are equal.
+            # In 1F1B, rank r keeps the activations of p - r micro-batches. If r more wait for their
+            # W, every rank keeps those of p.
             actions = split_backwards(actions, delay=rank)
         schedule.append(actions)
     return schedule
-
-
-def split_backwards(actions, delay):
-    """Zero bubble: each B becomes an I, and its W comes `delay` backwards later."""
-    split = []
-    waiting = collections.deque()
-    for action in actions:
-        split.append(action.replace("B", "I"))
-        if "B" in action:
-            waiting.append(action.replace("B", "W"))
-        if len(waiting) > delay:
-            split.append(waiting.popleft())
-    return [*split, *waiting]
 
 
 def parse(action):
@@ -197,18 +205,19 @@ def parse(action):
 
 
 def input_key(action):
-    """ "2F0" -> "2F0", "2I0" and "2W0" -> "2B0": the name of the tensors that an action takes.
+    """ "2F0" -> "2F0"; "2B0", "2I0" and "2W0" -> "2B0": the key under which an action's input is.
 
-    The next stage sends gradients, and does not know whether this one takes them in a B or an I.
+    B and I share a key, because the sender of the gradients does not know which of them runs. I
+    takes the gradients, then leaves the input of W under the same key.
     """
     return re.sub("[IW]", "B", action)
 
 
 def output_key(action, last_stage):
-    """ "2F0" -> "3F0", "2B0" -> "1B0": the input_key() of the action that takes the output.
+    """ "2F0" -> "3F0"; "2B0", "2I0" -> "1B0": the input_key() of the action that takes the output.
 
-    The backward of the last stage takes what its forward returns. No action takes the gradient of
-    the batch. W has no output, because it only adds to .grad.
+    The last stage's forward gives its own backward the gradient to begin with. The first stage's
+    backward gets the key of a stage -1, which no rank has. W has no output: it adds to .grad.
     """
     stage, kind, i = parse(action)
     if kind == "W":
@@ -230,41 +239,46 @@ class Simulation(NamedTuple):
     start: dict  # action -> time
     end: dict  # action -> time
     bubble_fraction: float  # the share of all ranks' time in which they wait
-    peak_activations: list  # by rank: the most micro-batches, of each stage, alive at once
+    peak_activations: list  # by rank: the most forwards at once whose backward has not ended
 
 
 def simulate(schedule, cost=COST):
-    """Run each rank's actions in their order, each as soon as its inputs are there.
+    """Compute when each action starts and ends, if each starts as soon as it can.
 
-    Transfers take no time. Raises ValueError if the schedule is incomplete or deadlocks.
+    A rank keeps the order of its actions. Transfers take no time. Raises ValueError if the schedule
+    is incomplete or deadlocks.
     """
     schedule = compute_only(schedule)
     last_stage = max(rank_of_stages(schedule))
     cost = COST | cost
-    start, end = {}, {}
-    micro_batches = range(count_microbatches(schedule))
-    available = {f"0F{i}": 0 for i in micro_batches}  # input_key -> since when the inputs are there
-    rank_is_free = [0] * len(schedule)  # since when: the end of the rank's last action
+    start = {}
+    end = {}
+    # input_key -> the time since when the input is there
+    available = {f"0F{i}": 0 for i in range(count_microbatches(schedule))}
+    free_since = [0] * len(schedule)  # by rank: the end of its last action
     waiting = [collections.deque(actions) for actions in schedule]
     while any(waiting):
         ended_before = len(end)
         for rank, actions in enumerate(waiting):
             while actions and input_key(actions[0]) in available:
                 action = actions.popleft()
-                start[action] = max(rank_is_free[rank], available[input_key(action)])
+                start[action] = max(free_since[rank], available[input_key(action)])
                 end[action] = start[action] + cost[parse(action)[1]]
-                rank_is_free[rank] = end[action]
+                free_since[rank] = end[action]
                 available[output_key(action, last_stage)] = end[action]
         if len(end) == ended_before:
             stuck = [actions[0] for actions in waiting if actions]
             raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} wait for ever")
     busy = sum(end.values()) - sum(start.values())
-    bubble_fraction = 1 - busy / (max(rank_is_free) * len(schedule))
+    bubble_fraction = 1 - busy / (max(free_since) * len(schedule))
     return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
 
 
 def peak_alive(actions):
-    """-> the most micro-batches, of each stage, that are between their F and their B, or W."""
+    """-> the most forwards at once that wait for the end of their backward, which is B or W.
+
+    A micro-batch counts once for each stage.
+    """
     changes = [1 if "F" in action else -1 for action in actions if "I" not in action]
     return max(itertools.accumulate(changes), default=0)
 
@@ -274,7 +288,7 @@ def count_microbatches(schedule):
 
 
 def rank_of_stages(schedule):
-    """-> {stage: rank}. A rank must take a micro-batch forward, then backward, once per stage."""
+    """-> {stage: rank}. Raises ValueError unless each forward is followed by its whole backward."""
     rank_of = {}
     kinds = collections.defaultdict(str)  # (stage, micro-batch, rank) -> the kinds of its actions
     for rank, actions in enumerate(schedule):
@@ -291,11 +305,34 @@ def rank_of_stages(schedule):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Transfers between ranks.
+# 4. Transfers between ranks: in which order, and how.
+
+
+def plan(schedule, rank):
+    """-> (action, output key, source, destination) of each action that concerns the rank.
+
+    The rank is the source, which runs the action, or the destination, which receives its output.
+    The destination is None if no action takes the output.
+
+    All ranks follow one order: actions by their simulated end, and each transfer right after its
+    action. An action or a transfer waits only for those before it in this order. So the first one
+    that has not ended can always run, and nothing deadlocks. This is needed over NCCL, where a
+    rank's transfers run one after another, and a send ends only when its receiver takes it.
+    """
+    rank_of = rank_of_stages(schedule)
+    end = simulate(schedule).end
+    program = []
+    for action in sorted(end, key=end.get):
+        out_key = output_key(action, max(rank_of))
+        source = rank_of[parse(action)[0]]
+        destination = rank_of.get(parse(out_key)[0]) if out_key else None
+        if rank in (source, destination):
+            program.append((action, out_key, source, destination))
+    return program
 
 
 def meta_of(tensor):
-    """-> what the receiver of a tensor must know."""
+    """-> what the receiver must know to allocate the tensor: arguments of torch.zeros."""
     if not torch.is_tensor(tensor):
         name = type(tensor).__name__
         raise ValueError(f"the stage returned a {name}; return a tensor or a tuple of tensors")
@@ -303,35 +340,38 @@ def meta_of(tensor):
 
 
 class Transfers:
-    """Sends and receives the inputs of actions."""
+    """Sends the outputs of actions, and receives them as inputs of this rank's actions."""
 
     def __init__(self, group, device):
-        # Gloo sends from the host's memory. Ask for the backend of the device: dist.get_backend()
-        # is "undefined" after init_process_group() without a backend.
+        # Gloo sends from the host's memory. dist.get_backend() does not tell the backend of a
+        # device: it is "undefined" after init_process_group() without a backend.
         if f"{device.type}:gloo" in dist.get_backend_config(group):
             device = torch.device("cpu")
         self.group = group
-        self.device = device  # of the messages
+        self.device = device  # of the messages; the stages may be on another
         self.metadata = {}  # input_key -> meta_of() of each tensor, known to both ranks
         self.sends = collections.deque()  # (work, message), which must live until the work is over
-        self.objects = {"group": group, "device": device}  # arguments of send_object_list
+        self.object_kwargs = {"group": group, "device": device}  # of send_object_list
         if "use_batch" in inspect.signature(dist.send_object_list).parameters:
-            self.objects["use_batch"] = True  # see start_transfer
+            self.object_kwargs["use_batch"] = True  # for the same reason as in start_transfer()
 
     def send(self, key, tensors, destination):
-        """Start to send.
+        """Start to send the tensors, and before them their metadata if this is the first time.
 
-        After a failure `tensors` is None. The receiver still waits for a message: it gets zeros, or
-        None in place of metadata that it does not know.
+        After a failure `tensors` is None. The receiver waits for messages all the same. It gets
+        zeros of the known shapes, or None as metadata, after which no message follows.
         """
         if key not in self.metadata:
             self.metadata[key] = tensors and [meta_of(tensor) for tensor in tensors]
-            dist.send_object_list([self.metadata[key]], group_dst=destination, **self.objects)
-        for tensor in tensors or self.new_tensors(key) or ():
+            dist.send_object_list([self.metadata[key]], group_dst=destination, **self.object_kwargs)
+        if tensors is None:
+            tensors = self.new_tensors(key)
+        for tensor in tensors or ():
             message = tensor.detach().to(self.device).contiguous()
             work = start_transfer(dist.isend, message, destination, self.group)
             self.sends.append((work, message))
-        self.wait_for_sends(at_most=4)  # a sender is rarely further ahead of its receiver
+        # Messages take memory until they are received. A sender is rarely further ahead than this.
+        self.wait_for_sends(at_most=4)
 
     def wait_for_sends(self, at_most=0):
         while len(self.sends) > at_most:
@@ -339,10 +379,10 @@ class Transfers:
             work.wait()
 
     def receive(self, key, source):
-        """Start to receive. -> tensors, or None after a failure, and the works to wait for."""
+        """Start to receive. -> the tensors, or None after a failure; the works to wait for."""
         if key not in self.metadata:
             received = [None]
-            dist.recv_object_list(received, group_src=source, **self.objects)
+            dist.recv_object_list(received, group_src=source, **self.object_kwargs)
             self.metadata[key] = received[0]
         tensors = self.new_tensors(key)
         works = [
@@ -352,13 +392,14 @@ class Transfers:
         return tensors, works
 
     def new_tensors(self, key):
+        """-> zeros of the shapes that the metadata gives, or None without metadata."""
         if self.metadata[key] is None:
             return None
         return [torch.zeros(**meta, device=self.device) for meta in self.metadata[key]]
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The pipeline runs any schedule.
+# 5. The pipeline, which runs any schedule.
 
 
 class Pipeline(nn.Module):
@@ -367,13 +408,13 @@ class Pipeline(nn.Module):
     stages: a module, or the list of this rank's modules in stage order. A stage returns a tensor or
         a tuple of tensors, which are the arguments of the next stage.
     schedule: a name for build_schedule, or a list of actions for each rank in PyTorch's notation.
-    num_microbatches: the batch is split into that many along dimension 0, as torch.chunk does.
+    num_microbatches: torch.chunk splits the batch into that many along dimension 0.
     loss_fn(output, target): returns the mean loss of a micro-batch.
     """
 
     def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
         super().__init__()
-        stages = list(stages) if isinstance(stages, (list, nn.ModuleList)) else [stages]
+        stages = stages if isinstance(stages, (list, nn.ModuleList)) else [stages]
         self.schedule = agree_on_schedule(schedule, num_microbatches, len(stages), process_group)
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
@@ -384,10 +425,9 @@ class Pipeline(nn.Module):
         own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
         self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
         self._last_stage = max(rank_of)
-        devices = (parameter.device for parameter in self.parameters())
-        self.device = next(devices, torch.get_default_device())
+        self.device = agree_on_device(self.parameters(), process_group)  # of this rank's stages
         self._transfers = Transfers(process_group, self.device)
-        self._batch_meta = None  # of the last step: grad mode, and meta_of() inputs and parameters
+        self._batch_meta = None  # of the last step: what _start() compares
         self.timeline = []  # (action, start, end) of the last step, in seconds
         self.clock = time.perf_counter  # of the timeline: on a GPU this times launches only
 
@@ -396,41 +436,43 @@ class Pipeline(nn.Module):
 
         inputs: a tensor or a tuple of tensors, which only the rank of the first stage reads.
         targets: a tensor, which only the rank of the last stage reads. That rank gets the mean loss
-        back, the others None. Adds to .grad what a loop over the micro-batches on one device adds.
-        An error on one rank is raised there, and as a RuntimeError on the others.
+        back, and the others get None. Adds to .grad what a loop over the micro-batches on one
+        device adds. An error on one rank is raised there, and as a RuntimeError on the others.
         """
         self._start(inputs, targets)
-        for action, key, source, destination in self._program:
+        for action, out_key, source, destination in self._program:
             if "F" not in action and not torch.is_grad_enabled():
                 continue
             if source != self._rank:  # another rank runs the action and sends its output here
-                self._inputs[key], self._works[key] = self._transfers.receive(key, source)
+                received = self._transfers.receive(out_key, source)
+                self._inputs[out_key], self._works[out_key] = received
                 continue
-            self._run(action, key)
+            self._run(action, out_key)  # its output is now in self._inputs[out_key]
             if destination not in (source, None):
-                self._transfers.send(key, self._inputs.pop(key, None), destination)
+                self._transfers.send(out_key, self._inputs.pop(out_key, None), destination)
         self._transfers.wait_for_sends()
-        self._sum_over_ranks()
+        self._raise_or_sum()
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
-        """Split the batch, and hear from all ranks whether it is like the one before."""
-        self._inputs = {}  # input_key -> tensors, computed here or received
+        """Split the batch, and forget the metadata if any rank's inputs or parameters changed."""
+        self._inputs = {}  # input_key -> the tensors that an action takes, computed or received
         self._works = {}  # input_key -> works to wait for before the inputs are used
         self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
         self._losses = []
-        self._failure = None  # (exception, text for the other ranks)
+        self._failure = None  # or (exception, text for the other ranks)
         self.timeline = []
         try:
             self._split_batch(inputs, targets)
         except Exception as error:
             self._failure = error, f"rank {self._rank}: {error}"
-        grad = torch.is_grad_enabled()
+        # These decide the shapes, dtypes and requires_grad of all that the stages send.
+        grad_enabled = torch.is_grad_enabled()
         tensors = itertools.chain(*self._inputs.values(), self.parameters())
-        batch_meta = [grad, *map(meta_of, tensors)]
+        batch_meta = [grad_enabled, *map(meta_of, tensors)]
         changed = batch_meta != self._batch_meta
         self._batch_meta = batch_meta
-        num_grad, num_changed = self._sum_over_ranks(grad, changed)
+        num_grad, num_changed = self._raise_or_sum(grad_enabled, changed)
         if num_changed:
             self._transfers.metadata = {}
         ranks = len(self.schedule)
@@ -444,33 +486,33 @@ class Pipeline(nn.Module):
         m = self.num_microbatches
         if "0" in self.stages:
             inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-            split = [micro_batches("inputs", tensor, m) for tensor in inputs]
+            split = [chunk_exactly("inputs", tensor, m) for tensor in inputs]
             for i, tensors in enumerate(zip(*split, strict=True)):
                 self._inputs[f"0F{i}"] = tensors
         if str(self._last_stage) in self.stages:
-            self._targets = micro_batches("targets", targets, m)
+            self._targets = chunk_exactly("targets", targets, m)
             self._num_targets = len(targets)
 
-    def _run(self, action, output_key):
-        """Run an action on its inputs, which this rank has computed or received."""
+    def _run(self, action, out_key):
+        """Run an action on its inputs, and keep its output as the input of the next action."""
         stage, kind, i = parse(action)
-        key = input_key(action)
-        inputs = self._inputs.pop(key, None)  # None after a failure elsewhere
-        for work in self._works.pop(key, ()):
+        in_key = input_key(action)
+        inputs = self._inputs.pop(in_key, None)  # None after a failure on any rank
+        for work in self._works.pop(in_key, ()):
             work.wait()
         if inputs is None or self._failure:
-            return  # the transfers go on, so that no rank hangs
+            return  # step() still sends and receives, so that no rank hangs
         began = self.clock()
         splits_backward = f"{stage}I{i}" in self.schedule[self._rank]
-        F.linear = split_linear if splits_backward else linear
+        F.linear = split_linear if splits_backward else linear  # section 7
         try:
             if kind == "F":
-                self._inputs[output_key] = self._forward(stage, i, inputs, output_key)
+                self._inputs[out_key] = self._forward(stage, i, inputs, out_key)
             elif kind == "W":
                 backward_for_weights(inputs)
             else:
-                self._inputs[output_key] = self._backward(stage, i, inputs)
-                self._inputs[key] = split_linear.deferred  # the input of W
+                self._inputs[out_key] = self._backward(stage, i, inputs)
+                self._inputs[in_key] = split_linear.deferred  # W has the same in_key as I
         except Exception as error:
             self._failure = error, f"rank {self._rank} failed in {action} with {error!r}"
         finally:
@@ -478,8 +520,8 @@ class Pipeline(nn.Module):
             split_linear.deferred = None
         self.timeline.append((action, began - self._began, self.clock() - self._began))
 
-    def _forward(self, stage, i, inputs, output_key):
-        """-> the outputs, or from the last stage the gradient with which its backward begins."""
+    def _forward(self, stage, i, inputs, out_key):
+        """-> the outputs of the stage. For the last stage: the gradient of the loss, which is 1."""
         inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in inputs]
         outputs = self.stages[str(stage)](*inputs)
         if stage == self._last_stage:
@@ -489,8 +531,9 @@ class Pipeline(nn.Module):
             self._losses.append(outputs.detach())
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         metadata = [meta_of(y) for y in outputs]
-        expected = self._transfers.metadata.get(output_key, metadata)
-        if metadata != expected:  # the receiver has allocated what it expects
+        # The receiver allocates what the metadata says. Before the first send there is none.
+        expected = self._transfers.metadata.get(out_key, metadata)
+        if metadata != expected:
             raise RuntimeError(f"the stage's output was {expected}, and is now {metadata}")
         if torch.is_grad_enabled():
             self._graphs[stage, i] = inputs, [y for y in outputs if y.requires_grad]
@@ -499,7 +542,7 @@ class Pipeline(nn.Module):
         return outputs
 
     def _backward(self, stage, i, gradients):
-        """B or I. -> the gradients of the stage's inputs."""
+        """-> the gradients of the stage's inputs, for B and I."""
         inputs, outputs = self._graphs.pop((stage, i))
         gradients = [gradient.to(self.device) for gradient in gradients]
         split_linear.deferred = []
@@ -509,8 +552,11 @@ class Pipeline(nn.Module):
             torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
         ]
 
-    def _sum_over_ranks(self, *numbers):
-        """-> the sums, for which the host waits. If a rank has failed, every rank raises."""
+    def _raise_or_sum(self, *numbers):
+        """Raise on every rank if one has failed. -> the sum of each number over the ranks.
+
+        The host waits for the sums.
+        """
         numbers = [self._failure is not None, *numbers]
         sums = torch.tensor(numbers, dtype=torch.int64, device=self._transfers.device)
         dist.all_reduce(sums, group=self._group)
@@ -518,7 +564,7 @@ class Pipeline(nn.Module):
         if num_failed:
             self._batch_meta = None  # so that the next step begins without metadata
             error, text = self._failure or (None, None)
-            texts = filter(None, gather(text, self._group))
+            texts = filter(None, gather(text, self._group))  # of the ranks that failed
             raise error or RuntimeError(next(texts))
         return sums
 
@@ -535,7 +581,7 @@ def gather(value, group):
 
 
 def agree_on_schedule(schedule, num_microbatches, num_stages, group):
-    """-> the schedule as lists of actions. One rank's wrong argument is an error on every rank."""
+    """-> the schedule as lists of actions. If one rank's arguments are wrong, every rank raises."""
     given = gather((schedule, num_microbatches, num_stages), group)
     actions = schedule
     if isinstance(schedule, str):
@@ -553,7 +599,18 @@ def agree_on_schedule(schedule, num_microbatches, num_stages, group):
     return actions
 
 
-def micro_batches(name, tensor, number):
+def agree_on_device(parameters, group):
+    """-> the device of the parameters. If there are none, the type of device of other ranks.
+
+    All ranks must send over the same backend, so a stage without parameters uses the GPU too.
+    """
+    device = next((parameter.device for parameter in parameters), None)
+    types = filter(None, gather(device and device.type, group))
+    return device or torch.device(next(types, "cpu"))
+
+
+def chunk_exactly(name, tensor, number):
+    """-> the micro-batches. Raises ValueError if torch.chunk returns another number of them."""
     if not torch.is_tensor(tensor):
         type_name = type(tensor).__name__
         raise ValueError(f"{name} must be a tensor on the rank that takes them, not {type_name}")
@@ -566,28 +623,6 @@ def micro_batches(name, tensor, number):
     return chunks
 
 
-def plan(schedule, rank):
-    """-> (action, its output_key, its rank, the rank that takes its output or None) of each action
-    that `rank` runs, or whose output it receives.
-
-    All ranks use one order, that of simulated time, with each transfer right after its action.
-    Everything that an action or a transfer waits for comes before it. So the first one that is not
-    over can always run, and nothing deadlocks. That also holds over NCCL, where a rank's transfers
-    run one after another, a send is over only when its receiver has come to it, and a wait blocks
-    the stream, not the host.
-    """
-    rank_of = rank_of_stages(schedule)
-    end = simulate(schedule).end
-    program = []
-    for action in sorted(end, key=end.get):
-        key = output_key(action, max(rank_of))
-        source = rank_of[parse(action)[0]]
-        destination = rank_of.get(parse(key)[0]) if key else None
-        if rank in (source, destination):
-            program.append((action, key, source, destination))
-    return program
-
-
 # --------------------------------------------------------------------------------------------------
 # 7. Refinement: the backward of zero bubble, in two parts.
 
@@ -597,44 +632,45 @@ linear = F.linear
 def split_linear(x, weight, bias=None):
     """F.linear, but its backward leaves the gradient of the weight to W.
 
-    It replaces F.linear, which PyTorch's modules call, during F and I. The replacement is global,
-    because a checkpoint may compute the stage again on another thread.
+    It replaces F.linear, which PyTorch's modules call, during F and I. The replacement is global:
+    activation checkpointing runs the forward again in I, on a thread of autograd.
     """
-    # A weight that is computed (as by weight_norm) is no leaf: its gradient must go on in I. With a
-    # detached weight, the product for a vector or a strided x would round differently.
+    # If the weight is computed (as by weight_norm), it is not a leaf. I must compute its gradient,
+    # which goes on to the leaves. A vector or a strided x would be rounded differently below.
     can_wait = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
     if not (can_wait and x.requires_grad and x.dim() > 1 and x.is_contiguous()):
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
     y = linear(rows, weight.detach(), bias)
     y.register_hook(lambda grad_y: split_linear.deferred.append((weight, rows.detach(), grad_y)))
-    # The stage may change this view in place. The hook still gets the gradient of y.
+    # The hook is on y, not on its view: the stage may change the view in place.
     return y.unflatten(0, x.shape[:-1])
 
 
-split_linear.deferred = None  # what the running I leaves to W: (weight, rows, grad_y) of each call
+split_linear.deferred = None  # what the running I leaves to W: (weight, rows, grad_y) per call
 
 
 def backward_for_weights(deferred):
-    """W. If y = x weightᵀ, the gradient of the weight is grad_yᵀ x."""
+    """W: add grad_yᵀ x to the .grad of the weight in y = x weightᵀ."""
     weights = []
     gradients = []
     for weight, rows, grad_y in deferred:
         if grad_y is not None:  # None: the loss does not depend on y
             weights.append(weight)
             gradients.append(grad_y.T @ rows.to(grad_y.dtype))  # autocast computes in its own dtype
-    # One call adds a shared weight's gradients in the order of a plain backward.
+    # backward() of a leaf adds to its .grad. One call for all, as in a plain backward: it sums the
+    # gradients of a weight that several layers share before it adds them.
     torch.autograd.backward(weights, gradients)
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Refinement: PyTorch's CSV files.
+# 8. Refinement: PyTorch's notation and CSV files.
 
 
 def compute_only(schedule):
-    """-> the actions F, B, I and W of a schedule in PyTorch's notation.
+    """-> a schedule in PyTorch's notation, without idle cells and communication.
 
-    Idle cells and communication are left out. "(0F4;7B0)OVERLAP_F_B" becomes two actions.
+    "(0F4;7B0)OVERLAP_F_B" becomes two actions.
     """
     rows = [" ".join(filter(None, cells)) for cells in schedule]
     return [re.findall(r"\b\d+[FBIW]\d+\b", row) for row in rows]
@@ -671,7 +707,7 @@ def main():
     v = 2 if name == "interleaved_1f1b" else 1
     num_stages = demo.ranks * v
     sequences = 8 * demo.ranks
-    num_blocks = len(language_model()) - 3
+    num_blocks = len(language_model()) - 3  # all but the embedding, the norm and the head
     if m < 1 or sequences % m:
         demo.stop(f"--microbatches {m} does not divide {sequences} sequences; take a divisor")
     if num_stages > num_blocks + 1:
@@ -688,16 +724,16 @@ def main():
         optimizer.step()
         return loss
 
-    # Each rank compares the stages that it has. The others are those of the plain model.
+    # Each rank compares its own stages. In place of the others it has those of the plain model.
     compared = split(demo.model, num_stages)
     compared[demo.rank :: demo.ranks] = stages
     parameters = list(nn.ModuleList(compared).parameters())
     demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
-    bsh = sequences // m * 64 * 192
+    bsh = sequences // m * 64 * 192  # 64 tokens in a sequence, hidden size 192
     sent = (2 * v - 1) * m * bsh * parameters[0].itemsize if demo.ranks > 1 else 0
     formula = "(2v-1)m·bsh" if demo.ranks > 1 else "0"
     status = demo.report(held(pipeline.parameters(), optimizer), formula, sent)
-    # One more step, timed: counting bytes slows the last one.
+    # The timelines are of one more step. In the last one, counting bytes took time.
     if demo.device.type == "cuda":
         pipeline.clock = synchronized_clock
     pipeline.step(*demo.batch(0))
@@ -711,7 +747,7 @@ def synchronized_clock():
 
 
 def split(model, num_stages):
-    """Blocks evenly. The embedding goes with the first stage, norm and head with the last."""
+    """-> stages of about as many blocks. The first has the embedding, the last norm and head."""
     num_blocks = len(model) - 3
     inner = [1 + num_blocks * stage // num_stages for stage in range(1, num_stages)]
     cuts = [0, *inner, len(model)]
@@ -719,18 +755,16 @@ def split(model, num_stages):
 
 
 def show_timelines(demo, pipeline):
-    """What simulate() predicts, and what each rank has measured."""
+    """Show what simulate() predicts, and what each rank has measured."""
     measured = gather(pipeline.timeline, None)
     times = simulate(pipeline.schedule)
     predicted = [
         [(action, times.start[action], times.end[action]) for action in actions]
         for actions in pipeline.schedule
     ]
-    demo.show("|0F2-- is stage 0's forward of micro-batch 2, cut off if it was short. F forward,")
-    demo.show(
-        "B backward, I and W the backwards for input and weights; blank: the rank waits (bubble)"
-    )
-    draw(demo, "predicted, where B is two F", predicted)
+    demo.show("|0F2-- is stage 0's forward on micro-batch 2. The text is cut if there is no room.")
+    demo.show("F: forward, B: backward, I and W: its halves for input and weights, blank: bubble")
+    draw(demo, "predicted, if B takes as long as two F", predicted)
     draw(demo, "measured", measured)
     if demo.args.trace and demo.rank == 0:
         Path(demo.args.trace).write_text(json.dumps({"traceEvents": trace_events(measured)}))

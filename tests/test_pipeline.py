@@ -431,6 +431,15 @@ def test_the_name_of_the_backend_does_not_matter(backend):
     assert (loss is None) == (pool.rank() == 0)
 
 
+@pytest.mark.parametrize("with_parameters", [[0], [1], []])
+@pool.on(2)
+def test_a_stage_without_parameters_is_on_the_other_stages_type_of_device(with_parameters):
+    """Otherwise it would send from the CPU, and the other ranks would receive over NCCL."""
+    stage = nn.Linear(6, 6, device="meta") if pool.rank() in with_parameters else nn.Tanh()
+    ours = Pipeline(stage, "1f1b", 4, F.mse_loss, pool.group())
+    assert ours.device.type == ("meta" if with_parameters else "cpu")
+
+
 @pytest.mark.parametrize(
     ("device", "config", "expected"),
     [
