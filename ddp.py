@@ -3,7 +3,7 @@
 In a step, each rank runs forward and backward on its part. While backward runs, the ranks average
 their gradients. Then every rank makes the same update, so the replicas stay equal.
 
-Backward computes the gradients of the last layers first. They fill buckets in that order. A full
+Backward computes the gradients of the last layers first, and copies each one into a bucket. A full
 bucket is all-reduced while backward computes the gradients of earlier layers. Two ranks:
 
     rank 0   forward → backward: layer 4 │ layer 3 │ layer 2 │ layer 1 │      │ optimizer step
@@ -11,14 +11,14 @@ bucket is all-reduced while backward computes the gradients of earlier layers. T
     rank 1   forward → backward: layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
 
 The loss is a mean over samples. Ranks hold equal shares of the batch, so the average of their
-gradients is the gradient of the whole batch. Parameters are sent once, when DDP is constructed.
+gradients is the gradient of the whole batch. Parameters are broadcast once, at construction.
 
 Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
 
                               parameters   gradients   optimizer   sent per step
     one device                Ψ            Ψ           2Ψ          0
     DDP                       Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
-    gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad is in the bucket
+    gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad views a bucket
 
 Run:      torchrun --nproc-per-node 2 ddp.py
           python ddp.py runs one rank
@@ -44,7 +44,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # if torch.optim imports it later, it keeps the group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,9 +62,9 @@ def all_reduce_gradients(module, process_group=None):
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:
-            # Other ranks may have used it, and every rank must issue the same collectives.
+            # Other ranks may have a gradient, and every rank must issue the same collectives.
             parameter.grad = torch.zeros_like(parameter)
-        # Contiguous, because an all-reduce adds memory to memory, and layouts may differ by rank.
+        # Contiguous, because an all-reduce ignores strides, and they may differ between ranks.
         parameter.grad = parameter.grad.contiguous() / dist.get_world_size(process_group)
         dist.all_reduce(parameter.grad, group=process_group)
 
@@ -72,13 +74,13 @@ def all_reduce_gradients(module, process_group=None):
 
 
 def assign_buckets(tensors, cap_bytes):
-    """Split `tensors`, in reverse, into lists of one dtype and device.
+    """Split `tensors`, from the last to the first, into lists of one dtype and device.
 
-    A list is closed once it holds `cap_bytes` or more.
+    A list that holds `cap_bytes` or more gets no further tensor.
     """
     buckets = []
     size = 0  # bytes in the last list
-    kind_of_bucket = None
+    kind_of_bucket = None  # dtype and device of the last list
     for tensor in reversed(tensors):
         kind = tensor.dtype, tensor.device
         if kind != kind_of_bucket or size >= cap_bytes:
@@ -103,7 +105,8 @@ def broadcast(tensors, process_group):
         # As bytes, because gloo has no int16 and no float8.
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
         for tensor, values in zip(bucket, views_of(flat, bucket), strict=True):
-            # Not .data: a new tensor version tells fp32 master weights that the weight has changed.
+            # Not .data, because writing through it does not raise the version of the tensor. The
+            # optimizer of amp.py needs the version to see that a weight has changed.
             tensor.detach().copy_(values)
 
 
@@ -113,10 +116,10 @@ class Bucket:
     def __init__(self, index, parameters):
         self.index = index
         numel = sum(parameter.numel() for parameter in parameters)
-        self.flat = parameters[0].new_zeros(numel, requires_grad=False)  # what is all-reduced
+        self.flat = parameters[0].new_zeros(numel, requires_grad=False)  # the buffer to all-reduce
         views = views_of(self.flat, parameters)
         self.views = dict(zip(parameters, views, strict=True))  # {parameter: its part of `flat`}
-        self.missing = len(parameters)  # gradients that are not in `flat` yet
+        self.missing = len(parameters)  # number of gradients that are not in `flat` yet
         self.work = None  # handle of the all-reduce while it runs
 
 
@@ -136,11 +139,12 @@ class BucketedDataParallel(nn.Module):
         self._unsent = list(self._buckets)  # buckets that this backward has yet to send, in order
         self._filled = set()  # parameters whose gradients are in their buckets
         self._divisor = dist.get_world_size(process_group)
-        # "idle": gradients stay in .grad. "expected": a forward has run. "running": its backward
-        # runs, and at its end autograd calls _finish_backward.
-        self._backward = "idle"
+        # "idle": hooks do nothing, and gradients stay in .grad.
+        # "expected": a forward has run, and its backward has not begun.
+        # "running": backward has begun. Autograd will call _finish_backward when it ends.
+        self._state = "idle"
 
-        # Weak, because parameters keep their hooks: `del model` must free the buckets.
+        # A weak reference, because parameters keep their hooks: `del model` must free the buckets.
         on_gradient = weakref.WeakMethod(self._on_gradient)
 
         def hook(parameter):
@@ -151,17 +155,19 @@ class BucketedDataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *inputs, **kwargs):
-        if torch.is_grad_enabled():  # otherwise nothing is sent: one rank may evaluate alone
+        # Without gradients nothing is sent, so that one rank may evaluate alone.
+        if torch.is_grad_enabled():
             self._pre_forward()
         output = self.module(*inputs, **kwargs)
-        if self._backward == "expected":
+        # Backward starts at the outputs, because on this rank it may reach no parameter.
+        if self._state == "expected":
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(self._start_backward)  # it may reach no parameter
+                    tensor.register_hook(self._start_backward)
         return output
 
     def _pre_forward(self):
-        if self._filled:
+        if self._filled:  # the last backward did not get to the end of _finish_backward
             missing = self._bucket_of.keys() - self._filled
             names = [name for name, p in self.module.named_parameters() if p in missing]
             raise RuntimeError(
@@ -169,22 +175,22 @@ class BucketedDataParallel(nn.Module):
                 f"did not reach {', '.join(names)} on rank {dist.get_rank(self.process_group)}; "
                 "try find_unused_parameters=True"
             )
-        self._backward = "expected"
+        self._state = "expected"
 
-    def _start_backward(self, _=None):
-        if self._backward != "running":
-            self._backward = "running"
+    def _start_backward(self, _=None):  # the hook of a tensor passes its gradient
+        if self._state != "running":
+            self._state = "running"
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._finish_backward)
 
     def _on_gradient(self, parameter):
-        if self._backward == "idle":
+        if self._state == "idle":
             return
         self._start_backward()
         if parameter in self._filled:
             raise RuntimeError(
-                f"Expected to mark a variable ready only once, but a gradient of {parameter.shape} "
-                "came twice in one backward: add the losses up before backward"
+                "Expected to mark a variable ready only once, but a parameter of shape "
+                f"{tuple(parameter.shape)} got two gradients: add the losses and call backward once"
             )
         self._fill(parameter)
 
@@ -192,14 +198,14 @@ class BucketedDataParallel(nn.Module):
         """Copy parameter.grad into its bucket, and send the buckets that are full."""
         bucket = self._bucket_of[parameter]
         view = bucket.views[parameter]
-        # Divide before the sum: N fp16 gradients overflow at 65504.
+        # Divide before the sum, because the sum of N fp16 gradients may exceed their limit, 65504.
         torch.mul(parameter.grad, 1 / self._divisor, out=view)
         if self.gradient_as_bucket_view:
-            parameter.grad = view  # at once, which frees the tensor that autograd allocated
+            parameter.grad = view  # frees the tensor that autograd allocated
         self._filled.add(parameter)
         bucket.missing -= 1
-        # In the order of buckets, not as they fill: that order may differ between ranks, and then
-        # an all-reduce would add different buckets to each other.
+        # The order in which buckets fill may differ between ranks. They are sent in the order of
+        # their index. Otherwise an all-reduce would add different buckets to each other.
         while self._unsent and self._unsent[0].missing == 0:
             self._send(self._unsent.pop(0))
 
@@ -208,13 +214,13 @@ class BucketedDataParallel(nn.Module):
 
     def _finish_backward(self):
         """Wait for the all-reduces, and copy the means into .grad."""
-        self._backward = "idle"
-        if self._unsent:  # backward did not reach every parameter: the next forward raises
-            return
+        self._state = "idle"
+        if self._unsent:
+            return  # backward did not reach every parameter: the next forward raises an error
         for bucket in self._buckets:
             bucket.work.wait()
             for parameter, mean in bucket.views.items():
-                parameter.grad.copy_(mean)  # does nothing if .grad is this view
+                parameter.grad.copy_(mean)  # does nothing if .grad is the view itself
             bucket.missing = len(bucket.views)
             bucket.work = None  # the handle would keep gloo's threads alive
         self._unsent = list(self._buckets)
@@ -250,7 +256,7 @@ def verify_same_model(module, process_group):
 
 
 class GradBucket:
-    """What a communication hook gets: `bucket`, with the methods of dist.GradBucket."""
+    """The argument of a communication hook: `bucket`, with the methods of dist.GradBucket."""
 
     def __init__(self, bucket, is_last):
         self._bucket = bucket
@@ -269,7 +275,7 @@ class GradBucket:
     def buffer(self):
         return self._buffer
 
-    def set_buffer(self, buffer):  # a hook may send another one, in 16 bits for example
+    def set_buffer(self, buffer):  # a hook may use another buffer, for example one in 16 bits
         self._buffer = buffer
 
     def gradients(self):
@@ -279,8 +285,9 @@ class GradBucket:
 class DistributedDataParallel(BucketedDataParallel):
     """torch.nn.parallel.DistributedDataParallel, with its arguments in its order.
 
-    Every backward must reach all parameters, unless `find_unused_parameters` is set. Then the
-    .grad of a parameter that has none on any rank stays None.
+    Every backward must reach all parameters, unless `find_unused_parameters` is set. With it, a
+    rank adds zeros for a parameter that has no gradient there. The .grad stays None if no rank has
+    a gradient for the parameter.
     """
 
     def __init__(
@@ -298,12 +305,13 @@ class DistributedDataParallel(BucketedDataParallel):
         gradient_as_bucket_view=False,
         **others,
     ):
+        # These have no effect here, so they must have the default values of PyTorch.
         others |= {"dim": dim, "init_sync": init_sync, "check_reduction": check_reduction}
         if output_device not in (None, *(device_ids or ())):
             others["output_device"] = output_device
-        torchs = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        arguments = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         for name, value in others.items():
-            if name not in torchs or value != torchs[name].default:
+            if name not in arguments or value != arguments[name].default:
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
         verify_same_model(module, process_group)
         super().__init__(module, process_group, bucket_cap_mb or 25, gradient_as_bucket_view)
@@ -312,7 +320,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self._hook = None  # set by register_comm_hook
         self.require_backward_grad_sync = True  # False inside no_sync()
-        self.require_forward_param_sync = True  # the value of the above in the last forward
+        self.require_forward_param_sync = True  # require_backward_grad_sync in the last forward
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
@@ -325,17 +333,18 @@ class DistributedDataParallel(BucketedDataParallel):
     def _pre_forward(self):
         super()._pre_forward()
         if self.training and self.broadcast_buffers and self.require_forward_param_sync:
-            # .data: no new version, because a graph may have saved the buffer for its backward.
+            # .data keeps the version. A graph may have saved the buffer, and its backward would
+            # raise an error if the version had changed.
             broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
         self.require_forward_param_sync = self.require_backward_grad_sync
         if not self.require_backward_grad_sync:
-            self._backward = "idle"
+            self._state = "idle"  # instead of "expected"
 
     @contextmanager
     def no_sync(self):
-        """Leave the gradients of forwards in here in .grad, to accumulate over micro-batches.
+        """A backward sends nothing if its forward ran in here. Gradients add up in .grad.
 
-        The backward of the next forward outside adds to them, and averages the sum.
+        After the next forward outside, backward adds to them and averages the sum.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -348,40 +357,41 @@ class DistributedDataParallel(BucketedDataParallel):
         if not self.find_unused_parameters:
             super()._finish_backward()
             return
-        unused = []  # parameters without a .grad on this rank
-        # On how many ranks each parameter has one. Made on the device: a list of flags would be
-        # copied there from the host, which waits for the device.
+        any_unused = False  # on this rank
+        # For each parameter, 1 if it has a gradient on this rank, otherwise 0. The zeros are
+        # written on the device, because the host would wait while it copies a list there.
         used = torch.ones(len(self._bucket_of), device=self._buckets[0].flat.device)
         for flag, parameter in zip(used, self._bucket_of, strict=True):
             if parameter.grad is None:
-                unused.append(parameter)
+                any_unused = True
                 flag.zero_()
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter not in self._filled:
+            if parameter not in self._filled:  # this backward did not reach it
                 self._fill(parameter)
         super()._finish_backward()
         dist.all_reduce(used, group=self.process_group)
-        if unused:  # otherwise the host need not wait for the sum
-            for parameter, ranks in zip(self._bucket_of, used.tolist(), strict=True):
-                if ranks == 0:
+        if any_unused:  # otherwise the host need not wait for the all-reduce
+            for parameter, num_ranks in zip(self._bucket_of, used.tolist(), strict=True):
+                if num_ranks == 0:
                     parameter.grad = None
 
     def register_comm_hook(self, state, hook):
-        """Average each bucket by `hook(state, bucket)`, which returns a future of the mean."""
+        """Replace the all-reduce by `hook(state, bucket)`, which returns a future of the mean."""
         self._hook = functools.partial(hook, state)
-        self._divisor = 1  # the hook divides
+        self._divisor = 1  # because the hook divides
 
     def _send(self, bucket):
         if self._hook is None:
             super()._send(bucket)
             return
         if bucket.index > 0:
-            # A hook may issue more collectives when its first is done, at a time that differs
-            # between ranks. They must not mix with those of this bucket.
+            # The hook of the previous bucket may issue a second collective when its first has
+            # ended. That time differs between ranks, so collectives of two buckets could mix.
             self._buckets[bucket.index - 1].work.wait()
         future = self._hook(GradBucket(bucket, is_last=bucket is self._buckets[-1]))
 
-        def copy(mean):  # a future that holds a tensor waits for the stream that writes it
+        def copy(mean):
+            # Return a tensor: wait() on its future then waits also for the copy on the GPU.
             return bucket.flat.copy_(mean.value().view_as(bucket.flat))
 
         bucket.work = future.then(copy)
@@ -408,7 +418,7 @@ def main():
         optimizer.step()
         return loss
 
-    def whole():
+    def whole():  # the gradients and the parameters, to compare with one device
         return [parameter.grad for parameter in model.parameters()], model.parameters()
 
     demo.train(step, whole)
@@ -420,9 +430,9 @@ def main():
 
 
 def show_overlap(demo, model, width=80):
-    """Run one more backward, and draw when each bucket was sent and when its mean was there."""
-    sent = {}  # bucket: the time when it was full
-    arrived = {}  # bucket: the time when its mean was there
+    """Run one more backward, and draw when the all-reduce of each bucket begins and ends."""
+    sent = {}  # bucket: the time when its all-reduce began
+    arrived = {}  # bucket: the time when its all-reduce ended
     send = model._send
 
     def timed_send(bucket):
@@ -442,7 +452,7 @@ def show_overlap(demo, model, width=80):
     end = mark_time(demo.device)
     model._send = send
     took = seconds(start, end)
-    legend = "= a bucket fills and leaves, ~ its mean comes back"
+    legend = "= gradients fill a bucket, ~ the bucket is all-reduced"
     demo.show(f"overlap     a backward of {1e3 * took:.0f} ms: {legend}")
     column = 0
     for bucket, time_sent in sent.items():
@@ -454,7 +464,7 @@ def show_overlap(demo, model, width=80):
 
 
 def mark_time(device):
-    """Now; on a GPU, when the current stream gets here."""
+    """The time now. On a GPU, an event that records when the current stream gets here."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -1,9 +1,9 @@
-"""FSDP: each rank keeps 1/N of the parameters, and gathers the others' while it needs them.
+"""FSDP: each rank keeps 1/N of the parameters, and gathers the rest only while it needs them.
 
 The model is cut into units: each call of `fully_shard` makes one. In a step, a unit's parameters
 are all-gathered before its forward and freed after it. They are gathered again before its backward
 and freed after it. Then its gradients are reduce-scattered, and the optimizer updates the shard.
-Here a unit with the parameters w, cut into w₀ and w₁ on N = 2 ranks:
+The picture shows a unit with the parameters w. They are cut into w₀ and w₁ for N = 2 ranks:
 
     forward    rank 0   w₀ ┐            ┌ w   compute   free w
                            ├ all-gather ┤
@@ -13,10 +13,11 @@ Here a unit with the parameters w, cut into w₀ and w₁ on N = 2 ranks:
                            ├ all-gather ┤                            ├reduce-scatter┤
                rank 1   w₁ ┘            └ w   compute g   free w   g ┘              └ ḡ₁  optimizer
 
-ḡ is the mean of the ranks' gradients g. While a unit computes, the next unit is gathered and the
-gradients of the unit before it are reduced.
+ḡ is the mean of the ranks' gradients g. While a unit computes, the next unit is gathered. During
+backward, the gradients of the previous unit are reduced at the same time.
 
-Cost per rank in elements, with Adam. Ψ parameters, T of them train, u are in the largest unit:
+Cost per rank in elements, with Adam. The model has Ψ parameters, of which T are trained. The
+largest unit has u parameters. The rows with + add to the row "between steps":
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
@@ -24,22 +25,24 @@ Cost per rank in elements, with Adam. Ψ parameters, T of them train, u are in t
          in forward and backward     + 2u        + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
-2u: one unit computes while the next is gathered. 3u: a unit's gradients are computed while those of
-another are sent and received. In float16 they take 2u more, because they are added in float32.
+2u: one unit computes while the next is gathered.
+3u: one unit's gradients are computed while another's are sent and received (two buffers). float16
+gradients take 2u more, because they are added in float32.
 A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
-Shards are padded to a multiple of 8 elements. A frozen unit that backward does not reach is
-gathered once.
+A frozen unit is gathered only in forward if backward does not reach it.
+Shards are padded to a multiple of 8 elements.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
-Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), with the flat buffers of FSDP1 (§3.2), into
-          which a gather writes directly. FSDP2 shards the rows of each parameter: its shards keep
-          their dimensions, but each gather and each reduction copies everything once more.
-Left out: hybrid sharding over a mesh of two dimensions (see FSDP2); ranks that call other units, or
-          in another order (FSDP2 needs the same); units that change their input in place, for
-          example by a first layer ReLU(inplace=True); .to() after sharding; second-order gradients;
-          loading a state dict that rank 0 alone has
+Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2). A
+          gather writes into the buffer that the parameters are views of. FSDP2 shards the rows of
+          each parameter instead. Its shards keep their dimensions, but each gather and each
+          reduction copies all elements once more.
+Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units that some ranks do
+          not call, or call in another order (FSDP2 does not allow this either); units that change
+          their input in place, for example by a first layer ReLU(inplace=True); .to() after
+          sharding; second-order gradients; loading a state dict that only rank 0 has
 """
 
 import argparse
@@ -58,7 +61,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # an import after init_process_group keeps the group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
@@ -84,15 +89,19 @@ class AllGather(torch.autograd.Function):
     def backward(ctx, gradient):
         N = dist.get_world_size(ctx.group)
         received = torch.empty_like(gradient)
-        # Each rank sends part r to rank r, which adds the parts in rank order.
+        # Each rank sends part r to rank r, which adds the parts in rank order. A reduce-scatter may
+        # use another order, and then the sum is not bitwise equal to that of one device.
         dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)
         return sum(received.chunk(N)) / N, None
 
 
 def forward_sharded(module, shards, *inputs, process_group=None):
-    """`module(*inputs)` from `shards`, by name: this rank's 1/N of each parameter, padded."""
+    """Compute `module(*inputs)` with the parameters that `shards` hold.
 
-    def forward(*inputs):
+    `shards` is {name: this rank's 1/N of the flattened and padded parameter}.
+    """
+
+    def unshard_and_compute(*inputs):
         parameters = {}
         for name, parameter in module.named_parameters():
             full = AllGather.apply(shards[name], process_group)
@@ -100,26 +109,27 @@ def forward_sharded(module, shards, *inputs, process_group=None):
         return functional_call(module, parameters, inputs)
 
     # The checkpoint frees the full parameters after forward and gathers them again in backward.
-    return checkpoint(forward, *inputs, use_reentrant=False)
+    return checkpoint(unshard_and_compute, *inputs, use_reentrant=False)
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. How parameters move: several at once, from one flat shard on each rank into one flat buffer.
-# A group of a weight of 40 elements and a bias of 30 on two ranks, numbered in elements:
+# 2. The data: the parameters of a unit are views of one flat buffer, and one all-gather fills it.
+# For example, a weight of 40 elements and a bias of 30 on two ranks, with offsets in elements:
 #
 #   unsharded    │ weight           │ padding │ bias         │ padding │
 #                0                  40        64             94        96
 #   shard        │ rank 0                │ rank 1                      │
 #                0                       48                            96
 #
-# Here rank 0 keeps the whole weight and rank 1 the whole bias. A weight of 60 would be cut at 48.
+# Rank 0 keeps the whole weight, and rank 1 the whole bias. If the weight had 60 elements, rank 0
+# would keep 48 of them and rank 1 the other 12.
 
 # torch 2.13 renames all_gather_into_tensor and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Where a parameter and a shard start: multiples of this many elements, of 2 bytes or more.
-PARAMETER_ALIGNMENT = 32  # 64 bytes, or products with a matrix round differently
-SHARD_ALIGNMENT = 8  # 16 bytes, or NCCL is slower
+# Parameters and shards start at multiples of this many elements. An element has 2 bytes or more.
+PARAMETER_ALIGNMENT = 32  # 64 bytes: at other addresses, matrix products may round differently
+SHARD_ALIGNMENT = 8  # 16 bytes: at other addresses, NCCL is slower
 
 
 def round_up(number, multiple):
@@ -129,11 +139,12 @@ def round_up(number, multiple):
 def all_gather(output, shard, group):
     """Begin to fill `output` with all ranks' shards. Return handles to wait for.
 
-    `shard` is this rank's part of `output` and is in place.
+    `shard` is a view of this rank's part of `output`.
     """
     if not shard.is_cpu:
         return [all_gather_single(output, shard, group=group, async_op=True)]
-    # gloo's own all-gather takes 1.7 times as long as these messages, and a step 1.12 times.
+    # gloo's own all-gather takes 1.7 times as long as these messages. With it, a training step
+    # takes 1.12 times as long.
     messages = []
     for peer, part in enumerate(output.chunk(dist.get_world_size(group))):
         if peer != dist.get_rank(group):
@@ -146,35 +157,38 @@ class ShardedParameter:
     """A parameter in two forms: `sharded` for the optimizer, `unsharded` to compute with.
 
     Both are nn.Parameters that hold no memory of their own: `sharded` is a view of `group.shard`,
-    `unsharded` of `group.unsharded`. The modules hold one of them at a time.
+    `unsharded` of `group.unsharded`. The modules hold one of them at a time. In this section,
+    `parameter` is a ShardedParameter, and `original` is the nn.Parameter that it replaces.
     """
 
-    def __init__(self, group, parameter, owners, start):
-        self.group = group  # the ParameterGroup that it moves with
-        self.owners = owners  # [(module, attribute), …]; several if the parameter is tied
+    def __init__(self, group, original, owners, start):
+        self.group = group  # the ParameterGroup that it belongs to
+        self.owners = owners  # [(module, attribute), …]: more than one if the parameter is tied
         module, attribute = owners[0]
-        self.name = f"{type(module).__name__}.{attribute}"  # for errors
-        self.shape = parameter.shape
-        # Dimensions keep their order in memory: products of a transposed matrix round differently.
-        self.stride = torch.empty_like(parameter, device="meta").stride()
-        self.start = start  # its first element in `group.unsharded`
-        # Its elements in `group.shard`. A slice that ends after the shard is cut there. It is empty
-        # if this rank has none of them.
-        begin = start - group.rank * group.shard_size
-        self.slice = slice(max(begin, 0), max(begin + parameter.numel(), 0))
-        self.sharded = nn.Parameter(group.shard[self.slice], parameter.requires_grad)
-        # .data has its own version counter. With the buffer's, autograd would take a gather for
-        # a change of what it has saved.
+        self.name = f"{type(module).__name__}.{attribute}"  # for error messages
+        self.shape = original.shape
+        # empty_like keeps the order of dimensions in memory, because with another order matrix
+        # products may round differently.
+        self.stride = torch.empty_like(original, device="meta").stride()
+        self.start = start  # offset of its first element in `group.unsharded`
+        # Its elements in `group.shard`: slicing cuts off what lies beyond the end of the shard. The
+        # slice is empty if this rank has none of the elements.
+        begin = start - group.rank * group.shard_size  # negative: it begins on an earlier rank
+        self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
+        self.sharded = nn.Parameter(group.shard[self.slice], original.requires_grad)
+        # .data gives each parameter its own version counter. With the counter of the buffer, the
+        # gather for backward would look like an in-place change of what autograd saved in forward.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
-        parameter._sharded_parameter = self  # for find_parameters(), if another unit is tied to it
         self.sharded._sharded_parameter = self
+        # A later unit finds this if it is tied to the original: see find_parameters().
+        original._sharded_parameter = self
 
     def view(self, flat):
-        """This parameter's part of `flat`, laid out as `group.unsharded`, in its own shape."""
+        """Return this parameter's part of `flat`, which has the layout of `group.unsharded`."""
         return flat.as_strided(self.shape, self.stride, self.start)
 
     def shard_of(self, full):
-        """This rank's elements of `full`, which has the shape of the whole parameter."""
+        """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
         if full.shape != self.shape:
             raise ValueError(f"{self.name} is {tuple(self.shape)}, not {tuple(full.shape)}")
         flat = full.new_empty(self.group.unsharded.shape)
@@ -182,49 +196,50 @@ class ShardedParameter:
         return self.group.own_part(flat)[self.slice].clone()
 
     def held(self):
-        """What the modules hold now."""
+        """Return the nn.Parameter that the modules hold now."""
         module, attribute = self.owners[0]
         return module._parameters[attribute]
 
     def set_on_modules(self, parameter):
-        """Have the modules hold `parameter`, which is `sharded` or `unsharded`."""
+        """Put `parameter`, which is `sharded` or `unsharded`, on the modules."""
         for module, attribute in self.owners:
             module._parameters[attribute] = parameter
 
 
 class ParameterGroup:
-    """Parameters that move together: their shards, their whole values and their gradients."""
+    """Parameters that are gathered together: their shards, their buffer and their gradients."""
 
     @torch.no_grad()
-    def __init__(self, parameters, process_group, device, mp_policy, offload):
-        dtype = next(iter(parameters)).dtype
+    def __init__(self, originals, process_group, device, mp_policy, offload):
+        dtype = next(iter(originals)).dtype
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
         param_dtype = mp_policy.param_dtype or dtype
         self.reduce_dtype = mp_policy.reduce_dtype or param_dtype
-        sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in parameters]
-        *starts, end = itertools.accumulate(sizes, initial=0)
+        sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals]
+        *starts, end = itertools.accumulate(sizes, initial=0)  # offsets; the end of the last
         padded = round_up(max(end, 1), self.world_size * SHARD_ALIGNMENT)
-        self.shard_size = padded // self.world_size
-        self.pin_memory = offload and device.type != "cpu"  # of shards and .grad, for faster copies
+        self.shard_size = padded // self.world_size  # in elements
+        # Copies between pinned host memory and the GPU are faster, and the host need not wait.
+        self.pin_memory = offload and device.type != "cpu"
         self.shard = torch.empty(
             self.shard_size,
-            dtype=dtype,  # of the optimizer and .grad
+            dtype=dtype,  # also that of .grad and of the optimizer state
             device="cpu" if offload else device,
             pin_memory=self.pin_memory,
         )
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
-        self.is_sharded = True  # `unsharded` has no memory, from the end of __init__ on
-        self.gathering = []  # handles of the all-gather under way
-        self.gradients = None  # this rank's, laid out as `unsharded`, until they have been sent
-        self.collected = set()  # the parameters that have one in `gradients`
-        self.received = None  # all ranks' gradients of this rank's shard, in rank order
-        self.reducing = None  # handle of the reduction under way
+        self.gathering = []  # handles of the all-gather that is running
+        self.gradients = None  # this rank's, with the layout of `unsharded`, until they are reduced
+        self.collected = set()  # parameters whose gradients are in `gradients`
+        self.received = None  # gradients of this rank's shard from all ranks, in rank order
+        self.reducing = None  # handle of the all-to-all that is running
         self.parameters = []
-        for (parameter, owners), start in zip(parameters.items(), starts, strict=True):
-            self.parameters.append(ShardedParameter(self, parameter, owners, start))
+        for (original, owners), start in zip(originals.items(), starts, strict=True):
+            self.parameters.append(ShardedParameter(self, original, owners, start))
         self.unsharded.untyped_storage().resize_(0)
+        self.is_sharded = True  # whether `unsharded` has no memory
         self.take_values_of_rank_0()
 
     def take_values_of_rank_0(self):
@@ -236,7 +251,7 @@ class ParameterGroup:
         self.use_shards()
 
     def own_part(self, flat):
-        """This rank's part of `flat`, laid out as `unsharded`."""
+        """Return this rank's part of `flat`, which has the layout of `unsharded`."""
         return flat.chunk(self.world_size)[self.rank]
 
     def use_shards(self):
@@ -246,13 +261,13 @@ class ParameterGroup:
     def unshard(self):
         """Begin to gather all ranks' shards."""
         if not self.is_sharded:
-            return  # the gather has begun
+            return  # the gather has already begun
         for parameter in self.parameters:
             storage = parameter.held().untyped_storage()
             if storage.data_ptr() != self.shard.untyped_storage().data_ptr():
                 text = "was moved or replaced; call .to() before fully_shard"
                 raise ValueError(f"{parameter.name} {text}")
-        # The storage is resized, not replaced: autograd has saved views of it.
+        # Resize the storage instead of making a new one, because autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         self.is_sharded = False
         own = self.own_part(self.unsharded)
@@ -265,16 +280,18 @@ class ParameterGroup:
         self.gathering = []
 
     def wait_for_unshard(self):
-        """Wait until the parameters are whole, and have the modules hold them."""
+        """Wait until the parameters are unsharded, and put them on the modules."""
         self.wait_for_gather()
         for parameter in self.parameters:
-            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)  # users set that
+            # The user may have frozen or unfrozen the shard.
+            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
             parameter.set_on_modules(parameter.unsharded)
 
     def reshard(self):
         """Free the unsharded parameters."""
         if not self.is_sharded:
-            self.wait_for_gather()  # of a unit that was gathered ahead, and not called this time
+            # The gather may still be running if it began early and then the unit was not called.
+            self.wait_for_gather()
             self.use_shards()
             self.unsharded.untyped_storage().resize_(0)
             self.is_sharded = True
@@ -283,12 +300,12 @@ class ParameterGroup:
     def reduce(self, send):
         """Add .grad to `gradients`. If `send`, begin to send each rank its part of them.
 
-        A rank that has no gradient for a parameter sends -0.0. A sum is -0.0 only if all terms are,
-        so the sum tells whether any rank had one.
+        -0.0 marks "no gradient". A sum is -0.0 only if every rank sent -0.0, so the receiver can
+        tell whether any rank had a gradient.
         """
         if self.gradients is None:
             if not any(parameter.sharded.requires_grad for parameter in self.parameters):
-                return
+                return  # all are frozen
             self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
             if parameter.unsharded.grad is not None:
@@ -302,9 +319,10 @@ class ParameterGroup:
             )
 
     def collect(self, parameter):
+        """Move the gradient of `parameter` into `gradients`, and add it to what is there."""
         gradient = parameter.unsharded.grad
         total = parameter.view(self.gradients)
-        # The first is added to 0.0, which makes a gradient of -0.0 a 0.0.
+        # Adding 0.0 turns a gradient of -0.0 into 0.0, because -0.0 would mean "no gradient".
         before = total if parameter in self.collected else 0.0
         torch.add(gradient, before, out=total)
         self.collected.add(parameter)
@@ -312,16 +330,16 @@ class ParameterGroup:
 
     @torch.no_grad()
     def wait_for_reduce(self):
-        """Add this rank's part of the mean gradient to .grad of the shards."""
+        """Wait for the gradients, and add their mean to .grad of the shards."""
         if self.reducing is None:
             return
         self.reducing.wait()
         received = self.received
         if received.dtype == torch.float16:
-            received = received.float()  # the sum of two float16 may be over their limit of 65504
-        # Added in rank order, as one device adds the ranks' batches.
+            received = received.float()  # a sum of float16 may exceed their limit, 65504
+        # In rank order, as one device adds the gradients of the ranks' parts of the batch.
         total = functools.reduce(torch.add, received.chunk(self.world_size))
-        # `collected` first, because is_used() makes the host wait for the GPU.
+        # Look into `collected` first, because is_used() makes the host wait for the GPU.
         used = [p for p in self.parameters if p in self.collected or is_used(total[p.slice])]
         self.forget_gradients()
         total /= self.world_size
@@ -333,11 +351,11 @@ class ParameterGroup:
             if parameter.sharded.grad is None:
                 parameter.sharded.grad = mean[parameter.slice]
             else:
-                self.wait_for_copies()  # the host adds
+                self.wait_for_copies()  # under offload the host adds, and needs the values
                 parameter.sharded.grad += mean[parameter.slice]
 
     def wait_for_copies(self):
-        """Under offload from a GPU: after this, the host may read and write shards and .grad."""
+        """Wait for copies to and from pinned memory. Then the host may use shards and .grad."""
         if self.pin_memory:
             torch.cuda.current_stream(self.unsharded.device).synchronize()
 
@@ -348,22 +366,22 @@ class ParameterGroup:
         self.reducing = None
 
     def forget_backward(self):
-        """Drop what a backward that raised has left."""
+        """Drop the gradients of a backward that raised an error."""
         if self.reducing is not None:
-            self.reducing.wait()  # it uses the memory that is freed next
+            self.reducing.wait()  # the all-to-all still uses the memory that is freed next
         self.forget_gradients()
         for parameter in self.parameters:
             parameter.unsharded.grad = None
 
 
 def is_used(total):
-    """Whether any rank had a gradient for these elements: not all of them are -0.0."""
+    """Return whether any rank had a gradient for these elements: not all of them are -0.0."""
     return not bool(((total == 0) & total.signbit()).all())
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. When they move. A model of the units 0, 1 and 2. "unshard" and "reduce" only begin a move, and
-# "wait" ends it:
+# 3. The order of events, for a model of three units. "unshard" and "reduce" only begin a
+# collective, and "wait" waits until it has ended:
 #
 #   forward    pre_forward 0       unshard 0, wait   unshard 1
 #              post_forward 0      reshard 0
@@ -377,20 +395,21 @@ def is_used(total):
 #              pre_backward 0      wait unshard 0
 #              finish_backward     wait reduce 1     reshard 0     reduce 0     wait reduce 0
 #
-# There is no post_backward 0, because the inputs of unit 0 need no gradient. The first pass records
-# which unit comes next. Later passes unshard that unit early, as shown. All ranks make the same
-# moves in the same order.
+# The inputs of unit 0 need no gradient, so finish_backward calls post_backward 0 when the whole
+# backward has ended. The first step records which unit comes next. Later steps unshard that unit
+# early, as shown. All ranks issue the same collectives in the same order.
 
 
 def in_backward():
-    """Whether autograd is running. A forward in it is a checkpoint's recomputation."""
+    """Return whether autograd is running. A forward that runs then is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class PostBackward(torch.autograd.Function):
-    """The identity on an input of a unit. Its backward runs when that of the unit is over.
+    """The identity, for an input of a unit. Its backward runs after the backward of the unit.
 
-    Autograd runs the newest node first. This one is older than those of the unit's operations.
+    Autograd runs nodes in the reverse order of their creation. This node is created before those of
+    the unit, so it runs after them.
     """
 
     @staticmethod
@@ -400,30 +419,32 @@ class PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.unit.needs_reduce:  # otherwise another input's was first
+        if ctx.unit.needs_reduce:  # otherwise another input's node has called post_backward
             ctx.unit.post_backward()
         return None, gradient
 
 
-# What a unit may return, in lists, tuples or dicts. Other types may hide tensors from post_forward.
+# A unit may return these types, in lists, tuples or dicts. post_forward must find every tensor, and
+# another type could hide one.
 OUTPUT_TYPES = (torch.Tensor, torch.Size, int, float, complex, str, bytes, type(None))
 
 
 class Unit:
-    """A module that fully_shard was called on: its parameters, and the hooks that move them."""
+    """A module that fully_shard was called on: its parameters, and its hooks in order of calls."""
 
     def __init__(self, groups, reshard_after_forward, input_dtype):
-        self.groups = groups  # one for each dtype; the parameters that train apart from the frozen
+        self.groups = groups  # ParameterGroups: see make_groups()
         self.reshard_after_forward = reshard_after_forward
-        self.input_dtype = input_dtype  # of floating-point inputs; None: they stay
+        self.input_dtype = input_dtype  # floating-point inputs are cast to this, unless it is None
         self.schedule = None  # the Schedule that all units of the model share
-        self.sends = True  # False in no_sync()
-        self.needs_reduce = False  # backward has reached it since its last reduction
+        self.sends = True  # whether post_backward sends gradients: False in no_sync()
+        self.needs_reduce = False  # True from pre_backward until post_backward sends the gradients
 
     def pre_forward(self, module, args, kwargs):
         """Unshard. Cast the inputs, and pass them through PostBackward."""
         schedule = self.schedule
-        # `outermost` is still this unit if its last forward raised.
+        # Reset before each forward of the model. `outermost` is None, or still this unit if its
+        # last forward raised an error.
         if not in_backward() and schedule.outermost in (None, self):
             schedule.reset()
             schedule.outermost = self
@@ -437,54 +458,58 @@ class Unit:
         return tree_map_only(torch.Tensor, prepare, (args, kwargs))
 
     def post_forward(self, module, args, output):
-        """Reshard. Have pre_backward called when backward reaches an output."""
-        for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
-            if not isinstance(leaf, OUTPUT_TYPES):
-                text = f"a unit returns a {type(leaf).__name__}"
-                raise ValueError(f"{text}; return tensors in lists, tuples or dicts")
-            if torch.is_tensor(leaf) and leaf.grad_fn:
-                leaf.grad_fn.register_prehook(self.pre_backward)
-        if not in_backward():  # otherwise the backward of this unit follows at once
+        """Reshard. Register pre_backward to run when backward reaches an output."""
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if not isinstance(leaf, OUTPUT_TYPES):
+                    text = f"a unit returns a {type(leaf).__name__}"
+                    raise ValueError(f"{text}; return tensors in lists, tuples or dicts")
+                if torch.is_tensor(leaf) and leaf.grad_fn:
+                    leaf.grad_fn.register_prehook(self.pre_backward)
+        if not in_backward():  # after a recomputation, the backward of this unit follows at once
             for group in self.groups:
-                group.use_shards()  # users see shards, even while the unit stays unsharded
+                group.use_shards()  # the user sees shards, even while the unit stays unsharded
                 if self.reshard_after_forward or not torch.is_grad_enabled():
                     group.reshard()
         if self.schedule.outermost is self:
             self.schedule.outermost = None
-            self.schedule.wait_for_copies()  # the caller may write to the shards next
+            self.schedule.wait_for_copies()  # because the caller may write to the shards now
 
     def pre_backward(self, gradients):
-        """Unshard."""
+        """Unshard. Autograd calls this before the backward of the unit, once for each output."""
         self.schedule.start_backward()
         self.needs_reduce = True
         self.schedule.unshard(self, "backward")
 
     def post_backward(self):
-        """Reshard and reduce."""
-        self.schedule.wait_for_reduce()  # gradients have travelled while this unit computed
+        """Reshard and reduce. PostBackward or finish_backward calls this."""
+        self.schedule.wait_for_reduce()  # that of the previous unit ran while this unit computed
         for group in self.groups:
             group.reshard()
             group.reduce(self.sends)
-        self.needs_reduce = not self.sends  # the next backward must send what no_sync() has kept
+        # Inside no_sync() this stays True. The next backward then sends the gradients, even if it
+        # does not reach the unit.
+        self.needs_reduce = not self.sends
 
     def pre_state_dict(self, module, prefix, keep_vars):
-        if not keep_vars:  # as full_state_dict() sets it, and users do not
+        if not keep_vars:  # full_state_dict() sets keep_vars
             raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
         self.schedule.reset()
 
 
 class Schedule:
-    """What the units of a model share: their order, and what happens when a backward ends."""
+    """The state that all units of a model share: their order, and the end of backward."""
 
     def __init__(self, units):
         self.units = units  # the outermost first
         self.groups = [group for unit in units for group in unit.groups]
-        self.outermost = None  # the unit whose forward is under way and calls the others
-        # From start_backward to finish_backward: weak reference to the callback. Autograd holds the
-        # callback, and drops it uncalled if backward raises.
+        self.outermost = None  # the unit whose forward is running and calls the other units
+        # None, or during a backward a weak reference to the callback that ends it. Only autograd
+        # holds the callback. If backward raises an error, autograd drops it, and the reference is
+        # dead.
         self.final_callback = None
-        self.previous = None  # (unit, phase) that was unsharded last
-        self.next_unit = {}  # {(unit, phase): the unit that came after it the last time}
+        self.previous = None  # the (unit, phase) that was unsharded last; None if a pass begins
+        self.next_unit = {}  # {(unit, phase): the unit that was unsharded after it}
         for unit in units:
             unit.schedule = self
 
@@ -497,7 +522,7 @@ class Schedule:
         if (unit, phase) in self.next_unit:
             for group in self.next_unit[unit, phase].groups:
                 group.unshard()
-        self.next_unit[self.previous] = unit
+        self.next_unit[self.previous] = unit  # if the key is None, nothing reads it
         self.previous = (unit, phase)
 
     def wait_for_reduce(self):
@@ -511,26 +536,26 @@ class Schedule:
     def start_backward(self):
         """Have autograd call finish_backward when the backward that is running ends."""
         if self.final_callback and self.final_callback() is None:
-            self.reset()  # an earlier backward raised
+            self.reset()  # the reference is dead, because an earlier backward raised an error
         if self.final_callback is None:
-            callback = functools.partial(Schedule.finish_backward, self)
+            callback = self.finish_backward
             self.final_callback = weakref.ref(callback)
-            self.previous = None
+            self.previous = None  # the last forward has no next unit
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def finish_backward(self):
-        """Reduce also the units that had no post_backward: their inputs need no gradient."""
+        """Call post_backward of the units whose inputs need no gradient, and end all reductions."""
         for unit in self.units:
             if unit.needs_reduce:
                 unit.post_backward()
         self.wait_for_reduce()
         self.wait_for_copies()  # the optimizer reads .grad next
-        self.final_callback = None  # this backward has not raised
+        self.final_callback = None  # tells reset() that this backward raised no error
         self.reset()
 
     def reset(self):
-        """Bring all units to rest: sharded, nothing under way."""
-        if self.final_callback:  # a backward began and did not end, so it raised
+        """Reshard all units. If a backward raised an error, forget its gradients."""
+        if self.final_callback:  # a backward began, but finish_backward was not called
             for group in self.groups:
                 group.forget_backward()
         for group in self.groups:
@@ -545,12 +570,12 @@ class Schedule:
 
 
 class MixedPrecisionPolicy(NamedTuple):
-    param_dtype: torch.dtype | None = None  # to gather and compute, also of inputs; None: as it is
-    reduce_dtype: torch.dtype | None = None  # to add gradients; None: param_dtype
+    param_dtype: torch.dtype | None = None  # of unsharded parameters and inputs; None: no cast
+    reduce_dtype: torch.dtype | None = None  # of gradients when they are added; None: param_dtype
 
 
 class CPUOffloadPolicy:
-    """Keep shards, .grad and optimizer state in host memory; shards and .grad pinned for a GPU."""
+    """Keep shards, .grad and optimizer state in host memory. For a GPU, pin shards and .grad."""
 
 
 def fully_shard(
@@ -562,17 +587,18 @@ def fully_shard(
     mp_policy=MixedPrecisionPolicy(),  # noqa: B008  a NamedTuple does not change
     offload_policy=None,
 ):
-    """Make a unit of `module`'s parameters, without those of submodules that are units already.
+    """Make a unit of the parameters of `module` that do not belong to a unit yet.
 
     Call it on the blocks first and then on the whole model. Make the optimizer after that.
-    `module.parameters()` are now this rank's shards: 1-D, under their old names, perhaps empty.
-    After backward, .grad is this rank's part of the mean gradient, or None if no rank has one.
-    Parameters start as rank 0 has them. Those on the meta device become real by reset_parameters()
-    of their modules. Buffers stay each rank's own.
-    A forward must call a unit: if `self.pos` is one, it finds a 1-D shard in `self.pos.weight[:T]`.
-    Freeze parameters before this call, so that no gradients are sent for them.
-    Use clip_grad_norm_ of this file and, for float16, GradScaler of amp.py: PyTorch's see only this
-    rank's norm and this rank's overflow.
+    - `module.parameters()` become this rank's shards. They are 1-D and may be empty. After
+      backward, .grad is this rank's part of the mean gradient, or None if no rank has a gradient.
+    - Parameters get the values of rank 0. Those on the meta device are first initialized by
+      reset_parameters() of their modules. Buffers are not synchronized.
+    - Only the forward of a unit sees whole parameters. If `self.pos` is a unit, call `self.pos(x)`,
+      because `self.pos.weight` is a 1-D shard outside of it.
+    - Freeze parameters before this call, so that no gradients are sent for them.
+    - Use clip_grad_norm_ of this file and, for float16, GradScaler of amp.py. PyTorch's functions
+      use only the gradients of this rank.
     mesh: a DeviceMesh of one dimension, instead of process_group.
     reshard_after_forward: False keeps parameters unsharded from forward to backward.
     """
@@ -581,7 +607,7 @@ def fully_shard(
     check_module(module, inner, process_group)
     groups = make_groups(module, process_group, mp_policy, offload_policy is not None)
     unit = Unit(groups, reshard_after_forward, mp_policy.param_dtype)
-    Schedule([unit, *inner])  # which the inner units now share, in place of their own
+    Schedule([unit, *inner])  # sets .schedule of all these units
     module._fsdp_unit = unit
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.post_forward)
@@ -596,12 +622,12 @@ def choose_group(mesh, process_group):
         process_group = mesh.get_group()
     if dist.get_rank(process_group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its ranks may call")
-    # A reference to the default group would keep its threads alive after it is destroyed.
+    # A reference to the default group would keep its threads alive after the group is destroyed.
     return None if process_group is dist.group.WORLD else process_group
 
 
 def reset_units(module):
-    """Bring the units in `module` to rest, and return them."""
+    """Reset the units in `module`, which reshards them, and return them."""
     units = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
     for schedule in {unit.schedule for unit in units}:
         schedule.reset()
@@ -612,29 +638,32 @@ def check_module(module, inner, process_group):
     name = type(module).__name__
     if type(module).forward is nn.Module.forward:
         raise ValueError(f"{name} has no forward that could unshard it; shard its children")
-    others = {group.process_group for unit in inner for group in unit.groups} - {process_group}
-    if hasattr(module, "_fsdp_unit") or others:
-        raise ValueError(f"{name} is a unit already, or has one over other ranks")
+    process_groups = {group.process_group for unit in inner for group in unit.groups}
+    if hasattr(module, "_fsdp_unit") or process_groups - {process_group}:
+        raise ValueError(f"{name} is a unit already, or contains a unit over other ranks")
 
 
 def make_groups(module, process_group, mp_policy, offload):
-    """A group of the parameters that train and one of the frozen parameters, of each dtype."""
+    """Make a ParameterGroup for each dtype. Frozen and trained parameters have separate groups."""
     parameters = find_parameters(module, process_group)
     first = next(iter(parameters), torch.empty(0))
     device = device_for(first.device, dist.get_backend_config(process_group))
     materialize(module, device)
-    kinds = {}
+    by_kind = {}  # {(dtype, requires_grad): {parameter: owners}}
     for parameter, owners in parameters.items():
         kind = parameter.dtype, parameter.requires_grad
-        kinds.setdefault(kind, {})[parameter] = owners
+        by_kind.setdefault(kind, {})[parameter] = owners
     return [
-        ParameterGroup(of_kind, process_group, device, mp_policy, offload)
-        for of_kind in kinds.values()
+        ParameterGroup(originals, process_group, device, mp_policy, offload)
+        for originals in by_kind.values()
     ]
 
 
 def find_parameters(module, process_group):
-    """{parameter: [(module, attribute), …]} of a unit to be. An error if ranks do not agree."""
+    """Return {nn.Parameter: owners} of the parameters in `module` that belong to no unit yet.
+
+    Raise ValueError on all ranks if they do not hold the same parameters.
+    """
     found = {}
     descriptions = set()
     for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
@@ -655,17 +684,21 @@ def find_parameters(module, process_group):
 
 
 def device_for(device, backends):
-    """Where a unit computes. `backends` are the group's, such as "cpu:gloo,cuda:nccl"."""
+    """Return the device that a unit computes on.
+
+    `device` is that of the parameters. `backends` are the group's, such as "cpu:gloo,cuda:nccl".
+    """
     if f"{device.type}:" in backends:
         return device
-    # The parameters are on the meta device, or on the CPU and the group has NCCL alone.
+    # The parameters are on the meta device. Or they are on the CPU, and the group has only NCCL.
     has_gpu = torch.cuda.is_available() and "cuda:nccl" in backends
     return torch.device("cuda" if has_gpu else "cpu")
 
 
 def materialize(module, device):
-    """Make what is on the meta device real, module by module."""
-    # The iterators find the tensors that to_empty() has made real.
+    """Initialize the parameters and buffers that are on the meta device, module by module."""
+    # to_empty() replaces the tensors of a module while this loop runs. The iterators then yield the
+    # new ones, so that a module is initialized once.
     for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.is_meta:
             owner = module.get_submodule(path.rpartition(".")[0])
@@ -679,7 +712,7 @@ def materialize(module, device):
 
 @contextmanager
 def no_sync(module):
-    """A backward in here sends nothing. The next one outside adds the gradients of both."""
+    """A backward in here keeps its gradients. The next backward outside sends the sum."""
     units = reset_units(module)
     for unit in units:
         unit.sends = False
@@ -692,12 +725,15 @@ def no_sync(module):
 
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm):
-    """Scale the gradients so that their norm over all ranks is at most `max_norm`. Return it."""
+    """Scale the gradients so that their norm over all ranks is at most `max_norm`.
+
+    Return the norm that they had before.
+    """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and not hasattr(parameter, "_sharded_parameter"):
             raise ValueError(f"{name}: in no unit, so its gradient is not reduced; shard the root")
     group = reset_units(module)[0].schedule.groups[0]
-    total = torch.zeros((), dtype=torch.float64, device=group.shard.device)
+    total = torch.zeros((), dtype=torch.float64, device=group.shard.device)  # sum of squares
     for parameter in module.parameters():
         if parameter.grad is not None:
             total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
@@ -713,26 +749,30 @@ def clip_grad_norm_(module, max_norm):
 
 
 def gather_full(sharded, state):
-    """Join all ranks' `state` of a parameter: {key: a tensor like the shard, or a number}."""
+    """Join the `state` that all ranks have for the shard `sharded`, such as Adam's moments.
+
+    `state` is {key: a tensor with the shape of the shard, or a number}.
+    """
     parameter = sharded._sharded_parameter
-    states = [None] * parameter.group.world_size
+    gathered = [None] * parameter.group.world_size
     # A copy, because a view would be sent with the whole storage behind it.
     state = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), state)
     if parameter.shape.numel() and not sharded.numel():
-        state = None  # a rank without elements may have made fewer optimizer steps
-    dist.all_gather_object(states, state, group=parameter.group.process_group)
-    states = [state for state in states if state]
-    full = states[0] if states else {}
+        # This rank has no element. Its "step" may be too small, because it may never get a .grad.
+        state = None
+    dist.all_gather_object(gathered, state, group=parameter.group.process_group)
+    parts = [part for part in gathered if part]
+    full = parts[0] if parts else {}
     for key, value in full.items():
         if torch.is_tensor(value) and value.dim():  # "step" has no dimensions
-            flat = torch.cat([state[key] for state in states])
+            flat = torch.cat([part[key] for part in parts])
             full[key] = flat.as_strided(parameter.shape, parameter.stride)
     return full
 
 
 @torch.no_grad()
 def full_state_dict(module):
-    """What the plain module's state_dict() would be."""
+    """Return the state_dict() that the module would have without sharding."""
     full = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if hasattr(tensor, "_sharded_parameter"):
@@ -743,7 +783,7 @@ def full_state_dict(module):
 
 
 def load_full_state_dict(module, state_dict):
-    """Load what full_state_dict(), or the plain module's state_dict(), returned on every rank."""
+    """Load a state dict from full_state_dict() or from the plain module. Call it on every rank."""
     state_dict = dict(state_dict)
     for name, tensor in module.state_dict(keep_vars=True).items():
         if name in state_dict and hasattr(tensor, "_sharded_parameter"):
@@ -752,11 +792,15 @@ def load_full_state_dict(module, state_dict):
 
 
 def shards_of(optimizer):
+    """Return the parameters of `optimizer`, in the order of the keys of its state dict."""
     return itertools.chain(*(group["params"] for group in optimizer.param_groups))
 
 
 def full_optimizer_state_dict(module, optimizer):
-    """What the plain optimizer's state_dict() would be, if it treats each element by itself."""
+    """Return the state_dict() that the optimizer would have without sharding.
+
+    The optimizer must be elementwise, like Adam: its state has the shape of the parameters.
+    """
     state_dict = optimizer.state_dict()
     full = {}
     for i, sharded in enumerate(shards_of(optimizer)):
@@ -766,22 +810,23 @@ def full_optimizer_state_dict(module, optimizer):
 
 
 def load_full_optimizer_state_dict(module, optimizer, state_dict):
-    """Load what full_optimizer_state_dict(), or the plain optimizer's state_dict(), returned."""
+    """Load a state dict from full_optimizer_state_dict() or from the plain optimizer."""
     state_dict = copy.deepcopy(state_dict)
     for i, sharded in enumerate(shards_of(optimizer)):
         parameter = sharded._sharded_parameter
         state = state_dict["state"].get(i, {})
         for key, value in state.items():
-            # A step has the shape of a parameter without dimensions.
+            # "step" has no dimensions, and a parameter may have none either.
             if torch.is_tensor(value) and value.shape == parameter.shape and key != "step":
                 state[key] = parameter.shard_of(value)
     optimizer.load_state_dict(state_dict)
 
 
 def shards(module, optimizer):
-    """Yield (name, whole shape, number of the shard's first element, shard, its optimizer state).
+    """Yield (name, shape of the whole parameter, first, shard, its optimizer state).
 
-    checkpoint.shard_pieces() takes them. Elements are numbered in the order of memory.
+    `first` is the offset of the shard's first element in the parameter, in the order of memory.
+    shard_pieces() of checkpoint.py takes these tuples.
     """
     for name, sharded in module.named_parameters():
         parameter = sharded._sharded_parameter
@@ -809,7 +854,7 @@ def main():
         optimizer.step()
         return loss
 
-    def whole():
+    def whole():  # the gradients and the parameters, to compare with one device
         gradients = []
         for sharded in model.parameters():
             full = gather_full(sharded, {"gradient": sharded.grad})
@@ -830,7 +875,10 @@ def main():
 
 
 def record_moves(groups, step):
-    """[(seconds, label, sign of what the group does from then on), …] of a step."""
+    """Run a step. Return [(seconds, label, sign), …].
+
+    From that time on, the group of that label does what the sign stands for.
+    """
     signs = {"unshard": "·", "wait_for_unshard": "F", "reshard": " "}
     signs |= {"reduce": "-", "wait_for_reduce": " "}
     moves = []
@@ -853,19 +901,21 @@ def record_moves(groups, step):
 
     for label, group in groups.items():
         for name in signs:
-            setattr(group, name, functools.partial(record, label, name, getattr(group, name)))
+            move = getattr(group, name)
+            setattr(group, name, functools.partial(record, label, name, move))
     step()
     return moves
 
 
 def timeline(moves, width=100):
-    """A line for each unit. Everything that a unit does takes at least one column."""
+    """Draw a line for each unit. Each thing that a unit does gets at least one column."""
     start = moves[0][0]
     end = moves[-1][0]
     lines = {label: "" for _, label, _ in moves}
     doing = dict.fromkeys(lines, " ")
     for seconds, label, sign in moves:
         column = round(width * (seconds - start) / (end - start))
+        # In columns. A group that does nothing needs none.
         at_least = 0 if doing[label] == " " else 1
         lines[label] += doing[label] * max(column - len(lines[label]), at_least)
         doing[label] = sign
