@@ -3,30 +3,26 @@
 In a step each rank multiplies by its shard of every weight matrix. The ranks add up their results
 after attention and after the MLP, in forward and in backward.
 
-A transformer layer has two pairs of matrices: qkv and proj, linear1 and linear2. The first matrix
-of a pair is split by its outputs: each rank computes some heads, or some hidden features, from all
-of X. The second matrix is split by its inputs: each rank already has the inputs that it needs. A
-sum ends the pair.
+A transformer layer has two pairs of matrices: qkv and proj in attention, linear1 and linear2 in the
+MLP. The first matrix of a pair is split by its outputs: each rank computes some heads, or some
+hidden features, from the whole X. The second matrix is split by its inputs, and these are the
+features that the rank has just computed. A sum over the ranks ends the pair.
 
               ┌── X A₀ → GELU, or attention → Y₀ B₀ ──┐                 rank 0
     X ── f ───┤                                       ├─── g ── Z       Z = Y₀ B₀ + Y₁ B₁
               └── X A₁ → GELU, or attention → Y₁ B₁ ──┘                 rank 1
 
-Between the pairs all ranks do the same work on the same X. Sequence parallelism splits that work
-too: norms, dropout and residuals see 1/t of the sequence. Each all-reduce becomes its two halves.
+Norms, dropout and residuals lie between the pairs. Every rank computes them on the whole X. With
+sequence parallelism each rank computes them on 1/t of the sequence. Then f gathers the sequence,
+and g leaves each rank its part of the sum.
 
                                        forward          backward
     f   copy_to_region                 nothing          all-reduce
     g   reduce_from_region             all-reduce       nothing
-    f   gather_from_sequence           all-gather       reduce-scatter
-    g   reduce_scatter_to_sequence     reduce-scatter   all-gather
+    f   gather_from_sequence           all-gather       reduce-scatter      sequence parallelism
+    g   reduce_scatter_to_sequence     reduce-scatter   all-gather          sequence parallelism
 
-Cost per rank, for t ranks, micro-batch b, sequence s, hidden size h, a heads, vocabulary V. A rank
-holds 1/t of the parameters, gradients and optimizer state, and all of the norms and row biases.
-"sent" counts elements per layer and micro-batch, times (t-1)/t. "activations" counts bytes per
-layer in 16 bits (Korthikanti et al., §4), with 2sbh for dropout masks and 5as/h for attention
-scores. scaled_dot_product_attention keeps no scores: it computes them again in backward. The last
-row counts once for the whole model.
+Cost per rank, for t ranks, micro-batch b, sequence s, hidden size h, a heads, vocabulary V:
 
                             sent               activations
     one device              0                  sbh (34 + 5as/h)
@@ -34,20 +30,29 @@ row counts once for the whole model.
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
     embedding, head, loss   4bsh + 6bs         4bs V/t, in the loss
 
-Sequence parallelism sends 2bsh more because f gathers its input again in backward, and 12h more
-for the gradients of norms and row biases. At the head it sends 2bsh + 4h more.
+"sent" is in elements per layer and micro-batch, times (t-1)/t. "activations" is in bytes per layer,
+in 16 bits (Korthikanti et al., §4). 2sbh of the 34sbh are dropout masks. 5as²b are attention
+scores, which scaled_dot_product_attention does not keep. The last row is for the whole model, not
+per layer: the loss sends 3 numbers per token.
+
+With sequence parallelism f gathers its input again in backward: 2bsh more. The gradients of the
+norms and of proj's and linear2's biases are summed over the ranks: 12h more. The embedding and the
+head together send 2bsh + 4h more.
+
+A rank keeps 1/t of the parameters, gradients and optimizer state. It keeps all of the norms and of
+proj's and linear2's biases.
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
-Left out: attention masks other than causal; more ranks than key and value heads; label smoothing
-          (Megatron-LM has it); padding_idx, max_norm; norms other than LayerNorm; second
-          derivatives
+Left out: attention masks other than causal; more ranks than key and value heads; label smoothing;
+          padding_idx and max_norm of an embedding; norms other than LayerNorm; second derivatives
 """
 
 import argparse
 import copy
+import fnmatch
 import math
 import os
 import signal
@@ -55,13 +60,12 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from fnmatch import filter as names_like
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+import torch.distributed.nn.functional  # imported after init_process_group it keeps the group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import Function
@@ -69,7 +73,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# torch 2.13 has a new name, and warns about the old one.
+# torch 2.13 renames the function, and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # --------------------------------------------------------------------------------------------------
@@ -77,44 +81,46 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class Operator(Function):
-    """One collective in forward, another in backward.
+    """A collective that autograd can differentiate. All operators take (x, process_group=None).
 
     Autograd does not see a bare collective in the middle of a model: the gradients would be wrong,
-    without an error. Neither collective changes the tensor that it is given.
+    without an error.
     """
 
     @staticmethod
-    def forward(ctx, x, process_group, forward_collective, backward_collective):
-        rank_and_size(process_group)  # raises on a rank outside the group
-        ctx.process_group = process_group
-        ctx.backward_collective = backward_collective
-        return forward_collective(x, process_group)
+    def setup_context(ctx, inputs, output):  # autograd calls it after forward()
+        _, ctx.process_group = inputs
+        rank_and_size(ctx.process_group)  # an error on a rank outside the group
+
+
+class CopyToRegion(Operator):
+    """f: every rank uses x, so the gradient of x is the sum of all ranks' gradients."""
 
     @staticmethod
-    @once_differentiable
+    def forward(x, process_group=None):
+        return x
+
+    @staticmethod
     def backward(ctx, grad):
-        return ctx.backward_collective(grad, ctx.process_group), None, None, None
+        return reduce_from_region(grad, ctx.process_group), None
 
 
-def identity(x, process_group):
-    return x
+class ReduceFromRegion(Operator):
+    """g: the sum of all ranks' x. All ranks have the gradient of the sum: it is that of x."""
+
+    @staticmethod
+    def forward(x, process_group=None):
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=process_group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return copy_to_region(grad, ctx.process_group), None
 
 
-def all_reduce(x, process_group):
-    """The sum of all ranks' x."""
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=process_group)
-    return x
-
-
-def copy_to_region(x, process_group=None):
-    """f: every rank uses x, so the gradient of x is the sum of all ranks' gradients."""
-    return Operator.apply(x, process_group, identity, all_reduce)
-
-
-def reduce_from_region(x, process_group=None):
-    """g: the sum of all ranks' x. All ranks have the same gradient of the sum."""
-    return Operator.apply(x, process_group, all_reduce, identity)
+copy_to_region = CopyToRegion.apply
+reduce_from_region = ReduceFromRegion.apply
 
 
 def parallel_mlp(x, A, B, process_group=None):
@@ -123,40 +129,86 @@ def parallel_mlp(x, A, B, process_group=None):
     return reduce_from_region(F.gelu(x @ A) @ B, process_group)
 
 
+# --------------------------------------------------------------------------------------------------
+# 2. The other operators: f and g of sequence parallelism, then scatter and gather. They split and
+# join dimension 0.
+
+
+class GatherFromSequence(Operator):
+    """f: every rank uses the whole sequence, so the gradient of a part is a sum over ranks."""
+
+    @staticmethod
+    def forward(x, process_group=None):
+        _, world_size = rank_and_size(process_group)
+        whole = x.new_empty(world_size * len(x), *x.shape[1:])
+        all_gather_single(whole, x.contiguous(), group=process_group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_to_sequence(grad, ctx.process_group), None
+
+
+class ReduceScatterToSequence(Operator):
+    """g: this rank's part of the sum of all ranks' x."""
+
+    @staticmethod
+    def forward(x, process_group=None):
+        _, world_size = rank_and_size(process_group)
+        check_divides("positions", len(x), world_size)
+        # An exchange and a sum. gloo's own reduce-scatter is an all-reduce inside: it sends twice
+        # as much.
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=process_group)
+        return received.unflatten(0, (world_size, -1)).sum(0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_from_sequence(grad, ctx.process_group), None
+
+
+class Scatter(Operator):
+    """This rank's part of an x that all ranks have."""
+
+    @staticmethod
+    def forward(x, process_group=None):
+        rank, world_size = rank_and_size(process_group)
+        check_divides("positions or features", len(x), world_size)
+        return x.chunk(world_size)[rank].clone()  # a view would keep the whole x in memory
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Gather.apply(grad, ctx.process_group), None
+
+
+class Gather(GatherFromSequence):
+    """All ranks' parts, joined. All ranks have the same gradient of the whole: no sum is needed."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Scatter.apply(grad, ctx.process_group), None
+
+
+gather_from_sequence = GatherFromSequence.apply
+reduce_scatter_to_sequence = ReduceScatterToSequence.apply
+scatter_to_sequence = Scatter.apply
+
+
+def scatter_to_region(x, process_group=None):
+    """Scatter along the last dimension."""
+    return Scatter.apply(x.movedim(-1, 0), process_group).movedim(0, -1)
+
+
+def gather_from_region(x, process_group=None):
+    """Gather along the last dimension."""
+    return Gather.apply(x.movedim(-1, 0), process_group).movedim(0, -1)
+
+
 def rank_and_size(process_group):
     world_size = dist.get_world_size(process_group)
     if world_size < 1:
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     return dist.get_rank(process_group), world_size
-
-
-# --------------------------------------------------------------------------------------------------
-# 2. The other operators: scatter and gather, and f and g of sequence parallelism.
-
-
-def split(x, process_group):
-    """This rank's part of dimension 0."""
-    rank, world_size = rank_and_size(process_group)
-    check_divides("positions or features", len(x), world_size)
-    return x.chunk(world_size)[rank].clone()
-
-
-def all_gather(x, process_group):
-    """All ranks' x, concatenated along dimension 0."""
-    _, world_size = rank_and_size(process_group)
-    gathered = x.new_empty(world_size * len(x), *x.shape[1:])
-    all_gather_single(gathered, x.contiguous(), group=process_group)
-    return gathered
-
-
-def reduce_scatter(x, process_group):
-    """This rank's part of dimension 0 of the sum of all ranks' x."""
-    _, world_size = rank_and_size(process_group)
-    check_divides("positions", len(x), world_size)
-    # gloo's reduce-scatter is an all-reduce inside, and sends twice as much as this exchange.
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=process_group)
-    return received.unflatten(0, (world_size, -1)).sum(0)
 
 
 def check_divides(what, size, world_size):
@@ -168,77 +220,54 @@ def check_divides(what, size, world_size):
         )
 
 
-def scatter_to_sequence(x, process_group=None):
-    """This rank's part of an x that all ranks have, along dimension 0."""
-    return Operator.apply(x, process_group, split, all_gather)
-
-
-def scatter_to_region(x, process_group=None):
-    """This rank's part of an x that all ranks have, along the last dimension."""
-    return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
-
-
-def gather_from_region(x, process_group=None):
-    """All ranks' parts of the last dimension. All ranks have the same gradient of the whole."""
-    x = x.movedim(-1, 0)
-    return Operator.apply(x, process_group, all_gather, split).movedim(0, -1)
-
-
-def gather_from_sequence(x, process_group=None):
-    """f of sequence parallelism: every rank uses the whole, so the ranks' gradients are added."""
-    return Operator.apply(x, process_group, all_gather, reduce_scatter)
-
-
-def reduce_scatter_to_sequence(x, process_group=None):
-    """g of sequence parallelism: this rank's part of the sum of all ranks' x."""
-    return Operator.apply(x, process_group, reduce_scatter, all_gather)
-
-
 # --------------------------------------------------------------------------------------------------
-# 3. The layers. from_full() makes a parallel layer from a plain one. A constructor makes the plain
-# layer first. `options` are ParallelLayer's: process_group, sequence_parallel, stack and pad.
+# 3. The layers: shards of nn.Linear and nn.LayerNorm.
 
 
 class ParallelLayer(nn.Module):
     """This rank's shard of a plain layer. Attributes and parameters have the plain layer's names.
 
-    A weight may consist of several matrices, one above the other, as q, k and v do. Then each
-    matrix is split by itself, and the shard has a part of each.
+    One weight may stack several matrices, such as q, k and v. Then each matrix is split by itself,
+    and the shard stacks this rank's part of each.
+
+    A subclass passes its `**options` on to this constructor.
     """
 
-    split_dims = {}  # parameter: the dimension that is split; the others are the same on all ranks
+    split_dims = {}  # parameter: the dimension that is split; other parameters are replicated
 
     def __init__(
         self,
         plain,
         process_group=None,
         sequence_parallel=False,
-        stack=(1,),  # the relative sizes of the matrices; (1, 1, 1) for q, k and v
-        pad=False,  # add rows of zeros at the end, until the ranks divide the rows
+        stack=(1,),  # relative sizes of the stacked matrices; (1, 1, 1) for q, k and v
+        pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
         super().__init__()
         for name, value in vars(plain).items():
-            if not name.startswith("_"):  # in_features, normalized_shape, p, …
+            if not name.startswith("_"):  # in_features, normalized_shape, p, and so on
                 setattr(self, name, value)
         self.rank, self.world_size = rank_and_size(process_group)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
+        # A norm or a dropout is not split.
         size = plain.weight.shape[self.split_dims["weight"]] if self.split_dims else 0
-        self.padding = -size % self.world_size if pad else 0  # rows, of all ranks together
+        self.padding = -size % self.world_size if pad else 0  # rows in the whole weight
         size += self.padding
-        self.matrix_sizes = [size * share // sum(stack) for share in stack]  # rows, or columns
+        # Rows, or columns in a row-parallel layer, of each stacked matrix over all ranks.
+        self.matrix_sizes = [size * share // sum(stack) for share in stack]
         for matrix_size in self.matrix_sizes:
             check_divides("features", matrix_size, self.world_size)
         self.whole_shapes = {name: whole.shape for name, whole in plain.named_parameters()}
-        self._parameters |= plain._parameters  # for a bias that is None
+        self._parameters |= plain._parameters  # a bias that is None stays; the loop has the others
         for name, whole in plain.named_parameters():
             shard = self.shard(name, whole.detach())
             self.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
 
     @classmethod
     def from_full(cls, plain, **options):
-        """This rank's shard of `plain`, which stays as it is."""
-        return cls(None, None, plain=plain, **options)  # the sizes are plain's
+        """Make the layer from this rank's shard of `plain`, an nn.Linear or nn.Embedding."""
+        return cls(None, None, plain=plain, **options)  # no sizes: `plain` has them
 
     def shard(self, name, whole):
         """This rank's shard of a whole parameter."""
@@ -255,15 +284,19 @@ class ParallelLayer(nn.Module):
     def unshard(self, name, shard):
         """The whole parameter, from the shards of all ranks."""
         dim = self.split_dims[name]
-        shards = all_gather(shard.unsqueeze(0), self.process_group)
+        shards = gather_from_sequence(shard.unsqueeze(0), self.process_group)
         sizes = [size // self.world_size for size in self.matrix_sizes]
-        parts = shards.split(sizes, dim + 1)  # one tensor per matrix, with the parts of all ranks
-        matrices = [part.movedim(0, dim).flatten(dim, dim + 1) for part in parts]
+        parts = [rank_shard.split(sizes, dim) for rank_shard in shards]  # [rank][matrix]
+        matrices = [torch.cat(matrix_parts, dim) for matrix_parts in zip(*parts, strict=True)]
         whole = torch.cat(matrices, dim)
         return whole.narrow(dim, 0, self.whole_shapes[name][dim])  # without the padding
 
     def replicated(self, name):
-        """A parameter that is not split. Ranks with parts of the sequence add up its gradients."""
+        """A parameter that is the same on all ranks, or None if the layer has no bias.
+
+        With sequence parallelism a rank's gradient comes from its part of the sequence only, so
+        the gradients are summed over the ranks.
+        """
         parameter = getattr(self, name)
         if parameter is None or not self.sequence_parallel:
             return parameter
@@ -271,10 +304,11 @@ class ParallelLayer(nn.Module):
 
 
 class ColumnLinear(Function):
-    """F.linear(f(x), weight, bias), fused for two reasons (Korthikanti et al., §4.2.2).
+    """F.linear(f(x), weight, bias), with communication behind computation.
 
-    The gradient of x travels while the gradient of the weight is computed. The gathered sequence
-    is not kept for backward: it is gathered again, while the gradient of x is computed.
+    Backward sums the gradient of x over the ranks while it computes the gradient of the weight.
+    Forward does not save the gathered sequence. Backward gathers it again while it computes the
+    gradient of x (Korthikanti et al., §4.2.2).
     """
 
     @staticmethod
@@ -283,42 +317,44 @@ class ColumnLinear(Function):
         ctx.process_group = process_group
         ctx.save_for_backward(x, weight)
         if sequence_parallel:
-            x = all_gather(x, process_group)
+            x = gather_from_sequence(x, process_group)
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
         x, weight = ctx.saved_tensors
-        length = len(x)  # of this rank's part of dimension 0
-        options = {"group": ctx.process_group, "async_op": True}
+        in_background = {"group": ctx.process_group, "async_op": True}
         if ctx.sequence_parallel:
-            whole_x = x.new_empty(*grad_y.shape[:-1], x.shape[-1])
-            gathering = all_gather_single(whole_x, x.contiguous(), **options)
+            part = x
+            x = x.new_empty(*grad_y.shape[:-1], x.shape[-1])  # the whole sequence
+            gathering = all_gather_single(x, part.contiguous(), **in_background)
         # Under autocast the dtypes of grad_y, x and weight differ.
         grad_x = (grad_y @ weight.to(grad_y.dtype)).contiguous()
         if ctx.sequence_parallel:
             received = torch.empty_like(grad_x)
-            reducing = dist.all_to_all_single(received, grad_x, **options)
+            reducing = dist.all_to_all_single(received, grad_x, **in_background)
             gathering.wait()
-            x = whole_x
         else:
-            reducing = dist.all_reduce(grad_x, **options)
+            reducing = dist.all_reduce(grad_x, **in_background)
         grad_y = grad_y.reshape(-1, len(weight))
         grad_weight = grad_y.t() @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
         grad_bias = grad_y.sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
         if ctx.sequence_parallel:
-            grad_x = received.unflatten(0, (-1, length)).sum(0)  # over ranks
+            grad_x = received.unflatten(0, (-1, len(part))).sum(0)  # over the ranks
         return grad_x, grad_weight, grad_bias, None, None
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """nn.Linear with its outputs split. All ranks' (…, in) becomes this rank's (…, out/t).
+    """nn.Linear with its outputs split: an x of (…, in) gives (…, out/t), this rank's outputs.
 
-    With `sequence_parallel` the input is this rank's part of dimension 0. With `gather_output` the
-    output is whole on all ranks. Padded outputs are -inf, so that as logits they change nothing.
-    All ranks need the same random state, because each draws the whole weight and keeps its shard.
+    x is the same on all ranks. With `sequence_parallel` it is this rank's part of dimension 0. With
+    `gather_output` every rank returns all outputs.
+
+    With `pad` the outputs beyond out_features are -inf. They are logits that softmax ignores.
+
+    All ranks need the same random state: each draws the whole weight and keeps its shard.
     """
 
     split_dims = {"weight": 0, "bias": 0}
@@ -342,18 +378,19 @@ class ColumnParallelLinear(ParallelLayer):
         )
         if self.padding:
             rows = len(self.weight)
-            feature = self.rank * rows + torch.arange(rows, device=y.device)
-            y = y.masked_fill(feature >= self.out_features, -math.inf)
+            output_index = self.rank * rows + torch.arange(rows, device=y.device)
+            y = y.masked_fill(output_index >= self.out_features, -math.inf)
         if self.gather_output:
             y = gather_from_region(y, self.process_group)[..., : self.out_features]
         return y
 
 
 class RowParallelLinear(ParallelLayer):
-    """nn.Linear with its inputs split. This rank's (…, in/t) becomes (…, out) on all ranks.
+    """nn.Linear with its inputs split: an x of (…, in/t), this rank's inputs, gives (…, out).
 
-    With `sequence_parallel` the output is this rank's part of dimension 0. Without
-    `input_is_parallel` the input is whole. The bias is added once, after the sum.
+    The output is the same on all ranks. With `sequence_parallel` it is this rank's part of
+    dimension 0. With input_is_parallel=False every rank passes all inputs, (…, in). The bias is
+    added once, after the sum over the ranks.
     """
 
     split_dims = {"weight": 1}
@@ -377,7 +414,7 @@ class RowParallelLinear(ParallelLayer):
         g = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
         y = g(F.linear(x, self.weight), self.process_group)
         bias = self.replicated("bias")
-        return y if bias is None else y + bias.to(y.dtype)  # under autocast their dtypes differ
+        return y if bias is None else y + bias.to(y.dtype)  # under autocast the dtypes differ
 
 
 class ParallelLayerNorm(ParallelLayer):
@@ -393,25 +430,27 @@ class ParallelLayerNorm(ParallelLayer):
 # 4. The vocabulary: each rank has some rows of the embedding and some columns of the logits.
 
 
-def locate(tokens, V, rows, rank):
-    """Three tensors: a token's row in this shard, or 0; is it in this shard; is it in no shard.
+def locate(tokens, V, shard_size, rank):
+    """Find tokens in this rank's shard of a vocabulary of V.
 
-    A token in no shard is an IndexError on the CPU. On a GPU, the host would have to wait for the
-    check in every step.
+    Return each token's index in the shard (0 if it is not there), whether it is in the shard, and
+    whether it is outside the vocabulary. On the CPU a token outside is an IndexError. On a GPU that
+    check would make the host wait in every step, so the caller puts NaN in its place.
     """
-    nowhere = (tokens < 0) | (tokens >= V)
-    if nowhere.is_cpu and nowhere.any():
-        raise IndexError(f"tokens {tokens[nowhere].tolist()}: a vocabulary of {V} has 0 to {V - 1}")
-    row = tokens - rank * rows
-    here = (row >= 0) & (row < rows)
-    return row.where(here, 0), here, nowhere
+    is_outside = (tokens < 0) | (tokens >= V)
+    if is_outside.is_cpu and is_outside.any():
+        outside = tokens[is_outside].tolist()
+        raise IndexError(f"tokens {outside} are outside the vocabulary of {V}; use 0 to {V - 1}")
+    index = tokens - rank * shard_size
+    is_local = (index >= 0) & (index < shard_size)
+    return index.where(is_local, 0), is_local, is_outside
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its rows split. All ranks look up the same tokens, and get the same rows.
+    """nn.Embedding with its rows split. Tokens and output are the same on all ranks.
 
-    A token outside the vocabulary is an IndexError on the CPU. On a GPU its embedding is NaN, and
-    the loss and the gradients become NaN: no kernel asserts, and the host does not wait.
+    A rank's shard has no row for most tokens. It gives zeros for these, and g sums over the ranks.
+    A token outside the vocabulary is an IndexError on the CPU. On a GPU its embedding is NaN.
     """
 
     split_dims = {"weight": 0}
@@ -423,37 +462,39 @@ class VocabParallelEmbedding(ParallelLayer):
         super().__init__(plain, pad=True, **options)
 
     def forward(self, tokens):
-        row, here, nowhere = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
-        # where() would give x the strides of `here`. Dropout draws its mask in memory order, so the
-        # mask would not be that of one device.
-        x = F.embedding(row, self.weight).masked_fill(~here.unsqueeze(-1), 0.0)
-        x = x.masked_fill(nowhere.unsqueeze(-1), math.nan)
+        row, is_local, is_outside = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
+        # masked_fill() keeps the strides that nn.Embedding gives. where() would not, and a dropout
+        # after it would draw another mask than on one device, because it draws in memory order.
+        x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
+        x = x.masked_fill(is_outside.unsqueeze(-1), math.nan)
         return reduce_from_region(x, self.process_group)
 
 
 class VocabParallelCrossEntropy(Function):
-    """loss = log Σ exp(x) - x[target]; its gradient is softmax(x), minus 1 at the target.
+    """For each token, loss = log Σ exp(x) - x[target]. Here x is the logits minus their maximum.
 
-    The ranks send three numbers per token: the maximum, the sum and the target's logit.
+    The gradient of the loss is softmax(x), minus 1 at the target. The ranks reduce three numbers
+    per token: the maximum, Σ exp(x) and x[target].
     """
 
     @staticmethod
     def forward(ctx, logits, target, process_group):
         rank, world_size = rank_and_size(process_group)
-        rows = logits.shape[-1]
-        # A target in the padding, whose logit is -inf, has an infinite loss.
-        column, here, nowhere = locate(target, rows * world_size, rows, rank)
+        shard_size = logits.shape[-1]
+        # The padding counts as vocabulary. Its logits are -inf.
+        column, is_local, is_outside = locate(target, shard_size * world_size, shard_size, rank)
         x = logits.to(torch.promote_types(logits.dtype, torch.float32))
         maximum = x.amax(-1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
-        maximum.masked_fill_(nowhere, math.nan)  # and so the token's loss and gradient
+        maximum.masked_fill_(is_outside, math.nan)  # makes the token's loss and gradient NaN
         x = x - maximum.unsqueeze(-1)
         tokens = torch.arange(len(target), device=x.device)
-        x_target = x[tokens, column].where(here, 0.0)
-        x.exp_()
-        total, x_target = all_reduce(torch.stack((x.sum(-1), x_target)), process_group)
+        x_target = x[tokens, column].where(is_local, 0.0)
+        x.exp_()  # from here on x is exp(x)
+        sums = torch.stack((x.sum(-1), x_target))
+        total, x_target = reduce_from_region(sums, process_group)
         grad_x = x.div_(total.unsqueeze(-1))  # in place: backward keeps one tensor of this size
-        grad_x[tokens, column] -= here.to(x.dtype)
+        grad_x[tokens, column] -= is_local.to(x.dtype)
         ctx.save_for_backward(grad_x)
         return total.log() - x_target
 
@@ -469,9 +510,10 @@ def vocab_parallel_cross_entropy(
 ):
     """F.cross_entropy(logits, target, reduction="none") for logits that are split over the ranks.
 
-    `logits_shard` is (…, V/t), -inf where it is padding. `target` is (…), the same on all ranks.
-    The loss is (…), in float32 or float64. A target outside the vocabulary is an IndexError on the
-    CPU. On a GPU its loss and gradient are NaN.
+    `logits_shard` is (…, V/t). `target` is (…) and the same on all ranks. The loss is (…), in
+    float32 or float64. A target outside the vocabulary is an IndexError on the CPU. On a GPU its
+    loss and gradient are NaN. The padding counts as vocabulary: a target there has an infinite
+    loss, because the logits of the padding are -inf.
     """
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
@@ -489,7 +531,7 @@ def vocab_parallel_cross_entropy(
 
 
 def model_parallel_seed(seed, process_group=None):
-    """Seed all ranks alike, in any group. They draw different numbers in a parallel_region()."""
+    """Seed all ranks alike, whatever the group. parallel_region() makes their numbers differ."""
     torch.manual_seed(seed)
 
 
@@ -497,8 +539,8 @@ def model_parallel_seed(seed, process_group=None):
 def parallel_region(process_group=None):
     """Random numbers differ by rank inside the region, and agree again after it.
 
-    The region's seed comes from the default generator. torch.utils.checkpoint restores that
-    generator, so it repeats the same dropout. Megatron-LM keeps a second generator instead.
+    The default generator draws the seed of the region. torch.utils.checkpoint restores the default
+    generator, so a recomputed region has the same seed and the same dropout masks.
     """
     rank, world_size = rank_and_size(process_group)
     if world_size == 1:
@@ -522,7 +564,7 @@ class ParallelDropout(ParallelLayer):
 
 
 class ParallelMLP(nn.Module):
-    """linear2(gelu(linear1(x))); for "swiglu" linear2(silu(gate) * up), with both in linear1."""
+    """linear2(gelu(linear1(x))). With "swiglu" linear1 stacks two matrices, gate and up."""
 
     def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **options):
         super().__init__()
@@ -543,7 +585,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal attention with its heads split. Query heads may share key and value heads (GQA)."""
+    """Causal attention with its heads split over the ranks, also grouped-query attention."""
 
     def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, **options):
         super().__init__()
@@ -552,7 +594,7 @@ class ParallelSelfAttention(nn.Module):
         check_divides("attention heads", num_heads, world_size)
         check_divides("key and value heads", num_kv_heads, world_size)
         stack = (num_heads, num_kv_heads, num_kv_heads)
-        self.local_heads = [heads // world_size for heads in stack]  # of q, k and v, on this rank
+        self.local_heads = [heads // world_size for heads in stack]  # this rank's, of q, k, v
         self.head_dim = hidden_size // num_heads
         self.dropout = dropout
         features = sum(stack) * self.head_dim
@@ -568,7 +610,8 @@ class ParallelSelfAttention(nn.Module):
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=p, is_causal=True, enable_gqa=k.shape != q.shape
             )
-        return self.proj(y.movedim(2, 0).flatten(2))
+        y = y.movedim(2, 0)  # (sequence, batch, heads, head_dim)
+        return self.proj(y.flatten(2))
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -603,7 +646,7 @@ class ParallelTransformerLayer(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The whole model: make it from a plain one, clip its gradients, save and load it.
+# 6. The whole model: parallelize a plain one, clip gradients, save and load.
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
@@ -618,26 +661,33 @@ KINDS = {
 
 
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
-    """Swap layers of `module` for this rank's shards of them, in place. Return the module.
+    """Replace layers of `module` by this rank's shards of them, in place. Return the module.
 
-    `plan` is {name or pattern like "layers.*.linear1": kind}. The kinds are "column", "row", "qkv"
-    and "swiglu" (the columns of three and of two matrices), "vocab" (an embedding or a head) and
-    "dropout" (inside a pair). Tied weights stay tied.
+    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. The kinds are
 
-    With `sequence_parallel`, layers take and return parts of dimension 0. The plan also names the
-    norms ("norm") and the dropout between the pairs. An embedding returns the whole sequence: call
-    scatter_to_sequence() after it.
+        "column", "row"   the first and the second matrix of a pair
+        "qkv", "swiglu"   a first matrix that stacks q, k and v, or gate and up, of equal sizes
+        "vocab"           an embedding or a head
+        "dropout"         a dropout inside a pair
+        "norm"            a norm, only needed with `sequence_parallel`
+
+    Tied weights stay tied. With `sequence_parallel` the activations between the pairs are this
+    rank's parts of dimension 0, so name the dropouts there as well. The embedding still returns the
+    whole sequence: call scatter_to_sequence() after it.
     """
     layers = dict(module.named_modules(remove_duplicate=False))
     options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
     swaps = {}  # plain layer: its parallel layer
     for pattern, kind in plan.items():
-        for name in names_like(layers, pattern) or [pattern]:
-            layer = layers.get(name)  # None if no layer has the name, which is then a KeyError
+        names = fnmatch.filter(layers, pattern)
+        if not names:
+            raise ValueError(f"no layer is named {pattern!r}; named_modules() has the names")
+        for name in names:
+            layer = layers[name]
             try:
                 swaps[layer] = KINDS[kind, type(layer)](layer, **options)
             except (KeyError, RuntimeError, ValueError) as error:
-                raise ValueError(f"{name!r} is {layer}, and cannot be {kind!r}: {error}") from None
+                raise ValueError(f"{name!r} is {layer}: it cannot be {kind!r}, {error}") from None
     tie(layers, swaps)
     check_same_model(module, process_group)
     for name, layer in layers.items():
@@ -648,21 +698,21 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
 
 def tie(layers, swaps):
     """Layers that share a parameter share its shard."""
-    shards = {}  # whole parameter: its shard
+    first_shards = {}  # whole parameter: its shard in the first layer that has it
     for path, plain in layers.items():
         layer = swaps.get(plain, plain)
         for name, whole in plain.named_parameters(recurse=False):
-            mine = getattr(layer, name)
-            shard = shards.setdefault(whole, mine)
-            if shard.shape != mine.shape:
+            shard = getattr(layer, name)
+            first_shard = first_shards.setdefault(whole, shard)
+            if shard.shape != first_shard.shape:
                 raise ValueError(
                     f"{path}.{name} is tied to a parameter that the plan splits in another way"
                 )
-            layer.register_parameter(name, shard)
+            layer.register_parameter(name, first_shard)
 
 
 def check_same_model(module, process_group):
-    """ValueError if parameters' names, shapes or dtypes differ by rank."""
+    """Raise ValueError if names, shapes or dtypes of parameters differ between ranks."""
     mine = {f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()}
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
@@ -672,7 +722,7 @@ def check_same_model(module, process_group):
 
 
 def split_parameters(module):
-    """Yield (name, the layer that holds it, its name there) for each parameter that is split."""
+    """For each parameter that is split, yield its name in `module`, its layer, its name there."""
     for path, layer in module.named_modules(remove_duplicate=False):
         if isinstance(layer, ParallelLayer):
             for name in layer.split_dims:
@@ -682,17 +732,18 @@ def split_parameters(module):
 
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None):
-    """Clip the gradients by the norm of the whole model's. Return it. All ranks must call this."""
+    """Clip by the norm of the whole model's gradients, and return it. All ranks must call this."""
     _, world_size = rank_and_size(process_group)
-    split = {getattr(layer, own) for _, layer, own in split_parameters(module)}
+    split = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
     square = 0.0
     for parameter in parameters:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
-        copies = 1 if parameter in split else world_size  # of its gradient
+        # All ranks have a replicated gradient, but the sum over ranks must count it once.
+        copies = 1 if parameter in split else world_size
         square += norm.square() / copies
-    total_norm = all_reduce(square, process_group).sqrt()
+    total_norm = reduce_from_region(square, process_group).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
     return total_norm
 
@@ -701,19 +752,21 @@ def clip_grad_norm_(module, max_norm, process_group=None):
 def full_state_dict(module):
     """The plain module's state_dict(), on every rank. All ranks must call this."""
     state_dict = dict(module.state_dict())
-    for name, layer, own in split_parameters(module):
-        state_dict[name] = layer.unshard(own, state_dict[name])
+    for name, layer, own_name in split_parameters(module):
+        state_dict[name] = layer.unshard(own_name, state_dict[name])
     return state_dict
 
 
 def load_full_state_dict(module, state_dict):
     """Load this rank's shards of a plain module's state dict, or of full_state_dict()."""
     state_dict = dict(state_dict)
-    for name, layer, own in split_parameters(module):
+    for name, layer, own_name in split_parameters(module):
         whole = state_dict[name]
-        if whole.shape != layer.whole_shapes[own]:
-            raise ValueError(f"{name}: {whole.shape} in state_dict, not {layer.whole_shapes[own]}")
-        state_dict[name] = layer.shard(own, whole)
+        if whole.shape != layer.whole_shapes[own_name]:
+            raise ValueError(
+                f"{name}: {whole.shape} in state_dict, not {layer.whole_shapes[own_name]}"
+            )
+        state_dict[name] = layer.shard(own_name, whole)
     return module.load_state_dict(state_dict)
 
 
@@ -722,7 +775,7 @@ def load_full_state_dict(module, state_dict):
 
 
 def main():
-    help = "split the sequence between the pairs of matrices"
+    help = "split the sequence in norms, dropout and residuals"
     demo = Demo({"--sequence-parallel": {"action": "store_true", "help": help}})
     t = demo.ranks
     sequence_parallel = demo.args.sequence_parallel
@@ -733,7 +786,7 @@ def main():
     plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
     parallelize(model, plan, sequence_parallel=sequence_parallel)
     if sequence_parallel:
-        # Dimension 0 is the batch here. Norms and residuals may be split along either.
+        # Dimension 0 is the batch here, so each rank gets a part of the batch, not of the sequence.
         model[0].register_forward_hook(lambda module, inputs, output: scatter_to_sequence(output))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -744,10 +797,10 @@ def main():
         optimizer.step()
         return loss
 
-    def whole():
+    def gather_whole():
         return whole_gradients(model).values(), full_state_dict(model).values()
 
-    demo.train(step, whole)
+    demo.train(step, gather_whole)
     layers = 4
     h = 192
     bs = demo.batch(0)[0].numel()
@@ -763,9 +816,9 @@ def main():
 def whole_gradients(module):
     """{name: whole gradient}, on every rank."""
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-    for name, layer, own in split_parameters(module):
+    for name, layer, own_name in split_parameters(module):
         if gradients.get(name) is not None:
-            gradients[name] = layer.unshard(own, gradients[name])
+            gradients[name] = layer.unshard(own_name, gradients[name])
     return gradients
 
 

@@ -209,13 +209,13 @@ REFUSED = {
     "tp.ParallelMLP(4, 8, 'relu', **g)": "activation='relu': use 'gelu' or 'swiglu'",
     "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": r"in \[1, 3\]",
     "tp.scatter_to_region(ones(2, 3), **g)": r"3 positions or features",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"\[-1\]: .* of 7 has 0 to 6",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([6, 7]))": r"\[7\]: .* of 7",  # padding
+    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"\[-1\] .* of 7; use 0 to 6",
+    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([6, 7]))": r"\[7\] .* of 7",  # padding
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(8, 4, padding_idx=0), **g)": "padding_idx",
     "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"\[1\].*\[3, 4\]",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": r"\[8\]: .* of 8 has 0 to 7",
+    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": r"\[8\] .* of 8; use 0 to 7",
     "tp.vocab_parallel_cross_entropy(ones(4), tensor(0), label_smoothing=0.1)": "smoothing=0.1 is",
-    "tp.parallelize(tied, {'nothing': 'column'}, **g)": "'nothing'",
+    "tp.parallelize(tied, {'nothing': 'column'}, **g)": "no layer is named 'nothing'",
     "tp.parallelize(nn.Sequential(nn.LayerNorm(4)), {'0': 'row'}, **g)": "'0' .*LayerNorm.* 'row'",
     "tp.parallelize(nn.Sequential(nn.Linear(4, 14)), {'0': 'qkv'}, **g)": "'0' .* 14",
     "tp.parallelize(tied, {'first': 'row'}, **g)": "second.weight is tied",
