@@ -238,7 +238,8 @@ class MoE(nn.Module):
         second choices.
         """
         expert = chosen.T.flatten()
-        slots = expert.argsort(stable=True).argsort()
+        order = expert.argsort(stable=True)
+        slots = order.argsort()  # the inverse of that permutation
         counts = expert.bincount(minlength=self.num_experts)
         if self.capacity_factor is not None:
             first_slots = counts.cumsum(0) - counts
@@ -279,9 +280,9 @@ class MoE(nn.Module):
     # Refinements: capacity (GShard), balance by a loss (Switch), balance by a bias (DeepSeek-V3).
 
     def slots_with_capacity(self, expert, place, num_tokens):
-        """Each expert has C slots for the tokens of this rank. Assignments beyond are dropped.
+        """Each expert has C slots for the tokens of this rank. Assignments beyond C are dropped.
 
-        A dropped assignment adds nothing to its token; the other weights stay as they are.
+        A dropped assignment adds nothing to its token. The other weights stay as they are.
         """
         if self.groups is not None:
             counts = torch.full((self.groups.size,), num_tokens, device=expert.device)
@@ -309,8 +310,8 @@ class MoE(nn.Module):
         total = torch.cat([counts, sums.detach()])
         if self.groups is not None:
             self.groups.sum(total)
-            # The value is that of all ranks. This rank's own part has W times its gradient, because
-            # average_gradients() divides by W.
+            # The value is the sum of all ranks. The gradient is W times that of this rank's part,
+            # because average_gradients() divides by W.
             sums = total[E:] + self.groups.num_ranks * (sums - sums.detach())
         counts = total[:E]
         assignments = counts.sum().clamp(min=1)
