@@ -310,8 +310,10 @@ class DistributedDataParallel(BucketedDataParallel):
         if output_device not in (None, *(device_ids or ())):
             others["output_device"] = output_device
         arguments = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        defaults = {name: argument.default for name, argument in arguments.items()}
+        defaults["init_sync"] = True  # torch 2.6 does not have it
         for name, value in others.items():
-            if name not in arguments or value != arguments[name].default:
+            if name not in defaults or value != defaults[name]:
                 raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
         verify_same_model(module, process_group)
         super().__init__(module, process_group, bucket_cap_mb or 25, gradient_as_bucket_view)
