@@ -138,6 +138,11 @@ def parent_and_children(number, N):
     return number & (number - 1), children
 
 
+def global_ranks(process_group):
+    """-> the global rank of each rank of the group."""
+    return dist.get_process_group_ranks(process_group or dist.group.WORLD)  # torch 2.6: not of None
+
+
 def tree_all_reduce(tensor, process_group=None):
     """Replace `tensor` with its sum over the ranks. N = 4: 1 → 0, 3 → 2 | 2 → 0 | and back."""
     with flattened(tensor, process_group) as (x, rank, N):
@@ -147,13 +152,13 @@ def tree_all_reduce(tensor, process_group=None):
         if rank > 0:
             exchange(process_group, (isend, x, parent))
         # The root is rank 0 of the group. tree_broadcast() takes its global rank.
-        tree_broadcast(x, dist.get_process_group_ranks(process_group)[0], process_group)
+        tree_broadcast(x, global_ranks(process_group)[0], process_group)
 
 
 def tree_broadcast(tensor, src, process_group=None):
     """Replace `tensor` with that of the global rank `src`. N = 4, src = 0: 0 → 2 | 0 → 1, 2 → 3."""
     with flattened(tensor, process_group) as (x, rank, N):
-        root = dist.get_process_group_ranks(process_group).index(src)
+        root = global_ranks(process_group).index(src)
         number = (rank - root) % N  # the root has number 0
         parent, children = parent_and_children(number, N)
         if number > 0:
