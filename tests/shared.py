@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -226,3 +227,14 @@ def fake_world(N, rank):
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def fake_world_on_meta(N, rank):
+    """New tensors are on the meta device too. They have no values that the host could read."""
+    with fake_world(N, rank), torch.device("meta"):
+        try:
+            dist.all_reduce(torch.ones(1))
+        except NotImplementedError:
+            pytest.skip(f"torch {torch.__version__} has no collectives for the meta device")
+        yield

@@ -19,6 +19,7 @@ from shared import (
     assert_same_parameters,
     batch_loss,
     fake_world,
+    fake_world_on_meta,
     make_batch,
     make_model,
 )
@@ -307,12 +308,14 @@ def test_positional_arguments_are_in_pytorchs_order():
     assert (model.broadcast_buffers, model.process_group) == (False, group)
     ours = list(inspect.signature(ddp.DDP).parameters)[:-1]
     theirs = list(inspect.signature(nn.parallel.DistributedDataParallel).parameters)
+    if "init_sync" not in theirs:  # in torch 2.6
+        ours.remove("init_sync")
     assert ours == theirs[: len(ours)]
 
 
 def test_a_step_neither_waits_for_the_device_nor_copies_from_the_host():
     """A tensor on the meta device has no values that the host could read."""
-    with fake_world(2, 0), torch.device("meta"):
+    with fake_world_on_meta(2, 0):
         model = ddp.DDP(make_model("batchnorm"), find_unused_parameters=True)
         with Watch(lambda: None) as watch:
             model(torch.ones(5, 6)).sum().backward()

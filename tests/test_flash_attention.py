@@ -178,8 +178,17 @@ def on_kernels():
         patch.setenv("TRITON_INTERPRET", "1")
         executor = ProcessPoolExecutor(1, mp_context=mp.get_context("spawn"))
         executor.submit(os.getpid).result(60)  # it starts now
+
+    def run(body, *args):
+        try:
+            return executor.submit(body, *args).result(60)
+        except Exception as error:
+            if "only 0-dimensional arrays can be converted" in str(error):  # in Triton 3.2
+                pytest.skip(f"Triton {flash.triton.__version__} interprets with numpy < 2.4 only")
+            raise
+
     with executor:
-        yield lambda body, *args: executor.submit(body, *args).result(60)
+        yield run
 
 
 def body_parts_merge(S, cut, causal, kernel, dtype, tolerance):
@@ -286,7 +295,7 @@ def test_kernels_compile_for_an_h100_and_fit_into_the_shared_memory_of_smaller_g
     kernel, D, tmp_path, monkeypatch
 ):
     """This needs no GPU. Products are those of Hopper's tensor cores."""
-    from triton.backends.compiler import GPUTarget
+    from triton.backends import compiler
     from triton.compiler import ASTSource
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -296,10 +305,15 @@ def test_kernels_compile_for_an_h100_and_fit_into_the_shared_memory_of_smaller_g
     types = dict.fromkeys(names, "i32") | dict.fromkeys(names[: names.index("q_b")], "*bf16")
     types |= {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"} | dict.fromkeys(last, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in last}
+    if hasattr(compiler, "AttrsDescriptor"):  # in Triton 3.2
+        positions = {"tt.divisibility": [i for (i,) in aligned]}
+        aligned = compiler.AttrsDescriptor.from_dict(
+            {"arg_properties": positions, "cls": "AttrsDescriptor"}
+        )
     source = ASTSource(kernel, {name: types[name] for name in names}, last, aligned)
 
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-    compiled = flash.triton.compile(source, GPUTarget("cuda", 90, 32), options)
+    compiled = flash.triton.compile(source, compiler.GPUTarget("cuda", 90, 32), options)
 
     assert compiled.metadata.shared <= 99 * 1024
     assert "wgmma.mma_async" in compiled.asm["ptx"]

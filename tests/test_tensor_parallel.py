@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from shared import OPTIMIZERS, Collectives, Watch, fake_world, make_model, randn
+from shared import (
+    OPTIMIZERS,
+    Collectives,
+    Watch,
+    fake_world,
+    fake_world_on_meta,
+    make_model,
+    randn,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -262,7 +270,7 @@ def test_on_a_gpu_a_token_outside_the_vocabulary_is_nan_and_the_others_are_right
 @pytest.mark.parametrize("sp", [False, True])
 def test_the_host_reads_nothing_in_a_step(sp):
     """The meta device stands for a GPU: it has no data, so that reading a tensor raises."""
-    with fake_world(2, 0), torch.device("meta"):
+    with fake_world_on_meta(2, 0):
         embedding, head = tp.VocabParallelEmbedding(9, 8), nn.Linear(8, 9)
         head = tp.ColumnParallelLinear.from_full(head, pad=True, sequence_parallel=sp)
         layer = tp.ParallelTransformerLayer(8, 4, dropout=0.5, sequence_parallel=sp)
