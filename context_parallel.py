@@ -1,9 +1,9 @@
-"""Context parallelism: N ranks share every sequence, so that it may be N times as long.
+"""Context parallelism: N ranks share every sequence, so that it can be N times as long.
 
-In a step, each rank runs all layers on its own part of each sequence. Only attention needs tokens
-of other ranks, because a query attends to keys of the whole sequence. Ring attention passes keys
-and values around a ring of ranks. Ulysses gives each rank the whole sequence, for a part of the
-heads. The gradients of the weights are summed over ranks, as in data parallelism.
+In a step, each rank runs all layers on its own part of each sequence. Only attention needs the
+other ranks, because a query attends to keys of the whole sequence. Ring attention passes keys and
+values around a ring of ranks. Ulysses exchanges tensors, so that each rank has the whole sequence
+for 1/N of the heads. After backward, the caller sums the gradients of the weights over the ranks.
 
 Ring attention with N = 4, seen from rank 1. Its queries q1 stay. The blocks of keys and values, kv,
 go around. While the rank computes with one block, it receives the next:
@@ -20,8 +20,10 @@ into 2N chunks and gives rank r the chunks r and 2N-1-r, so all ranks compute eq
     chunk    0   1   2   3   4   5   6   7
     rank     0   1   2   3   3   2   1   0
 
-Cost per rank, layer and step, in elements. u = batch · S/N · D elements are one head's part of a
-sequence of S tokens. There are H heads of queries, and K heads of keys and of values:
+Cost per rank, layer and step, in elements. There are H heads of queries, and K heads of keys and of
+values. One head of a rank's part has u = batch · S/N · D elements, if S is the length of the whole
+sequence and D the size of a head. Ulysses adds heads, so that all ranks have equally many:
+K' = lcm(K, N), and H' is H rounded up to a multiple of K'.
 
                  sent in forward           sent in backward       kept for backward
     one device   0                         0                      (2H + 2K)·N·u + lse
@@ -30,18 +32,17 @@ sequence of S tokens. There are H heads of queries, and K heads of keys and of v
     Ulysses      (2H' + 2K')·u(N-1)/N      (2H' + 2K')·u(N-1)/N   (2H' + 2K')·u + lse
 
 lse is the log-sum-exp of the scores of each query: H·u/D elements of fp32. The idea also keeps a
-causal mask of S²/N elements. Half of the elements that the ring sends in backward are gradients. If
-the keys have 16 bits, the gradients travel in fp32. Ulysses gives all ranks equally many heads, so
-K' = lcm(K, N), and H' is H rounded up to a multiple of K'. Each call also sends 8(N-1) bytes, to
-check that the ranks agree. The idea sends them twice.
+causal mask of S²/N elements. Half of the elements that the ring sends in backward are gradients.
+These travel in fp32, even if the keys have 16 bits. Each call also sends 8(N-1) bytes to check that
+the ranks agree. The idea does so twice, for keys and for values.
 
 Run:      torchrun --nproc-per-node 2 context_parallel.py
 Papers:   Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, §3.3.2 (zigzag);
           Jacobs et al. 2023, DeepSpeed-Ulysses, 2309.14509
 Mirrors:  torch.distributed.tensor.experimental.context_parallel; DeepSpeed's DistributedAttention
-Left out: a fast kernel for a block: those of flash_attention.py return the output and the lse that
-          section 3 merges; dropout; masks other than the causal one; several documents in one
-          sequence; gradients of gradients
+Left out: fast kernels for a block (section 3 could merge the output and the lse that those of
+          flash_attention.py return); dropout; masks other than the causal one; several documents
+          in one sequence; gradients of gradients
 """
 
 import argparse
@@ -80,7 +81,7 @@ def gathered_attention(
     process_group=None,
     zigzag=True,
 ):
-    """Attention of this rank's queries to the keys of all ranks. Arguments as in ring_attention."""
+    """Attention of this rank's queries to the keys of all ranks. Arguments as ring_attention's."""
     keys = join_sequence(k, 2, process_group, zigzag)
     values = join_sequence(v, 2, process_group, zigzag)
     visible = None
@@ -134,9 +135,9 @@ def join_parts(parts, dim, zigzag):
 
 
 def split_sequence(x, dim=1, process_group=None, zigzag=True):
-    """Return this rank's part of `x`, which every rank has whole, along `dim`.
+    """Return this rank's part of the sequence along `dim`. Every rank passes the whole `x`.
 
-    Shift labels against inputs before the split, because a part's neighbours are on other ranks.
+    Shift labels against inputs before the split, because the next token may be on another rank.
     """
     rank, world_size = rank_and_size(process_group)
     return part_of(x, dim, rank, world_size, zigzag)
@@ -148,7 +149,7 @@ def positions(length, process_group=None, zigzag=True):
 
 
 class AllToAll(torch.autograd.Function):
-    """Rank i's x[j] becomes rank j's output[i]. The gradient takes the same way back."""
+    """Rank i's x[j] becomes rank j's output[i]. The gradient of output[i] goes back to rank i."""
 
     @staticmethod
     def forward(ctx, x, process_group):
@@ -164,7 +165,11 @@ class AllToAll(torch.autograd.Function):
 
 
 def gather(x, process_group):
-    """Return the `x` of all ranks, stacked. Its gradient is the sum of the ranks' gradients."""
+    """Return the `x` of all ranks, stacked. Its gradient is the sum of the ranks' gradients.
+
+    Each rank sends a copy to each rank. Backward then needs no code of its own: AllToAll brings the
+    gradients of all copies back, and expand() adds them up.
+    """
     _, world_size = rank_and_size(process_group)
     copies = x.expand(world_size, *x.shape)
     return AllToAll.apply(copies, process_group)
@@ -181,23 +186,15 @@ def join_sequence(x, dim=1, process_group=None, zigzag=True):
 # 3. Ring attention.
 #
 # Here q is (B, K, H/K, S/N, D) and kv is (2, B, K, 1, S/N, D), so that a head of keys broadcasts to
-# the H/K heads of queries that share it. All sums are in fp32, or in float64 if q is.
+# the H/K heads of queries that share it. All sums are in fp32, or in float64 if q is in float64.
 
-PIECE = 256  # keys whose scores exist at one time
-
-
-class Tile(NamedTuple):
-    """Some queries, and keys that they attend to."""
-
-    rows: tuple  # index of the queries in (…, tokens, D)
-    columns: tuple  # index of the keys in (…, tokens, D)
-    is_diagonal: bool  # the tile's query i attends to its keys 0 to i; otherwise to all of them
+PIECE = 256  # keys in a tile; limits the memory for scores
 
 
 def merge(output, lse, other_output, other_lse):
     """Merge the attention to other keys into `output` and `lse`, in place.
 
-    The weight of either output is its share of the sum of exp(scores).
+    Each output counts by its share of the sum of exp(scores) over all these keys.
     """
     total = torch.logaddexp(lse, other_lse)
     output *= (lse - total).exp()
@@ -206,7 +203,7 @@ def merge(output, lse, other_output, other_lse):
 
 
 class Exchange:
-    """One block leaves for the next rank of the ring, and another comes from the previous rank."""
+    """Sends a block to the next rank of the ring, and receives one from the previous rank."""
 
     def __init__(self, block, process_group):
         rank, world_size = rank_and_size(process_group)
@@ -216,7 +213,7 @@ class Exchange:
         self.received = torch.empty_like(block)
         send = dist.P2POp(dist.isend, block, group=process_group, group_peer=following)
         recv = dist.P2POp(dist.irecv, self.received, group=process_group, group_peer=previous)
-        self.works = dist.batch_isend_irecv([send, recv])  # their handles
+        self.works = dist.batch_isend_irecv([send, recv])  # handles to wait for
 
     def wait(self):
         for work in self.works:
@@ -224,8 +221,16 @@ class Exchange:
         return self.received
 
 
+class Tile(NamedTuple):
+    """Some of the queries, and some keys of a block that they attend to."""
+
+    rows: tuple  # q[rows] are the queries
+    columns: tuple  # kv[columns] are the keys and values
+    is_diagonal: bool  # query i of the tile attends to keys 0 to i of the tile; otherwise to all
+
+
 class Ring:
-    """One call of ring attention, as this rank computes it."""
+    """This rank's work in one call of ring attention."""
 
     def __init__(self, causal, scale, process_group, zigzag):
         self.causal = causal
@@ -247,7 +252,7 @@ class Ring:
     def blocks(self, kv):
         """Yield all ranks' blocks: this rank's own, the previous rank's, and so on.
 
-        The next block is on its way while the caller computes with one.
+        While the caller computes with one block, the next one arrives.
         """
         for _ in range(self.world_size - 1):
             exchange = Exchange(kv, self.process_group)
@@ -256,16 +261,16 @@ class Ring:
         yield kv
 
     def tiles(self, step, num_tokens):
-        """Yield the tiles to compute with the block that is here after `step` exchanges.
+        """Yield the tiles of the block that is here after `step` exchanges.
 
-        A rank's tokens are in the order of their positions, so the queries that see a key are the
-        last ones. `hidden` counts the chunks of queries that see nothing of a chunk of keys.
+        A rank holds its tokens in the order of their positions. So under a causal mask, the queries
+        that see a chunk of keys are the last ones. The first `hidden` chunks see none.
         """
         owner = (self.rank - step) % self.world_size
         query_chunks = chunks_of(self.rank, self.world_size, self.zigzag)
         key_chunks = chunks_of(owner, self.world_size, self.zigzag)
         size = num_tokens // len(key_chunks)
-        is_diagonal = self.causal and step == 0
+        is_diagonal = self.causal and step == 0  # the rank's own block
         for number, key_chunk in enumerate(key_chunks):
             hidden = sum(self.causal and chunk < key_chunk for chunk in query_chunks)
             if hidden == len(query_chunks):
@@ -273,6 +278,7 @@ class Ring:
             end = (number + 1) * size
             for start in range(number * size, end, PIECE):
                 stop = min(start + PIECE, end)
+                # In the rank's own block, queries before the tile's first key do not see it either.
                 first_query = start if is_diagonal else hidden * size
                 rows = (..., slice(first_query, None), slice(None))
                 columns = (..., slice(start, stop), slice(None))
@@ -296,14 +302,19 @@ class Ring:
     def backward(self, q, kv, output, lse, grad_output):
         """Return the gradients of q and kv.
 
-        The gradient of a block goes around the ring one step behind the block, and each rank adds
-        its part. It ends at the rank that owns the block, so that rank's own part stays there.
+        The gradient of a block follows the block around the ring, one exchange later. Each rank
+        adds its part to the sum that it receives, and sends the sum on. The last exchange brings
+        the sum back to the owner of the block. The owner has kept its own part since step 0.
+
+            step                  0      1      2            3
+            rank 0 has            kv0    kv3    kv2          kv1
+            rank 0 sends                 g3     g2 and sum   g1 and sum
         """
         q = q * self.scale
         grad_q = torch.zeros_like(q)
-        # For the gradient of softmax, a number for each query.
+        # The gradient of softmax needs this number for each query.
         delta = (grad_output * output).sum(-1, keepdim=True)
-        exchange = None
+        exchange = None  # of the gradients
         for step, block in enumerate(self.blocks(kv)):
             grad_kv = torch.zeros(block.shape, dtype=q.dtype, device=q.device)
             for tile in self.tiles(step, q.shape[-2]):
@@ -329,17 +340,17 @@ class Ring:
         grad_q[tile.rows] += grad_scores @ k
         grad_k = grad_scores.mT @ q
         grad_v = weights.mT @ grad_output
-        # A head of keys has the sum of the gradients of all heads of queries that share it.
+        # Sum over the heads of queries that share a head of keys.
         grad_kv[tile.columns] += torch.stack([grad_k, grad_v]).sum(3, keepdim=True)
 
 
 class RingAttention(torch.autograd.Function):
-    """Keeps this rank's q, kv, output and lse. Backward sends the blocks around again."""
+    """Keeps only this rank's q, kv, output and lse. Backward passes the blocks around again."""
 
     @staticmethod
     def forward(ctx, q, kv, ring):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):  # it would round products to 16 bits
+        with torch.autocast(q.device.type, enabled=False):  # autocast would round to 16 bits
             output, lse = ring.forward(q.to(dtype), kv)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, kv, output, lse)
@@ -368,9 +379,9 @@ def ring_attention(
 ):
     """Attention of this rank's queries to the keys of all ranks.
 
-    q is (B, H, S/N, D). k and v are (B, K, S/N, D), and H is a multiple of K. The result is as q.
-    All ranks must call this, and run backward, alike: if shapes, dtypes or options differ, a
-    ValueError is raised on all ranks. To find out, the host waits for the device once per call.
+    q is (B, H, S/N, D). k and v are (B, K, S/N, D), and H is a multiple of K. The result has the
+    shape of q. All ranks must call this, and then backward, with the same shapes, dtypes and
+    options. Otherwise all ranks raise a ValueError. This check waits for the device once per call.
     """
     verify_attention(q, k, v, causal, scale, process_group, zigzag)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -389,7 +400,7 @@ def local_attention(q, k, v, causal, scale):
 
 
 def sequence_to_heads(x, process_group, zigzag):
-    """(B, heads, S/N, D), a part of the sequence, to (B, heads/N, S, D), a part of the heads."""
+    """From part of the sequence, (B, heads, S/N, D), to part of the heads, (B, heads/N, S, D)."""
     world_size = dist.get_world_size(process_group)
     by_rank = x.unflatten(1, (world_size, -1)).movedim(1, 0)
     parts = AllToAll.apply(by_rank, process_group)
@@ -397,7 +408,7 @@ def sequence_to_heads(x, process_group, zigzag):
 
 
 def heads_to_sequence(x, process_group, zigzag):
-    """(B, heads/N, S, D), a part of the heads, to (B, heads, S/N, D), a part of the sequence."""
+    """From part of the heads, (B, heads/N, S, D), to part of the sequence, (B, heads, S/N, D)."""
     world_size = dist.get_world_size(process_group)
     by_rank = [part_of(x, 2, rank, world_size, zigzag) for rank in range(world_size)]
     heads = AllToAll.apply(torch.stack(by_rank), process_group)
@@ -414,17 +425,17 @@ def ulysses_attention(
     zigzag=True,
     attention=local_attention,
 ):
-    """As ring_attention, by `attention(q, k, v, causal=, scale=)` over the whole sequence."""
+    """Like ring_attention, but calls `attention(q, k, v, causal=, scale=)` on whole sequences."""
     verify_attention(q, k, v, causal, scale, process_group, zigzag)
     world_size = dist.get_world_size(process_group)
     key_heads = k.shape[1]
     sharing = q.shape[1] // key_heads  # heads of queries that share a head of keys
-    # Repeat each head of keys until the ranks can divide them. Its queries' heads are divided among
-    # the copies. If the copies do not divide them, add heads of zeros.
+    # N must divide the number of key heads, so each is repeated `copies` times. The query heads
+    # that share it are dealt out to the copies. Query heads of zeros make these shares equal.
     copies = world_size // math.gcd(world_size, key_heads)
     padding = -sharing % copies
     grouped = q.unflatten(1, (key_heads, sharing))
-    q = F.pad(grouped, (0, 0, 0, 0, 0, padding)).flatten(1, 2)
+    q = F.pad(grouped, (0, 0, 0, 0, 0, padding)).flatten(1, 2)  # pads the heads, dimension 2
     k = k.repeat_interleave(copies, dim=1)
     v = v.repeat_interleave(copies, dim=1)
     q, k, v = (sequence_to_heads(x, process_group, zigzag) for x in (q, k, v))
@@ -434,27 +445,29 @@ def ulysses_attention(
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Refinement: ranks that disagree raise an error before they exchange tensors.
+# 5. Refinement: if ranks disagree, they raise an error before they exchange tensors.
 
 
 def describe(x):
-    needs_grad = x.requires_grad and torch.is_grad_enabled()  # backward communicates, too
+    needs_grad = (
+        x.requires_grad and torch.is_grad_enabled()
+    )  # backward communicates too, so this must agree
     return f"{tuple(x.shape)} of {x.dtype}{' with gradient' * needs_grad}"
 
 
-def verify_agreement(mine, device, process_group):
-    """Raise the same ValueError on all ranks unless all of them pass the same text `mine`.
+def verify_agreement(text, device, process_group):
+    """Raise the same ValueError on all ranks unless all of them pass the same `text`.
 
-    Otherwise ranks could exchange tensors of different sizes, which gloo turns into garbage or an
-    abort. The host waits for the device here, once per call.
+    Otherwise ranks could exchange tensors of different sizes, and gloo would abort or return
+    garbage. The host waits for the device here, once per call.
     """
-    checksum = torch.tensor(zlib.crc32(mine.encode()), device=device)
+    checksum = torch.tensor(zlib.crc32(text.encode()), device=device)
     checksums = gather(checksum, process_group).tolist()
     if len(set(checksums)) == 1:
         return
-    everyone = [None] * len(checksums)
-    dist.all_gather_object(everyone, mine, group=process_group)
-    ranks = "; ".join(f"rank {rank} has {theirs}" for rank, theirs in enumerate(everyone))
+    texts = [None] * len(checksums)
+    dist.all_gather_object(texts, text, group=process_group)
+    ranks = "; ".join(f"rank {rank} has {theirs}" for rank, theirs in enumerate(texts))
     raise ValueError(f"all ranks must pass the same shapes, dtypes and options, but {ranks}")
 
 
@@ -469,8 +482,8 @@ def verify_chunks(num_tokens, zigzag):
 def verify_attention(q, k, v, causal, scale, process_group, zigzag):
     """Raise ValueError on all ranks if the inputs do not fit, or differ between ranks."""
     inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
-    mine = f"{inputs}, causal={causal}, scale={scale}, zigzag={zigzag}"
-    verify_agreement(mine, q.device, process_group)
+    text = f"{inputs}, causal={causal}, scale={scale}, zigzag={zigzag}"
+    verify_agreement(text, q.device, process_group)
     fits = (
         q.dim() == k.dim() == 4
         and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])
@@ -479,8 +492,8 @@ def verify_attention(q, k, v, causal, scale, process_group, zigzag):
     )
     if not fits:
         raise ValueError(
-            "q must be (B, H, S/N, D), k and v (B, K, S/N, D), H a multiple of K, all of one "
-            f"dtype; but they are {inputs}"
+            "q must be (B, H, S/N, D), k and v (B, K, S/N, D), H a multiple of K, and all of the "
+            f"same dtype, but they are {inputs}"
         )
     verify_chunks(q.shape[2], zigzag)
 
@@ -497,13 +510,13 @@ def main():
     model = demo.start("context_parallel", parts=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def step(inputs, targets):  # of all ranks; targets are already shifted
+    def step(inputs, targets):  # whole sequences; targets are already shifted
         optimizer.zero_grad()
         with attention_is(ring_attention):
             logits = model(split_sequence(inputs))
         own_targets = split_sequence(targets)
         total = F.cross_entropy(logits.flatten(0, 1), own_targets.flatten(), reduction="sum")
-        # Over all ranks' tokens: losses and gradients of ranks add up to those of the whole batch.
+        # Divide by the tokens of all ranks: the losses of the ranks add up to that of the batch.
         loss = total / targets.numel()
         loss.backward()
         for parameter in model.parameters():

@@ -1,10 +1,10 @@
 """DataParallel: one process drives all devices, with one thread for each.
 
 In a step, the process copies the model to every device, runs a chunk of the batch on each, and
-joins the outputs on device 0. Backward takes the same way back, and adds up the gradients of all
-copies on device 0, where the optimizer is.
+joins the outputs on device 0. In backward, each device computes the gradients of its copy, and
+device 0 adds them up. The optimizer works on device 0 alone.
 
-    batch ─ scatter ─┬→ device 0   replica 0: views of the module ─→ output 0 ─┬─ gather ─→ outputs
+    batch ─ scatter ─┬→ device 0   replica 0: the module's memory ─→ output 0 ─┬─ gather ─→ outputs
                      └→ device 1   replica 1: copies ──────────────→ output 1 ─┘               │
                           ↑ replicate: parameters out                                          ↓
     device 0: module.grad = g0 + g1 ←──────────────── gradients back ←──────────── backward ← loss
@@ -17,8 +17,8 @@ Cost for Ψ parameters, with Adam, on N devices, in elements:
     DataParallel    4Ψ                      Ψ while the step runs       2Ψ(N-1) to or from device 0
     DDP             4Ψ, and Ψ in buckets    the same                    2Ψ(N-1)/N by each rank
 
-DDP, with a process for each device, has replaced it. Here all traffic goes through device 0, and
-the threads share one interpreter lock.
+DDP has replaced DataParallel. It runs one process for each device. In DataParallel all traffic goes
+through device 0, and the threads share one interpreter lock.
 
 Run:      python data_parallel.py                                 two devices, or the CPU as two
           torchrun --nproc-per-node 3 data_parallel.py            each of 3 ranks uses 3 devices
@@ -48,11 +48,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: copy the parameters within the graph, so that backward brings their gradients back.
+# 1. The idea: autograd records the copies of the parameters, so backward brings gradients back.
 
 
 def data_parallel(module, x, devices):
-    """Run `module`, which is on devices[0], on a chunk of `x` on each device in turn."""
+    """Run one chunk of `x` on each device, one after another. `module` is on devices[0]."""
     states = dict(module.named_parameters()) | dict(module.named_buffers())
     chunks = x.chunk(len(devices))
     outputs = []
@@ -64,8 +64,8 @@ def data_parallel(module, x, devices):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The real one: all devices at the same time. Threads need a module each, so there are replicas.
-# Inputs and outputs are tensors, or lists, tuples and dicts of them.
+# 2. The real one: all devices work at the same time, each with a module of its own, a replica.
+# Inputs and outputs are tensors, or lists, tuples and dicts of tensors.
 
 
 def scatter(inputs, devices, dim=0):
@@ -76,99 +76,90 @@ def scatter(inputs, devices, dim=0):
     """
     leaves, structure = tree_flatten(inputs)
     chunks_of_leaves = []
-    shapes = {}  # number of chunks: shape of a tensor that has so many
+    shapes = {}  # {number of chunks: shape of a tensor that gives this number}
     for leaf in leaves:
-        chunks = [leaf] * len(devices)
-        if torch.is_tensor(leaf):
-            chunks = leaf.chunk(len(devices), dim)
-            shapes[len(chunks)] = tuple(leaf.shape)
-            chunks = [chunk.to(device) for chunk, device in zip(chunks, devices, strict=False)]
-        chunks_of_leaves.append(chunks)
+        if not torch.is_tensor(leaf):
+            chunks_of_leaves.append([leaf] * len(devices))
+            continue
+        chunks = leaf.chunk(len(devices), dim)
+        shapes[len(chunks)] = tuple(leaf.shape)
+        chunks_of_leaves.append(map(torch.Tensor.to, chunks, devices))
     if len(shapes) > 1:
         different = list(shapes.values())
         raise ValueError(
             f"tensors of shapes {different} give different numbers of chunks for {len(devices)} "
             f"devices; make them equally long in dimension {dim}"
         )
-    by_device = zip(*chunks_of_leaves, strict=False)  # as many as the tensors have chunks
+    by_device = zip(*chunks_of_leaves, strict=False)  # ends when the chunks of the tensors end
     return [tree_unflatten(chunks, structure) for chunks in by_device]
-
-
-def copy_tensors(tensors, devices):
-    """Return the copies of all tensors on each device. On devices[0] the copies are views.
-
-    Gradients of all copies flow back into `tensors`.
-    """
-    copies = []
-    views = tensors
-    for number in reversed(range(len(devices))):
-        # A device copies views of the views that the next one copied. Backward adds along this
-        # chain, so it adds gradients in the order of the devices, and not as they arrive.
-        views = [view.view_as(view) for view in views]
-        copies.append([view.to(devices[number], copy=number > 0) for view in views])
-    return copies[::-1]
 
 
 def rebuild(module, copy_of):
     """Return a copy of `module` that has `copy_of[x]` in place of each parameter or buffer x."""
     clones = {part: part._replicate_for_data_parallel() for part in module.modules()}  # shallow
-    for part, clone in clones.items():
-        clone._modules = {}
-        for name, child in part._modules.items():
-            clone._modules[name] = clones.get(child)
-        states = part._parameters | part._buffers
+    for original, clone in clones.items():
+        for name, child in original._modules.items():
+            clone._modules[name] = clones.get(child)  # a child may be None
+        states = original._parameters | original._buffers
         for name, tensor in states.items():
-            # A plain tensor, because a Parameter would be a leaf: the gradient would stop there.
-            # setattr, because nn.LSTM then updates its own list of weights.
+            # The copy stays a plain tensor. At a Parameter, a leaf, backward would stop.
+            # setattr is needed because nn.LSTM then updates its own list of weights.
             setattr(clone, name, copy_of.get(tensor))
     return clones[module]
 
 
 def replicate(module, devices):
-    """Return a replica of `module`, which is on devices[0], for each device."""
+    """Return a replica of `module`, which is on devices[0], for each device.
+
+    Replica 0 shares the module's memory. The gradients of all replicas flow back into `module`.
+    """
     tensors = [*module.parameters(), *module.buffers()]
+    views = tensors
     replicas = []
-    for copies in copy_tensors(tensors, devices):
+    for index in reversed(range(len(devices))):
+        # The last replica copies views of the tensors. Each replica before it copies views of
+        # those views. Backward adds along this chain: always first g0 + g1, and then g2.
+        views = [view.view_as(view) for view in views]
+        copies = [view.to(devices[index], copy=index > 0) for view in views]
         copy_of = dict(zip(tensors, copies, strict=True))
         replicas.append(rebuild(module, copy_of))
-    return replicas
+    return replicas[::-1]
 
 
 def device_of(inputs):
     for leaf in tree_leaves(inputs):
         if torch.is_tensor(leaf):
             return leaf.device
-    raise ValueError("parallel_apply needs `devices` if a module has no tensor among its inputs")
+    raise ValueError("parallel_apply needs `devices` if the inputs of a module have no tensor")
 
 
 def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
     """Call the modules at the same time, each on its device, and return the outputs.
 
-    `inputs` has a tensor or a tuple for each module. The threads have the caller's grad mode,
-    autocast and streams. If calls raise, the first module's exception is raised when all are done.
+    `inputs` has a tensor or a tuple for each module. Each thread runs in the caller's grad mode,
+    autocast mode and streams. If modules raise, all others finish before the first module's
+    exception is raised.
     """
     inputs = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
-    if kwargs_tup is None:
-        kwargs_tup = [{}] * len(modules)
-    if devices is None:
-        devices = [device_of(args) for args in inputs]
+    kwargs_tup = kwargs_tup or [{}] * len(modules)
+    devices = devices or [device_of(args) for args in inputs]
     grad_enabled = torch.is_grad_enabled()
-    kind = torch.device(devices[0]).type
-    autocast_enabled = torch.is_autocast_enabled(kind)
-    autocast_dtype = torch.get_autocast_dtype(kind)
+    device_type = torch.device(devices[0]).type
+    autocast_enabled = torch.is_autocast_enabled(device_type)
+    autocast_dtype = torch.get_autocast_dtype(device_type)
     streams = [None] * len(modules)
-    if kind == "cuda":
+    if device_type == "cuda":
         streams = [torch.cuda.current_stream(device) for device in devices]
 
-    def call(number):
-        autocast = torch.autocast(kind, autocast_dtype, autocast_enabled)
-        stream = torch.cuda.stream(streams[number])  # does nothing if it is None
+    def call(index):
+        autocast = torch.autocast(device_type, autocast_dtype, autocast_enabled)
+        stream = torch.cuda.stream(streams[index])  # does nothing if it is None
         try:
             with torch.set_grad_enabled(grad_enabled), autocast, stream:
-                return modules[number](*inputs[number], **kwargs_tup[number])
+                return modules[index](*inputs[index], **kwargs_tup[index])
         except Exception as error:
-            place = f"replica {number} on device {devices[number]}"
-            error.args = (f"{type(error).__name__} in {place}: {error}",)
+            name = type(error).__name__
+            error.args = (f"{name} in replica {index} on device {devices[index]}: {error}",)
             raise
 
     with ThreadPoolExecutor(len(modules)) as threads:
@@ -177,9 +168,9 @@ def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
 
 
 def gather(outputs, device, dim=0):
-    """Join the outputs of all devices on `device`: tensors along `dim`, scalars to a vector.
+    """Join the outputs of all devices on `device`: tensors along `dim`, scalars into a vector.
 
-    None stays None. Other types are a TypeError, and structures that differ a ValueError.
+    None stays None. Other types raise a TypeError. Structures that differ raise a ValueError.
     """
 
     def join(*pieces):
@@ -187,11 +178,11 @@ def gather(outputs, device, dim=0):
             return None
         if torch.is_tensor(pieces[0]) and pieces[0].dim() == 0:
             warnings.warn(
-                "replicas return scalars, which are gathered as a vector: "
-                "its mean is not the mean over the batch if chunks differ in length"
+                "the scalars of the replicas are gathered into a vector; "
+                "its mean is not the mean over the batch if the chunks differ in length"
             )
-        here = [torch.atleast_1d(piece).to(device) for piece in pieces]
-        return torch.cat(here, dim)
+        on_device = [torch.atleast_1d(piece).to(device) for piece in pieces]
+        return torch.cat(on_device, dim)
 
     return tree_map(join, *outputs)
 
@@ -200,8 +191,8 @@ class DataParallel(nn.Module):
     """Runs `module`, which is on devices[0], on all devices. The output is on devices[0].
 
     Devices may repeat. None stands for all GPUs, or for the CPU if there are none. Changes that
-    forward makes to a replica are lost, except in place on devices[0]: the running statistics of a
-    batch norm are those of the first chunk.
+    forward makes to a replica are lost. Only in-place changes to replica 0 remain, because it
+    shares the module's memory: a batch norm has the running statistics of the first chunk.
     """
 
     def __init__(self, module, devices=None):
@@ -213,6 +204,7 @@ class DataParallel(nn.Module):
     def forward(self, *inputs, **kwargs):
         if len(self.devices) == 1:
             return self.module(*inputs, **kwargs)
+        # Without inputs there are no chunks. The module then runs once, on devices[0].
         chunks = scatter((inputs, kwargs), self.devices) or [(inputs, kwargs)]
         devices = self.devices[: len(chunks)]
         replicas = replicate(self.module, devices)
@@ -222,7 +214,7 @@ class DataParallel(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Demo. Without torchrun there are 2 devices. Each of N ranks has N, and does all work by itself.
+# Demo. Without torchrun it uses 2 devices. Each of N ranks uses N, and does the whole work alone.
 
 
 def main():
@@ -237,7 +229,7 @@ def main():
 
     def mean_loss(outputs, targets):
         losses = map(language_loss, outputs.chunk(N), targets.chunk(N))
-        return sum(losses) / N  # in the order in which one device adds them
+        return sum(losses) / N  # one device adds them in the same order
 
     def step(inputs, targets):
         optimizer.zero_grad()

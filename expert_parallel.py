@@ -1,9 +1,10 @@
 """Expert parallelism: a mixture of experts (MoE) whose experts are split over N ranks.
 
 An MoE layer has E feed-forward networks, the experts, and sends each token to k of them. Its
-parameters grow with E, but its operations per token do not. In a step, each rank chooses experts
-for its own tokens, and sends a row to the rank of each chosen expert (all-to-all). It runs its own
-experts on the rows that arrive, and sends the results back. With E = 4, N = 2 ranks and k = 2:
+parameters grow with E, but its operations per token do not. In a step, the router of each rank
+chooses experts for the rank's own tokens. The rank sends a copy of the token, a row, to the rank of
+each chosen expert (all-to-all). Each rank runs its own experts on the rows that arrive, and sends
+the results back. With E = 4, N = 2 ranks and k = 2:
 
               tokens        router               experts             combine
     rank 0    t0 t1  ───▶  t0: e0 e2  ──┐  ┌──▶  e0: t0 t3   ──┐  ┌──▶  w·e0(t0) + w·e2(t0), …
@@ -12,25 +13,25 @@ experts on the rows that arrive, and sends the results back. With E = 4, N = 2 r
     rank 1    t2 t3  ───▶  t2: e1 e3    │  │     e2: t0        │  │
                            t3: e0 e3  ──┘  └──▶  e3: t1 t2 t3 ─┘  └──▶  w·e1(t2) + w·e3(t2), …
 
-All other parameters are replicated, as in data parallelism. W ranks train together, and their loss
-is the mean of the ranks' losses. Many implementations scale the experts' gradients wrongly:
+All other parameters are replicated, as in data parallelism. W ranks train together. W is N, or a
+multiple of N if several groups of N ranks have all experts each. The loss is the mean of the losses
+of all W ranks. Many implementations scale the experts' gradients wrongly:
 
-    a replicated parameter   each rank has the gradient of its own tokens: add over W, divide by W
-    an expert                backward has added up all the rows that it got: divide by W
-                             (if several ranks have the same experts, first add over these)
+    a replicated parameter   has the gradient of the rank's own tokens: add over W, divide by W
+    an expert                has the sum over all rows that it got, from N ranks: divide by W
+                             (if W > N, first add over the ranks that have the same expert)
 
 Cost per rank, layer and step, in elements. An expert has Ψe parameters; h is the hidden size. A
-rank has T tokens:
+rank has T tokens. A capacity, which is an option, limits an expert to C rows from each rank:
 
                       held (with Adam 4 times)   sent forward                 sent backward
     one device        E·Ψe                       0                            0
     expert parallel   (E/N)·Ψe                   2kTh(N-1)/N on average       the same
     with capacity     (E/N)·Ψe                   2ECh(N-1)/N                  the same
 
-Without a capacity, a rank sends exactly (a + b)h elements forward: a rows leave it, and b rows
-arrive, whose results go back. With one, each expert gets C rows from each rank. Ranks also exchange
-8E(N-1)/N bytes of counts (with a capacity, 8(N-1) bytes), and all-reduce 2E + 1 numbers for the
-losses that balance experts.
+Without a capacity, a rank sends exactly (a + b)h elements forward: a rows to other ranks' experts,
+and the results of the b rows that it got from other ranks. Ranks also exchange 8E(N-1)/N bytes of
+counts (with a capacity, 8(N-1) bytes), and all-reduce 2E + 1 numbers for aux_loss and z_loss.
 
 Run:      torchrun --nproc-per-node 2 expert_parallel.py
 Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
@@ -67,13 +68,13 @@ from torch.utils._pytree import tree_leaves
 class AllToAllRows(torch.autograd.Function):
     """Send `send_counts[i]` rows to rank i, and receive `recv_counts[i]` rows from it.
 
-    The gradients of the rows travel back. (A plain dist.all_to_all_single has no gradient, so the
-    experts would not train.)
+    Backward sends the gradients of the rows back. With dist.all_to_all_single alone, which has no
+    gradient, the experts would not train.
     """
 
     @staticmethod
     def forward(ctx, rows, send_counts, recv_counts, process_group):
-        ctx.way_back = (recv_counts, send_counts, process_group)
+        ctx.backward_args = (recv_counts, send_counts, process_group)
         received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
         dist.all_to_all_single(
             received, rows.contiguous(), recv_counts, send_counts, group=process_group
@@ -82,11 +83,11 @@ class AllToAllRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAllRows.apply(grad, *ctx.way_back), None, None, None
+        return AllToAllRows.apply(grad, *ctx.backward_args), None, None, None
 
 
 def exchange_counts(counts, process_group):
-    """Send counts[i] to rank i. Element i of the result is what rank i sent here."""
+    """Send counts[i] to rank i. Element i of the result comes from rank i."""
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=process_group)
     return received
@@ -95,7 +96,8 @@ def exchange_counts(counts, process_group):
 def naive_moe(x, gate, expert, process_group=None):
     """Switch Transformer's layer with one expert per rank.
 
-    x is (tokens, hidden). `gate`, nn.Linear(hidden, ranks), is replicated. `expert` is this rank's.
+    x is (tokens, hidden). All ranks have the same `gate`, an nn.Linear(hidden, ranks). Each rank
+    has an `expert` of its own.
     """
     probabilities = gate(x).softmax(-1)
     probability, chosen = probabilities.max(-1)
@@ -113,7 +115,7 @@ def naive_moe(x, gate, expert, process_group=None):
 
 
 class Experts(nn.Module):
-    """SwiGLU networks: E of them, or E/N after parallelize(). Named as in transformers."""
+    """E SwiGLU networks, or E/N after parallelize(). Parameters have transformers' names."""
 
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
@@ -135,15 +137,17 @@ class Experts(nn.Module):
 
 
 class Groups:
-    """The ranks over which the experts are split, and those that have the same experts, or None."""
+    """The process groups of one rank."""
 
     def __init__(self, process_group, edp_group):
-        self.process_group = process_group
-        self.edp_group = edp_group
+        self.process_group = process_group  # the N ranks over which the experts are split
+        self.edp_group = edp_group  # expert data parallel: the ranks that have the same experts
         self.size = dist.get_world_size(process_group)  # N
         self.rank = dist.get_rank(process_group)
         if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in process_group; call it on members")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group; call this on its members"
+            )
         copies = 1 if edp_group is None else dist.get_world_size(edp_group)
         self.num_ranks = self.size * copies  # W
 
@@ -158,9 +162,12 @@ class Groups:
 
 
 def regroup(rows, counts):
-    """Rows are sorted by i, then by j: counts[i, j] of each. Sort them by j, then by i."""
+    """Sort rows by j, then by i. The caller has sorted them by i, then by j.
+
+    There are counts[i, j] rows for each i and j.
+    """
     sizes = counts.flatten().tolist()
-    pieces = rows.split(sizes)
+    pieces = rows.split(sizes)  # piece (i, j) has the index i * columns + j
     columns = counts.shape[1]
     return torch.cat([piece for j in range(columns) for piece in pieces[j::columns]])
 
@@ -168,10 +175,13 @@ def regroup(rows, counts):
 class MoE(nn.Module):
     """A mixture of experts: (…, hidden) to (…, hidden).
 
-    top_k: experts per token. Their probabilities are the weights. If norm_topk_prob, the weights
-    are divided by their sum (Mixtral). num_shared_experts: experts that see every token
-    (DeepSeekMoE), computed as one wide expert. capacity_factor, bias_update_rate: see the
-    refinements. After a forward, `aux_loss` and `z_loss` are those of the tokens of all ranks.
+    top_k                experts per token; their probabilities weight their results
+    norm_topk_prob       divide the weights of a token by their sum (Mixtral)
+    num_shared_experts   experts that see every token (DeepSeekMoE), computed as one wide expert
+    capacity_factor      limit the rows of an expert: see slots_with_capacity()
+    bias_update_rate     balance the experts by a bias: see update_bias()
+
+    After a forward, `aux_loss` and `z_loss` are those of the tokens of all ranks.
     """
 
     def __init__(
@@ -200,10 +210,10 @@ class MoE(nn.Module):
         if num_shared_experts:
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
         self.groups = None  # Groups, after parallelize()
-        self.row_counts = None  # of the last forward: (sent to each rank, received from each)
+        self.row_counts = None  # rows of the last forward: ([sent to each rank], [received])
         self.aux_loss = None  # Switch's load-balancing loss: 1 if balanced
         self.z_loss = None  # ST-MoE's loss that keeps logits small
-        self.load = torch.zeros(())  # assignments to each expert since update_bias()
+        self.load = torch.zeros(())  # 0, then (E,): assignments to each expert since update_bias()
         uses_bias = bias_update_rate is not None
         self.register_buffer("bias", torch.zeros(num_experts), persistent=uses_bias)
 
@@ -219,11 +229,11 @@ class MoE(nn.Module):
         return output.view_as(x)
 
     def route(self, tokens):
-        """Return the weights and the numbers of each token's experts, (tokens, k) both."""
-        dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits confuse close experts
+        """Return the weights and the indices of each token's experts, both (tokens, k)."""
+        dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits would create ties
         logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
         probabilities = logits.softmax(-1)
-        chosen = (probabilities + self.bias).topk(self.top_k).indices  # the bias is 0 if not used
+        chosen = (probabilities + self.bias).topk(self.top_k).indices  # an unused bias is 0
         weights = probabilities.gather(1, chosen)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -231,91 +241,92 @@ class MoE(nn.Module):
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
-        """Give a slot to each assignment of a token to an expert. Slots are sorted by expert.
+        """Give each assignment of a token to an expert a slot: its row in what the rank sends.
 
         Return the slot of each assignment, (k, tokens), and the number of slots of each expert.
-        An expert takes assignments in GShard's order: all first choices by position, then all
-        second choices.
+        Slots are sorted by expert. Within an expert, they are in GShard's order: the first choices
+        of all tokens, then the second choices.
         """
-        expert = chosen.T.flatten()
+        expert = chosen.T.flatten()  # of each assignment, in GShard's order
         order = expert.argsort(stable=True)
         slots = order.argsort()  # the inverse of that permutation
         counts = expert.bincount(minlength=self.num_experts)
         if self.capacity_factor is not None:
             first_slots = counts.cumsum(0) - counts
-            place = slots - first_slots[expert]  # among the assignments of the same expert
-            return self.slots_with_capacity(expert, place, len(chosen))
+            position = slots - first_slots[expert]  # 0 for the expert's first assignment
+            return self.slots_with_capacity(expert, position, len(chosen))
         return slots.view(self.top_k, -1), counts.tolist()
 
     def dispatch(self, tokens, slots, num_slots):
         """Return the row of each slot. An empty slot has zeros."""
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
-        rows[slots] = tokens  # k copies of each token
-        return rows[:-1]  # dropped assignments have the last slot
+        rows[slots] = tokens  # slots is (k, tokens): k copies of each token
+        return rows[:-1]  # without the extra slot of all dropped assignments
 
     def compute(self, rows, counts):
-        """Run each row through its expert, wherever that is. The result has the order of `rows`."""
+        """Run each row through its expert, on any rank. The results have the order of `rows`."""
         if self.groups is None:
             return self.experts(rows, counts)
         group = self.groups.process_group
-        to_ranks = torch.tensor(counts).view(self.groups.size, -1)  # (rank, expert of that rank)
-        from_ranks = to_ranks  # with a capacity, C everywhere
+        sent_per_expert = torch.tensor(counts).view(self.groups.size, -1)  # (to rank, its expert)
+        received_per_expert = sent_per_expert  # with a capacity, all are C
         if self.capacity_factor is None:
-            from_ranks = exchange_counts(to_ranks.to(rows.device), group).cpu()
-        send_counts = to_ranks.sum(1).tolist()
-        recv_counts = from_ranks.sum(1).tolist()
+            received_per_expert = exchange_counts(sent_per_expert.to(rows.device), group).cpu()
+        send_counts = sent_per_expert.sum(1).tolist()
+        recv_counts = received_per_expert.sum(1).tolist()
         self.row_counts = (send_counts, recv_counts)
-        by_rank = AllToAllRows.apply(rows, send_counts, recv_counts, group)
-        by_expert = regroup(by_rank, from_ranks)
-        results = self.experts(by_expert, from_ranks.sum(0).tolist())
-        by_rank = regroup(results, from_ranks.T)
-        return AllToAllRows.apply(by_rank, recv_counts, send_counts, group)
+        received = AllToAllRows.apply(rows, send_counts, recv_counts, group)  # sorted by sender
+        by_expert = regroup(received, received_per_expert)
+        results = self.experts(by_expert, received_per_expert.sum(0).tolist())
+        by_sender = regroup(results, received_per_expert.T)
+        return AllToAllRows.apply(by_sender, recv_counts, send_counts, group)
 
     def combine(self, results, slots, weights):
-        """Add up the results of each token's experts, first choice first, times their weights."""
-        results = F.pad(results, (0, 0, 0, 1))  # zeros for dropped assignments
+        """Add up the weighted results of each token's experts, first choice first."""
+        results = F.pad(results, (0, 0, 0, 1))  # appends zeros, for the slot of dropped assignments
         return (results[slots] * weights.T[:, :, None]).sum(0)
 
     # ----------------------------------------------------------------------------------------------
-    # Refinements: capacity (GShard), balance by a loss (Switch), balance by a bias (DeepSeek-V3).
+    # Refinements: a capacity (GShard), balance by a loss (Switch) and by a bias (DeepSeek-V3).
 
-    def slots_with_capacity(self, expert, place, num_tokens):
+    def slots_with_capacity(self, expert, position, num_tokens):
         """Each expert has C slots for the tokens of this rank. Assignments beyond C are dropped.
 
-        A dropped assignment adds nothing to its token. The other weights stay as they are.
+        A dropped assignment adds nothing to its token. The token's other weights do not change.
         """
         if self.groups is not None:
             counts = torch.full((self.groups.size,), num_tokens, device=expert.device)
             counts = exchange_counts(counts, self.groups.process_group).tolist()
             if len(set(counts)) > 1:
                 raise ValueError(
-                    f"with a capacity all ranks must have as many tokens, but they have {counts}; "
-                    "pad the batches, or use capacity_factor=None"
+                    "with a capacity all ranks must have the same number of tokens, but they have "
+                    f"{counts}; pad the batches, or use capacity_factor=None"
                 )
         capacity = math.ceil(self.capacity_factor * self.top_k * num_tokens / self.num_experts)
         num_slots = self.num_experts * capacity
-        slots = torch.where(place < capacity, expert * capacity + place, num_slots)
+        slots = torch.where(position < capacity, expert * capacity + position, num_slots)
         return slots.view(self.top_k, -1), [capacity] * self.num_experts
 
     def compute_losses(self, logits, probabilities, chosen):
-        """Set aux_loss and z_loss, and count the tokens of each expert, over all ranks' tokens.
+        """Set aux_loss and z_loss, and count the assignments to each expert, for all ranks' tokens.
 
         aux_loss = E Σ f P (Fedus et al., §2.2): f is the share of assignments that an expert gets,
         P is its mean probability. Only P has a gradient.
         """
         E = self.num_experts
         z = logits.logsumexp(-1, keepdim=True).square()
-        sums = torch.cat([probabilities, z], dim=1).sum(0)
+        sums = torch.cat([probabilities, z], dim=1).sum(0)  # over this rank's tokens
         counts = chosen.flatten().bincount(minlength=E)
         total = torch.cat([counts, sums.detach()])
         if self.groups is not None:
             self.groups.sum(total)
-            # The value is the sum of all ranks. The gradient is W times that of this rank's part,
-            # because average_gradients() divides by W.
+            # The value becomes the sum over all ranks. The gradient flows only through this rank's
+            # sums. The factor W cancels the division by W in average_gradients().
             sums = total[E:] + self.groups.num_ranks * (sums - sums.detach())
         counts = total[:E]
         assignments = counts.sum().clamp(min=1)
-        means = sums * self.top_k / assignments
+        num_tokens = assignments / self.top_k
+        means = sums / num_tokens
         self.aux_loss = E * (counts / assignments * means[:E]).sum()
         self.z_loss = means[E]
         if self.training:
@@ -323,12 +334,12 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(self):
-        """Once a step: prefer experts whose load is less than the mean (DeepSeek-V3, §2.1.2)."""
+        """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2). Call once a step."""
         self.bias += self.bias_update_rate * (self.load.mean() - self.load).sign()
         self.load = torch.zeros(())
 
     def _apply(self, function, recurse=True):
-        """Module.to() and its relatives. The bias stays in fp32: 16 bits would lose its updates."""
+        """Module.to() and the like call this. The bias stays in fp32, or updates would be lost."""
         bias = self.bias
         super()._apply(function, recurse)
         self.bias = bias.to(self.bias.device)
@@ -336,7 +347,7 @@ class MoE(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Splitting the experts, and what follows for gradients and states.
+# 3. Split the experts over ranks, and handle their gradients and their state accordingly.
 
 
 def moe_layers(module):
@@ -346,27 +357,27 @@ def moe_layers(module):
 
 def split_parameters(module):
     """{name: Groups} of the parameters that parallelize() has split."""
-    names = {}
+    split = {}
     for path, layer in moe_layers(module).items():
         if layer.groups is not None:
             prefix = f"{path}.experts".lstrip(".")
             for name, _ in layer.experts.named_parameters(prefix):
-                names[name] = layer.groups
-    return names
+                split[name] = layer.groups
+    return split
 
 
 def parallelize(module, process_group=None, edp_group=None):
     """Split the experts of every MoE in `module` over `process_group`, in place.
 
-    Every rank must hold the same whole module before. If the world has several such process groups,
-    `edp_group` has the ranks with the same experts as this one: one rank of each process group.
+    Before, all ranks must have the same whole module. If there are several such process groups,
+    `edp_group` has the ranks that have the same experts as this one, one of each process group.
     """
     groups = Groups(process_group, edp_group)
     for layer in moe_layers(module).values():
         if layer.num_experts % groups.size:
             raise ValueError(
                 f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
-                "use fewer ranks in process_group, and edp_group for the others"
+                "make process_group smaller, and use edp_group for more ranks"
             )
         layer.groups = groups
         for parameter in layer.experts.parameters():
@@ -376,13 +387,13 @@ def parallelize(module, process_group=None, edp_group=None):
 
 @torch.no_grad()
 def average_gradients(module, process_group=None, edp_group=None):
-    """Make every gradient that of the mean loss of all ranks. Call it between backward and step."""
+    """Turn all gradients into those of the ranks' mean loss. Call it between backward and step."""
     groups = Groups(process_group, edp_group)
     split = split_parameters(module)
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.grad is None:  # not used on this rank; all ranks issue the same collectives
+        if parameter.grad is None:  # unused here; all ranks must call the same collectives
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.contiguous()
         gradient /= groups.num_ranks
@@ -395,9 +406,9 @@ def average_gradients(module, process_group=None, edp_group=None):
 
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
-    """As torch.nn.utils.clip_grad_norm_ over the whole module. Return its norm, alike on all ranks.
+    """As torch.nn.utils.clip_grad_norm_, with the norm of the whole module. Return the norm.
 
-    Each expert counts once: nothing is added over `edp_group`, whose ranks have the same experts.
+    The ranks of `edp_group` have the same experts, which count once. So nothing is added over it.
     """
     split = split_parameters(module)
     device = next(module.parameters()).device
@@ -408,7 +419,7 @@ def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         square = parameter.grad.to(dtype).square().sum()
         if name not in split:
-            square /= dist.get_world_size(process_group)  # all these ranks add it
+            square /= dist.get_world_size(process_group)  # each rank of the group adds it
         total = total + square
     dist.all_reduce(total, group=process_group)
     norm = total.sqrt()

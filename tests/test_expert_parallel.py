@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
     with pytest.raises(ValueError, match="4 experts do not divide by 3 ranks"):
         split(make_model())
     layer = split(ep.MoE(H, 5, 3, capacity_factor=1.0))
-    with pytest.raises(ValueError, match=r"as many tokens, but they have \[3, 4, 5\]"):
+    with pytest.raises(ValueError, match=r"number of tokens, but they have \[3, 4, 5\]"):
         layer(torch.randn(3 + pool.rank(), H))
     layer(torch.randn(3, H))  # the group still works
     pair = dist.new_group([0, 1])
