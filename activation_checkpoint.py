@@ -370,10 +370,10 @@ def main():
 def compare_ways(demo, l=8, h=128, a=8, s=128, b=1):
     """Print what each way keeps and computes. Return the exit status."""
     demo.show(
-        f"{l} layers in bf16 with 5as/h = {5 * a * s // h}. Kept for backward: measured = formula."
+        f"{l} layers in bf16, 5as/h = {5 * a * s // h}. Bytes kept for backward: measured = formula"
     )
     demo.show(
-        "Operations per token: 6Ψ in products with weights, 1Ψ in attention, and the second run's"
+        "Operations per token: 6Ψ for the weights, 1Ψ for attention, and what backward repeats"
     )
     layers, x = transformer_layers(l, h, a, s, b, demo.device)
     inside = 34 + 5 * a * s / h  # what a layer keeps, in units of sbh bytes

@@ -419,11 +419,11 @@ class autocast(ContextDecorator, TorchFunctionMode):
 # Demo.
 
 FORMATS = {  # name: dtype of the weights, what to expect
-    "fp32": (torch.float32, "the reference. 16 bytes per parameter: 4 + 4, and 8 of Adam"),
-    "fp16, no scaling": (torch.float16, "fails: most gradients are below 2⁻²⁵ and become zero"),
-    "fp16": (torch.float16, "the same loss, scaled"),
-    "bf16": (torch.bfloat16, "needs no scale. 16 bytes: 2 + 2, 4 of the master, 8 of Adam"),
-    "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in both dtypes"),
+    "fp32": (torch.float32, "16 bytes per parameter: weight 4, gradient 4, Adam 8"),
+    "fp16, no scaling": (torch.float16, "trains badly: most gradients are below 2⁻²⁵ and become 0"),
+    "fp16": (torch.float16, "as fp32, because the loss is scaled"),
+    "bf16": (torch.bfloat16, "needs no scale. 16 bytes: 2 + 2, fp32 master 4, Adam 8"),
+    "bf16, autocast": (torch.float32, "weights and gradients in fp32, activations in fp32 or bf16"),
 }
 
 
@@ -448,7 +448,7 @@ def main():
     formula = f"2·{dtype.itemsize}Ψ(N-1)/N"
     status = demo.report((weights, gradients, masters + adam), formula, sent)
     demo.show(
-        f"            (all in {dtype} here; in 16 bits, params, grads and messages have 2 bytes)"
+        f"            (here in {dtype}; 16-bit params, grads and traffic take 2 bytes per element)"
     )
     demo.show()
     compare_formats(demo)
@@ -457,9 +457,10 @@ def main():
 
 def compare_formats(demo):
     """Train a smaller model in each format, on the loss divided by 1024."""
-    demo.show("16 bits halve activations, traffic and, on hardware for it, time.")
-    demo.show("They do not halve the 16 bytes per parameter. The loss is divided by 1024 here.")
-    demo.show("C = 64, 2 layers    loss vs fp32     time")
+    demo.show("16 bits halve activations and traffic and, if the hardware supports them, time.")
+    demo.show("Weights, gradients and optimizer state still take 16 bytes per parameter.")
+    demo.show("Here the loss is divided by 1024, so that gradients are too small for fp16.")
+    demo.show("2 layers of 64      loss vs fp32     time")
     losses = {}
     for name, (dtype, comment) in FORMATS.items():
         torch.manual_seed(demo.args.seed)

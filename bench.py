@@ -641,8 +641,10 @@ def main():
     parser.add_argument("names", nargs="*", metavar="name", help=names)
     parser.add_argument("--device", choices=["cpu", "cuda"][: 1 + on_gpu])
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="timed steps of each variant (default: 15)"
+    )
     parser.add_argument("--sequences", type=int, help="per rank and step (CPU: 1, GPU: 8)")
     parser.add_argument("--time", type=int, help="tokens in a sequence (CPU: 64, GPU: 512)")
     parser.add_argument("--width", type=int, help="a multiple of 64 (CPU: 384, GPU: 1024)")

@@ -458,7 +458,7 @@ def main():
         extra = load(directory[0], run.pieces(), run.group)
         run.gather(run.flat, run.shard)
         ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
-        demo.show(f"saved       after {extra['steps']} steps; loaded on {ranks}")
+        demo.show(f"saved       after step {extra['steps']}; loaded on {ranks}")
 
     def whole():
         """-> gradients and parameters for the comparison. At a stop, the parameters are loaded."""

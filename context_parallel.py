@@ -564,15 +564,17 @@ def show_costs(demo):
         return ulysses_attention(q, k, v, **options, attention=attention)
 
     ways = {  # (attention, zigzag, elements sent / u)
-        "idea, zigzag": (gathered_attention, True, 4 * K * (N - 1)),
+        "gather, zigzag": (gathered_attention, True, 4 * K * (N - 1)),
         "ring, contiguous": (ring_attention, False, 6 * K * (N - 1)),
         "ring, zigzag": (ring_attention, True, 6 * K * (N - 1)),
         "Ulysses, zigzag": (ulysses, True, 4 * (H_padded + K_padded) * (N - 1) / N),
     }
-    demo.show(f"\nforward and backward of one causal layer, H = {H}, K = {K}, D = {D}, in fp32")
+    demo.show("\nForward and backward of one causal attention layer in fp32,")
+    demo.show(f"with {H} query heads and {K} key heads of size {D}")
+    demo.show("gather    section 1 of this file: each rank gathers all keys and values")
     demo.show("kept      bytes that a rank keeps for backward")
-    demo.show("sent      bytes that a rank sends, measured, and by the formula of the docstring")
-    demo.show("work      10⁹ operations of each rank, in the order of ranks")
+    demo.show("sent      bytes that a rank sends; formula: as the docstring predicts them")
+    demo.show("work      10⁹ operations: of rank 0, of rank 1, …")
     demo.show(f"{'tokens':>6}  {'':16} {'kept':>9} {'sent':>9} {'formula':>9}   work")
     for length in (512 // (2 * N) * 2 * N * scale for scale in (1, 2, 4)):
         for name, (attention, zigzag, sent) in ways.items():

@@ -260,11 +260,11 @@ def main():
     of_first = f"{sum(here) / 1e6:.1f} MB"
     of_other = f"{held_bytes(copies) / (N - 1) / 1e6:.1f} MB"
     mean = mean_loss(outputs, targets)
-    demo.show("traffic     all to or from device 0: parameters out, gradients back")
+    demo.show("traffic     device 0 sends parameters to the other devices, and receives gradients")
     demo.show(f"memory      device 0: {of_first}; each other device: {of_other} during a step")
-    demo.show(f"pitfall     {2 * N - 1} sequences: the loss of the joined outputs is {loss:.4f}")
-    demo.show(f"            the mean of the replicas' losses is {mean:.4f}: the last chunk has one")
-    demo.show("            sequence, and counts as much as the others, which have two")
+    demo.show(f"pitfall     {2 * N - 1} sequences: the loss of the joined outputs is {loss:.4f}.")
+    demo.show(f"            The mean of the replicas' losses, {mean:.4f}, is wrong: the last")
+    demo.show("            replica has one sequence, but counts as much as those that have two.")
     return status
 
 

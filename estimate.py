@@ -690,7 +690,7 @@ saves, then held   memory that the technique saves on each GPU, and memory that 
 dp × tp × pp × cp  data-, tensor-, pipeline- and context-parallel ranks. ZeRO splits over dp · cp.
 recompute          full: layers keep only their inputs, and forward is computed again in backward
 micro-batch × m    sequences that a rank computes at once, and the number of micro-batches per step
-memory, step       what the fullest GPU holds, and the seconds per step. They are the sum of:
+memory, step       what the fullest GPU holds, and the seconds per step, which are the sum of:
                    compute; messages along tp, cp and pp; messages along dp that computation does
                    not hide; bubble (pipeline stages wait for each other); host (ZeRO-Offload)
 Ψ, T, n, X         parameters, tokens, GPUs, floating-point operations per second of each GPU

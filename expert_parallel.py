@@ -499,11 +499,11 @@ def main():
     optimizer = torch.optim.AdamW(balanced.parameters(), lr=1e-3)
     for number in range(demo.args.steps):
         train_step(demo, balanced, optimizer, 0.1, *demo.batch(number))
-    demo.show("\ntokens per expert in the first MoE layer, of all ranks; ideal is the same for all")
+    demo.show("\nTokens per expert in the first MoE layer, summed over ranks. Ideal: all equal")
     for title, counts in (
         ("before training", before),
-        ("after, no balance loss", tokens_per_expert(demo, model)),
-        ("after, 0.1 · aux_loss", tokens_per_expert(demo, balanced)),
+        ("after training without a balance loss", tokens_per_expert(demo, model)),
+        ("after training with 0.1 · aux_loss", tokens_per_expert(demo, balanced)),
     ):
         demo.show(title)
         for expert, count in enumerate(counts):

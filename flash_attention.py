@@ -761,7 +761,7 @@ def main():
     model = demo.start("flash_attention")  # in float64, so it runs the loop
     use(functools.partial(flash_attention, block_size=24), model)
     use(naive_attention, demo.model)
-    demo.show("The ranks use flash_attention with blocks of 24 tokens, for sequences of 64.")
+    demo.show("The ranks use flash_attention with blocks of 24 tokens on sequences of 64.")
     demo.show("One device uses naive_attention.")
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
@@ -796,8 +796,8 @@ def compare_lengths(demo):
     if runs_kernels(None, x, x, dropout=None):
         ways["kernels"] = flash_attention
     ways["PyTorch"] = torch_attention
-    demo.show("One causal head of size 64, s queries and keys: bytes kept for backward, and")
-    demo.show(f"the time of forward and backward, in {dtype}".replace("torch.", ""))
+    demo.show("One causal head of size 64 with s queries and keys: memory kept for backward,")
+    demo.show(f"and time of forward and backward, in {dtype}".replace("torch.", ""))
     demo.show(f"{'s':>6}" + "".join(f"{name:>22}" for name in ways))
     for s in lengths:
         inputs = [torch.randn(1, 1, s, 64, device=demo.device, dtype=dtype) for _ in range(3)]
@@ -808,7 +808,7 @@ def compare_lengths(demo):
         demo.show(f"{s:6}" + "".join(f"{kept / 1e6:9.1f} MB {ms:7.2f} ms" for kept, ms in row))
     theirs = row[-1][1]
     ratios = [f"{name} {ms / theirs:.1f}" for name, (_, ms) in zip(ways, row, strict=True)]
-    demo.show(f"at s = {s}, in units of PyTorch's time: {', '.join(ratios[:-1])}")
+    demo.show(f"time at s = {s}, relative to PyTorch's: {', '.join(ratios[:-1])}")
 
 
 def torch_attention(q, k, v, causal):

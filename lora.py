@@ -506,8 +506,8 @@ def show_merged(demo, layer):
     error16 = (layer.merged - layer.merged.half()).norm() / correction
     error4 = (layer.merged - quantize_nf4(layer.merged).weight).norm() / correction
     demo.show(
-        f"merging     rounding W + (α/r) B A to 16 bits loses {error16:.1%} of (α/r) B A, "
-        f"to 4 bits {error4:.0%}"
+        "merging     The error of rounding W + (α/r) B A, relative to (α/r) B A: "
+        f"{error16:.1%} in 16 bits, {error4:.0%} in 4 bits"
     )
 
 
@@ -535,8 +535,8 @@ def main():
     merge(lora)
     show_merged(demo, lora[1].linear1)
     counts = [f"{96 * 2 * r * (12288 + 12288):,} at r = {r}" for r in (1, 4, 8)]  # Σ r(d + k)
-    demo.show(f"GPT-3       LoRA on W_q and W_v of its 96 layers trains {', '.join(counts)},")
-    demo.show("            of 175 billion parameters")
+    demo.show("GPT-3       has 175 billion parameters. LoRA on W_q and W_v of its 96 layers trains")
+    demo.show(f"            {', '.join(counts)}")
     return status
 
 

@@ -704,10 +704,10 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 DEFAULT = "(default: %(default)s)"
 FLAGS = {
     "--model": {"choices": MODELS, "default": "gpt2-tiny", "help": DEFAULT},
-    "--tp": {"type": int, "help": "tensor-parallel ranks; the rest of the world is data-parallel"},
+    "--tp": {"type": int, "help": "tensor-parallel ranks; dp is the number of ranks / (tp · pp)"},
     "--pp": {
         "type": int,
-        "help": "pipeline-parallel ranks; without --tp and --pp, each is 2 if the world allows",
+        "help": "pipeline-parallel ranks; without --tp and --pp, each is 2 if possible",
     },
     "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b", "help": DEFAULT},
     "--stages-per-rank": {"type": int, "default": 1, "help": f"for interleaved_1f1b {DEFAULT}"},
@@ -723,7 +723,7 @@ FLAGS = {
         "default": 16,
         "help": f"sequences per step, on all ranks together {DEFAULT}",
     },
-    "--sequence-length": {"type": int, "default": 64, "help": f"in tokens {DEFAULT}"},
+    "--sequence-length": {"type": int, "default": 64, "help": f"tokens in a sequence {DEFAULT}"},
     "--dtype": {"choices": DTYPES, "help": "(default: float64 with --check, otherwise float32)"},
     "--optimizer": {"choices": ("AdamW", "SGD"), "default": "AdamW", "help": DEFAULT},
     "--lr": {"type": float, "default": 1e-3, "help": f"learning rate {DEFAULT}"},
@@ -744,11 +744,11 @@ FLAGS = {
     "--peak": {
         "type": float,
         "metavar": "TFLOPS",
-        "help": "peak of one device in TFLOP/s, for the share of peak (known for A100, H100, H200)",
+        "help": "peak TFLOP/s of a device, to print the share of it (known for A100, H100, H200)",
     },
     "--save": {
         "metavar": "DIR",
-        "help": "save checkpoints in DIR; if it has one, training goes on from there",
+        "help": "save checkpoints in DIR; if DIR has one, continue from it",
     },
     "--save-interval": {
         "type": int,
@@ -758,9 +758,9 @@ FLAGS = {
     },
     "--load": {
         "metavar": "DIR",
-        "help": "go on from the checkpoint in DIR, unless --save has one",
+        "help": "continue from the checkpoint in DIR, unless the --save DIR has one",
     },
-    "--compare": {"action": "store_true", "help": "train on each grid that fits the world"},
+    "--compare": {"action": "store_true", "help": "train on each grid that fits the ranks"},
     "--check": {
         "action": "store_true",
         "help": "train on one device too, and compare (gpt2-tiny always does)",
@@ -1021,7 +1021,7 @@ class Run:
         tolerance = {"float64": 1e-9, "float32": 1e-3}.get(self.args.dtype, 0.05)
         agree = largest <= tolerance
         words = f"{'' if agree else 'NOT '}equal within {tolerance}: {largest:.0e}"
-        words = f"loss, gradients' norm and parameters {words} over {self.args.steps} steps"
+        words = f"loss, gradient norm and parameters {words} over {self.args.steps} steps"
         self.session.show(f"vs 1 device {words}")
         return "ok" if agree else "DIFFERS"
 
@@ -1032,7 +1032,7 @@ def main():
     if None in rows:
         return 0
     session.show(
-        "MB, the most on any rank. Held: params, grads, optimizer. Sent per step: tp, pp, dp."
+        "MB on the rank that has most. Held: params, grads, optimizer. Sent per step: tp, pp, dp."
     )
     for row in (["tp × pp × dp", *COSTS, "tokens/s", "vs 1 device"], *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))

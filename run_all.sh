@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./run_all.sh [-n RANKS] [NAME ...]     run the technique files (all, or those named) under torchrun
 # ./run_all.sh tests [PYTEST ARGUMENTS]  run the test suite
-# Both install what is missing into .venv first. RANKS is 2, for parallel_3d 4, unless it is given.
+# Both first install what is missing into .venv. The default of RANKS is 2, and 4 for parallel_3d.
 # The exit status is the number of files that failed, or pytest's.
 set -u
 if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
@@ -13,7 +13,7 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")" || exit 1
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-# A Python is suitable when it has what the project runs and is tested with.
+# A Python is suitable if it has the packages that the files and the tests import.
 suitable() {
     "$1" - 2>/dev/null <<'EOF'
 import hypothesis, numpy, pytest, torch
@@ -68,7 +68,7 @@ for name in "${names[@]}"; do
 done
 set_up
 
-# One thread per rank and core: torchrun would take 1, and say so.
+# Share the cores among the ranks. Without OMP_NUM_THREADS torchrun sets it to 1 and warns.
 cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 logs=$(mktemp -d) || exit 1
 trap 'rm -rf -- "$logs"' EXIT
@@ -114,5 +114,5 @@ print()
 for row in rows:
     print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
 EOF
-printf '\nNext: read a file from its top, or ./run_all.sh tests. README.md says what the columns mean.\n'
+printf '\nNext: read a file from top to bottom, or run ./run_all.sh tests. README.md explains the columns.\n'
 exit "$failed"
