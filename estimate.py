@@ -1,7 +1,7 @@
-"""Estimate the memory, traffic and time that a training run needs, and find techniques that fit.
+"""Estimate the memory, traffic and time that a training run needs, and find plans that fit.
 
-Each result is a sum of named parts. Each part has its equation, and the paper that derives it. A
-GPU that trains Ψ parameters in mixed precision with Adam holds, in bytes:
+Each result is a sum of named parts. Each part has its equation and names the paper that derives it.
+A GPU that trains Ψ parameters in mixed precision with Adam holds, in bytes:
 
                                      made smaller by
     parameters   2Ψ  ████            zero3, tensor and pipeline parallelism, QLoRA (4 bits)
@@ -11,9 +11,11 @@ GPU that trains Ψ parameters in mixed precision with Adam holds, in bytes:
                  in each layer       tensor and context parallelism
     logits       14sbV               a smaller micro-batch, a vocabulary split over tp
 
-The first three are the model states. With N data-parallel GPUs and m micro-batches per step:
+The first three are the model states. A micro-batch has b sequences of s tokens. The model has l
+layers, hidden size h, a attention heads, and V tokens in its vocabulary. Below, t is the number of
+tensor-parallel GPUs. With N data-parallel GPUs and m micro-batches per step:
 
-                     states per GPU              sent per GPU and step, elements times (N-1)/N
+                     states per GPU              elements sent per GPU and step, × (N-1)/N
     ddp              16Ψ                         2Ψ
     zero1            4Ψ + 12Ψ/N                  2Ψ
     zero2            2Ψ + 14Ψ/N                  (m+1)Ψ
@@ -21,9 +23,10 @@ The first three are the model states. With N data-parallel GPUs and m micro-batc
     zero3, FSDP      16Ψ/N + gathered units      3mΨ
     zero3+offload    2Ψ/N + gathered units       3mΨ, and to host memory and back
 
-The bytes are derived. Tests compare them with the papers' tables and with what the demos of this
-project measure. The seconds are a model. They assume the given speeds; a GPU typically achieves 40%
-of its advertised speed. They rank plans, but not plans that are a few percent apart.
+The bytes follow from equations. Tests compare them with the papers' tables and with what the demos
+of this project measure. The seconds are only approximate. They assume that the hardware achieves
+the given speeds. A GPU typically achieves 40% of its advertised speed. Use the seconds to rank
+plans, unless the plans are only a few percent apart.
 
 Run:      python estimate.py --parameters 7e9 --gpus 8 --memory 80
           (without flags: the demos' model, beside what the demos measured)
@@ -50,8 +53,9 @@ from typing import NamedTuple
 # --------------------------------------------------------------------------------------------------
 # 1. The model states: ZeRO's three equations (Rajbhandari et al. 2020, sections 3 and 5).
 
-# The ZeRO stage of each technique. It says what data-parallel ranks split: 1 the optimizer state, 2
-# gradients as well, 3 parameters as well.
+# The ZeRO stage of each technique. From stage 1 on, data-parallel ranks split the optimizer state.
+# From stage 2 on, they split gradients as well, and in stage 3 parameters as well. FSDP is stage 3.
+# LoRA and QLoRA are assumed to run with it.
 STAGES = {
     "ddp": 0,
     "zero1": 1,
@@ -62,7 +66,7 @@ STAGES = {
     "lora": 3,
     "qlora": 3,
 }
-TECHNIQUES = tuple(STAGES)[:6]  # those that train all parameters, simplest first
+TECHNIQUES = tuple(STAGES)[:6]  # simplest first. LoRA and QLoRA do not train all parameters
 
 
 def model_states(parameters, ranks, technique, mixed=True):
@@ -70,8 +74,9 @@ def model_states(parameters, ranks, technique, mixed=True):
 
     Mixed precision takes 2 + 2 + 12 bytes per parameter: 16-bit parameters, 16-bit gradients, and
     fp32 parameters with both moments of Adam. fp32 takes 4 + 4 + 8. Offload keeps gradients and
-    optimizer state in host memory (ZeRO-Offload, section 3; zero.py keeps its shard of the
-    gradients on the GPU). footprint() adds the units that zero3 gathers.
+    optimizer state in host memory (ZeRO-Offload, section 3). The offload of zero.py differs: a rank
+    keeps its shard of the gradients on the GPU. The units that zero3 gathers are not included, but
+    footprint() adds them.
     """
     if technique not in TECHNIQUES or ranks < 1 or not 0 < parameters < math.inf:
         raise ValueError(
@@ -99,8 +104,9 @@ def model_states(parameters, ranks, technique, mixed=True):
 class GPT:
     """A GPT-2: learned positions, biases, MLPs of 4h, and a head that shares the embedding.
 
-    `given` is the number of parameters, if it is not the number that the sizes make. In a mixture
-    of experts, each block has `experts` MLPs and a router, and each token uses `top_k` of the MLPs.
+    `given` is the true number of parameters, if it differs from the number that follows from the
+    sizes. In a mixture of experts, each block has `experts` MLPs and a router, and each token uses
+    `top_k` of the MLPs.
     """
 
     layers: int
@@ -121,11 +127,11 @@ class GPT:
             )
 
     def scaled(self, count):
-        """Convert a count of elements from the number that the sizes make to the given number."""
+        """Scale a count that follows from the sizes, so that all parameters add up to `given`."""
         if self.given is None:
             return count
-        counted = replace(self, given=None)
-        return self.given * (count / counted.parameters())
+        from_sizes = replace(self, given=None)
+        return self.given * (count / from_sizes.parameters())
 
     def block(self, tp=1, ep=1):
         """12h² + 13h: qkv 3h² + 3h, projection h² + h, norms 4h, MLP 8h² + 5h.
@@ -153,7 +159,7 @@ class GPT:
         return self.scaled(embedding + positions + blocks + last_norm)
 
     def active_parameters(self):
-        """The parameters that one token uses, with top_k of the experts."""
+        """The number of parameters that one token uses: those of a model with top_k experts."""
         active = replace(self, experts=self.top_k, given=None)
         return self.scaled(active.parameters())
 
@@ -167,7 +173,8 @@ MODELS = {
 def gpt_of(parameters, sequence=2048, vocab=50257):
     """A GPT with this many parameters and a common shape: l layers, l heads of size 128.
 
-    So h = 128l, and the number of parameters is about 12lh² = 12·128²·l³.
+    So h = 128l, and the number of parameters is about 12lh² = 12·128²·l³. This equation gives l,
+    which is rounded to a multiple of 8.
     """
     exact = (parameters / (12 * 128**2)) ** (1 / 3)
     layers = max(8, 8 * round(exact / 8))
@@ -177,8 +184,9 @@ def gpt_of(parameters, sequence=2048, vocab=50257):
 def lora_states(model, ranks=1, r=8, quantize=False):
     """Model states with LoRA, or with QLoRA if `quantize`. FSDP splits all of them over `ranks`.
 
-    A matrix of d × k gets r(d + k) trained elements: 6hr in attention and 10hr in an MLP. NF4 with
-    its scales takes 4.127 bits (Dettmers et al. 2023, section 3). The rest stays in 16 bits.
+    A matrix of d × k gets r(d + k) trained elements. These are 4hr for qkv and 2hr for the
+    projection, and 5hr for each of the two matrices of an MLP. QLoRA quantizes the matrices to NF4,
+    which takes 4.127 bits with its scales (Dettmers et al. 2023, section 3). All else has 16 bits.
     """
     h = model.hidden
     trained = model.layers * h * r * (6 + 10 * model.experts)
@@ -203,8 +211,8 @@ def activations(
     """Bytes that a tp rank keeps for the backward of one micro-batch (Korthikanti et al., table 2).
 
     recompute="full" keeps only the input of each layer. "selective" keeps all but the attention
-    scores, and so does `flash` attention. `element` is the bytes per activation, `masks` whether
-    there is dropout.
+    scores, and so does `flash` attention. `element` is the bytes per activation. `masks` is False
+    if there is no dropout.
     """
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"{recompute=} must be none, selective or full")
@@ -217,11 +225,11 @@ def activations(
     replicated = (4 * element + 2 * masks) * sbh
     if sequence_parallel:
         replicated /= tp
-    # q, k, v and the projection's input; the inputs of GELU and of the second matrix, 4h each
+    # q, k, v, the projection's input; in each MLP the inputs of GELU and the second matrix, 4h each
     split = (4 + 8 * model.top_k) * element * sbh
-    # the softmax's output, its dropout's output and mask: 5as²b bytes
-    size = element * (1 + masks) + masks
-    scores = model.heads * model.sequence**2 * micro_batch * size
+    # the output of softmax, and the output and mask of dropout: 5as²b bytes
+    bytes_per_score = element * (1 + masks) + masks
+    scores = model.heads * model.sequence**2 * micro_batch * bytes_per_score
     if flash or recompute == "selective":
         scores = 0
     return model.layers * (replicated + (split + scores) / tp)
@@ -230,24 +238,27 @@ def activations(
 def logits(model, micro_batch, tp=1, element=2):
     """14sbV/t bytes at the peak, in the backward of the loss.
 
-    16-bit logits take 2 bytes, their log-softmax in fp32 takes 4, two fp32 gradients take 4 each.
+    A logit takes 2 bytes in 16 bits, and its log-softmax takes 4 in fp32. The gradients of the
+    log-softmax and of the logit are in fp32 and take 4 each.
     """
     return (element + 12) * model.sequence * micro_batch * model.vocab / tp
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. What a rank sends, in bytes. An all-reduce of n elements over N ranks sends 2n(N-1)/N.
+# 3. Traffic: the bytes that a rank sends. To reduce-scatter or all-gather n elements over N ranks,
+# each rank sends n(N-1)/N elements. We call this one pass. An all-reduce is two passes.
 
 
 def data_parallel_traffic(parameters, dp, technique="ddp", micro_batches=1, element=2):
-    """Per step. A reduce-scatter sends Ψ(N-1)/N, and so does an all-gather (ZeRO, section 7).
+    """Bytes per step, for passes over Ψ `parameters` (ZeRO, section 7).
 
-    zero2 reduces m times and gathers once. zero3 reduces m times and gathers 2m times. LoRA gathers
-    the frozen parameters 2m times.
+    ddp and zero1 reduce once and gather once. zero2 reduces m times and gathers once. zero3 reduces
+    m times and gathers 2m times. LoRA gathers the frozen parameters 2m times. Its gradients are too
+    small to count.
     """
     m = micro_batches
-    stage = STAGES[technique]
-    passes = (2, 2, m + 1, 3 * m)[stage]
+    passes_by_stage = (2, 2, m + 1, 3 * m)
+    passes = passes_by_stage[STAGES[technique]]
     if "lora" in technique:
         passes = 2 * m
     return passes * parameters * element * (dp - 1) / dp
@@ -264,12 +275,14 @@ def tensor_parallel_traffic(
     sequence_parallel=False,
     recompute="none",
 ):
-    """Per micro-batch of bs `tokens`, on a rank with so many blocks, embeddings and heads.
+    """Bytes per micro-batch of bs `tokens`, on a rank with this many blocks, embeddings and heads.
 
-    A block has 4 all-reduces of bsh, 8bsh(t-1)/t (Narayanan et al., section 3.2), and 2 more if its
-    forward is computed again. Embedding and head have one each. The loss reduces 3 fp32 numbers per
-    token. With sequence parallelism, column-parallel layers gather their inputs again in backward,
-    and the gradients of norms and of row-parallel biases are summed.
+    A block has 4 all-reduces of bsh elements, so it sends 8bsh(t-1)/t (Narayanan et al., section
+    3.2). It has 2 more if its forward is computed again. Embedding and head have one each. The loss
+    all-reduces 3 fp32 numbers per token.
+
+    With sequence parallelism, column-parallel layers gather their inputs again in backward. The
+    gradients of norms and of row-parallel biases are all-reduced: 6h in a block, 2h in the head.
     """
     passes = 12 if recompute == "full" else 8
     ends = embedding + head
@@ -282,19 +295,19 @@ def tensor_parallel_traffic(
 
 
 def pipeline_traffic(tokens, hidden, neighbours, micro_batches, tied=0, element=2):
-    """Per step: bsh to each neighbour stage for each micro-batch of bs `tokens`.
+    """Bytes per step: bsh elements to each neighbour stage for each micro-batch of bs `tokens`.
 
-    `tied` is the number of elements of the embedding's gradient, which the first and the last stage
-    sum.
+    The first and the last stage also all-reduce the gradient of the embedding, which has `tied`
+    elements. With two ranks, each sends every element once.
     """
     return (micro_batches * neighbours * tokens * hidden + tied) * element
 
 
 def context_parallel_traffic(tokens, hidden, cp, layers, element=2, recompute="none"):
-    """Per micro-batch with `tokens` on this rank (ring attention, Liu et al. 2023).
+    """Bytes per micro-batch with `tokens` on this rank (ring attention, Liu et al. 2023).
 
-    Keys and values are sent cp-1 times in forward, and again in backward with their gradients,
-    which are in fp32.
+    Keys and values are sent cp-1 times in forward. Backward sends them as often, together with
+    their gradients, which are in fp32.
     """
     forwards = 2 if recompute == "full" else 1
     keys_and_values = 2 * element * (forwards + 1)
@@ -308,23 +321,25 @@ def context_parallel_traffic(tokens, hidden, cp, layers, element=2, recompute="n
 
 
 def global_batch(micro_batch, accumulation, data_parallel):
-    """Sequences per step. tp, pp and cp ranks compute other parts of the *same* sequences.
+    """Sequences per step. tp, pp and cp ranks compute different parts of the *same* sequences.
 
-    "Accumulation × nodes × GPUs per node × micro-batch" is right only if every GPU is a
-    data-parallel rank: parallel_3d.py --tp 2 --pp 2 on 4 ranks has the batch of one device.
+    So the common formula "accumulation × nodes × GPUs per node × micro-batch" is right only if
+    every GPU is a data-parallel rank. For example, parallel_3d.py --tp 2 --pp 2 on 4 ranks has the
+    same batch as one device.
     """
     return micro_batch * accumulation * data_parallel
 
 
 def steps(samples, epochs, global_batch):
-    """Optimizer steps; the last one may have a smaller batch."""
+    """The number of optimizer steps. The last step may have a smaller batch."""
     return math.ceil(samples * epochs / global_batch)
 
 
 def training_time(model, tokens, gpus, flops_per_gpu, recompute="none"):
     """Seconds for T tokens on n GPUs of X flops: 6ΨT/(nX), or 8ΨT/(nX) with full recomputation.
 
-    (Narayanan et al., section 5.1)
+    This is the rule of thumb of Narayanan et al., section 5.1. It neglects the products of queries
+    and keys and of scores and values, which flops_per_token() adds.
     """
     operations = (8 if recompute == "full" else 6) * model.active_parameters()
     return operations * tokens / (gpus * flops_per_gpu)
@@ -333,8 +348,8 @@ def training_time(model, tokens, gpus, flops_per_gpu, recompute="none"):
 def flops_per_token(model, recompute="none", frozen=False):
     """6Ψ + 12lhs (PaLM, appendix B), or 4Ψ + 12lhs if the matrices are frozen, as with LoRA.
 
-    Forward takes 2Ψ for the matrices and 4hs per layer for attention. Backward takes twice as much.
-    recompute="selective" repeats the attention, "full" all of forward.
+    Forward takes 2Ψ for the matrices and 4hs per layer for attention. Backward takes twice as much,
+    or 2Ψ for frozen matrices. recompute="selective" repeats the attention, "full" all of forward.
     """
     matrices = 2 * model.active_parameters()
     attention = 4 * model.layers * model.hidden * model.sequence
@@ -349,7 +364,7 @@ def flops_per_token(model, recompute="none", frozen=False):
 
 @dataclass(frozen=True)
 class Machine:
-    """The cluster, with the speeds that it achieves. The defaults are those of Narayanan et al."""
+    """The cluster, and the speeds that it achieves. The defaults are from Narayanan et al."""
 
     gpus_per_node: int = 8
     flops_per_gpu: float = 140e12  # floating-point operations per second
@@ -386,7 +401,7 @@ class Plan:
 
     @property
     def replicas(self):
-        """The ranks with the same parameters, over which ZeRO splits: dp and cp ranks."""
+        """The number of ranks with the same parameters, over which ZeRO splits the states."""
         return self.dp * self.cp
 
     @property
@@ -409,13 +424,14 @@ def states_of(model, plan):
     if "lora" in plan.technique:
         return lora_states(model, ranks, quantize=plan.technique == "qlora")
     mixed = plan.element == 2
-    everywhere = model.parameters(plan.tp, plan.pp)
-    here = model.parameters(plan.tp, plan.pp, plan.ep)
-    # If ZeRO splits a part, a rank has 1/N of all of it, whatever ep is, because E/ep experts are
-    # split over N/ep ranks. If not, a rank has E/ep experts. The smaller number is the right one.
-    split = model_states(everywhere, ranks, plan.technique, mixed)
-    whole = model_states(here, 1, "ddp", mixed)
-    return [min(pair) for pair in zip(split, whole, strict=True)]
+    with_all_experts = model.parameters(plan.tp, plan.pp)
+    with_own_experts = model.parameters(plan.tp, plan.pp, plan.ep)
+    # If ZeRO splits a state, the rank has 1/N of the state of all experts: expert parallelism gives
+    # it E/ep experts, which ZeRO then splits over N/ep ranks. If ZeRO does not split the state, the
+    # rank has all of the state of its own E/ep experts. The other number is never smaller.
+    split = model_states(with_all_experts, ranks, plan.technique, mixed)
+    unsplit = model_states(with_own_experts, 1, "ddp", mixed)
+    return [min(pair) for pair in zip(split, unsplit, strict=True)]
 
 
 def footprint(model, plan):
@@ -423,31 +439,33 @@ def footprint(model, plan):
     sequence = math.ceil(model.sequence / plan.cp)
     local = replace(model, sequence=sequence)
     flash = plan.flash or plan.cp > 1  # ring attention keeps no scores either
-    shapes = (local, plan.micro_batch, plan.tp, plan.sequence_parallel)
-    kept = activations(*shapes, plan.recompute, flash, plan.element)
+    inputs = (local, plan.micro_batch, plan.tp, plan.sequence_parallel)
+    kept = activations(*inputs, plan.recompute, flash, plan.element)
     kept *= math.ceil(model.layers / plan.pp) / model.layers
-    head = logits(local, plan.micro_batch, plan.tp, plan.element)
-    # 1F1B: the first stage keeps min(pp, m) micro-batches, the last keeps one and the logits
-    waiting = kept * min(plan.pp, plan.accumulation)
-    if waiting > kept + head:
-        kept = waiting
-        head = 0.0
+    at_head = logits(local, plan.micro_batch, plan.tp, plan.element)
+    # With 1F1B the first stage keeps min(pp, m) micro-batches. The last stage keeps one micro-batch
+    # and its logits. The fuller one of the two counts.
+    first_stage = kept * min(plan.pp, plan.accumulation)
+    if first_stage > kept + at_head:
+        kept = first_stage
+        at_head = 0.0
     working = 0.0
-    if plan.recompute == "full":  # the layer that is computed again
-        again = activations(*shapes, "none", flash, plan.element)
-        working += again / model.layers
+    if plan.recompute == "full":  # one layer at a time is computed again
+        all_layers = activations(*inputs, "none", flash, plan.element)
+        working += all_layers / model.layers
     if plan.replicas > 1 and plan.stage == 3:
-        # the parameters of two units, and the gradients of three if they are trained (see fsdp.py)
+        # fsdp.py gathers the parameters of two units at a time, and holds the gradients of three if
+        # they are trained.
         embedding = model.vocab * model.hidden / plan.tp
         unit = max(model.block(plan.tp, plan.ep), embedding)
         units = 2 if "lora" in plan.technique else 5
         working += units * plan.element * unit
-    parts = (*states_of(model, plan), kept, head, working)
+    parts = (*states_of(model, plan), kept, at_head, working)
     return dict(zip(PARTS, parts, strict=True))
 
 
 def traffic(model, plan):
-    """-> {axis: bytes per step} of the rank that sends most, without the messages of experts."""
+    """-> {axis: bytes per step}, each of the rank that sends most, without messages of experts."""
     t = plan.tp
     m = plan.accumulation
     h = model.hidden
@@ -455,36 +473,37 @@ def traffic(model, plan):
     tokens = plan.micro_batch * model.sequence / plan.cp
     how = {"element": plan.element, "recompute": plan.recompute}
     split = plan.sequence_parallel
+    # Along tp, the last stage sends most: it has the head. It has the embedding only if pp is 1.
     tp = tensor_parallel_traffic(
         tokens, h, t, layers, embedding=plan.pp == 1, sequence_parallel=split, **how
     )
     cp = context_parallel_traffic(tokens, h / t, plan.cp, layers, **how)
+    between_stages = tokens / t if split else tokens
     pp = 0.0
-    if plan.pp > 1:
-        sent = tokens / t if split else tokens
-        embedding = math.ceil(model.vocab / t) * h
-        pp = pipeline_traffic(sent, h, 1, m, embedding, plan.element)
-    if plan.pp > 2:
-        middle = pipeline_traffic(sent, h, 2, m, 0, plan.element)
+    if plan.pp > 1:  # the first and the last stage
+        tied = math.ceil(model.vocab / t) * h
+        pp = pipeline_traffic(between_stages, h, 1, m, tied, plan.element)
+    if plan.pp > 2:  # a stage in the middle
+        middle = pipeline_traffic(between_stages, h, 2, m, 0, plan.element)
         pp = max(pp, middle)
-    here = model.parameters(t, plan.pp, plan.ep)
-    dp = data_parallel_traffic(here, plan.replicas, plan.technique, m, plan.element)
+    held = model.parameters(t, plan.pp, plan.ep)
+    dp = data_parallel_traffic(held, plan.replicas, plan.technique, m, plan.element)
     return {"tp": m * tp, "cp": m * cp, "pp": pp, "dp": dp}
 
 
 def step_times(model, plan, machine):
     """-> {part: seconds of a step}. "dp" is only the time that computation does not hide.
 
-    The pipeline idles for (pp-1)/m of its work (Narayanan et al., section 2.2). Consecutive ranks
-    differ in tp, then in cp, dp, pp, as in parallel_3d.py. A group that spans nodes has the speed
-    of the network.
+    A stage computes, and then waits for (pp-1)/m of that time (Narayanan et al., section 2.2). The
+    ranks of a tp group are neighbours. Then come those of a cp, dp and pp group, as in
+    parallel_3d.py. A group on several nodes sends at the speed of the network, `inter`.
     """
     gpus = plan.replicas * plan.tp * plan.pp
     sequences = global_batch(plan.micro_batch, plan.accumulation, plan.dp)
     operations = flops_per_token(model, plan.recompute, "lora" in plan.technique)
     compute = operations * sequences * model.sequence / (gpus * machine.flops_per_gpu)
     times = {"compute": compute}
-    width = {  # ranks from the first to the last of a group
+    width = {  # how many consecutive ranks contain a group
         "tp": plan.tp,
         "cp": plan.tp * plan.cp,
         "dp": plan.tp * plan.replicas,
@@ -497,16 +516,16 @@ def step_times(model, plan, machine):
     times["bubble"] = busy * (plan.pp - 1) / plan.accumulation
     times["dp"] = max(0.0, times["dp"] - time_to_hide(plan, compute))
     if "offload" in plan.technique:
-        # Bytes per parameter: the gradient goes to the host and the parameter comes back, 2 + 2.
-        # Adam on the host reads the gradient, fp32 parameter and moments, 2 + 12, and writes the
-        # 16-bit and fp32 parameter and moments, 2 + 12.
+        # 32 bytes per parameter: the gradient goes to the host and the parameter comes back, 2 + 2.
+        # Adam on the host reads the gradient, the fp32 parameter and both moments, 2 + 12. It
+        # writes the 16-bit parameter, the fp32 parameter and both moments, 2 + 12.
         shard = model.parameters(plan.tp, plan.pp) / plan.replicas
         times["host"] = 32 * shard / machine.host
     return times
 
 
 def time_to_hide(plan, compute):
-    """The seconds of computation during which data-parallel ranks communicate.
+    """Seconds of computation that can hide the messages of data-parallel ranks.
 
     Backward is 2/3 of the computation. zero3 communicates in forward and backward, zero2 in
     backward, and the others in the backward of the last micro-batch.
@@ -526,9 +545,9 @@ USABLE = 0.94  # the rest of a GPU's memory is for the CUDA context and fragment
 
 class Rule(NamedTuple):
     technique: str
-    when: str
-    change: dict  # fields of the plan
-    keeps: bool = True  # whether the rules below keep the change
+    when: str  # the condition under which to try it
+    change: dict  # new values for fields of the plan
+    keeps: bool = True  # whether the rules below build on the change
 
 
 def rules(model, gpus, micro_batch, gpus_per_node=8):
@@ -540,6 +559,7 @@ def rules(model, gpus, micro_batch, gpus_per_node=8):
     accumulated = {"micro_batch": 1, "accumulation": micro_batch}
     offload = {"technique": "zero2+offload"}
     tensor = {"tp": tp, "dp": gpus // tp, "sequence_parallel": tp > 1}
+    # dp is smaller, so the same batch takes more micro-batches. 1F1B keeps up to pp of them.
     pipeline = {"pp": pp, "dp": gpus // pp, "accumulation": micro_batch * pp}
     context = {"cp": cp, "dp": gpus // cp}
     return [
@@ -578,6 +598,7 @@ def savings(model, gpus, micro_batch, gpus_per_node=8):
 
 
 def divisors(n, most):
+    """The divisors of n up to `most`."""
     return [k for k in range(1, most + 1) if n % k == 0]
 
 
@@ -585,31 +606,36 @@ def grids(model, gpus):
     """Yield (dp, tp, pp, cp) for every grid of `gpus` that can train the model."""
     tps = divisors(math.gcd(gpus, model.heads), model.heads)
     pps = divisors(gpus, model.layers)
-    cps = divisors(gpus, 128)
+    cps = divisors(gpus, 128)  # 128 only limits the search
     for tp, pp, cp in itertools.product(tps, pps, cps):
         dp, left = divmod(gpus, tp * pp * cp)
-        is_even = cp == 1 or model.sequence % (2 * cp) == 0  # zigzag cuts 2cp chunks
-        if left == 0 and is_even:
+        can_cut = cp == 1 or model.sequence % (2 * cp) == 0  # zigzag cuts a sequence in 2cp chunks
+        if left == 0 and can_cut:
             yield dp, tp, pp, cp
 
 
 def plans_to_try(model, gpus, techniques):
-    """Yield a Plan, still without its batch, for each grid, technique and recomputation."""
+    """Yield a Plan for each grid, technique and recomputation. Its batch is not chosen yet."""
     for dp, tp, pp, cp in grids(model, gpus):
-        split = tp > 1 and model.sequence % tp == 0
+        sequence_parallel = tp > 1 and model.sequence % tp == 0
         for technique in techniques:
             if dp * cp == 1 and technique not in ("ddp", "zero2+offload", "lora", "qlora"):
                 continue  # there is nothing to split
             if tp * pp > 1 and "lora" in technique:
                 continue  # lora_states() does not know tp and pp
             for recompute in ("none", "full"):
-                yield Plan(dp, tp, pp, technique, 1, 1, recompute, split, cp=cp)
+                how = {"recompute": recompute, "sequence_parallel": sequence_parallel}
+                yield Plan(dp, tp, pp, technique, cp=cp, **how)
 
 
 def fastest(model, plan, memory, batch, machine):
-    """-> the plan with the fastest micro-batch that fits, or None."""
+    """-> the plan with the micro-batch that fits and is fastest, or None if none fits.
+
+    If several are equally fast by our equations, min() returns the first, which is the largest. In
+    practice it is faster, because its matrix products are larger.
+    """
     fitting = []
-    for micro_batch in range(64, 0, -1):  # min() takes the largest of equals: it runs faster
+    for micro_batch in range(64, 0, -1):
         accumulation, left = divmod(batch, plan.dp * micro_batch)
         if left == 0:
             sized = replace(plan, micro_batch=micro_batch, accumulation=accumulation)
@@ -623,11 +649,12 @@ def fastest(model, plan, memory, batch, machine):
 def advise(model, gpus, memory, batch=None, **speeds):
     """-> [Plan], fastest first, for `gpus` of `memory` bytes. `speeds` are fields of Machine.
 
-    `batch` is the number of sequences per step, by default about 512. Plans use flash attention, so
-    "selective" would save nothing. LoRA and QLoRA are tried if no plan fits without offload.
+    `batch` is the number of sequences per step, by default about 512. All plans use flash
+    attention, so selective recomputation would save nothing and is not tried. LoRA and QLoRA are
+    tried if no plan fits without offload.
     """
     if memory < 1e4 or gpus < 1:
-        raise ValueError(f"{gpus} GPUs of {memory} bytes: 80 GB are 80e9")
+        raise ValueError(f"{gpus=} must be positive, and {memory=} in bytes: 80e9 for 80 GB")
     batch = batch or gpus * math.ceil(512 / gpus)
     machine = Machine(**speeds)
 
@@ -651,7 +678,8 @@ def advise(model, gpus, memory, batch=None, **speeds):
 # Demo.
 
 DEMO = GPT(4, 192, 6, 256, 64, given=1878144)  # the demos' language_model(), which trains in fp32
-MEASURED = {  # bytes on each of 2 ranks of a demo: parameters, gradients, optimizer, sent per step
+# Bytes on each of the 2 ranks of a demo: parameters, gradients, optimizer, sent per step.
+MEASURED = {
     "ddp": (7512576, 7512576, 15025360, 7512576),
     "Zero1": (7512576, 7512576, 7512784, 7512628),
     "Zero2": (7512576, 3756288, 7512784, 7512628),
@@ -677,16 +705,16 @@ SPEEDS = {  # the fields of Machine
 LEGEND = """
 params, grads      parameters and gradients, 2 bytes per parameter each
 optimizer          fp32 parameters and both moments of Adam, 12 bytes per parameter
-= states           the sum of these three: the model states
+= states           the model states: the sum of these three
 activations        what forward keeps for backward; in the first table for a micro-batch of one
                    sequence, with flash attention
 logits             the head's output and its gradients, while the loss is computed
-working            the units that zero3, lora and qlora have gathered; the layer that full
+working            the units that zero3, lora and qlora have gathered, and the layer that full
                    recomputation has computed again
-room for           the largest micro-batch that fits; and with a micro-batch of one sequence, the
-                   longest sequence in tokens, and the largest model in M parameters (millions)
-saves, then held   memory that the technique saves on each GPU, and memory that a GPU then holds. A
-                   line builds on the lines above it, except on those in parentheses.
+room for           the largest micro-batch that fits. The longest sequence in tokens, and the
+                   largest model in M parameters (millions), with a micro-batch of one sequence.
+saves, then held   memory that the technique saves on each GPU, and memory that a GPU then holds.
+                   Each line builds on the lines above it, except on those in parentheses.
 dp × tp × pp × cp  data-, tensor-, pipeline- and context-parallel ranks. ZeRO splits over dp · cp.
 recompute          full: layers keep only their inputs, and forward is computed again in backward
 micro-batch × m    sequences that a rank computes at once, and the number of micro-batches per step
@@ -709,18 +737,19 @@ def compare():
         psi = DEMO.parameters()
         states = model_states(psi, 2, technique, mixed=False)
         estimates = (*states, data_parallel_traffic(psi, 2, technique, element=4))
-        for ours, theirs in zip(estimates, measured, strict=True):
-            worst = max(worst, abs(ours / theirs - 1))
-        params, grads, state, sent, *theirs = (f"{n / 1e6:.1f}" for n in estimates + measured)
+        for estimated, found in zip(estimates, measured, strict=True):
+            worst = max(worst, abs(estimated / found - 1))
+        params, grads, state, sent = (f"{n / 1e6:.1f}" for n in estimates)
+        *held_in_demo, sent_in_demo = (f"{n / 1e6:.1f}" for n in measured)
         held = f"params {params} MB   grads {grads} MB   optimizer {state} MB"
-        print(f"held/rank   {held}      ({name} measured {' / '.join(theirs[:3])})")
-        print(f"sent/rank   {sent} MB per step      (measured {theirs[3]})")
+        print(f"held/rank   {held}      ({name} measured {' / '.join(held_in_demo)})")
+        print(f"sent/rank   {sent} MB per step      (measured {sent_in_demo})")
     print(f"vs measured {'' if worst < 0.01 else 'NOT '}within 1%: {worst:.3%}\n")
     return worst
 
 
 def room(model, technique, gpus, memory):
-    """-> the largest micro-batch, sequence and model (in millions) that fit if all GPUs are dp."""
+    """-> the largest micro-batch, sequence and model (in millions) that fit if dp is all GPUs."""
 
     def is_full(model, micro_batch=1):
         plan = Plan(gpus, technique=technique, micro_batch=micro_batch)
@@ -732,19 +761,21 @@ def room(model, technique, gpus, memory):
     def is_full_with_millions(n):
         return is_full(gpt_of(1e6 * n, model.sequence, model.vocab))
 
+    # The index of the first number that does not fit is the last number that fits: they start at 1.
     numbers = range(1, 2**40)
     tests = (partial(is_full, model), is_full_with_sequence, is_full_with_millions)
     return [bisect.bisect_left(numbers, True, key=test) for test in tests]
 
 
 def show(techniques, saved, plans):
+    """Print three tables: memory of each technique, memory that the rules save, and plans."""
     titles = ("params", "grads", "optimizer", "= states", "activations", "logits", "working")
-    limits = ("micro-batch", "sequence", "M parameters")
+    room_titles = ("micro-batch", "sequence", "M parameters")
     print("a GPU holds   ", *(f"{title:>12}" for title in titles), end="   room for:")
-    print("".join(f"{title:>14}" for title in limits))
+    print("".join(f"{title:>14}" for title in room_titles))
     for name, row in techniques.items():
-        *states, kept, head, working = row["parts"].values()
-        cells = (*states, sum(states), kept, head, working)
+        *states, kept, at_head, working = row["parts"].values()
+        cells = (*states, sum(states), kept, at_head, working)
         limits = "".join(f"{n:>14,}" for n in row["room"])
         print(f"{name:14}", *(f"{size(n):>12}" for n in cells), " " * 11, limits)
     print(f"\n{'to save memory, in this order':31}{'if':40}{'saves':>12}  {'then held':>12}")
@@ -755,10 +786,12 @@ def show(techniques, saved, plans):
     for p in plans[:8]:
         grid = f"{p.dp} × {p.tp} × {p.pp} × {p.cp}"
         batch = f"{p.micro_batch} × {p.accumulation}"
-        parts = sorted(((seconds, name) for name, seconds in p.times.items()), reverse=True)
-        parts = ", ".join(f"{name} {n / p.seconds:.0%}" for n, name in parts if n > p.seconds / 200)
         row = f"{grid:18} {p.technique:14} {p.recompute:10} {batch:15} {size(p.memory):>10}"
-        print(f"{row}  {p.seconds:.3g} s: {parts}")
+        shares = []
+        for seconds, name in sorted(((n, name) for name, n in p.times.items()), reverse=True):
+            if seconds > p.seconds / 200:
+                shares.append(f"{name} {seconds / p.seconds:.0%}")
+        print(f"{row}  {p.seconds:.3g} s: {', '.join(shares)}")
     if not plans:
         print("No plan fits. Use more GPUs, more memory, a smaller batch or shorter sequences.")
 
@@ -769,43 +802,44 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments():
-    """-> {name: value} of the flags that are given"""
+    """-> {name: value} of the flags on the command line"""
     parser = Parser(description=__doc__.partition("\n")[0], argument_default=argparse.SUPPRESS)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", choices=MODELS, help="(default: the model of the demos)")
     model.add_argument("--parameters", type=float, help="number of parameters, such as 7e9")
-    for name, (kind, words) in FLAGS.items():
-        parser.add_argument(f"--{name}", type=kind, help=words)
-    for each in fields(Machine):
-        default = f"{each.default:g}".replace("e+", "e")
-        words = f"{SPEEDS[each.name]} (default {default})"
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=each.type, help=words)
+    for name, (kind, description) in FLAGS.items():
+        parser.add_argument(f"--{name}", type=kind, help=description)
+    for speed in fields(Machine):
+        default = f"{speed.default:g}".replace("e+", "e")
+        description = f"{SPEEDS[speed.name]} (default {default})"
+        flag = f"--{speed.name.replace('_', '-')}"
+        parser.add_argument(flag, type=speed.type, help=description)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
-    given = vars(parser.parse_args())
-    for name, value in given.items():
+    flags = vars(parser.parse_args())
+    for name, value in flags.items():
         if type(value) in (int, float) and not 1e-4 <= value < 1e18:
             parser.error(f"--{name.replace('_', '-')} {value}: must be from 1e-4 to 1e18")
-    return given
+    return flags
 
 
-def model_of(given):
-    model = MODELS[given["model"]] if "model" in given else DEMO
-    if "parameters" in given:
-        model = gpt_of(given["parameters"])
-    changes = {name: given[name] for name in ("sequence", "experts", "top_k") if name in given}
+def model_of(flags):
+    model = MODELS[flags["model"]] if "model" in flags else DEMO
+    if "parameters" in flags:
+        model = gpt_of(flags["parameters"])
+    changes = {name: flags[name] for name in ("sequence", "experts", "top_k") if name in flags}
     return replace(model, **changes)
 
 
-def report(given):
-    """Print the page, or JSON. -> the exit status, 1 if the demos measured something else"""
-    model = model_of(given)
+def report(flags):
+    """Print the tables, or JSON. -> the exit status, 1 if an estimate differs from a demo's."""
+    model = model_of(flags)
     psi = model.parameters()
-    gpus = given.get("gpus", 2 if model == DEMO else 8)
-    memory = given.get("memory", 80.0)
-    tokens = given.get("tokens", 300e9)
-    speeds = {each.name: given[each.name] for each in fields(Machine) if each.name in given}
+    gpus = flags.get("gpus", 2 if model == DEMO else 8)
+    memory = flags.get("memory", 80.0)
+    tokens = flags.get("tokens", 300e9)
+    speeds = {speed.name: flags[speed.name] for speed in fields(Machine) if speed.name in flags}
     machine = Machine(**speeds)
-    plans = advise(model, gpus, 1e9 * memory, given.get("batch"), **speeds)
+    plans = advise(model, gpus, 1e9 * memory, flags.get("batch"), **speeds)
     saved = savings(model, gpus, max(1, 512 // gpus), machine.gpus_per_node)
     techniques = {}
     for name in STAGES:
@@ -815,7 +849,7 @@ def report(given):
     for recompute in ("none", "full"):
         seconds = training_time(model, tokens, gpus, machine.flops_per_gpu, recompute)
         days.append(seconds / 86400)
-    if "json" in given:
+    if "json" in flags:
         page = {"model": asdict(model), "parameters": psi, "gpus": gpus, "days": days}
         page |= {"techniques": techniques, "savings": saved, "plans": []}
         for plan in plans:

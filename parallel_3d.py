@@ -29,15 +29,19 @@ Each technique is in its own file. This file is about the five places where they
 Cost per rank in elements, for Ψ parameters, L blocks, m micro-batches of b sequences, s tokens and
 hidden size h:
 
-    held         parameters Ψ/(tp·pp), as many gradients, twice as much Adam state (/dp by --zero1)
-    sent by tp   (8L/pp + 2 at each end) · m·bsh (tp-1)/tp, and 6·m·bs (tp-1)/tp for the loss
-         by pp   m·bsh to each neighbour stage, and the embedding's gradient between the two ends
+    held         Ψ/(tp·pp) parameters, as many gradients, and twice as many moments of Adam.
+                 --zero1 divides the moments by dp.
+    sent by tp   8·m·bsh (tp-1)/tp in each of L/pp blocks, 2·m·bsh (tp-1)/tp in the embedding and in
+                 the head, and 6·m·bs (tp-1)/tp in the loss
+         by pp   m·bsh to each neighbour stage. The first and the last stage also send the
+                 gradient of the embedding.
          by dp   2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
 
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
-          [--data PREFIX] reads data.py's files. [--save DIR] saves at intervals, at Ctrl-C and at
-          SIGTERM. [--load DIR] goes on from a checkpoint of any grid. After a rank has died,
-          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 … goes on (pytorch#135712)
+          --data PREFIX reads the files that data.py writes. --save DIR saves a checkpoint at
+          intervals, at Ctrl-C and at SIGTERM. --load DIR continues from a checkpoint of any grid.
+          To continue by itself after a rank has died, a run needs --save DIR and
+          TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 … (see pytorch#135712)
 Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
           Megatron-LM, arXiv 2104.04473
 Mirrors:  Megatron-LM's pretrain_gpt.py
@@ -85,7 +89,7 @@ class Embedding(nn.Module):
         self.word = nn.Embedding(config.vocab, config.hidden)
         self.position = nn.Embedding(config.sequence, config.hidden)
         self.dropout = nn.Dropout(dropout)
-        self.sequence_group = None  # sequence parallelism: the ranks that split the sequence
+        self.sequence_group = None  # with sequence parallelism: the tp group
 
     def forward(self, tokens):  # (batch, sequence)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -107,7 +111,8 @@ class Block(nn.Module):
         self.linear1 = nn.Linear(h, 4 * h)
         self.linear2 = nn.Linear(4 * h, h)
         self.dropout = nn.Dropout(dropout)
-        self.dropout_region = nullcontext  # tensor parallelism: each rank draws for its own heads
+        # With tensor parallelism, a context in which each rank draws the masks of its own heads.
+        self.dropout_region = nullcontext
 
     def forward(self, x):
         qkv = self.qkv(self.norm1(x))
@@ -115,7 +120,7 @@ class Block(nn.Module):
         p = self.dropout.p if self.training else 0.0
         with self.dropout_region() if p > 0 else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        y = y.movedim(2, 0).flatten(2)
+        y = y.movedim(2, 0).flatten(2)  # to (sequence, batch, hidden)
         x = x + self.dropout(self.proj(y))
         y = F.gelu(self.linear1(self.norm2(x)), approximate="tanh")
         return x + self.dropout(self.linear2(y))
@@ -150,20 +155,21 @@ def build_layer(config, number, dropout=0.0, seed=0):
     for name, parameter in layer.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
-        elif name in ("proj.weight", "linear2.weight"):  # 2L outputs add up in the residual
+        elif name in ("proj.weight", "linear2.weight"):
+            # The residual adds up 2L such outputs. With this std their sum does not grow with L.
             parameter.normal_(std=0.02 / math.sqrt(2 * config.layers))
         elif parameter.dim() == 2:
             parameter.normal_(std=0.02)
-    if number > config.layers:  # the head starts as a copy of the embedding
+    if number > config.layers:  # the head is tied: it starts as a copy of the embedding
         layer.linear.weight = build_layer(config, 0, seed=seed).word.weight
     return layer
 
 
 class Stage(nn.Sequential):
-    """Consecutive layers, given as {number: layer}. It counts the micro-batches that it computes.
+    """Consecutive layers of the model, given as {number: layer}.
 
-    Each layer has its own dropout seed for each micro-batch, so that masks do not depend on the
-    grid. Pipelines compute micro-batches in order.
+    For dropout, each layer has its own seed for each micro-batch, so that masks do not depend on
+    the grid. A stage computes micro-batches in order, so counting them gives their numbers.
     """
 
     def __init__(self, layers, seed=None):
@@ -176,6 +182,7 @@ class Stage(nn.Sequential):
     def forward(self, x):
         for number, layer in self.named_children():
             if self.seed is not None:
+                # room for 2**10 layers and 2**30 micro-batches
                 seed = self.seed * 2**40 + self.micro_batch * 2**10
                 torch.manual_seed(seed + int(number))
             x = layer(x)
@@ -184,7 +191,10 @@ class Stage(nn.Sequential):
 
 
 def tie_weights(embedding, head):
-    """Return the weight of whichever this rank has, or None. If it has both, they share it."""
+    """Let the head use the embedding's weight, if the rank has both. Return the weight of either.
+
+    Return None if the rank has neither.
+    """
     if embedding is not None and head is not None:
         head.linear.weight = embedding.word.weight
     if embedding is not None:
@@ -208,11 +218,11 @@ def learning_rate(args, step):
 
 
 def count_tokens(targets):
-    return max(1, (targets != IGNORE).sum().item())
+    return max(1, (targets != IGNORE).sum().item())  # the loss is divided by it
 
 
 def train_on_one_device(config, args, batches, device="cpu"):
-    """Yield (loss, gradient norm, model) after each step. 16-bit formats train in float32 here."""
+    """Yield (loss, gradient norm, model) after each step. For 16-bit formats it uses float32."""
     dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
     model = plain_model(config, args.dropout, args.seed)
     model.to(device, dtype)
@@ -225,7 +235,7 @@ def train_on_one_device(config, args, batches, device="cpu"):
         x_parts = inputs.to(device).split(args.micro_batch_size)
         y_parts = targets.to(device).split(args.micro_batch_size)
         for x, y in zip(x_parts, y_parts, strict=True):
-            logits = model(x).flatten(0, 1)
+            logits = model(x).flatten(0, 1)  # tokens in the order (sequence, batch), as y.T
             losses = F.cross_entropy(logits, y.T.flatten(), ignore_index=IGNORE, reduction="sum")
             part = losses / count_tokens(targets)
             part.backward()
@@ -242,7 +252,8 @@ def train_on_one_device(config, args, batches, device="cpu"):
 class Grid:
     """This rank's place on the grid, and its neighbours along each axis.
 
-    ValueError if tp · pp does not divide the world. Data-parallel ranks are what is left.
+    It has dp = world size / (tp · pp) data-parallel ranks. If that is not a whole number,
+    it raises ValueError.
     """
 
     def __init__(self, tp, pp):
@@ -256,16 +267,18 @@ class Grid:
         ranks = torch.arange(world_size).view(pp, self.dp, tp)  # consecutive ranks differ in tp
         place = (ranks == dist.get_rank()).nonzero()[0]
         self.pp_rank, self.dp_rank, self.tp_rank = place.tolist()
-        pipelines = ranks.flatten(1).T  # one pipeline per row, (dp · tp, pp)
+        # Each row of these matrices is a group: (pp · dp, tp), (pp · tp, dp) and (dp · tp, pp).
         self.tp_group = self.new_groups(ranks.flatten(0, 1))
         self.dp_group = self.new_groups(ranks.mT.flatten(0, 1))
+        pipelines = ranks.flatten(1).T
         self.pp_group = self.new_groups(pipelines)
-        self.ends_group = None  # the first and the last rank of the pipeline, if it has several
+        # The first and the last rank of the pipeline. None on the ranks between them, or if pp = 1.
+        self.ends_group = None
         if pp > 1:
             self.ends_group = self.new_groups(pipelines[:, [0, -1]])
 
     def new_groups(self, ranks):
-        """Make a group of each row of `ranks`. Return the one that this rank is in.
+        """Make a group of each row of `ranks`. Return the one that this rank is in, or None.
 
         Every rank must take part in making every group.
         """
@@ -294,7 +307,7 @@ def split_layer(layer, group, sequence_parallel):
     """Replace the matrices of a plain layer by this rank's slices of them."""
     plan = {name: PLAN[name] for name, _ in layer.named_children() if name in PLAN}
     if not sequence_parallel:
-        plan.pop("dropout", None)  # its input is the same on all ranks: so must be its mask
+        plan.pop("dropout", None)  # all ranks have the same input and must draw the same mask
     if isinstance(layer, Block):
         layer.dropout_region = partial(tensor_parallel.parallel_region, group)
     if isinstance(layer, Embedding) and sequence_parallel:
@@ -322,10 +335,10 @@ def check_arguments(config, grid, args):
         raise ValueError(f"--global-batch-size {size} must be a multiple of {text}")
     stages = grid.pp * args.stages_per_rank
     if not 1 <= stages <= config.layers:
-        blocks = f"the model has {config.layers} blocks"
+        blocks = f"the model has {config.layers} blocks, and each stage needs one"
         raise ValueError(f"{stages} stages on {grid.pp} ranks; {blocks}")
     if not 1 <= args.sequence_length <= config.sequence:
-        positions = f"the model has {config.sequence} positions"
+        positions = f"the model has {config.sequence} positions, so give 1 to {config.sequence}"
         raise ValueError(f"--sequence-length {args.sequence_length}; {positions}")
     if not args.clip_grad >= 0:
         raise ValueError(f"--clip-grad {args.clip_grad}; it must be positive, or 0 for none")
@@ -336,7 +349,7 @@ def check_arguments(config, grid, args):
 
 
 class Trainer:
-    """This rank's stages, their optimizer, and the step. `args` are those of the command line."""
+    """This rank's stages, their optimizer, and the step. `args` are the command line's flags."""
 
     def __init__(self, config, grid, args, device="cpu"):
         check_arguments(config, grid, args)
@@ -345,11 +358,11 @@ class Trainer:
         self.args = args
         self.device = torch.device(device)
         self.dtype = getattr(torch, args.dtype)
-        self.steps = 0  # how many are done
+        self.steps = 0  # the number of steps that are done
         self.num_microbatches = args.global_batch_size // (args.micro_batch_size * grid.dp)
         num_stages = grid.pp * args.stages_per_rank
-        mine = range(grid.pp_rank, num_stages, grid.pp)
-        self.layer_numbers = [layers_of_stage(config, stage, num_stages) for stage in mine]
+        own_stages = range(grid.pp_rank, num_stages, grid.pp)  # several if they are interleaved
+        self.layer_numbers = [layers_of_stage(config, stage, num_stages) for stage in own_stages]
         layers = self.build_layers()
         self.embedding = layers.get(0)  # None on ranks without it
         self.head = layers.get(config.layers + 1)  # None on ranks without it
@@ -370,7 +383,7 @@ class Trainer:
         args = self.args
         layers = {}
         for number in itertools.chain(*self.layer_numbers):
-            # Build and split one layer at a time: no rank ever holds a whole stage.
+            # Split each layer before building the next, so that no rank ever holds a whole stage.
             layer = build_layer(self.config, number, args.dropout, args.seed)
             layer = split_layer(layer, self.grid.tp_group, args.sequence_parallel)
             layers[number] = layer.to(self.device, self.dtype)
@@ -390,10 +403,15 @@ class Trainer:
         return split
 
     def find_counted(self):
-        """Each tp rank counts its slices. The first one also counts what is not split."""
-        counted = set(self.parameters if self.grid.tp_rank == 0 else self.split)
+        """Each tp rank counts its slices. The first also counts the parameters that are not split.
+
+        The first stage counts the tied weight, so the stage of the head does not.
+        """
+        counted = set(self.split)
+        if self.grid.tp_rank == 0:
+            counted.update(self.parameters)
         if self.embedding is None:
-            counted.discard(self.tied)  # the first stage counts it
+            counted.discard(self.tied)
         return counted
 
     def build_optimizer(self):
@@ -420,7 +438,8 @@ class Trainer:
         self.reduce_gradients()
         norm = self.clip_grad_norm_(self.args.clip_grad or math.inf)
         numbers = torch.stack([self.mean_loss(loss), norm])
-        loss, norm = numbers.tolist()  # the host waits: it decides whether to skip the update
+        # The host waits for the device here, because it decides whether to skip the update.
+        loss, norm = numbers.tolist()
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()
@@ -431,14 +450,16 @@ class Trainer:
         return loss, norm
 
     def start_step(self, targets):
-        # The pipeline averages its micro-batches, and the dp pipelines are averaged. With this
-        # weight the average of sums over tokens is the mean over the tokens of the whole batch.
+        # loss_fn() sums over the tokens of a micro-batch. The pipeline divides by m, and averaging
+        # over dp ranks divides by dp. The weight undoes both, and divides by the number of tokens
+        # in the whole batch instead.
         m = self.num_microbatches
         self.token_weight = m * self.grid.dp / count_tokens(targets)
-        # Number the micro-batches as one device would compute them.
-        pipelines_before = self.steps * self.grid.dp + self.grid.dp_rank
+        # Number the micro-batches in the order of one device, which computes the earlier steps and
+        # the parts of dp ranks before this one first. Each part has m micro-batches.
+        parts_before = self.steps * self.grid.dp + self.grid.dp_rank
         for stage in self.stages:
-            stage.micro_batch = pipelines_before * m
+            stage.micro_batch = parts_before * m
         self.steps += 1
         self.optimizer.param_groups[0]["lr"] = learning_rate(self.args, self.steps)
         self.optimizer.zero_grad()
@@ -450,7 +471,7 @@ class Trainer:
         return self.scaler.scale(losses.sum() * self.token_weight)
 
     def mean_loss(self, loss):
-        """The loss of the whole batch, on all ranks. `loss` is the pipeline's, on its last rank."""
+        """Return the whole batch's loss on all ranks. Each pipeline's last rank has its `loss`."""
         if loss is None:  # not the last rank
             loss = torch.zeros((), device=self.device)
         scale = self.scaler.get_scale()
@@ -462,7 +483,7 @@ class Trainer:
     def reduce_gradients(self):
         if self.tied is not None and self.grid.ends_group is not None:
             dist.all_reduce(self.tied.grad, group=self.grid.ends_group)
-        if not self.args.zero1:  # Zero1 averages them itself, when it clips
+        if not self.args.zero1:  # Zero1 averages them itself, in its clip_grad_norm_()
             ddp.all_reduce_gradients(self.stages, self.grid.dp_group)
 
     @torch.no_grad()
@@ -472,18 +493,20 @@ class Trainer:
         scale = self.scaler.get_scale()
         if self.args.zero1:
             if self.scaler.is_enabled():
-                self.optimizer.unscale_(scale)
+                self.optimizer.unscale_(scale)  # only sets the scale: its step() divides
             is_counted = self.counted.__contains__
             return self.optimizer.clip_grad_norm_(
                 max_norm, counted=is_counted, process_groups=groups
             )
         if self.dtype.itemsize == 2:
-            self.optimizer.unscale_()  # casts gradients up into those of the float32 masters
+            # This casts the gradients to float32, for the masters. It does not divide them, because
+            # this optimizer has no scaler. We divide below, together with clipping.
+            self.optimizer.unscale_()
         weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their masters
         pairs = zip(self.parameters, weights, strict=True)
         counted = [weight.grad for parameter, weight in pairs if parameter in self.counted]
-        norm = nn.utils.get_total_norm(counted)
-        total = norm.double().square()
+        own_norm = nn.utils.get_total_norm(counted)
+        total = own_norm.double().square()
         for group in groups:
             dist.all_reduce(total, group=group)
         norm = total.sqrt() / scale
@@ -494,9 +517,9 @@ class Trainer:
         return norm
 
     def full_state_dict(self):
-        """The whole parameters of this rank's layers, by their names in the plain model.
+        """Return the whole parameters of this rank's layers, by their names in the plain model.
 
-        All tensor-parallel ranks must call it.
+        All ranks of a tensor-parallel group must call it.
         """
         state_dict = {}
         for stage in self.stages:
@@ -505,9 +528,9 @@ class Trainer:
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Checkpoints. They have the weights of the plain model and the state of its optimizer, by name.
+# 4. Checkpoints. They hold the weights of the plain model and the state of its optimizer, by name.
 
-# The arguments that must not change when a run goes on from a checkpoint.
+# The arguments that must not change when a run continues from a checkpoint.
 FIXED = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
 
 
@@ -523,7 +546,7 @@ def save(trainer, directory):
 
 @torch.no_grad()
 def load(trainer, directory):
-    """Go on from a checkpoint, whatever its grid, schedule, --zero1 and --dtype were."""
+    """Continue from a checkpoint. Its grid, schedule, --zero1 and --dtype may be different."""
     _, index = checkpoint.open_latest(Path(directory))
     extra = index["extra"]
     for name, stored in extra["fixed"].items():
@@ -532,7 +555,8 @@ def load(trainer, directory):
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {value}: the run in {directory} has {stored}")
     if any(name.startswith("step/") for name in index["wholes"]):
-        # AdamW makes its state in its first step. Make it now, so that it can be loaded.
+        # The checkpoint has the state of AdamW (see pieces_of for the names). AdamW makes its state
+        # in its first step. Make it now, so that it can be loaded.
         for _, _, weight, state in updated_tensors(trainer):
             state["step"] = torch.zeros((), device=weight.device)
             state["exp_avg"] = torch.zeros_like(weight)
@@ -541,6 +565,7 @@ def load(trainer, directory):
     trainer.steps = extra["step"]
     if extra["scaler"]:
         trainer.scaler.load_state_dict(extra["scaler"])
+    # The weights were loaded into the tensors that the optimizer updates. Copy them to the model.
     if trainer.args.zero1:
         trainer.optimizer.sync_parameters()
     elif trainer.dtype.itemsize == 2:
@@ -550,8 +575,8 @@ def load(trainer, directory):
 def updated_tensors(trainer):
     """Yield (parameter, start, tensor, state) for each tensor that the optimizer updates.
 
-    The tensor is the parameter or its master. With ZeRO-1 it is a range of the flattened parameter,
-    from the element with the number `start` on.
+    The tensor is the parameter or its master, and start is 0. With ZeRO-1 the tensor is this rank's
+    range of the flattened parameter, and `start` is the index of its first element.
     """
     if trainer.args.zero1:
         yield from trainer.optimizer.shards()
@@ -562,7 +587,7 @@ def updated_tensors(trainer):
 
 
 def pieces_of(trainer):
-    """What this rank holds, as checkpoint.Pieces of the plain model's tensors.
+    """Return this rank's tensors as checkpoint.Pieces of the plain model's tensors.
 
     Keys are "weight/NAME", and for AdamW "exp_avg/NAME", "exp_avg_sq/NAME" and "step/NAME".
     """
@@ -570,7 +595,8 @@ def pieces_of(trainer):
     for stage in trainer.stages:
         for name, parameter in stage.named_parameters():
             names[parameter] = name
-    names[trainer.tied] = "0.word.weight"
+    if trainer.tied is not None:
+        names[trainer.tied] = "0.word.weight"  # also if this rank has it in the head
     pieces = {}
     for parameter, start, weight, state in updated_tensors(trainer):
         boxes = boxes_of(trainer, parameter)
@@ -580,26 +606,30 @@ def pieces_of(trainer):
                 pieces[name] = tensor
                 continue
             pieces[name] = []
+            flat = tensor.view(-1)
             for box in boxes:
+                # flat_pieces leaves out the elements of `flat` that are before or after the box.
+                start_in_box = start - box.first
                 pieces[name] += checkpoint.flat_pieces(
-                    tensor.view(-1), box.shape, start - box.first, box.whole_shape, box.offset
+                    flat, box.shape, start_in_box, box.whole_shape, box.offset
                 )
     return pieces
 
 
 class Box(NamedTuple):
-    """Rows or columns of a whole parameter, which are consecutive elements of a rank's slice."""
+    """Rows or columns of a whole parameter whose elements are consecutive in a rank's slice."""
 
-    first: int  # the number of its first element in the flattened slice
-    shape: list  # its own
-    whole_shape: list  # the whole parameter's
-    offset: list  # the index of its first element in the whole parameter
+    first: int  # the index of the box's first element in the flattened slice
+    shape: list  # the box's shape
+    whole_shape: list  # the whole parameter's shape
+    offset: list  # the indices of the box's first element in the whole parameter
 
 
 def boxes_of(trainer, parameter):
-    """The boxes of this rank's slice of a parameter, or of a parameter that is not split.
+    """Return the boxes of this rank's slice of a parameter.
 
-    A slice of qkv has three boxes. Rows that pad the vocabulary are in none.
+    A parameter that is not split is one box. The slice of qkv has three boxes: rows of q, of k and
+    of v, which are apart in the whole parameter. Rows that pad the vocabulary are in no box.
     """
     shape = list(parameter.shape)
     if parameter not in trainer.split:
@@ -608,10 +638,10 @@ def boxes_of(trainer, parameter):
     dim = layer.split_dims[name]
     whole = list(layer.whole_shapes[name])
     boxes = []
-    first = 0
-    matrix_start = 0
+    first = 0  # where the box begins in the flattened slice
+    matrix_start = 0  # where the matrix begins in the whole parameter, along dim
     for size in layer.matrix_sizes:
-        length = size // layer.world_size
+        length = size // layer.world_size  # of this rank's part of the matrix, with padding
         offset = [0] * len(shape)
         offset[dim] = matrix_start + layer.rank * length
         box_shape = shape.copy()
@@ -637,6 +667,7 @@ class SentByAxis(ddp.SentBytes):
         before = self.total
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.total > before:
+            # The group is the only ScriptObject among the arguments of a collective.
             handle = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(handle)
             axis = self.axes.get(group.group_name, "pp")  # the pipeline, or its two ends
@@ -645,7 +676,7 @@ class SentByAxis(ddp.SentBytes):
 
 
 def sent_by_formula(trainer):
-    """Bytes that this rank sends per step, without a few hundred for single numbers."""
+    """Bytes that this rank sends per step, without a few hundred for the loss and the norm."""
     grid = trainer.grid
     args = trainer.args
     element = trainer.dtype.itemsize
@@ -794,7 +825,7 @@ class Session(ddp.Demo):
         self.signals.append(number)
 
     def read(self, name):
-        """Return a text, or None if NAME.idx exists: open_samples() opens data.py's files."""
+        """Return a text. Return None if NAME.idx exists, because open_samples() opens that file."""
         self.is_indexed = os.path.exists(f"{name}.idx")
         if self.is_indexed:
             return None
@@ -825,7 +856,7 @@ class Session(ddp.Demo):
         return window[:, :-1], window[:, 1:]
 
     def grids(self):
-        """The (tp, pp) to train on."""
+        """Return [(tp, pp)], the grids to train on."""
         args = self.args
         if args.compare:
             return self.fitting_grids()
@@ -833,7 +864,9 @@ class Session(ddp.Demo):
             tp = 2 if self.ranks % 2 == 0 else 1
             pp = 2 if self.ranks % 4 == 0 else 1
             return [(tp, pp)]
-        return [(1 if args.tp is None else args.tp, 1 if args.pp is None else args.pp)]
+        tp = 1 if args.tp is None else args.tp
+        pp = 1 if args.pp is None else args.pp
+        return [(tp, pp)]
 
     def fitting_grids(self):
         grids = []
@@ -844,20 +877,20 @@ class Session(ddp.Demo):
                 grids.append((tp, pp))
         return grids
 
-    def most(self, numbers):
-        """The largest of each number on any rank."""
+    def max_over_ranks(self, numbers):
+        """Return the largest value of each number on any rank."""
         numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return numbers.tolist()
 
     def speed(self, seconds):
-        """Tokens per second, and the share of the devices' peak, which is None if unknown."""
+        """Return tokens per second and the share of the devices' peak, or None if it is unknown."""
         args = self.args
         rate = args.global_batch_size * args.sequence_length / seconds
         peak = args.peak
         if peak is None and self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
-            peak = next((PEAKS[model] for model in PEAKS if model in name), None)
+            peak = next((PEAKS[device] for device in PEAKS if device in name), None)
         if peak is None:
             return rate, None
         model = dataclasses.replace(self.config, sequence=args.sequence_length)
@@ -931,7 +964,7 @@ class Run:
         return self.report(sent) if self.losses else None
 
     def train_plain(self):
-        """Iterate over one device's (loss, norm, model), or over None if nothing is compared."""
+        """Return an iterator over one device's (loss, norm, model), or over None if not --check."""
         args = self.args
         # Each tp rank draws the dropout masks of its heads, so they are not those of one device.
         other_masks = self.trainer.grid.tp > 1 and args.dropout > 0
@@ -939,6 +972,7 @@ class Run:
             return itertools.repeat(None)
         batches = map(self.session.batch, range(args.steps))
         steps = train_on_one_device(self.session.config, args, batches, self.session.device)
+        # One device has no checkpoint: it trains again on the steps that the grid has loaded.
         return itertools.islice(steps, self.trainer.steps, None)
 
     def add_differences(self, loss, norm, plain_loss, plain_norm, plain):
@@ -991,38 +1025,39 @@ class Run:
         self.session.show(line)
 
     def report(self, sent):
-        """Print the results: of each cost, the largest on any rank. Return a row of the table."""
+        """Print the results and return a row of the table. Each cost is the largest on any rank."""
         session = self.session
         grid = self.trainer.grid
         formula = sum(sent_by_formula(self.trainer).values())
         costs = [*held_bytes(self.trainer), *sent.by_axis.values(), sent.total, formula]
-        *cells, total, formula = [f"{cost / 1e6:.1f}" for cost in session.most(costs)]
+        largest = session.max_over_ranks(costs)
+        *cells, total, formula = [f"{cost / 1e6:.1f}" for cost in largest]
         params, grads, state, *_ = cells
-        plain = " / ".join(f"{cost / 1e6:.1f}" for cost in held_by_one_device(self.trainer))
+        plain_held = " / ".join(f"{cost / 1e6:.1f}" for cost in held_by_one_device(self.trainer))
         session.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
         verdict = self.verdict()
         held = f"params {params} MB   grads {grads} MB   optimizer {state} MB"
-        session.show(f"held/rank   {held}      (1 device: {plain})")
+        session.show(f"held/rank   {held}      (1 device: {plain_held})")
         session.show(f"sent/rank   {total} MB per step      formula tp+pp+dp = {formula} MB")
         seconds = statistics.median(self.times)
-        plain = f"{1e3 * statistics.median(self.plain_times):.0f}" if self.differences else "-"
-        session.show(f"time        {1e3 * seconds:.0f} ms per step      (1 device: {plain})")
+        plain_ms = f"{1e3 * statistics.median(self.plain_times):.0f}" if self.differences else "-"
+        session.show(f"time        {1e3 * seconds:.0f} ms per step      (1 device: {plain_ms})")
         if session.device.type == "cuda":
-            (memory,) = session.most([torch.cuda.max_memory_allocated()])
+            (memory,) = session.max_over_ranks([torch.cuda.max_memory_allocated()])
             session.show(f"memory/rank {memory / 1e9:.2f} GB at most, with activations")
         rate, _ = session.speed(seconds)
         return [f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", verdict]
 
     def verdict(self):
         differences = torch.tensor([0.0, *self.differences]).nan_to_num(nan=math.inf)
-        (largest,) = self.session.most([differences.max()])
+        (largest,) = self.session.max_over_ranks([differences.max()])
         if not self.differences:
             return "-"
         tolerance = {"float64": 1e-9, "float32": 1e-3}.get(self.args.dtype, 0.05)
         agree = largest <= tolerance
-        words = f"{'' if agree else 'NOT '}equal within {tolerance}: {largest:.0e}"
-        words = f"loss, gradient norm and parameters {words} over {self.args.steps} steps"
-        self.session.show(f"vs 1 device {words}")
+        equal = f"{'' if agree else 'NOT '}equal within {tolerance}: {largest:.0e}"
+        result = f"loss, gradient norm and parameters {equal} over {self.args.steps} steps"
+        self.session.show(f"vs 1 device {result}")
         return "ok" if agree else "DIFFERS"
 
 

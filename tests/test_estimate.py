@@ -341,7 +341,7 @@ WRONG = [  # call, arguments, words of the error
     (estimate.activations, (GPT3, 1, 1, False, "some"), "recompute='some'"),
     (GPT, (2, 100, 3, 10, 10), "a multiple of the heads"),
     (GPT, (2, 96, 3, 10, 10, None, 2, 3), "top_k at most the number of experts"),
-    (estimate.advise, (GPT3, 8, 80), "80 GB are 80e9"),
+    (estimate.advise, (GPT3, 8, 80), "memory=80 in bytes: 80e9 for 80 GB"),
 ]
 
 
