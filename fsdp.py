@@ -1043,10 +1043,10 @@ class Demo:
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
         parser.error = self.stop
-        parser.add_argument("--steps", type=int, default=steps)
-        parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--steps", type=int, default=steps, help="of training")
+        parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
         parser.add_argument("--device", choices=devices, default=devices[-1])
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="a text")
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="to train on")
         for flag, options in (flags or {}).items():
             parser.add_argument(flag, **options)
         self.args = parser.parse_args()
