@@ -266,6 +266,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         optimizer.load_state_dict(state)  # casts any momenta to fp32, the masters' dtype
         self.write_model_params()
         self._is_new = True  # until step(), load_state_dict() or write_model_params() is called
+        self._grad_versions = None  # of the gradients that unscale_() has copied, until step()
 
     def _make_master(self, weight):
         wide = torch.promote_types(weight.dtype, torch.float32)  # float64 stays
@@ -282,8 +283,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def unscale_(self):
         """Copy the gradients to the masters, and divide them by the scale."""
+        versions = [weight.grad is not None and weight.grad._version for weight in self._weights]
         if any(master.grad is not None for master in self._masters):
-            return  # clip_grad_norm_() or the caller has done it
+            # clip_grad_norm_() or the caller has done it.
+            if self._grad_versions not in (None, versions):
+                raise RuntimeError(
+                    "backward ran after clip_grad_norm_() or unscale_(), and its gradients would "
+                    "be lost: call every backward first"
+                )
+            return
+        self._grad_versions = versions
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight.grad is not None:
                 master.grad = weight.grad.to(master.dtype, copy=True)
@@ -305,6 +314,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.scaler.update()
         self.write_model_params()
         self.optimizer.zero_grad()  # frees the fp32 gradients
+        self._grad_versions = None
 
     @torch.no_grad()
     def write_model_params(self):
@@ -320,6 +330,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             elif weight.grad is not None:
                 weight.grad.zero_()
         self.optimizer.zero_grad()  # if unscale_() was called, but not step()
+        self._grad_versions = None
 
     def state_dict(self):
         """Return the optimizer's state dict, and in it also "master_weights" and "scaler"."""
@@ -391,6 +402,8 @@ class autocast(ContextDecorator, TorchFunctionMode):
     """
 
     def __init__(self, dtype, enabled=True):
+        if not isinstance(dtype, torch.dtype):  # PyTorch's first argument is a device type
+            raise TypeError(f"autocast({dtype!r}): give a dtype instead, such as torch.bfloat16")
         self.dtype = dtype
         self.enabled = enabled
 

@@ -25,7 +25,7 @@ Run:      torchrun --nproc-per-node 2 ddp.py
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 3.2
 Mirrors:  torch.nn.parallel.DistributedDataParallel
 Left out: join() for uneven inputs; static_graph; sparse gradients; gradients of gradients;
-          parameters that are frozen or unfrozen after construction
+          parameters that are frozen, unfrozen or added after construction
 See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 """
 
@@ -143,7 +143,9 @@ class BucketedDataParallel(nn.Module):
         # "expected": a forward has run, and its backward has not begun.
         # "running": backward has begun. Autograd will call _finish_backward when it ends.
         self._state = "idle"
+        self._register_hooks()
 
+    def _register_hooks(self):
         # A weak reference, because parameters keep their hooks: `del model` must free the buckets.
         on_gradient = weakref.WeakMethod(self._on_gradient)
 
@@ -153,6 +155,10 @@ class BucketedDataParallel(nn.Module):
 
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(hook)
+
+    def __setstate__(self, state):  # copy.deepcopy() calls it, and does not copy hooks
+        super().__setstate__(state)
+        self._register_hooks()
 
     def forward(self, *inputs, **kwargs):
         # Without gradients nothing is sent, so that one rank may evaluate alone.
@@ -334,6 +340,12 @@ class DistributedDataParallel(BucketedDataParallel):
 
     def _pre_forward(self):
         super()._pre_forward()
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in self._bucket_of:
+                raise RuntimeError(
+                    f"{name} was frozen or not there when DistributedDataParallel was made, so its "
+                    "gradient would not be averaged: wrap the module again"
+                )
         if self.training and self.broadcast_buffers and self.require_forward_param_sync:
             # .data keeps the version. A graph may have saved the buffer, and its backward would
             # raise an error if the version had changed.

@@ -133,6 +133,8 @@ def test_an_optimizer_with_gradients_in_fp16_or_masters_of_its_own_or_a_closure_
         scaler.unscale_(torch.optim.SGD([*weights, low]))
     with pytest.raises(RuntimeError, match="no closure"):
         scaler.step(optimizers[0], closure=float)
+    with pytest.raises(TypeError, match="give a dtype"):
+        amp.autocast("cpu")
     optimizers[0].no_sync = None  # as those of zero.py have
     with pytest.raises(ValueError, match="SGD has fp32 masters"):
         amp.MixedPrecisionOptimizer(optimizers[0], BF16)
@@ -342,6 +344,17 @@ def test_replicas_agree_if_ddp_broadcasts_after_the_masters_were_made(wrapper, d
     dist.broadcast(of_rank_0, group=pool.group(), group_src=0)
     bitwise(masters, of_rank_0)
     assert not torch.equal(start, next(model.parameters()))
+
+
+def test_a_backward_after_clipping_is_an_error():
+    model = make_model("plain")
+    optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](model.parameters()), BF16)
+    loss_of(model(make_batch(0, 0, BF16))).backward()
+    optimizer.clip_grad_norm_(0.1)
+    loss_of(model(make_batch(0, 0, BF16))).backward()
+    for lost in (optimizer.step, lambda: optimizer.clip_grad_norm_(0.1)):
+        with pytest.raises(RuntimeError, match="call every backward first"):
+            lost()
 
 
 def test_weights_written_through_data_before_the_first_step_are_an_error():

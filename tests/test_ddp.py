@@ -275,6 +275,15 @@ def test_a_hooks_bucket_is_pytorchs():
     assert model.module.weight.grad.tolist() == [[1], [1]]
 
 
+@pool.on(4)  # all, because a process group cannot be copied
+def test_a_copy_averages_its_own_gradients():
+    model = copy.deepcopy(ddp.DDP(make_model("plain", F64)))
+    batch_loss(model, pool.rank(), 0).backward()
+    plain = make_model("plain", F64)
+    one_device(plain, [[make_batch(rank, 0, F64)] for rank in range(4)])
+    assert_same_parameters(model.module, plain, exact=False)
+
+
 def unchanged(model):
     pass
 
@@ -296,6 +305,10 @@ def test_errors_on_every_rank():
             change(model)
         with pytest.raises(ValueError, match=words):
             ddp.DDP(model, **({"process_group": pool.group()} | options))
+    model = wrap(make_model("frozen"))
+    model.module.requires_grad_(True)  # only now
+    with pytest.raises(RuntimeError, match=r"0\.bias was frozen .* wrap the module again"):
+        batch_loss(model, 0, 0)
     for implementation in (ddp.DDP, nn.parallel.DistributedDataParallel):
         with pytest.raises(RuntimeError, match="have any parameter that requires a gradient"):
             implementation(model.requires_grad_(False), process_group=pool.group())
