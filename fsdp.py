@@ -440,6 +440,11 @@ class Unit:
         self.sends = True  # whether post_backward sends gradients: False in no_sync()
         self.needs_reduce = False  # True from pre_backward until post_backward sends the gradients
 
+    def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
+        raise RuntimeError(
+            "a sharded model cannot be copied: copy it before fully_shard, and load_full_state_dict"
+        )
+
     def pre_forward(self, module, args, kwargs):
         """Unshard. Cast the inputs, and pass them through PostBackward."""
         schedule = self.schedule

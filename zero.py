@@ -332,7 +332,8 @@ class Zero1(torch.optim.Optimizer):
     it reaches `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
 
     Use this class's clip_grad_norm_() and zero_grad(). torch.nn.utils.clip_grad_norm_ clips by the
-    norm of each rank's own gradients, and module.zero_grad() does not drop reduced gradients.
+    norm of each rank's own gradients. module.zero_grad() does not drop reduced gradients, so that
+    the next step() raises an error. Buffers are not synchronized after construction.
     """
 
     _bucket_class = Bucket  # Zero3 has another
@@ -368,6 +369,8 @@ class Zero1(torch.optim.Optimizer):
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
         self._sync = True  # False in no_sync()
         self._loss_scale = 1.0  # step() divides the gradients by it, see unscale_()
+        self._stepped = False  # True from step() until zero_grad()
+        self._mixed = False  # whether gradients were added to those of the last step
 
     def _kind(self, parameter):
         """Only parameters of one kind share a bucket."""
@@ -383,7 +386,14 @@ class Zero1(torch.optim.Optimizer):
 
     def step(self):
         """Reduce the gradients that are still in .grad, update this rank's shards, gather all."""
-        for bucket in self._reduce_gradients():
+        buckets = self._reduce_gradients()
+        if self._mixed:
+            raise RuntimeError(
+                "gradients were added to those of the last step: call the optimizer's zero_grad(), "
+                "because that of the module does not drop reduced gradients"
+            )
+        self._stepped = True
+        for bucket in buckets:
             bucket.adopt_writes()
             mean = bucket.grad.to(bucket.master) / (bucket.divisor * self._loss_scale)
             for slot in bucket.slots:
@@ -427,6 +437,7 @@ class Zero1(torch.optim.Optimizer):
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
+        self._mixed |= self._stepped and bucket.grad is not None
         self._finish_reduce()  # one bucket at a time, because each holds its gradients twice
         bucket.reduce_scatter()
 
@@ -444,6 +455,8 @@ class Zero1(torch.optim.Optimizer):
         super().zero_grad()
         self._finish_reduce()  # after a backward that raised
         self._loss_scale = 1.0
+        self._stepped = False
+        self._mixed = False
         for bucket in self._buckets:
             bucket.grad = None
             for slot in bucket.slots:
@@ -629,6 +642,11 @@ class FreeableBucket(Bucket):
             self.flat.untyped_storage().resize_(self.flat.nbytes)
             for slot in self.slots:
                 slot.check()
+                if slot.parameter._version != slot.version:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(slot.parameter.shape)} was written while it "
+                        "was freed: write to it in `with optimizer.full_parameters():`"
+                    )
                 slot.attach(slot.view(self.flat))
             self.freed = False
             self.all_gather()
@@ -645,6 +663,7 @@ class FreeableBucket(Bucket):
             self.wait_for_gather()  # in case it was prefetched but did not run
             for slot in self.slots:
                 slot.attach(self.nan.expand(slot.parameter.shape))
+                slot.version = slot.parameter._version  # PyTorch counts writes
             self.flat.untyped_storage().resize_(0)
             self.freed = True
 
@@ -698,6 +717,7 @@ class Zero3(Zero2):
             child.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
             child.register_forward_hook(weak_hook(self._post_forward), with_kwargs=True)
             child.register_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
+            child.register_load_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
         self._free_all()
 
     def _kind(self, parameter):
@@ -763,10 +783,11 @@ class Zero3(Zero2):
         super()._post_backward()
         self._free_all()
 
-    def _refuse_state_dict(self, module, prefix, keep_vars):
+    def _refuse_state_dict(self, module, *_):
         if module in self._needed and not self._full_contexts:
             raise RuntimeError(
-                "these parameters are sharded: call the optimizer's module_state_dict() instead"
+                "these parameters are sharded: save the optimizer's module_state_dict(), and load "
+                "in `with optimizer.full_parameters():`"
             )
 
     @contextmanager

@@ -509,6 +509,7 @@ def test_errors_on_every_rank():
         (RuntimeError, r"Missing key.*4\.bias", lambda: fsdp.load_full_state_dict(model, less)),
         (ValueError, r"is \(3,\), not \(1,\)", lambda: fsdp.load_full_state_dict(model, short)),
         (RuntimeError, "call full_state_dict", model.state_dict),
+        (RuntimeError, "copy it before fully_shard", lambda: copy.deepcopy(model)),
         (ValueError, r"Linear\.weight was moved or replaced", lambda: moved(batch)),
         (ValueError, r"Linear\.bias was moved or replaced", lambda: replaced(batch)),
     ]:

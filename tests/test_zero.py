@@ -402,6 +402,8 @@ def test_whole_parameters_of_zero3():
     for part in (model, model.first):
         with pytest.raises(RuntimeError, match="module_state_dict"):
             part.state_dict()
+        with pytest.raises(RuntimeError, match="full_parameters"):
+            part.load_state_dict({})
     with optimizer.full_parameters():
         average = copy.deepcopy(model)
     bitwise(average.state_dict(), plain.state_dict())
@@ -510,6 +512,18 @@ def test_zero3_says_which_parameter_was_read_without_its_module():
         model(tokens, True).sum().backward()
 
 
+@pool.on(2)
+def test_a_write_to_freed_parameters_of_zero3_is_an_error():
+    model = make_model("plain")
+    optimizer = make_sgd(zero.Zero3, model)
+    with optimizer.full_parameters():
+        nn.init.zeros_(model[0].bias)
+    model(make_batch(0, 0))
+    nn.init.zeros_(model[0].bias)
+    with pytest.raises(RuntimeError, match=r"shape \(33,\) was written .*full_parameters"):
+        model(make_batch(0, 0))
+
+
 # ---- Wrong use
 
 
@@ -543,6 +557,12 @@ def test_wrong_use(stage):
             stage(module, **arguments)
 
     optimizer = make_sgd(stage, plain)
+    batch_loss(plain, rank, 0).backward()
+    optimizer.step()
+    plain.zero_grad()
+    with pytest.raises(RuntimeError, match=r"the optimizer's zero_grad"):
+        (batch_loss(plain, rank, 1).backward(), optimizer.step())
+    optimizer.zero_grad()
     with pytest.raises(ValueError, match="to the constructor"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     plain.float()  # moves nothing
