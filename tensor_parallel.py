@@ -263,6 +263,9 @@ class ParallelLayer(nn.Module):
         for name, whole in plain.named_parameters():
             shard = self.shard(name, whole.detach())
             self.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
+        # In evaluation, nn.TransformerEncoderLayer calls only layers that have hooks. It would take
+        # the shards of the others for whole weights.
+        self.register_forward_hook(do_nothing)
 
     @classmethod
     def from_full(cls, plain, **options):
@@ -301,6 +304,10 @@ class ParallelLayer(nn.Module):
         if parameter is None or not self.sequence_parallel:
             return parameter
         return copy_to_region(parameter, self.process_group)
+
+
+def do_nothing(module, inputs, output):
+    pass
 
 
 class ColumnLinear(Function):
@@ -693,6 +700,8 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     for name, layer in layers.items():
         if layer in swaps:
             module.set_submodule(name, swaps[layer])
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False  # collectives do not take nested tensors
     return module
 
 

@@ -183,6 +183,20 @@ def test_a_layer_in_two_places_stays_one():
     assert model[1] is model[0]
 
 
+@pool.on(2)
+def test_evaluation_of_pytorchs_encoder_does_not_take_shards_for_whole_weights():
+    layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True).double()
+    plain = nn.TransformerEncoder(layer, 2).eval()
+    plan = {"*.linear1": "column", "*.linear2": "row"}
+    ours = tp.parallelize(copy.deepcopy(plain), plan, pool.group())
+    x = randn((2, 5, 8))
+    padding = torch.arange(5).expand(2, 5) > 3
+    with torch.no_grad():
+        within(ours(x), plain(x))
+        y = ours(x, src_key_padding_mask=padding)
+        within(y[~padding], plain(x[:, :4]).flatten(0, 1))
+
+
 @pytest.mark.parametrize("sp", [False, True])
 @pool.on(2)
 def test_dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
