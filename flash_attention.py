@@ -230,6 +230,8 @@ def flash_attention(
         a GPU and the kernels support this call, otherwise the loop.
     The loop and the kernels sum 16-bit inputs in fp32. The kernels do not use TF32.
     """
+    if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
+        raise ValueError("causal must be True or False; other masks are not supported")
     verify(q, k, v, block_size)
     dropout = Dropout(dropout_p, q.device) if dropout_p else None
     return FlashAttention.apply(q, k, v, causal, scale, dropout, block_size, kernel)

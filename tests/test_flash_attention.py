@@ -368,6 +368,7 @@ WRONG = [
     ({"v": torch.ones(2, 2, 7, 4).double()}, r"q torch.float32, k torch.float32, v torch.float64"),
     ({"dropout_p": 1.0}, r"dropout_p=1.0.* in \[0, 1\)"),
     ({"dropout_p": -0.1}, r"dropout_p=-0.1.* in \[0, 1\)"),
+    ({"causal": None}, "causal must be True or False"),  # PyTorch's fourth argument is a mask
     ({"block_size": 0}, "block_size=0.* at least 1"),
     ({"kernel": "cuda"}, """kernel='cuda': must be "triton", "torch" or None"""),
     ({"kernel": "triton"}, 'q is on cpu; use a GPU, or .* or use kernel="torch"|install triton'),
