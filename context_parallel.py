@@ -484,6 +484,8 @@ def verify_attention(q, k, v, causal, scale, process_group, zigzag):
     inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
     text = f"{inputs}, causal={causal}, scale={scale}, zigzag={zigzag}"
     verify_agreement(text, q.device, process_group)
+    if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
+        raise ValueError("causal must be True or False; other masks are not supported")
     fits = (
         q.dim() == k.dim() == 4
         and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])

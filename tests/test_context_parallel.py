@@ -195,6 +195,8 @@ def test_wrong_inputs_are_an_error_on_all_ranks(attention):
             attend(*change(*own))
         with pytest.raises(ValueError, match=r"all ranks must pass the same .*; rank 1 has"):
             attend(*(change(*own) if is_second else own))
+    with pytest.raises(ValueError, match="causal must be True or False"):
+        attend(*own, None)  # as in F.scaled_dot_product_attention(q, k, v, None)
     for option, value in {"causal": True, "scale": 3.0, "zigzag": False}.items():
         with pytest.raises(ValueError, match=f"rank 1 has .*{option}={value}"):
             attend(*own, **({option: value} if is_second else {}))
