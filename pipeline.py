@@ -528,6 +528,10 @@ class Pipeline(nn.Module):
             target = self._targets[i].to(self.device)
             share = len(target) / self._num_targets  # of the batch's mean loss
             outputs = self.loss_fn(outputs, target) * share  # the only place that scales the loss
+            if outputs.numel() != 1:  # backward would take the sum, without an error
+                raise ValueError(
+                    f"loss_fn returned {tuple(outputs.shape)}; return the mean, a scalar"
+                )
             self._losses.append(outputs.detach())
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         metadata = [meta_of(y) for y in outputs]

@@ -394,6 +394,7 @@ REFUSED = [  # what rank 0 is given instead of what is right, what rank 1 is, wh
     ({"inputs": (torch.ones(8, 6), "mask")}, {}, "inputs must be a tensor on the rank that takes"),
     ({}, {"targets": None}, "targets must be a tensor on the rank that takes them, not NoneType"),
     ({"stages": ReturnsDict(6, 6)}, {}, "the stage returned a dict; return a tensor or a tuple"),
+    ({}, {"loss_fn": nn.MSELoss(reduction="none")}, "loss_fn returned (2, 6); return the mean"),
 ]  # fmt: skip
 
 
@@ -403,11 +404,11 @@ def test_wrong_use_is_an_error_on_every_rank(first, second, words):
     """Also if only one rank sees that it is wrong."""
     inputs, targets = make_batch(0, 8)
     right = {"stages": nn.Linear(6, 6), "schedule": "1f1b", "grad": True}
-    right |= {"inputs": inputs, "targets": targets}
+    right |= {"inputs": inputs, "targets": targets, "loss_fn": F.mse_loss}
     given = types.SimpleNamespace(**(right | (second if pool.rank() else first)))
 
     def use():
-        ours = Pipeline(given.stages, given.schedule, 4, F.mse_loss, pool.group())
+        ours = Pipeline(given.stages, given.schedule, 4, given.loss_fn, pool.group())
         ours.step(given.inputs, given.targets)
 
     told = pytest.raises((ValueError, RuntimeError), match=re.escape(words))
