@@ -248,7 +248,9 @@ class Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if shares_memory(func):  # views and changes in place always run: they are never kept
+        # Views and changes in place always run: they are never kept. Nor are casts: autocast casts
+        # a weight once, so forward may skip a cast that the second run makes.
+        if shares_memory(func) or func is torch.ops.aten._to_copy.default:
             return func(*args, **kwargs)
         self.calls[func] += 1
         call = func, self.calls[func]

@@ -155,6 +155,17 @@ def test_a_kept_output_that_changes_in_place_is_an_error_not_another_number(chan
         z.sum().backward()
 
 
+def test_a_policy_that_keeps_all_is_right_if_autocast_has_cast_a_weight_before():
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    gradients = []
+    for how in (plainly, partial(ac.checkpoint, policy=lambda *args, **kwargs: True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = first(torch.ones(4, 6))  # casts the weight of `first`
+            z = how(lambda y: second(first(y).tanh()), y)
+        gradients.append(torch.autograd.grad(z.float().square().sum(), first.weight)[0])
+    assert torch.equal(*gradients)
+
+
 @pytest.mark.parametrize("l", [1, 2, 7, 16])
 def test_k_segments_keep_k_1_and_l_over_k_tensors_and_compute_all_but_the_last_again(l):
     for k in range(1, l + 1):
