@@ -287,7 +287,7 @@ class Ring:
     def scores(self, q, k, tile):
         scores = q @ k.mT
         if tile.is_diagonal:
-            future = torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1)
+            future = scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1)
             scores.masked_fill_(future, -math.inf)
         return scores
 
