@@ -154,6 +154,18 @@ class Groups:
     def __deepcopy__(self, memo):  # a ProcessGroup cannot be copied
         return self
 
+    @torch.no_grad()
+    def broadcast(self, tensors):
+        """Give all W ranks the values of the first one."""
+        for tensor in tensors:
+            if tensor.device.type not in dist.get_backend_config(self.process_group):
+                continue  # NCCL cannot send from the CPU
+            values = tensor.contiguous()
+            dist.broadcast(values, group=self.process_group, group_src=0)
+            if self.edp_group is not None:
+                dist.broadcast(values, group=self.edp_group, group_src=0)
+            tensor.copy_(values)
+
     def sum(self, tensor):
         """Add up `tensor` over all W ranks, in place."""
         dist.all_reduce(tensor, group=self.process_group)
@@ -369,8 +381,9 @@ def split_parameters(module):
 def parallelize(module, process_group=None, edp_group=None):
     """Split the experts of every MoE in `module` over `process_group`, in place.
 
-    Before, all ranks must have the same whole module. If there are several such process groups,
-    `edp_group` has the ranks that have the same experts as this one, one of each process group.
+    As with DDP, all ranks begin with the parameters and buffers of the first one. If there are
+    several such process groups, `edp_group` has the ranks that have the same experts as this one,
+    one of each process group.
     """
     groups = Groups(process_group, edp_group)
     for layer in moe_layers(module).values():
@@ -379,10 +392,18 @@ def parallelize(module, process_group=None, edp_group=None):
                 f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
                 "make process_group smaller, and use edp_group for more ranks"
             )
+    groups.broadcast([*module.parameters(), *module.buffers()])
+    for layer in moe_layers(module).values():
         layer.groups = groups
         for parameter in layer.experts.parameters():
             parameter.data = parameter.data.chunk(groups.size)[groups.rank].clone()
     return module
+
+
+def verify_groups(groups, split):
+    for theirs in split.values():
+        if (groups.size, groups.num_ranks) != (theirs.size, theirs.num_ranks):
+            raise ValueError("pass the process_group and the edp_group that parallelize() got")
 
 
 @torch.no_grad()
@@ -390,6 +411,7 @@ def average_gradients(module, process_group=None, edp_group=None):
     """Turn all gradients into those of the ranks' mean loss. Call it between backward and step."""
     groups = Groups(process_group, edp_group)
     split = split_parameters(module)
+    verify_groups(groups, split)
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -411,6 +433,7 @@ def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
     The ranks of `edp_group` have the same experts, which count once. So nothing is added over it.
     """
     split = split_parameters(module)
+    verify_groups(Groups(process_group, edp_group), split)
     device = next(module.parameters()).device
     total = torch.zeros((), device=device)  # of the squares of all elements
     for name, parameter in module.named_parameters():

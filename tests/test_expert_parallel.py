@@ -165,8 +165,16 @@ def test_a_grid_of_two_expert_parallel_by_two_data_parallel_ranks():
     edp_group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     groups = [process_group, edp_group]
     plain = make_model(num_experts=2)
-    model = ep.parallelize(copy.deepcopy(plain), *groups)
+    model = copy.deepcopy(plain)
+    if pool.rank():
+        nn.init.zeros_(model[1].weight)  # parallelize() begins with the weights of rank 0
+    model = ep.parallelize(model, *groups)
 
+    for forgotten in ([], [process_group]):
+        with default_group(pool.group()), pytest.raises(ValueError, match="pass the process_group"):
+            ep.average_gradients(model, *forgotten)
+        with default_group(pool.group()), pytest.raises(ValueError, match="pass the process_group"):
+            ep.clip_grad_norm_(model, 0.1, *forgotten)
     assert_gradients_of_one_device(model, plain, groups)
     norm = ep.clip_grad_norm_(model, 0.1, *groups)
 
