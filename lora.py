@@ -210,13 +210,15 @@ def average_adapters(model, process_group=None):
         raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
     parameters = trained_by(model)
     # All ranks must send the same number of elements. If this rank has not used a parameter, it
-    # sends zeros for it.
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    # sends -0.0 for it. A sum is -0.0 only if all ranks sent that, because -0.0 + 0.0 is 0.0.
+    gradients = [torch.full_like(p, -0.0) if p.grad is None else p.grad + 0.0 for p in parameters]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=process_group)
     flat /= ranks  # after the sum, so that the bits are those of one device that accumulates
     means = flat.split([parameter.numel() for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
+        if parameter.grad is None and ((mean == 0) & mean.signbit()).all():
+            continue  # no rank has used it, so the optimizer must not decay it
         # torch.cat has promoted the gradients if their dtypes differ.
         parameter.grad = mean.view_as(parameter).to(parameter.dtype)
 

@@ -278,11 +278,13 @@ def test_average_adapters_is_the_mean_also_where_a_rank_has_not_used_one_and_onl
     rank = pool.rank()
     model = inject(make_model("plain", F64), quantize="nf4")
     for i, factor in enumerate(lora.trained_by(model)):
-        factor.grad = None if i == rank else torch.full_like(factor, 0.1 + rank)
+        factor.grad = None if i in (rank, 3) else torch.full_like(factor, 0.1 + rank)
     with Collectives() as seen:
         lora.average_adapters(model, pool.group())
     assert seen.calls == [("allreduce_", 8 * (2 * (6 + 33) + 2 * (33 + 17)))]  # Σ r(d + k)
-    for i, factor in enumerate(lora.trained_by(model)):
+    *used, unused = lora.trained_by(model)
+    assert unused.grad is None  # on all ranks
+    for i, factor in enumerate(used):
         mean = sum(0.1 + r for r in range(ranks) if r != i) / ranks
         within(factor.grad, torch.full_like(factor, mean))
     outside = [dist.new_group([r]) for r in range(ranks)][rank - 1]
