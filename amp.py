@@ -132,6 +132,11 @@ class GradScaler:
                 "unscale_() or step() has already been called on this optimizer "
                 "since the last update()"
             )
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            raise ValueError(
+                "MixedPrecisionOptimizer uses its scaler itself: give it scaler=, and call the "
+                "optimizer's scale() and step() instead of the scaler's"
+            )
         if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
             found_inf = optimizer.unscale_(self._scale)
         else:
@@ -152,7 +157,8 @@ class GradScaler:
                 "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
             )
         device = parameters[0].device
-        found_inf = torch.tensor(0.0 if gradients else NO_GRADIENT, device=device)
+        value = 0.0 if gradients else NO_GRADIENT
+        found_inf = torch.tensor(value, dtype=torch.float32, device=device)
         inverse = torch.full_like(found_inf, 1.0 / self._scale)
         # Multiplies by `inverse`, and sets `found_inf` to 1 if an element is inf or NaN.
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
@@ -323,6 +329,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._versions = [weight._version for weight in self._weights]
         self._is_new = False
 
+    def add_param_group(self, param_group):
+        raise ValueError(
+            "the masters are made: give all parameter groups to the optimizer before "
+            "MixedPrecisionOptimizer is made"
+        )
+
     def zero_grad(self, set_to_none=True):
         for weight in self._weights:
             if set_to_none:
@@ -399,6 +411,7 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
     Matrix products and convolutions compute in `dtype`. Reductions, norms, losses and exponentials
     compute in fp32. PyTorch's autocast for CPUs does not cast some of these. Call backward outside.
+    It does not reach other threads. So under DataParallel, decorate the module's forward.
     """
 
     def __init__(self, dtype, enabled=True):

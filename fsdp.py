@@ -675,6 +675,8 @@ def find_parameters(module, process_group):
         sharded_parameter = getattr(parameter, "_sharded_parameter", None)
         if sharded_parameter is None:
             owner, _, name = path.rpartition(".")
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ValueError(f"{path} has hooks, which its shard would not call; remove them")
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
             shape = tuple(parameter.shape)
             descriptions.add(f"{i} {path}: {shape}, {parameter.dtype}, {parameter.requires_grad=}")

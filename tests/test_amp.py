@@ -346,6 +346,26 @@ def test_replicas_agree_if_ddp_broadcasts_after_the_masters_were_made(wrapper, d
     assert not torch.equal(start, next(model.parameters()))
 
 
+def test_a_scaler_under_another_default_dtype(request):
+    request.addfinalizer(lambda: torch.set_default_dtype(F32))
+    torch.set_default_dtype(torch.float64)
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 6.0)
+    scaler = amp.GradScaler(init_scale=2.0)
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    assert weight.tolist() == [-2.0, -2.0]
+
+
+def test_wrong_calls_of_the_mixed_precision_optimizer():
+    scaler = amp.GradScaler()
+    sgd = OPTIMIZERS["sgd"](make_model("plain").parameters())
+    optimizer = amp.MixedPrecisionOptimizer(sgd, F16, scaler)
+    with pytest.raises(ValueError, match="uses its scaler itself"):
+        scaler.step(optimizer)
+    with pytest.raises(ValueError, match="before MixedPrecisionOptimizer is made"):
+        optimizer.add_param_group({"params": []})
+
+
 def test_a_backward_after_clipping_is_an_error():
     model = make_model("plain")
     optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](model.parameters()), BF16)

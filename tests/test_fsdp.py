@@ -485,6 +485,8 @@ def test_errors_on_every_rank():
     grid = DeviceMesh("cpu", torch.arange(2).view(1, 2), _init_backend=False)
     opaque = fully_shard(Block())
     opaque.forward = lambda x: [types.SimpleNamespace(y=x)]
+    hooked = nn.Linear(3, 2)
+    hooked.bias.register_hook(torch.neg)
     in_place = shard(nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), Block()))
     with torch.device("meta"):
         buffers = nn.Sequential(nn.Linear(2, 2), nn.Module())
@@ -498,6 +500,7 @@ def test_errors_on_every_rank():
         (ValueError, "has 2 dimensions", lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh=grid)),
         (ValueError, r"differ in .*weight: \(2, 3\)", lambda: fully_shard(other_shape)),
         (ValueError, "differ in .*bias", lambda: fully_shard(other_frozen)),
+        (ValueError, "bias has hooks", lambda: fully_shard(hooked)),
         (ValueError, "1.weight of Sequential is tied to another unit's", lambda: fully_shard(tied)),
         (ValueError, "ModuleList has no forward", lambda: fully_shard(nn.ModuleList([Block()]))),
         (ValueError, "a unit already", lambda: fully_shard(sharded)),
