@@ -670,6 +670,8 @@ KINDS = {
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Replace layers of `module` by this rank's shards of them, in place. Return the module.
 
+    All ranks must have the same weights: seed them alike before the model is made.
+
     `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. The kinds are
 
         "column", "row"   the first and the second matrix of a pair
