@@ -670,7 +670,8 @@ KINDS = {
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Replace layers of `module` by this rank's shards of them, in place. Return the module.
 
-    All ranks must have the same weights: seed them alike before the model is made.
+    All ranks must have the same weights, or it is a ValueError on every rank: seed them alike
+    before the model is made.
 
     `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. The kinds are
 
@@ -723,13 +724,19 @@ def tie(layers, swaps):
 
 
 def check_same_model(module, process_group):
-    """Raise ValueError if names, shapes or dtypes of parameters differ between ranks."""
-    mine = {f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()}
+    """Raise ValueError if the parameters of the ranks differ: in name, shape, dtype or values."""
+    split = {name for name, _, _ in split_parameters(module)}  # by a call before this one
+    mine = set()
+    for name, parameter in module.named_parameters():
+        has_values = name not in split and not parameter.is_meta
+        total = parameter.detach().sum().item() if has_values else None
+        mine.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
     differ = set.union(*everyone) - set.intersection(*everyone)
     if differ:
-        raise ValueError(f"the ranks' models differ: {', '.join(sorted(differ))}")
+        text = f"the ranks' models differ: {', '.join(sorted(differ))}"
+        raise ValueError(f"{text}; seed all ranks alike before the model is made")
 
 
 def split_parameters(module):

@@ -244,6 +244,7 @@ REFUSED = {
     "tp.copy_to_region(ones(2), others)": "rank [01] is not a member",
     "tp.load_full_state_dict(tp.VocabParallelEmbedding(7, 4, **g), eight)": r"\[8, 4\].* in state",
     "tp.parallelize(nn.Sequential(linear), {'0': 'column'}, **g)": r"differ: 0.bias \(4,.*\(6,",
+    "tp.parallelize(nn.Sequential(unseeded), {'0': 'column'}, **g)": "differ: .*seed all ranks",
 }
 
 
@@ -254,6 +255,8 @@ def test_what_is_wrong_is_an_error():
     names |= {"g": {"process_group": pool.group()}, "others": groups[1 - pool.rank()]}
     names |= {"linear": nn.Linear(4, 4 + 2 * pool.rank()), "tied": make_model("tied")}
     names |= {"eight": {"weight": torch.ones(8, 4)}}
+    torch.manual_seed(pool.rank())
+    names |= {"unseeded": nn.Linear(4, 4)}
     for call, words in REFUSED.items():
         with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
             eval(call, names)
