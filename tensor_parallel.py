@@ -686,8 +686,22 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     whole sequence: call scatter_to_sequence() after it.
     """
     layers = dict(module.named_modules(remove_duplicate=False))
-    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
-    swaps = {}  # plain layer: its parallel layer
+    swaps = make_parallel_layers(
+        layers, plan, process_group=process_group, sequence_parallel=sequence_parallel
+    )
+    tie(layers, swaps)
+    check_same_model(module, process_group)
+    for name, layer in layers.items():
+        if layer in swaps:
+            module.set_submodule(name, swaps[layer])
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False  # collectives do not take nested tensors
+    return module
+
+
+def make_parallel_layers(layers, plan, **options):
+    """Return {plain layer: its parallel layer} for all layers that the plan names."""
+    swaps = {}
     for pattern, kind in plan.items():
         names = fnmatch.filter(layers, pattern)
         if not names:
@@ -698,14 +712,7 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
                 swaps[layer] = KINDS[kind, type(layer)](layer, **options)
             except (KeyError, RuntimeError, ValueError) as error:
                 raise ValueError(f"{name!r} is {layer}: it cannot be {kind!r}, {error}") from None
-    tie(layers, swaps)
-    check_same_model(module, process_group)
-    for name, layer in layers.items():
-        if layer in swaps:
-            module.set_submodule(name, swaps[layer])
-        if isinstance(layer, nn.TransformerEncoder):
-            layer.use_nested_tensor = False  # collectives do not take nested tensors
-    return module
+    return swaps
 
 
 def tie(layers, swaps):
