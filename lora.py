@@ -125,7 +125,17 @@ class LoRALinear(nn.Module):
                 "the adapter is merged, so A and B get no gradient: call unmerge(model) to train, "
                 "or model.eval()"
             )
-        return F.linear(x, self.merged, self.base_layer.bias)
+        return F.linear(x, self.merged, self.bias)
+
+    @property
+    def weight(self):
+        """W + scaling · B A, for code that reads it, as PyTorch's encoder does in evaluation."""
+        W = self.base_layer.weight  # QLoRA dequantizes it here
+        return (W + self.scaling * self.lora_B @ self.lora_A).to(W.dtype)
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
 
 
 def lora_layers(model):
@@ -234,9 +244,7 @@ def merge(model):
     under fsdp.py cannot be merged, because no rank has all of W.
     """
     for layer in lora_layers(model).values():
-        weight = layer.base_layer.weight  # QLoRA dequantizes it here
-        merged = weight + layer.scaling * layer.lora_B @ layer.lora_A
-        layer.merged = merged.to(weight.dtype).detach()
+        layer.merged = layer.weight.detach()
 
 
 def unmerge(model):

@@ -246,6 +246,21 @@ def test_nf4_rounds_to_the_nearest_value_of_each_block(weight, block_size, dtype
     assert n == 1 or max(tensor.numel() for tensor in saved) < n
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_pytorchs_encoder_reads_the_corrected_weights_in_evaluation(merged):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double()
+    model = lora.inject_lora(layer, r=2, target_modules=["linear1", "linear2"])
+    for adapted in (model.linear1, model.linear2):
+        nn.init.normal_(adapted.lora_B)
+    if merged:
+        lora.merge(model)
+    x = torch.randn(3, 5, 8, dtype=F64)
+    expected = model.eval()(x)  # calls the layers
+    with torch.no_grad():
+        output = model(x)  # reads their weights
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_nf4_has_the_bytes_of_bitsandbytes():
     bnb = pytest.importorskip("bitsandbytes").functional
     quantize = partial(bnb.quantize_4bit, quant_type="nf4")
