@@ -46,7 +46,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
@@ -87,7 +89,7 @@ class NaiveCheckpoint(torch.autograd.Function):
 
 
 def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
-    """-> function(*args, **kwargs), without the activations inside. Gradients are bitwise the same.
+    """Return function(*args, **kwargs) without keeping activations. Gradients are bitwise the same.
 
     Backward runs the function a second time, with the random numbers (of the CPU and the current
     GPU) and the autocast of the first run. Nothing else that the function depends on may change.
@@ -118,13 +120,13 @@ class SaveInput(torch.autograd.Function):
 
 
 def save_input(tensor):
-    """-> an empty tensor. Its grad_fn is a SaveInput node, which has saved `tensor`."""
+    """Return an empty tensor. Its grad_fn is a SaveInput node, which has saved `tensor`."""
     dummy = torch.empty(0, requires_grad=True)  # makes a node even if `tensor` needs no gradient
     return SaveInput.apply(dummy, tensor)
 
 
 def saved_input(saved):
-    """-> the tensor that save_input got. `saved` is what save_input returned."""
+    """Return the tensor that save_input got. `saved` is what save_input returned."""
     (tensor,) = saved.grad_fn.saved_tensors
     return tensor
 
@@ -207,7 +209,7 @@ def kind_of(tensor):
 
 
 def current_autocasts():
-    """-> for each device type, the arguments of torch.autocast that restore its state."""
+    """Return the arguments of torch.autocast that restore the state of each device type."""
     device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
         (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
@@ -216,7 +218,7 @@ def current_autocasts():
 
 
 def random_states():
-    """-> (generator, state) for the CPU and for the current GPU."""
+    """Return (generator, state) for the CPU and for the current GPU."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -279,7 +281,7 @@ def versions_of(outputs):
 
 
 def detached(outputs):
-    """-> the outputs without a graph. The graph refers to `kept`, so it would never be freed.
+    """Return the outputs without a graph. The graph refers to `kept`, so it would never be freed.
 
     They share the outputs' version counters, which count changes in place. Inside a dispatch mode,
     detach() shares them only if the key ADInplaceOrView is not excluded.
@@ -290,7 +292,7 @@ def detached(outputs):
 
 @functools.cache
 def shares_memory(operator):
-    """-> whether an output is a view of an input, or an input that is changed in place."""
+    """Return whether an output is a view of an input, or an input that is changed in place."""
     return any(output.alias_info for output in operator._schema.returns)
 
 
@@ -454,7 +456,7 @@ def dropout(x):
 
 
 def transformer_layers(l, h, a, s, b, device, run_core=None):
-    """-> l layers in bf16 and an input for them, (b, s, h)."""
+    """Return l layers in bf16 and an input for them, (b, s, h)."""
     # Without the embedding, the last norm and the last linear layer.
     blocks = language_model(h, a, l).to(device, torch.bfloat16)[1:-2]
     layers = nn.ModuleList(TransformerLayer(block, run_core) for block in blocks)
@@ -462,7 +464,7 @@ def transformer_layers(l, h, a, s, b, device, run_core=None):
 
 
 def measure(run, layers, x):
-    """-> the bytes that run(layers, x) keeps for backward, a step's operations, the gradients."""
+    """Return the bytes that run(layers, x) keeps, a step's operations, and the gradients."""
     layers.zero_grad()
     torch.manual_seed(0)
     with FlopCounterMode(display=False) as flops, Alive() as alive:

@@ -212,6 +212,20 @@ class SeparateBlock(ddp.Block):
         return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
 
 
+def library_tensor_parallel_model(bench):
+    plain = ddp.language_model(C=bench.width, layers=0)
+    blocks = [SeparateBlock(bench.width, bench.width // 64) for _ in range(8)]
+    model = nn.Sequential(plain[0], *blocks, *plain[1:]).to(bench.device, bench.dtype)
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate()),
+        "10": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for block in range(1, 9):
+        plan |= {f"{block}.{name}": ColwiseParallel() for name in ("q", "k", "v", "linear1")}
+        plan |= {f"{block}.{name}": RowwiseParallel() for name in ("proj", "linear2")}
+    return parallelize_module(model, bench.mesh(), plan)
+
+
 def bench_tensor_parallel(bench):
     """parallelize"""
     # Every rank has the whole batch. Sequence parallelism splits it, so it has 4 sequences or more.
@@ -246,18 +260,7 @@ def bench_tensor_parallel(bench):
             ddp.language_loss(model(inputs), targets).backward()
 
     def theirs():
-        plain = ddp.language_model(C=bench.width, layers=0)
-        blocks = [SeparateBlock(bench.width, bench.width // 64) for _ in range(8)]
-        model = nn.Sequential(plain[0], *blocks, *plain[1:]).to(bench.device, bench.dtype)
-        plan = {
-            "0": RowwiseParallel(input_layouts=Replicate()),
-            "10": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        }
-        for block in range(1, 9):
-            plan |= {f"{block}.{name}": ColwiseParallel() for name in ("q", "k", "v", "linear1")}
-            plan |= {f"{block}.{name}": RowwiseParallel() for name in ("proj", "linear2")}
-        parallelize_module(model, bench.mesh(), plan)
-        return training_step(model, their_backward)
+        return training_step(library_tensor_parallel_model(bench), their_backward)
 
     return {
         "tensor_parallel": ours,
@@ -408,6 +411,17 @@ def bench_flash_attention(bench):
     return ways
 
 
+def library_context_parallel(mesh, length, device):
+    """In this context, PyTorch's attention is ring attention over `mesh`."""
+    from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+
+    # The context wants a tensor to split. q, k and v are split already.
+    buffer = torch.empty(1, length, device=device)
+    return torch_context_parallel(
+        mesh, buffers=[buffer], buffer_seq_dims=[1], no_restore_buffers={buffer}
+    )
+
+
 def bench_context_parallel(bench):
     """ring_attention with zigzag, causal, heads of 64, forward and backward.
 
@@ -434,12 +448,7 @@ def bench_context_parallel(bench):
     mesh = bench.mesh()
 
     def theirs(q, k, v):
-        from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
-
-        # The manager wants a tensor to split. q, k and v are split already.
-        buffer = torch.empty(1, shape[2], device=bench.device)
-        split = {"buffers": [buffer], "buffer_seq_dims": [1], "no_restore_buffers": {buffer}}
-        with torch_context_parallel(mesh, **split):
+        with library_context_parallel(mesh, shape[2], bench.device):
             whole(q, k, v)
 
     ring = partial(ours, context_parallel.ring_attention)

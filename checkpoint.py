@@ -64,7 +64,9 @@ from typing import NamedTuple
 import numpy
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,13 +95,13 @@ class Piece(NamedTuple):
         return tuple((i, i + size) for i, size in zip(self.offset, sizes, strict=True))
 
     def at(self, box):
-        """-> a view of the elements in `box`, which is a box of the whole tensor within this one"""
+        """Return a view of the elements in `box`, a box of the whole tensor within this one."""
         ranges = zip(box, self.offset, strict=True)
         return self.tensor[tuple(slice(start - i, stop - i) for (start, stop), i in ranges)]
 
 
 def overlap(a, b):
-    """-> the box of the elements that are in both boxes, or None"""
+    """Return the box of the elements that are in both boxes, or None."""
     box = []
     for (start_a, stop_a), (start_b, stop_b) in zip(a, b, strict=True):
         start = max(start_a, start_b)
@@ -145,8 +147,9 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
 
 
 def shard_pieces(shards):
-    """-> pieces to save or load, named "weight/NAME" or "STATE/NAME", of flat shards of parameters
+    """Return pieces of flat shards of parameters, to save or load.
 
+    The pieces are named "weight/NAME" or "STATE/NAME", such as "exp_avg/NAME".
     For each parameter, `shards` yields its name, its whole shape, `start`, the shard, and the
     shard's optimizer state. shard[0] is element `start` of the flattened parameter. The method
     shards() in zero.py and in fsdp.py yields these.
@@ -192,7 +195,7 @@ def save(directory, pieces, extra=None, process_group=None):
 
 
 def on_all_ranks(process_group, function, *args):
-    """-> the result of function(*args) on each rank. If one rank fails, all raise its error."""
+    """Return the result of function(*args) on each rank. If one rank fails, all raise its error."""
     try:
         result = function(*args)
     except Exception as error:
@@ -208,7 +211,7 @@ def on_all_ranks(process_group, function, *args):
 
 
 def describe(pieces):
-    """-> [(name, dtype and shape of the whole tensor, box) for each piece]"""
+    """Return [(name, dtype and shape of the whole tensor, box) for each piece]."""
     return [(name, piece.dtype_and_shape, piece.box) for name, piece in named_pieces(pieces)]
 
 
@@ -241,7 +244,7 @@ def check(name, piece):
 
 
 def write(path, pieces):
-    """Write pieces to a file. -> {name: [(position in the file in bytes, checksum, box), …]}"""
+    """Write pieces to a file. Return {name: [(position in bytes, checksum, box), …]}."""
     path.parent.mkdir(
         parents=True, exist_ok=True
     )  # other ranks, or a killed save, may have made it
@@ -293,7 +296,7 @@ def sync(*paths):
 
 
 def load(directory, pieces, process_group=None):
-    """Fill the tensors of `pieces` from the latest checkpoint. -> `extra` of save()
+    """Fill the tensors of `pieces` from the latest checkpoint. Return the `extra` of save().
 
     `pieces` is as in save(). All ranks of `process_group` call this. It raises a ValueError if the
     checkpoint lacks elements of a tensor, or has another dtype or shape. It raises an OSError if a
@@ -309,7 +312,7 @@ def load(directory, pieces, process_group=None):
 
 @torch.no_grad()
 def read(root, pieces):
-    """Fill `pieces`. -> (directory of the checkpoint, its `extra`)"""
+    """Fill `pieces`. Return (directory of the checkpoint, its `extra`)."""
     path, index = open_latest(root)
     for name, piece in named_pieces(pieces):
         saved = index["wholes"].get(name, "missing")
@@ -335,7 +338,7 @@ def read(root, pieces):
 
 
 def read_box(path, position, checksum, box, like):
-    """-> the saved Piece. `like` is another piece of the same whole tensor."""
+    """Return the saved Piece. `like` is another piece of the same whole tensor."""
     sizes = [stop - start for start, stop in box]
     offset = [start for start, _ in box]
     nbytes = math.prod(sizes) * like.tensor.itemsize
@@ -346,7 +349,7 @@ def read_box(path, position, checksum, box, like):
 
 
 def open_latest(root):
-    """-> (directory of the latest checkpoint, its index, which is a dict as in save())"""
+    """Return (directory of the latest checkpoint, its index, which is a dict as in save())."""
     path = root / (root / "latest").read_text()
     checksum, _, text = (path / "index").read_bytes().partition(b"\n")
     verify(path / "index", b"%d" % zlib.crc32(text) == checksum)
@@ -359,7 +362,7 @@ def verify(path, is_intact):
 
 
 def load_whole(directory):
-    """-> the latest checkpoint as a state_dict of whole tensors. One process alone may call this.
+    """Return the latest checkpoint as a state_dict of whole tensors. One process can call this.
 
     Rank 0 can export a model with it. save(directory, state_dict) does the reverse.
     """
@@ -402,7 +405,7 @@ class Sharded:
         }
 
     def step(self, inputs, targets):
-        """-> the mean loss of this rank's parts of the batch"""
+        """Return the mean loss of this rank's parts of the batch."""
         self.gradients.zero_()
         # A group of any size adds the same parts in the same order, so its sums are the same.
         parts = dist.get_world_size()
@@ -429,7 +432,7 @@ class Sharded:
         dist.all_to_all_single(whole, shard.repeat(self.world_size), group=self.group)
 
     def pieces(self):
-        """-> this rank's pieces of each parameter and its optimizer state, to save or to load"""
+        """Return this rank's pieces of the parameters and the optimizer state, to save or load."""
         return shard_pieces(self.shards())
 
     def shards(self):
@@ -461,7 +464,7 @@ def main():
         demo.show(f"saved       after step {extra['steps']}; loaded on {ranks}")
 
     def whole():
-        """-> gradients and parameters for the comparison. At a stop, the parameters are loaded."""
+        """Return gradients and parameters to compare. At a stop, the parameters are loaded."""
         run.gather(run.gradients, run.shard.grad)
         gradients = [parameter.grad for parameter in run.model.parameters()]
         done = len(demo.losses)

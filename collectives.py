@@ -52,7 +52,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed import irecv, isend
@@ -64,7 +66,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def start(group, *messages):
-    """Start all messages at once. -> a list of works; call wait() on each
+    """Start all messages at once. Return the list of works; call wait() on each.
 
     A message is (isend, tensor, destination) or (irecv, tensor, source). Ranks are numbered within
     the group. Do not change a tensor that is sent before its work is done.
@@ -95,7 +97,7 @@ def receive_and_add(total, source, group, *sends):
 
 @contextmanager
 def flattened(tensor, group):
-    """-> (a flat, contiguous tensor of the same elements, this rank, N)
+    """Return a flat, contiguous tensor of the same elements, this rank, and N.
 
     The flat tensor is a view if possible, and otherwise a copy. A copy is written back to `tensor`
     at the end of the `with` statement, also after a `return` inside it.
@@ -129,7 +131,7 @@ def naive_all_reduce(tensor, process_group=None):
 
 
 def parent_and_children(number, N):
-    """-> the parent and the children of a rank, in a tree with root 0
+    """Return the parent and the children of a rank in a tree with root 0.
 
     A rank's number without its lowest 1 bit is the number of its parent: 6 = 0b110 has the parent
     4 = 0b100. N = 4: 0 has the children 1 and 2, and 2 has the child 3.
@@ -139,7 +141,7 @@ def parent_and_children(number, N):
 
 
 def global_ranks(process_group):
-    """-> the global rank of each rank of the group."""
+    """Return the global rank of each rank of the group."""
     return dist.get_process_group_ranks(process_group or dist.group.WORLD)  # torch 2.6: not of None
 
 
@@ -229,7 +231,7 @@ def ring_all_reduce(tensor, process_group=None, *, chunks=1):
 
 
 def ring_reduce_scatter(tensor, process_group=None):
-    """-> this rank's part of the sum over the ranks, which is tensor.tensor_split(N)[rank]"""
+    """Return this rank's part of the sum over the ranks, which is tensor.tensor_split(N)[rank]."""
     total = tensor.detach().clone()
     with flattened(total, process_group) as (x, rank, N):
         parts = x.view_as(total).tensor_split(N)  # along dimension 0, unlike ring_all_reduce()
@@ -238,7 +240,7 @@ def ring_reduce_scatter(tensor, process_group=None):
 
 
 def ring_all_gather(tensor, process_group=None):
-    """-> the tensors of all ranks, which have the same shape, joined along dimension 0"""
+    """Return the tensors of all ranks, which have the same shape, joined along dimension 0."""
     own = torch.atleast_1d(tensor.detach())
     # The world size is -1 on a rank outside the group. flattened() then raises a ValueError.
     whole = torch.cat([own] * max(1, dist.get_world_size(process_group)))
@@ -270,7 +272,7 @@ def reduce_scatter_in_chunks(parts, rank, group, chunks):
 
 
 def all_to_all(tensor, process_group=None):
-    """-> the parts that the N ranks send to this rank, joined along dimension 0
+    """Return the parts that the N ranks send to this rank, joined along dimension 0.
 
     Each tensor is cut into N equal parts along dimension 0. Part i goes to rank i. N = 4: rank r
     sends to r + 1 | r + 2 | r + 3.
@@ -292,7 +294,7 @@ def all_to_all(tensor, process_group=None):
 
 
 def predict(algorithm, ranks, nbytes, latency, bandwidth):
-    """-> seconds by the α–β model. In it, additions take no time and no two messages share a wire.
+    """Return the seconds by the α–β model. In it, additions are free and messages share no wire.
 
     algorithm: a function of this file, or its name; nbytes: the size of the whole tensor;
     latency: α in seconds; bandwidth: 1/β in bytes per second.
@@ -358,7 +360,7 @@ def train(demo, all_reduce, formula, multiple):
         return loss
 
     def whole():
-        """-> gradients and parameters, which the demo compares with one device's"""
+        """Return gradients and parameters, which the demo compares with one device's."""
         return [parameter.grad for parameter in parameters], parameters
 
     demo.train(step, whole)
@@ -408,7 +410,7 @@ def measure(demo):
 
 
 def seconds(function, tensor):
-    """-> the shortest time of a call, because other programs can only make it longer"""
+    """Return the shortest time of a call, because other programs can only make it longer."""
     calls = max(1, min(5, 2**22 // tensor.nbytes))
 
     def call():

@@ -166,7 +166,7 @@ def write_indexed(prefix, documents, vocab_size):
 
 
 def read_header(name):
-    """-> (code of the dtype, number of sequences)"""
+    """Return (code of the dtype, number of sequences)."""
     size = os.path.getsize(name)
     start = np.fromfile(name, np.uint8, HEADER.size).tobytes()
     if len(start) < HEADER.size or not start.startswith(MAGIC):
@@ -233,7 +233,7 @@ class IndexedDataset:
 
 @functools.cache  # once per process
 def tokenizer(vocab_file=None, merge_file=None):
-    """-> (function from UTF-8 to tokens, size of the vocabulary, end-of-document token)
+    """Return the function from UTF-8 to tokens, the vocabulary's size, the end-of-document token.
 
     Without files, each byte is a token, and 256 is the end-of-document token. With GPT-2's files,
     the tokens are byte-level BPE's, and the end-of-document token is that of "<|endoftext|>", or
@@ -280,7 +280,7 @@ class BadLine(ValueError):
 
 
 def texts_of(line, keys):
-    """-> the texts of a line under `keys`, in UTF-8. A ValueError says why the line is bad."""
+    """Return the texts of a line under `keys`, in UTF-8. A ValueError says why the line is bad."""
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
@@ -296,7 +296,7 @@ def texts_of(line, keys):
 
 
 def lines_that_start_in(path, start, stop):
-    """-> the bytes of the lines that begin at start to stop - 1, so each line is in one chunk"""
+    """Return the lines that begin from start to stop - 1, as bytes. A line is in one chunk."""
     size = stop - start
     with open(path, "rb") as file:
         if start > 0:
@@ -310,7 +310,7 @@ def lines_that_start_in(path, start, stop):
 
 
 def encode(options, start, stop):
-    """Tokenise the lines of a chunk into a file. -> (name of the file, number of lines)
+    """Tokenise the lines of a chunk into a file. Return the file's name and the number of lines.
 
     For each key, the file has two arrays: the tokens of all documents, and the documents' lengths.
     """
@@ -404,7 +404,7 @@ class Progress:
 
 
 def write_all(options, workers, writers):
-    """Tokenise the input and append it to the writers. -> the number of lines"""
+    """Tokenise the input and append it to the writers. Return the number of lines."""
     size = os.path.getsize(options.input)
     progress = Progress(size)
     jobs = ((options, start, start + CHUNK) for start in range(0, size, CHUNK))
@@ -514,7 +514,7 @@ class GPTDataset:
         return self.num_samples
 
     def indices(self, epoch):
-        """-> document index (documents,), sample index (samples, 2), shuffle index (samples,)"""
+        """Return the document index (documents,), sample index (samples, 2), shuffle (samples,)."""
         if self.epoch != epoch:
             self.epoch_indices = self.make_indices(epoch)
             self.epoch = epoch
@@ -552,7 +552,7 @@ class GPTDataset:
 
 
 def part_of_batch(step, size, rank=0, ranks=1):
-    """-> range of this rank's samples in a step of `size` samples, cut as torch.chunk() cuts"""
+    """Return the range of this rank's samples in a step of `size`, cut as torch.chunk() cuts."""
     if step < 0 or size < 1 or not 0 <= rank < ranks:
         raise ValueError(
             f"{step=} must be 0 or more, {size=} 1 or more, and {rank=} 0 to {ranks - 1}"
@@ -568,7 +568,7 @@ def part_of_batch(step, size, rank=0, ranks=1):
 
 
 def demonstrate():
-    """Tokenise the standard library, read it back, and show step 0. -> 1 if a text has changed"""
+    """Tokenise the standard library, read it, and show step 0. Return 1 if a text has changed."""
     paths = sorted(Path(argparse.__file__).parent.glob("*.py"))
     texts = {path.name: path.read_bytes() for path in paths if path.stat().st_size}
     with tempfile.TemporaryDirectory() as folder:

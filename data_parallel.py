@@ -41,7 +41,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -242,8 +244,14 @@ def main():
         return [parameter.grad for parameter in model.parameters()], model.parameters()
 
     demo.train(step, whole)
-    here = held(model.parameters(), optimizer)
-    replicas = replicate(model.module, devices)
+    return report_one_step(demo, model.module, devices, optimizer, mean_loss)
+
+
+def report_one_step(demo, module, devices, optimizer, mean_loss):
+    """Run one more step, and print what it moves, what it holds, and a pitfall of its loss."""
+    N = len(devices)
+    here = held(module.parameters(), optimizer)
+    replicas = replicate(module, devices)
     copies = []  # the tensors of all replicas but the first
     for part in nn.ModuleList(replicas[1:]).modules():
         copies += filter(torch.is_tensor, vars(part).values())

@@ -70,7 +70,7 @@ TECHNIQUES = tuple(STAGES)[:6]  # simplest first. LoRA and QLoRA do not train al
 
 
 def model_states(parameters, ranks, technique, mixed=True):
-    """-> (parameters, gradients, optimizer), the bytes on each of `ranks` data-parallel GPUs.
+    """Return (parameters, gradients, optimizer), the bytes on each of `ranks` data-parallel GPUs.
 
     Mixed precision takes 2 + 2 + 12 bytes per parameter: 16-bit parameters, 16-bit gradients, and
     fp32 parameters with both moments of Adam. fp32 takes 4 + 4 + 8. Offload keeps gradients and
@@ -419,7 +419,7 @@ class Plan:
 
 
 def states_of(model, plan):
-    """-> (parameters, gradients, optimizer), bytes on the fullest rank."""
+    """Return (parameters, gradients, optimizer), bytes on the fullest rank."""
     ranks = plan.replicas
     if "lora" in plan.technique:
         return lora_states(model, ranks, quantize=plan.technique == "qlora")
@@ -435,7 +435,7 @@ def states_of(model, plan):
 
 
 def footprint(model, plan):
-    """-> {part: bytes} of the fullest rank."""
+    """Return {part: bytes} of the fullest rank."""
     sequence = math.ceil(model.sequence / plan.cp)
     local = replace(model, sequence=sequence)
     flash = plan.flash or plan.cp > 1  # ring attention keeps no scores either
@@ -465,7 +465,7 @@ def footprint(model, plan):
 
 
 def traffic(model, plan):
-    """-> {axis: bytes per step}, each of the rank that sends most, without messages of experts."""
+    """Return {axis: bytes per step} of the rank that sends most, without the experts' messages."""
     t = plan.tp
     m = plan.accumulation
     h = model.hidden
@@ -492,7 +492,7 @@ def traffic(model, plan):
 
 
 def step_times(model, plan, machine):
-    """-> {part: seconds of a step}. "dp" is only the time that computation does not hide.
+    """Return {part: seconds of a step}. "dp" is only the time that computation does not hide.
 
     A stage computes, and then waits for (pp-1)/m of that time (Narayanan et al., section 2.2). The
     ranks of a tp group are neighbours. Then come those of a cp, dp and pp group, as in
@@ -581,7 +581,7 @@ def rules(model, gpus, micro_batch, gpus_per_node=8):
 
 
 def savings(model, gpus, micro_batch, gpus_per_node=8):
-    """-> [(rule, bytes that it saves, bytes then held)], for each rule that changes the plan."""
+    """Return [(rule, bytes that it saves, bytes then held)] for all rules that change the plan."""
     plan = Plan(dp=gpus, micro_batch=micro_batch, flash=False, element=4)
     held = sum(footprint(model, plan).values())
     rows = [(Rule(f"ddp in fp32, micro-batch {micro_batch}", "it fits", {}), 0.0, held)]
@@ -629,7 +629,7 @@ def plans_to_try(model, gpus, techniques):
 
 
 def fastest(model, plan, memory, batch, machine):
-    """-> the plan with the micro-batch that fits and is fastest, or None if none fits.
+    """Return the plan with the micro-batch that fits and is fastest, or None if none fits.
 
     If several are equally fast by our equations, min() returns the first, which is the largest. In
     practice it is faster, because its matrix products are larger.
@@ -647,7 +647,7 @@ def fastest(model, plan, memory, batch, machine):
 
 
 def advise(model, gpus, memory, batch=None, **speeds):
-    """-> [Plan], fastest first, for `gpus` of `memory` bytes. `speeds` are fields of Machine.
+    """Return [Plan], fastest first, for `gpus` of `memory` bytes. `speeds` are fields of Machine.
 
     `batch` is the number of sequences per step, by default about 512. All plans use flash
     attention, so selective recomputation would save nothing and is not tried. LoRA and QLoRA are
@@ -730,7 +730,7 @@ def size(n):
 
 
 def compare():
-    """Print the estimates beside what the demos measured. -> the largest relative difference"""
+    """Print estimates beside the demos' measurements. Return the largest relative difference."""
     worst = 0.0
     for name, measured in MEASURED.items():
         technique = name.lower().replace("fsdp", "zero3")
@@ -749,7 +749,7 @@ def compare():
 
 
 def room(model, technique, gpus, memory):
-    """-> the largest micro-batch, sequence and model (in millions) that fit if dp is all GPUs."""
+    """Return the largest micro-batch, sequence and model (in millions) that fit with dp alone."""
 
     def is_full(model, micro_batch=1):
         plan = Plan(gpus, technique=technique, micro_batch=micro_batch)
@@ -802,7 +802,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments():
-    """-> {name: value} of the flags on the command line"""
+    """Return {name: value} of the flags on the command line."""
     parser = Parser(description=__doc__.partition("\n")[0], argument_default=argparse.SUPPRESS)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", choices=MODELS, help="(default: the model of the demos)")
@@ -831,7 +831,7 @@ def model_of(flags):
 
 
 def report(flags):
-    """Print the tables, or JSON. -> the exit status, 1 if an estimate differs from a demo's."""
+    """Print the tables, or JSON. Return the exit status, 1 if an estimate differs from a demo's."""
     model = model_of(flags)
     psi = model.parameters()
     gpus = flags.get("gpus", 2 if model == DEMO else 8)

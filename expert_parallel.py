@@ -55,7 +55,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -298,7 +300,6 @@ class MoE(nn.Module):
         results = F.pad(results, (0, 0, 0, 1))  # appends zeros, for the slot of dropped assignments
         return (results[slots] * weights.T[:, :, None]).sum(0)
 
-    # ----------------------------------------------------------------------------------------------
     # Refinements: a capacity (GShard), balance by a loss (Switch) and by a bias (DeepSeek-V3).
 
     def slots_with_capacity(self, expert, position, num_tokens):
@@ -381,9 +382,10 @@ def split_parameters(module):
 def parallelize(module, process_group=None, edp_group=None):
     """Split the experts of every MoE in `module` over `process_group`, in place.
 
-    As with DDP, all ranks begin with the parameters and buffers of the first one. If there are
-    several such process groups, `edp_group` has the ranks that have the same experts as this one,
-    one of each process group.
+    As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
+    its device before, because NCCL does not send from the CPU: such tensors stay as they are. If
+    there are several such process groups, `edp_group` has the ranks that have the same experts as
+    this one, one of each process group.
     """
     groups = Groups(process_group, edp_group)
     for layer in moe_layers(module).values():
@@ -401,6 +403,7 @@ def parallelize(module, process_group=None, edp_group=None):
 
 
 def verify_groups(groups, split):
+    """Raise ValueError if these are not the groups over which the experts were split."""
     for theirs in split.values():
         if (groups.size, groups.num_ranks) != (theirs.size, theirs.num_ranks):
             raise ValueError("pass the process_group and the edp_group that parallelize() got")

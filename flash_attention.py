@@ -55,7 +55,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +76,7 @@ except ImportError:  # the loop runs without it
 
 
 def naive_attention(q, k, v, causal=False, scale=None):
-    """-> softmax(scale · q kᵀ) v, (B, H, S, D). It holds all scores at once."""
+    """Return softmax(scale · q kᵀ) v, (B, H, S, D). It holds all scores at once."""
     k = repeat_heads(k, q)  # one head for each head of q (section 4)
     v = repeat_heads(v, q)
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -88,7 +90,7 @@ def naive_attention(q, k, v, causal=False, scale=None):
 
 
 def hidden_keys(scores, visible):
-    """-> the causal mask, True for hidden keys. Row 0 sees `visible` keys, row i sees i more."""
+    """Return the causal mask, True for hidden keys. Row i sees `visible` + i keys."""
     return scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(visible)
 
 
@@ -183,7 +185,7 @@ def slices(start, stop, size):
 
 
 def first_query(q, k, causal):
-    """-> the first query that sees a key. Queries before it have output and gradients of zero."""
+    """Return the first query that sees a key. Those before it have zero output and gradients."""
     S = q.shape[2]
     Skv = k.shape[2]
     # Without keys, it is S: no query sees one.
@@ -191,7 +193,7 @@ def first_query(q, k, causal):
 
 
 def masked_scores(q, k, rows, cols, causal):
-    """-> the scores of a block, -inf for hidden keys. q is scaled already."""
+    """Return the scores of a block, -inf for hidden keys. q is scaled already."""
     scores = q[:, :, rows] @ k[:, :, cols].mT
     seen = rows.start + 1 + k.shape[2] - q.shape[2]  # keys that the first query of `rows` sees
     visible = seen - cols.start  # the same, counted from the first key of the block
@@ -215,7 +217,7 @@ def flash_attention(
     block_size=128,
     kernel=None,
 ):
-    """-> softmax(scale · q kᵀ) v, (B, H, S, D). q is (B, H, S, D), k and v are (B, Hkv, Skv, D).
+    """Return softmax(scale · q kᵀ) v for q (B, H, S, D), k and v (B, Hkv, Skv, D): (B, H, S, D).
 
     H is a multiple of Hkv: each head of k and v serves H / Hkv consecutive heads of q.
     causal: the last query sees all keys, and each query sees one key fewer than the next. A query
@@ -263,7 +265,7 @@ def flash_forward(
     block_size=128,
     kernel=None,
 ):
-    """-> the output, and for each query lse, the log of Σ e^score: (B, H, S), in fp32 or float64.
+    """Return the output, and lse (B, H, S): each query's log of Σ e^score, in fp32 or float64.
 
     lse is -inf for a query that sees no key. Autograd does not record this function.
     """
@@ -292,7 +294,7 @@ def flash_backward(
     block_size=128,
     kernel=None,
 ):
-    """-> the gradients of q, k and v. `output` and `lse` are from flash_forward.
+    """Return the gradients of q, k and v. `output` and `lse` are from flash_forward.
 
     k and v may also be a part of the keys. Then `output` and `lse` must be those over all keys, and
     the gradient of q is the sum of the results for all parts.
@@ -309,7 +311,7 @@ def flash_backward(
 
 
 def widened(x, q):
-    """-> x in the dtype of the sums (at least fp32), with as many heads as q.
+    """Return x in the dtype of the sums (at least fp32), with as many heads as q.
 
     It is contiguous. Otherwise each matrix product might copy its block first.
     """
@@ -339,13 +341,13 @@ def verify(q, k, v, block_size):
 
 
 def repeat_heads(x, q):
-    """-> a copy of each head of keys or values for each head of q. The kernels do not need it."""
+    """Return a copy of a head of keys or values for each head of q. Kernels do not need it."""
     groups = q.shape[1] // x.shape[1]
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def sum_heads(gradient, x):
-    """-> the gradient of x, from the gradient of repeat_heads(x, q)."""
+    """Return the gradient of x, from the gradient of repeat_heads(x, q)."""
     return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
 
 
@@ -360,7 +362,7 @@ class Dropout:
         self.generator = torch.Generator(device)
 
     def mask(self, P, rows, cols):
-        """-> for each weight of a block, 0 or 1 / (1 - p)."""
+        """Return 0 or 1 / (1 - p) for each weight of a block."""
         seed = hash((self.seed, rows.start, cols.start))  # the same in forward and backward
         self.generator.manual_seed(seed)
         kept = torch.empty_like(P)
@@ -369,7 +371,7 @@ class Dropout:
 
 
 def merge(output_a, lse_a, output_b, lse_b):
-    """-> the output and lse over two disjoint sets of keys, from flash_forward's over each set.
+    """Return the output and lse over two disjoint sets of keys, from flash_forward's over each set.
 
     To merge more than two sets, pass outputs in fp32. In 16 bits, each merge would round them.
     """
@@ -410,7 +412,7 @@ def block_at(
     D,
     HEAD,
 ):
-    """-> pointers to a block of a head, (SIZE, HEAD), and which of them are inside the head."""
+    """Return pointers to a block of a head, (SIZE, HEAD), and which of them are inside the head."""
     rows = tl.arange(0, SIZE)[:, None]
     columns = tl.arange(0, HEAD)[None, :]
     inside = (start + rows < stop) & (columns < D)
@@ -428,7 +430,7 @@ def load(
     D,
     HEAD,
 ):
-    """-> a block of a head, (SIZE, HEAD), with zeros outside the head."""
+    """Return a block of a head, (SIZE, HEAD), with zeros outside the head."""
     pointers, inside = block_at(x, stride, start, stop, SIZE, D, HEAD)
     return tl.load(pointers, mask=inside, other=0.0)
 
@@ -449,19 +451,19 @@ def store(
 
 @jit
 def load_numbers(x, rows, stop):
-    """-> one number for each row, such as its L."""
+    """Return one number for each row, such as its L."""
     return tl.load(x + rows, mask=rows < stop, other=0.0)
 
 
 @jit
 def dot(a, b):
-    """-> a @ b, summed in fp32. a is cast to the dtype of b. fp32 is not rounded to TF32."""
+    """Return a @ b, summed in fp32. a is cast to the dtype of b. fp32 is not rounded to TF32."""
     return tl.dot(a.to(b.dtype), b, input_precision="ieee")
 
 
 @jit
 def program_head():
-    """-> the sequence of this program, its head, and the number of this head in all sequences."""
+    """Return this program's sequence, its head, and the number of the head in all sequences."""
     b = tl.program_id(2).to(tl.int64)  # 32 bits may be too few for offsets
     h = tl.program_id(1).to(tl.int64)
     return b, h, b * tl.num_programs(1) + h
@@ -469,7 +471,7 @@ def program_head():
 
 @jit
 def keys_seen(row, S, Skv, CAUSAL):
-    """-> how many keys the query `row` sees: the first `seen` ones."""
+    """Return how many keys the query `row` sees: the first `seen` ones."""
     seen = Skv
     if CAUSAL:
         seen = tl.minimum(Skv, row + 1 + Skv - S)
@@ -485,7 +487,7 @@ def query_block(
     ROWS,
     COLS,
 ):
-    """-> the program's first query, the first key that needs a mask, and the end of its keys."""
+    """Return the program's first query, the first key that needs a mask, and the keys' end."""
     blocks_after = tl.num_programs(0) - 1 - tl.program_id(0)
     start = first + blocks_after * ROWS  # the last block first: with a causal mask it takes longest
     unmasked = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS
@@ -502,7 +504,7 @@ def masked_dot(
     scale,
     EDGE,  # whether the block needs a mask
 ):
-    """-> the scores of a block times log2 e, for exp2. They are -inf for hidden keys."""
+    """Return the scores of a block times log2 e, for exp2. They are -inf for hidden keys."""
     scores = dot(a, tl.trans(b)) * (scale * LOG2E)
     if EDGE:
         scores = tl.where(cols < seen, scores, -float("inf"))
@@ -511,7 +513,7 @@ def masked_dot(
 
 @jit
 def add_keys(m, l, O, scores, v_j):
-    """-> m, l and O after one more block of keys. m has the factor log2 e of the scores."""
+    """Return m, l and O after one more block of keys. m has the factor log2 e of the scores."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     correction = tl.exp2(m - m_new)
     P = tl.exp2(scores - m_new[:, None])
@@ -709,7 +711,7 @@ def triton_backward(
 
 
 def runs_kernels(kernel, q, v, dropout):
-    """-> whether to run the kernels. ValueError if the caller demands them and they cannot run."""
+    """Return whether to run the kernels. Raise ValueError if they are demanded and cannot run."""
     if kernel not in (None, "triton", "torch"):
         raise ValueError(f'{kernel=}: must be "triton", "torch" or None')
     if kernel == "torch" or (kernel is None and not q.is_cuda):
@@ -721,7 +723,7 @@ def runs_kernels(kernel, q, v, dropout):
 
 
 def obstacle_to_kernels(q, v, dropout):
-    """-> why the kernels cannot run and what to do instead, or None."""
+    """Return why the kernels cannot run and what to do instead, or None."""
     if triton is None:
         return "Triton is missing; pip install triton"
     if not q.is_cuda and not INTERPRETED:
@@ -818,7 +820,7 @@ def torch_attention(q, k, v, causal):
 
 
 def measure(attention, inputs):
-    """-> the bytes kept for backward (q, k, v included), and the ms of forward and backward."""
+    """Return the bytes kept for backward (q, k, v included), and the ms of forward and backward."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     saved = []
 

@@ -72,7 +72,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -83,7 +85,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def start_transfer(operation, tensor, peer, group):
-    """Start one send or receive (`dist.isend` or `dist.irecv`). -> the work to wait for.
+    """Start one send or receive (`dist.isend` or `dist.irecv`). Return the work to wait for.
 
     Over NCCL, a bare isend would create a communicator for the two ranks in the middle of a step.
     A batch uses the group's. It holds one transfer, because sender and receiver would have to form
@@ -94,7 +96,7 @@ def start_transfer(operation, tensor, peer, group):
 
 
 def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_group=None):
-    """Forward and backward of a batch. -> its mean loss on the last rank, None elsewhere.
+    """Forward and backward of a batch. Return its mean loss on the last rank, None elsewhere.
 
     like: a tensor of the shape and dtype that every stage receives.
     """
@@ -133,14 +135,14 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
 def gpipe(stages, micro_batches):
-    """-> all forwards, then all backwards, of the micro-batches on a rank that has these stages."""
+    """Return all forwards, then all backwards, of the micro-batches on a rank with these stages."""
     forwards = [f"{stage}F{i}" for stage in stages for i in micro_batches]
     backwards = [f"{stage}B{i}" for stage in reversed(stages) for i in micro_batches]
     return forwards + backwards
 
 
 def one_forward_one_backward(actions, warmup):
-    """-> `warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then the other backwards."""
     forwards = [action for action in actions if "F" in action]
     backwards = (action for action in actions if "B" in action)
     reordered = forwards[:warmup]
@@ -150,7 +152,7 @@ def one_forward_one_backward(actions, warmup):
 
 
 def split_backwards(actions, delay):
-    """-> zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
+    """Return zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
     split = []
     waiting = collections.deque()  # the W of the last I
     for action in actions:
@@ -163,7 +165,7 @@ def split_backwards(actions, delay):
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
-    """-> a list of actions for each rank. Stage s is on rank s % num_ranks."""
+    """Return a list of actions for each rank. Stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(
@@ -275,7 +277,7 @@ def simulate(schedule, cost=COST):
 
 
 def peak_alive(actions):
-    """-> the most forwards at once that wait for the end of their backward, which is B or W.
+    """Return the most forwards at once that wait for the end of their backward, which is B or W.
 
     A micro-batch counts once for each stage.
     """
@@ -288,7 +290,7 @@ def count_microbatches(schedule):
 
 
 def rank_of_stages(schedule):
-    """-> {stage: rank}. Raises ValueError unless each forward is followed by its whole backward."""
+    """Return {stage: rank}. Raise ValueError unless its whole backward follows each forward."""
     rank_of = {}
     kinds = collections.defaultdict(str)  # (stage, micro-batch, rank) -> the kinds of its actions
     for rank, actions in enumerate(schedule):
@@ -309,7 +311,7 @@ def rank_of_stages(schedule):
 
 
 def plan(schedule, rank):
-    """-> (action, output key, source, destination) of each action that concerns the rank.
+    """Return (action, output key, source, destination) of each action that concerns the rank.
 
     The rank is the source, which runs the action, or the destination, which receives its output.
     The destination is None if no action takes the output.
@@ -332,7 +334,7 @@ def plan(schedule, rank):
 
 
 def meta_of(tensor):
-    """-> what the receiver must know to allocate the tensor: arguments of torch.zeros."""
+    """Return what the receiver must know to allocate the tensor: arguments of torch.zeros."""
     if not torch.is_tensor(tensor):
         name = type(tensor).__name__
         raise ValueError(f"the stage returned a {name}; return a tensor or a tuple of tensors")
@@ -379,7 +381,7 @@ class Transfers:
             work.wait()
 
     def receive(self, key, source):
-        """Start to receive. -> the tensors, or None after a failure; the works to wait for."""
+        """Start to receive. Return the tensors (None after a failure) and the works."""
         if key not in self.metadata:
             received = [None]
             dist.recv_object_list(received, group_src=source, **self.object_kwargs)
@@ -392,7 +394,7 @@ class Transfers:
         return tensors, works
 
     def new_tensors(self, key):
-        """-> zeros of the shapes that the metadata gives, or None without metadata."""
+        """Return zeros of the shapes that the metadata gives, or None without metadata."""
         if self.metadata[key] is None:
             return None
         return [torch.zeros(**meta, device=self.device) for meta in self.metadata[key]]
@@ -521,7 +523,7 @@ class Pipeline(nn.Module):
         self.timeline.append((action, began - self._began, self.clock() - self._began))
 
     def _forward(self, stage, i, inputs, out_key):
-        """-> the outputs of the stage. For the last stage: the gradient of the loss, which is 1."""
+        """Return the stage's outputs. For the last stage, return the loss's gradient, 1."""
         inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in inputs]
         outputs = self.stages[str(stage)](*inputs)
         if stage == self._last_stage:
@@ -546,7 +548,7 @@ class Pipeline(nn.Module):
         return outputs
 
     def _backward(self, stage, i, gradients):
-        """-> the gradients of the stage's inputs, for B and I."""
+        """Return the gradients of the stage's inputs, for B and I."""
         inputs, outputs = self._graphs.pop((stage, i))
         gradients = [gradient.to(self.device) for gradient in gradients]
         split_linear.deferred = []
@@ -557,7 +559,7 @@ class Pipeline(nn.Module):
         ]
 
     def _raise_or_sum(self, *numbers):
-        """Raise on every rank if one has failed. -> the sum of each number over the ranks.
+        """Raise on every rank if one has failed. Return the sum of each number over the ranks.
 
         The host waits for the sums.
         """
@@ -578,14 +580,14 @@ class Pipeline(nn.Module):
 
 
 def gather(value, group):
-    """-> the values of all ranks, in rank order."""
+    """Return the values of all ranks, in rank order."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def agree_on_schedule(schedule, num_microbatches, num_stages, group):
-    """-> the schedule as lists of actions. If one rank's arguments are wrong, every rank raises."""
+    """Return the schedule as lists of actions. A wrong argument on one rank raises on all."""
     given = gather((schedule, num_microbatches, num_stages), group)
     actions = schedule
     if isinstance(schedule, str):
@@ -604,7 +606,7 @@ def agree_on_schedule(schedule, num_microbatches, num_stages, group):
 
 
 def agree_on_device(parameters, group):
-    """-> the device of the parameters. If there are none, the type of device of other ranks.
+    """Return the device of the parameters. If there are none, the type of device of other ranks.
 
     All ranks must send over the same backend, so a stage without parameters uses the GPU too.
     """
@@ -614,7 +616,7 @@ def agree_on_device(parameters, group):
 
 
 def chunk_exactly(name, tensor, number):
-    """-> the micro-batches. Raises ValueError if torch.chunk returns another number of them."""
+    """Return the micro-batches. Raise ValueError if torch.chunk returns another number of them."""
     if not torch.is_tensor(tensor):
         type_name = type(tensor).__name__
         raise ValueError(f"{name} must be a tensor on the rank that takes them, not {type_name}")
@@ -672,7 +674,7 @@ def backward_for_weights(deferred):
 
 
 def compute_only(schedule):
-    """-> a schedule in PyTorch's notation, without idle cells and communication.
+    """Return a schedule in PyTorch's notation, without idle cells and communication.
 
     "(0F4;7B0)OVERLAP_F_B" becomes two actions.
     """
@@ -696,16 +698,18 @@ def schedule_from_csv(path):
 # Demo.
 
 
+FLAGS = {
+    "--schedule": {"choices": SCHEDULES, "default": "1f1b"},
+    "--microbatches": {"type": int, "default": 4, "metavar": "M"},
+    "--trace": {
+        "metavar": "FILE",
+        "help": "write the timeline as a Chrome trace in JSON, for ui.perfetto.dev",
+    },
+}
+
+
 def main():
-    flags = {
-        "--schedule": {"choices": SCHEDULES, "default": "1f1b"},
-        "--microbatches": {"type": int, "default": 4, "metavar": "M"},
-        "--trace": {
-            "metavar": "FILE",
-            "help": "write the timeline as a Chrome trace in JSON, for ui.perfetto.dev",
-        },
-    }
-    demo = Demo(flags)
+    demo = Demo(FLAGS)
     name = demo.args.schedule
     m = demo.args.microbatches
     v = 2 if name == "interleaved_1f1b" else 1
@@ -751,7 +755,7 @@ def synchronized_clock():
 
 
 def split(model, num_stages):
-    """-> stages of about as many blocks. The first has the embedding, the last norm and head."""
+    """Return stages of about equal size. The first has the embedding, the last norm and head."""
     num_blocks = len(model) - 3
     inner = [1 + num_blocks * stage // num_stages for stage in range(1, num_stages)]
     cuts = [0, *inner, len(model)]

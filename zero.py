@@ -61,7 +61,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # a later import keeps the process group alive
+
+# Imported before a process group exists: its default arguments would keep that group alive.
+import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,6 +230,7 @@ class Slot:
         # asks the other ranks, this is about this rank's gradient only.
         self.used = False
         self.pointer = None  # the address of the parameter's data, see check()
+        self.version = None  # Zero3: PyTorch's count of writes to the parameter when it was freed
 
     def make_segment(self, master, shard_start):
         """Find the segment in `master`. The shard begins at element `shard_start` of the bucket."""
@@ -663,7 +666,7 @@ class FreeableBucket(Bucket):
             self.wait_for_gather()  # in case it was prefetched but did not run
             for slot in self.slots:
                 slot.attach(self.nan.expand(slot.parameter.shape))
-                slot.version = slot.parameter._version  # PyTorch counts writes
+                slot.version = slot.parameter._version
             self.flat.untyped_storage().resize_(0)
             self.freed = True
 

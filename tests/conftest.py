@@ -42,7 +42,7 @@ def pytest_addoption(parser):
 
 
 def chosen(config):
-    """-> {kind: specification} of the implementations that the user wants to try."""
+    """Return {kind: specification} of the implementations that the user wants to try."""
     specs = {kind: config.getoption(f"--{kind}") for kind in KINDS}
     return {kind: spec for kind, spec in specs.items() if spec is not None}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def device_asked_for(arguments):
-    """-> "cpu" or "cuda": the value of --device."""
+    """Return "cpu" or "cuda": the value of --device."""
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         if argument == "--device=cuda" or (argument, following) == ("--device", "cuda"):
             return "cuda"

@@ -23,7 +23,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def launch(command, cwd, timeout=120, env=None):
-    """-> CompletedProcess with texts. AssertionError if it takes too long, or leaves a process."""
+    """Return a CompletedProcess. It is an AssertionError to take too long or leave a process."""
     mark = f"LAUNCHED_BY_TEST={uuid.uuid4().hex}"
     name, value = mark.split("=")
     process = subprocess.Popen(
@@ -56,7 +56,7 @@ def kill(pids):
 
 
 def descendants(mark):
-    """-> the processes whose environment has `mark`, NAME=value. Without a /proc there are none."""
+    """Return the processes whose environment has `mark`, NAME=value; without a /proc, none."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -76,7 +76,7 @@ def free_port():
 
 
 def environments(ranks):
-    """-> the variables that torchrun sets, for each rank; none for one rank, as without torchrun"""
+    """Return the variables that torchrun sets for each rank, or none if there is one rank."""
     if ranks == 1:
         return [{}]
     world = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}

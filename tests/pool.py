@@ -45,7 +45,7 @@ _current = None  # in a worker: the world size of the running body
 
 
 def plan(device_type, gpus, may_share):
-    """-> the backend and the largest world. NCCL wants a GPU for each rank, unless ranks share."""
+    """Return the backend and the largest world. NCCL wants a GPU for each rank, or shared GPUs."""
     if device_type == "cpu":
         return "gloo", 4
     if gpus > 1 or may_share:
@@ -184,7 +184,7 @@ class Pool:
         self.temporary.cleanup()
 
     def run(self, world_size, body, *args):
-        """-> [body(*args) on rank 0, …]. BodyFailed if it raises, dies or hangs on a rank."""
+        """Return [body(*args) on rank 0, …]. BodyFailed if it raises, dies or hangs on a rank."""
         if world_size > planned()[1]:
             pytest.skip(f"needs a world of {world_size} ranks ({header()})")
         if not self.workers:
@@ -257,7 +257,7 @@ def on(*world_sizes):
 
 
 def refusal_of_gloo(failure):
-    """-> the error, if gloo does not offer a collective for tensors on a GPU"""
+    """Return the error, if gloo does not offer a collective for tensors on a GPU."""
     words = ("unsupported device", "Invalid device", "invalid device type")
     if environment.DEVICE_TYPE == "cuda" and planned()[0] == "gloo":
         for text in failure.errors.values():

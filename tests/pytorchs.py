@@ -19,7 +19,7 @@ def make_schedule(name, p, m, v=1):
 
 
 def order_of(schedule, p):
-    """-> our list of actions for each rank"""
+    """Return our list of actions for each rank."""
     ranks = [filter(None, schedule.pipeline_order[rank]) for rank in range(p)]
     return pipeline.compute_only([[str(action) for action in actions] for actions in ranks])
 

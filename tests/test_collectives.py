@@ -135,7 +135,7 @@ def test_broadcast_gather_scatter_and_all_to_all(ranks, dtype, shape, strided):
 
 
 def simulate(programs, alpha, beta):
-    """-> seconds by the α–β model. programs[r] lists what rank r exchanges: (to, from, bytes)."""
+    """Return seconds by the α–β model. programs[r] is what rank r exchanges: (to, from, bytes)."""
 
     @functools.cache
     def end(rank, i):
@@ -158,7 +158,7 @@ def simulate(programs, alpha, beta):
 
 
 def record(function, N, rank, monkeypatch):
-    """-> what the rank exchanges in a world that moves no data, and the bytes that it sends"""
+    """Return what the rank exchanges in a world that moves no data, and the bytes that it sends."""
     program = []
     real_start = c.start
 

@@ -26,7 +26,7 @@ def local_inputs(H=4, K=2, tokens=6, dtype=torch.float64):
 
 
 def output_and_kept(attention, inputs, **options):
-    """-> the output, and the bytes that autograd keeps for backward"""
+    """Return the output, and the bytes that autograd keeps for backward."""
     saved = []
     keep = saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor)
     with keep:
@@ -35,7 +35,7 @@ def output_and_kept(attention, inputs, **options):
 
 
 def kept_beyond_the_table(H, K, queries, keys, dtype):
-    """-> bytes. In torch 2.6, PyTorch's attention also keeps the scores on a CPU, if K < H."""
+    """Return bytes. In torch 2.6, PyTorch's attention also keeps the scores on a CPU, if K < H."""
     q = local_inputs(H, K, queries, dtype)[0]
     _, k, v = local_inputs(H, K, keys, dtype)
     output, kept = output_and_kept(cp.local_attention, (q, k, v), causal=False, scale=None)
@@ -43,7 +43,7 @@ def kept_beyond_the_table(H, K, queries, keys, dtype):
 
 
 def costs_by_formula(attention, H, K, u, dtype):
-    """-> bytes sent in forward, sent in backward, kept for backward"""
+    """Return bytes sent in forward, sent in backward, kept for backward."""
     itemsize = dtype.itemsize
     N = pool.world_size()
     block = 2 * K * u * (N - 1)

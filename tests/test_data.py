@@ -34,7 +34,7 @@ GOOD = b'{"text": "' + 1000 * b"x" + b'"}\n'
 
 
 def as_megatron_writes(documents, code=8):
-    """-> the bytes of PREFIX.bin and of PREFIX.idx"""
+    """Return the bytes of PREFIX.bin and of PREFIX.idx."""
     n = len(documents)
     dtype = {8: "<u2", 4: "<i4"}[code]
     lengths = [len(document) for document in documents]

@@ -135,7 +135,7 @@ HARMLESS = {"is_available", "is_initialized", "device_count"}
 
 @contextlib.contextmanager
 def gpu_in_the_machine():
-    """torch says that there is a GPU. -> the CUDA functions that our files call"""
+    """torch says that there is a GPU. Return the CUDA functions that our files call."""
     called = []
 
     def recorded(name):
@@ -190,7 +190,7 @@ class ParallelMLP(nn.Module):
 
 
 def build(kind):
-    """-> a model, and an optimizer whose step reads no tensor (AdamW's reads its count)"""
+    """Return a model, and an optimizer whose step reads no tensor (AdamW's reads its count)."""
     if kind == "tensor_parallel":
         model = ParallelMLP()
         return model, torch.optim.SGD(model.parameters(), 0.1)

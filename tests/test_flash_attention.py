@@ -30,7 +30,7 @@ import flash_attention as flash
 
 
 def make_inputs(S=7, Skv=7, dtype=torch.float64, **sizes):
-    """-> q, k, v and a gradient of the output, strided as a projection's output is in a model"""
+    """Return q, k, v and a gradient of the output, strided as a projection's output in a model."""
     q, k, v = queries_and_keys(S, Skv, **sizes)
     grad_output = randn((*q.shape[:3], v.shape[3]), seed=9)
     tensors = [x.detach().to(dtype) for x in (q, k, v, grad_output)]
@@ -170,7 +170,7 @@ needs_triton = pytest.mark.skipif(flash.triton is None, reason="Triton is not in
 
 @pytest.fixture(scope="module")
 def on_kernels():
-    """-> a function that runs a body where kernels can run"""
+    """Return a function that runs a body where kernels can run."""
     if environment.DEVICE_TYPE == "cuda":
         yield lambda body, *args: pool.run(1, body, *args)[0]
         return

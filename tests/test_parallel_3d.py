@@ -382,7 +382,7 @@ def shell(script):
 def launch_on_two_machines(command):
     """Run it in two network namespaces with a cable between them, a rank in each.
 
-    Where that is not allowed, run it on one machine. -> both results, and why it was not allowed
+    Where that is not allowed, run it on one machine. Return both results, and why not.
     """
     names = [f"p3d{os.getpid()}{side}" for side in "ab"]
     cable = shell(CABLE.format(*names))

@@ -161,7 +161,7 @@ def make_batch(step, rows, shape=(6,), dtype=torch.float32):
 
 
 def accumulate(stages, inputs, targets, m):
-    """One device, plainly: each micro-batch's loss counts by its samples. -> the mean loss"""
+    """One device, plainly: each micro-batch's loss counts by its samples. Return the mean."""
     losses = []
     for x, target in zip(inputs.chunk(m), targets.chunk(m), strict=True):
         y = (x,)

@@ -111,7 +111,7 @@ ON_THE_SAME_DATA = (
 
 
 def program(lines, signs):
-    """-> the lines that begin with one of the signs, and the usual loop unless there is one"""
+    """Return the lines that begin with one of the signs, and the usual loop unless there is one."""
     text = "\n".join(line[2:] for line in lines if line[:1] in signs)
     if "for inputs" in text:
         return text
@@ -135,7 +135,7 @@ def with_attention_of(names):
 
 
 def body_snippet(lines, signs):
-    """-> the losses after the snippet, or the sums of a stage's weights"""
+    """Return the losses after the snippet, or the sums of a stage's weights."""
     text = program(lines, signs)
     whole = "\n".join(lines)
     has_same_data = any(words in whole for words in ON_THE_SAME_DATA)
@@ -263,7 +263,7 @@ if os.environ["RANK"] == "0":
 
 
 def make_project(folder, **files):
-    """-> run_all.sh in a new directory, with these files NAME.py"""
+    """Return run_all.sh in a new directory, with these files NAME.py."""
     folder.mkdir()
     shutil.copy(ROOT / "run_all.sh", folder)
     for name, text in files.items():
@@ -316,7 +316,7 @@ SAVE, LOAD = re.findall(r"```python\n((?:from checkpoint|step = load).*?)```", R
 
 
 def sharded_run(kind, group):
-    """-> the names that the recipe uses, and a function that trains on batches"""
+    """Return the names that the recipe uses, and a function that trains on batches."""
     model = ddp.language_model(C=20, heads=2, layers=2).double()
     if kind == "fsdp":
         for layer in (*model, model):

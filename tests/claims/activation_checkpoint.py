@@ -37,7 +37,7 @@ add_kind(
 
 
 def results(build, way, seed, by_backward, **how):
-    """-> by name: the loss, the leaves' gradients, and the next random number after them"""
+    """Return by name: the loss, the leaves' gradients, and the next random number after them."""
     torch.manual_seed(seed)
     loss, leaves = build(way, **how)
     if by_backward:

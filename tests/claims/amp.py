@@ -28,7 +28,7 @@ add_kind(
 
 
 def one_weight():
-    """-> a parameter of two ones, and SGD over it"""
+    """Return a parameter of two ones, and SGD over it."""
     weight = nn.Parameter(torch.ones(2))
     return weight, torch.optim.SGD([weight], lr=0.25)
 

@@ -36,7 +36,7 @@ add_kind(
 
 
 def queries_and_keys(S, Skv, batch=2, heads=2, shared=2, size=8, size_v=None):
-    """-> q, k, v with `heads` heads of S queries and `shared` heads of Skv keys"""
+    """Return q, k, v with `heads` heads of S queries and `shared` heads of Skv keys."""
     shapes = [(heads, S, size), (shared, Skv, size), (shared, Skv, size_v or size)]
     seeds = itertools.count(S * Skv)
     return [randn((batch, *shape), next(seeds)).requires_grad_() for shape in shapes]

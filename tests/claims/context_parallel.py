@@ -58,7 +58,7 @@ def mine(x, zigzag=False, dim=2):
 
 
 def whole_inputs(tokens, heads=4, shared=4, size=8, dtype=torch.float64):
-    """-> q, k, v of the whole sequence, with `tokens` on each rank, and the output's gradient"""
+    """Return q, k, v and the output's gradient for a sequence with `tokens` on each rank."""
     S = tokens * pool.world_size()
     numbers = [heads, shared, shared, heads]
     inputs = [randn((2, each, S, size), seed=S + i) for i, each in enumerate(numbers)]
@@ -66,7 +66,7 @@ def whole_inputs(tokens, heads=4, shared=4, size=8, dtype=torch.float64):
 
 
 def one_device(q, k, v, grad, causal=False, scale=None):
-    """-> output and gradients of attention over the whole sequence"""
+    """Return output and gradients of attention over the whole sequence."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     sharing = q.shape[1] // k.shape[1]
     each_k, each_v = (x.repeat_interleave(sharing, 1) for x in leaves[1:])
@@ -75,7 +75,7 @@ def one_device(q, k, v, grad, causal=False, scale=None):
 
 
 def on_ranks(attention, q, k, v, grad, zigzag=False):
-    """-> this rank's part of the same, by `attention(q, k, v)`"""
+    """Return this rank's part of the same, by `attention(q, k, v)`."""
     leaves = [mine(x, zigzag).clone().requires_grad_() for x in (q, k, v)]
     output = attention(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, mine(grad, zigzag))]

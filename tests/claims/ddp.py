@@ -58,7 +58,7 @@ def no_sync_is_silent(make):
 
 
 def two_steps(make):
-    """-> the model, and the collectives of the second step with a note of the last gradient"""
+    """Return the model, and the collectives of the second step with a note of the last gradient."""
     has_small_buckets = "bucket_cap_mb" in names_of(make.args[-1])
     width = 6 if has_small_buckets else 2600  # a layer fills PyTorch's bucket of 25 MB
     model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, width), nn.Linear(width, 6))

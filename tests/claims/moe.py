@@ -43,7 +43,7 @@ class Ours:
         return found
 
     def backward(self, rank, count, step=0):
-        """-> the output and the input's gradient. Afterwards parameters have averaged gradients."""
+        """Return the output and the input's gradient. Then parameters have averaged gradients."""
         x = tokens_of(rank, count, step).requires_grad_()
         output = self.module(x)
         loss_of(output, rank).backward()
@@ -103,7 +103,7 @@ def loss_of(output, rank):
 
 
 def gradients_of_one_device(weights, counts, plain=plain_moe):
-    """-> the weights with the gradients of the mean of all ranks' losses, and the ranks' inputs"""
+    """Return the weights, with the gradients of all ranks' mean loss, and the ranks' inputs."""
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     inputs = [tokens_of(rank, count).requires_grad_() for rank, count in enumerate(counts)]
     losses = [loss_of(plain(x, leaves), rank) for rank, x in enumerate(inputs)]

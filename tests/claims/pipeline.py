@@ -21,7 +21,7 @@ from claims.registry import add_kind, check, claim, names_of, same
 
 
 def make_schedules(implementation):
-    """-> functions(ranks, micro-batches, stages per rank)"""
+    """Return functions(ranks, micro-batches, stages per rank)."""
     if "name" not in names_of(implementation):
         return [implementation]
     names = getattr(implementation, "names", pipeline.SCHEDULES)
@@ -41,7 +41,7 @@ SIZES = ((1, 1, 1), (2, 2, 1), (2, 5, 1), (4, 8, 1), (4, 4, 2), (3, 6, 3), (4, 2
 
 
 def schedules_of(make, sizes=SIZES):
-    """-> (ranks, micro-batches, stages per rank, schedule), without the sizes that it refuses"""
+    """Return (ranks, micro-batches, stages per rank, schedule) for the sizes that it accepts."""
     for schedule in make():
         for p, m, v in sizes:
             try:

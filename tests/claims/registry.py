@@ -181,7 +181,7 @@ def same_on_all(tensor, what):
 
 
 def run(kind, name, spec):
-    """On a worker: -> "" if the claim holds, else what does not; None if it is not offered."""
+    """On a worker, return "" if the claim holds, else what does not, or None if not offered."""
     _problems.clear()
     try:
         with default_group(pool.group()):

@@ -106,7 +106,7 @@ class Trainer:
         self.optimizer.step()
 
     def whole(self):
-        """-> the unsharded parameters, by name."""
+        """Return the unsharded parameters, by name."""
         found = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
         is_torchs = any(hasattr(parameter, "full_tensor") for parameter in found.values())
         if self.kind not in ("zero3", "fsdp") or is_torchs:

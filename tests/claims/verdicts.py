@@ -75,7 +75,7 @@ def _what_happened(failure, N):
 
 
 def last_error(text):
-    """-> the exception of a traceback, and the line of the user's code that it came through"""
+    """Return the exception of a traceback, and the line of the user's code that it came through."""
     exception = text.strip().splitlines()[-1]
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
     theirs = [frame for frame in frames if not re.search(r"/tests/|/torch/|<", frame[0])]
@@ -97,7 +97,7 @@ def how_to_call(kind):
 
 
 def table(kind, verdicts):
-    """-> lines, of the claims' verdicts by name: results, then properties, then the sum."""
+    """Return lines, of the claims' verdicts by name: results, then properties, then the sum."""
     results = [name for name in verdicts if CLAIMS[kind, name].about == "result"]
     properties = [name for name in verdicts if CLAIMS[kind, name].about == "property"]
     yield "Results. Training goes wrong if one does not hold."

@@ -27,7 +27,7 @@ SummingGather = changed(
 
 
 def shard(parameter, gather):
-    """-> this rank's piece as a parameter, with `whole()`"""
+    """Return this rank's piece as a parameter, with `whole()`."""
     N = dist.get_world_size()
     flat = parameter.detach().flatten()
     shape = parameter.shape
