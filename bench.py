@@ -209,7 +209,20 @@ class SeparateBlock(ddp.Block):
         q, k, v = map(self.split_heads, (self.q(y), self.k(y), self.v(y)))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).flatten(2))
-        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+        hidden = F.gelu(self.linear1(self.norm2(x)))
+        return x + self.linear2(hidden)
+
+
+def tensor_parallel_model(bench, sequence_parallel):
+    plan = {"0": "vocab", "*.norm?": "norm", "*.qkv": "qkv", "*.proj": "row"}
+    plan |= {"*.linear1": "column", "*.linear2": "row", "9": "norm", "10": "vocab"}
+    model = bench.model()
+    tensor_parallel.parallelize(model, plan, sequence_parallel=sequence_parallel)
+    if sequence_parallel:
+        model[0].register_forward_hook(
+            lambda module, args, output: tensor_parallel.scatter_to_sequence(output)
+        )
+    return model
 
 
 def library_tensor_parallel_model(bench):
@@ -242,22 +255,16 @@ def bench_tensor_parallel(bench):
         return step
 
     def our_backward(model, inputs, targets):
-        tensor_parallel.vocab_parallel_cross_entropy(model(inputs), targets).mean().backward()
+        losses = tensor_parallel.vocab_parallel_cross_entropy(model(inputs), targets)
+        losses.mean().backward()
 
     def ours(sequence_parallel=False):
-        plan = {"0": "vocab", "*.norm?": "norm", "*.qkv": "qkv", "*.proj": "row"}
-        plan |= {"*.linear1": "column", "*.linear2": "row", "9": "norm", "10": "vocab"}
-        model = bench.model()
-        tensor_parallel.parallelize(model, plan, sequence_parallel=sequence_parallel)
-        if sequence_parallel:
-            model[0].register_forward_hook(
-                lambda module, args, output: tensor_parallel.scatter_to_sequence(output)
-            )
-        return training_step(model, our_backward)
+        return training_step(tensor_parallel_model(bench, sequence_parallel), our_backward)
 
     def their_backward(model, inputs, targets):
         with loss_parallel():
-            ddp.language_loss(model(inputs), targets).backward()
+            loss = ddp.language_loss(model(inputs), targets)
+            loss.backward()
 
     def theirs():
         return training_step(library_tensor_parallel_model(bench), their_backward)
@@ -422,6 +429,10 @@ def library_context_parallel(mesh, length, device):
     )
 
 
+def attention_on_one_device(q, k, v):
+    F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+
 def bench_context_parallel(bench):
     """ring_attention with zigzag, causal, heads of 64, forward and backward.
 
@@ -442,14 +453,11 @@ def bench_context_parallel(bench):
     def ours(attention, q, k, v):
         attention(q, k, v, causal=True).sum().backward()
 
-    def whole(q, k, v):
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
     mesh = bench.mesh()
 
     def theirs(q, k, v):
         with library_context_parallel(mesh, shape[2], bench.device):
-            whole(q, k, v)
+            attention_on_one_device(q, k, v)
 
     ring = partial(ours, context_parallel.ring_attention)
     contiguous = partial(ours, partial(context_parallel.ring_attention, zigzag=False))
@@ -457,17 +465,31 @@ def bench_context_parallel(bench):
     variants = {"ring_attention, zigzag": partial(variant, ring, bench.ranks)}
     if dist.get_backend() == "nccl":
         variants["torch context_parallel"] = partial(variant, theirs, bench.ranks)
-    variants["torch attention on one device"] = partial(variant, whole, 1)
+    variants["torch attention on one device"] = partial(variant, attention_on_one_device, 1)
     variants["ring_attention, contiguous"] = partial(variant, contiguous, bench.ranks)
     variants["ulysses_attention"] = partial(variant, ulysses, bench.ranks)
     return variants
 
 
-def bench_expert_parallel(bench):
-    """A layer of 8 experts, forward and backward, over transformers' block on one device."""
+def library_mixture_of_experts(hidden_size, intermediate_size):
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+    config = MixtralConfig(
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    config._experts_implementation = "eager"
+    block = MixtralSparseMoeBlock(config)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return block
+
+
+def bench_expert_parallel(bench):
+    """A layer of 8 experts, forward and backward, over transformers' block on one device."""
     hidden = bench.width
     ffn_hidden = 2 * hidden
     torch.manual_seed(bench.rank)
@@ -488,13 +510,7 @@ def bench_expert_parallel(bench):
         return variant(expert_parallel.parallelize(layer) if split else layer)
 
     def theirs():
-        sizes = {"hidden_size": hidden, "intermediate_size": ffn_hidden}
-        config = MixtralConfig(**sizes, num_local_experts=8, num_experts_per_tok=2)
-        config._experts_implementation = "eager"
-        block = MixtralSparseMoeBlock(config)
-        for parameter in block.parameters():
-            nn.init.normal_(parameter, std=0.02)
-        return variant(block)
+        return variant(library_mixture_of_experts(hidden, ffn_hidden))
 
     return {
         "expert_parallel": partial(ours, split=True),
@@ -532,7 +548,7 @@ def worker(rank, args, folder):
         torch.set_float32_matmul_precision("high")  # TF32
     dist.init_process_group(
         backend,
-        store=dist.FileStore(str(Path(folder) / "store"), args.ranks),
+        store=dist.FileStore(f"{folder}/store", args.ranks),
         rank=rank,
         world_size=args.ranks,
         device_id=device if backend == "nccl" else None,
