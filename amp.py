@@ -122,8 +122,7 @@ class GradScaler:
             return outputs
         # fp16 cannot hold the first scale, 2¹⁶. An fp16 loss times an fp32 scalar is in fp32,
         # because the loss is a scalar as well.
-        scale = torch.tensor(self._scale)
-        return tree_map(lambda output: output * scale, outputs)
+        return tree_map(lambda output: output * torch.tensor(self._scale), outputs)
 
     def unscale_(self, optimizer):
         """Divide the gradients by the scale, and check that they are finite on all ranks."""
@@ -131,8 +130,7 @@ class GradScaler:
             return
         if optimizer in self._found_inf:
             raise RuntimeError(
-                "unscale_() or step() has already been called on this optimizer "
-                "since the last update()"
+                "unscale_() or step() has been called on this optimizer since the last update()"
             )
         if isinstance(optimizer, MixedPrecisionOptimizer):
             raise ValueError(
@@ -154,13 +152,14 @@ class GradScaler:
     def _unscale_grads(self, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
+        if torch.float16 in [gradient.dtype for gradient in gradients]:
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
             )
-        device = parameters[0].device
+        # The elements of a sparse gradient that are not zero.
+        gradients = [g._values() if g.is_sparse else g for g in gradients]
         value = 0.0 if gradients else NO_GRADIENT
-        found_inf = torch.tensor(value, dtype=torch.float32, device=device)
+        found_inf = torch.tensor(value, dtype=torch.float32, device=parameters[0].device)
         inverse = torch.full_like(found_inf, 1.0 / self._scale)
         # Multiplies by `inverse`, and sets `found_inf` to 1 if an element is inf or NaN.
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
@@ -184,9 +183,8 @@ class GradScaler:
         found_inf = self._found_inf[optimizer]
         if found_inf == NO_GRADIENT:
             raise AssertionError(
-                "No inf checks were recorded for this optimizer: no rank has a .grad to unscale. "
-                f"Call backward first. If {type(optimizer).__name__} keeps its gradients "
-                "elsewhere, train in bf16 without a scaler"
+                "No inf checks were recorded for this optimizer: no rank has a .grad. If "
+                f"{type(optimizer).__name__} keeps gradients elsewhere, use bf16 without a scaler"
             )
         self._stepped.add(optimizer)
         return None if found_inf else optimizer.step(*args, **kwargs)
@@ -255,6 +253,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     Without a scaler, a rank checks only its own gradients. That is enough if all ranks have the
     same gradients. If the ranks hold parts of one model, bf16 needs a scaler too: with it, all
     ranks skip the same steps.
+
+    After the first step(), do not write to weight.data: the next step() would undo it. Write under
+    torch.no_grad(), or call reload_model_params() afterwards. model.load_state_dict() is safe.
+    Buffers keep their dtype, so a model with batch norms needs autocast instead.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
@@ -292,19 +294,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def unscale_(self):
         """Copy the gradients to the masters, and divide them by the scale."""
         versions = [weight.grad is not None and weight.grad._version for weight in self._weights]
-        if any(master.grad is not None for master in self._masters):
-            # clip_grad_norm_() or the caller has done it.
-            if self._grad_versions not in (None, versions):
+        if self._grad_versions is not None:  # clip_grad_norm_() or the caller has called it
+            if versions != self._grad_versions:
                 raise RuntimeError(
-                    "backward ran after clip_grad_norm_() or unscale_(), and its gradients would "
-                    "be lost: call every backward first"
+                    "backward ran after clip_grad_norm_() or unscale_(): call every backward first"
                 )
             return
-        self._grad_versions = versions
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight.grad is not None:
-                master.grad = weight.grad.to(master.dtype, copy=True)
+                master.grad = weight.grad.to(master.dtype, copy=True).to_dense()
         self.scaler.unscale_(self.optimizer)
+        self._grad_versions = versions
 
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients down to a total norm of `max_norm`; return the norm they had."""
@@ -333,8 +333,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group):
         raise ValueError(
-            "the masters are made: give all parameter groups to the optimizer before "
-            "MixedPrecisionOptimizer is made"
+            "give all parameter groups to the optimizer before MixedPrecisionOptimizer is made"
         )
 
     def zero_grad(self, set_to_none=True):

@@ -24,7 +24,8 @@ Run:      python data_parallel.py                                 two devices, o
           torchrun --nproc-per-node 3 data_parallel.py            each of 3 ranks uses 3 devices
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 2.2
 Mirrors:  torch.nn.DataParallel
-Left out: output_device and dim; coalesced copies of small parameters; devices of two types
+Left out: output_device and dim; coalesced copies of small parameters; devices of two types;
+          sparse gradients
 """
 
 import argparse
@@ -80,17 +81,16 @@ def scatter(inputs, devices, dim=0):
     chunks_of_leaves = []
     shapes = {}  # {number of chunks: shape of a tensor that gives this number}
     for leaf in leaves:
-        if not torch.is_tensor(leaf):
-            chunks_of_leaves.append([leaf] * len(devices))
-            continue
-        chunks = leaf.chunk(len(devices), dim)
-        shapes[len(chunks)] = tuple(leaf.shape)
-        chunks_of_leaves.append(map(torch.Tensor.to, chunks, devices))
+        chunks = [leaf] * len(devices)
+        if torch.is_tensor(leaf):
+            pieces = leaf.chunk(len(devices), dim)
+            shapes[len(pieces)] = tuple(leaf.shape)
+            chunks = map(torch.Tensor.to, pieces, devices)
+        chunks_of_leaves.append(chunks)
     if len(shapes) > 1:
-        different = list(shapes.values())
         raise ValueError(
-            f"tensors of shapes {different} give different numbers of chunks for {len(devices)} "
-            f"devices; make them equally long in dimension {dim}"
+            f"{len(devices)} devices: the tensors give different numbers of chunks, with shapes "
+            f"{shapes}; make them equally long in dimension {dim}"
         )
     by_device = zip(*chunks_of_leaves, strict=False)  # ends when the chunks of the tensors end
     return [tree_unflatten(chunks, structure) for chunks in by_device]
@@ -100,6 +100,8 @@ def rebuild(module, copy_of):
     """Return a copy of `module` that has `copy_of[x]` in place of each parameter or buffer x."""
     clones = {part: part._replicate_for_data_parallel() for part in module.modules()}  # shallow
     for original, clone in clones.items():
+        if getattr(original, "sparse", False):  # nn.Embedding has this attribute
+            raise ValueError(f"{original}: backward of a copy needs sparse=False")
         for name, child in original._modules.items():
             clone._modules[name] = clones.get(child)  # a child may be None
         states = original._parameters | original._buffers
@@ -160,8 +162,9 @@ def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
             with torch.set_grad_enabled(grad_enabled), autocast, stream:
                 return modules[index](*inputs[index], **kwargs_tup[index])
         except Exception as error:
-            name = type(error).__name__
-            error.args = (f"{name} in replica {index} on device {devices[index]}: {error}",)
+            error.args = (
+                f"{type(error).__name__} in replica {index} on device {devices[index]}: {error}",
+            )
             raise
 
     with ThreadPoolExecutor(len(modules)) as threads:

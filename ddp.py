@@ -24,8 +24,8 @@ Run:      torchrun --nproc-per-node 2 ddp.py
           python ddp.py runs one rank
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 3.2
 Mirrors:  torch.nn.parallel.DistributedDataParallel
-Left out: join() for uneven inputs; static_graph; sparse gradients; gradients of gradients;
-          parameters that are frozen, unfrozen or added after construction
+Left out: join() for uneven inputs; static_graph; gradients of gradients; gradients that stay
+          sparse; parameters that are unfrozen, added or cast after construction
 See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 """
 
@@ -65,7 +65,8 @@ def all_reduce_gradients(module, process_group=None):
             # Other ranks may have a gradient, and every rank must issue the same collectives.
             parameter.grad = torch.zeros_like(parameter)
         # Contiguous, because an all-reduce ignores strides, and they may differ between ranks.
-        parameter.grad = parameter.grad.contiguous() / dist.get_world_size(process_group)
+        gradient = parameter.grad.to_dense().contiguous()
+        parameter.grad = gradient / dist.get_world_size(process_group)
         dist.all_reduce(parameter.grad, group=process_group)
 
 
@@ -93,14 +94,14 @@ def assign_buckets(tensors, cap_bytes):
 
 
 def views_of(flat, tensors):
-    """Consecutive parts of `flat`, in the shapes of `tensors`."""
+    """Return consecutive parts of `flat`, in the shapes of `tensors`."""
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def broadcast(tensors, process_group):
     """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
-    for bucket in assign_buckets(tensors, 25 * 2**20):
+    for bucket in assign_buckets(list(tensors), 25 * 2**20):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         # As bytes, because gloo has no int16 and no float8.
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
@@ -128,7 +129,7 @@ class BucketedDataParallel(nn.Module):
 
     def __init__(self, module, process_group, bucket_cap_mb, gradient_as_bucket_view):
         super().__init__()
-        broadcast([*module.parameters(), *module.buffers()], process_group)
+        broadcast(module.parameters(), process_group)
         self.module = module
         self.process_group = process_group
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -136,7 +137,6 @@ class BucketedDataParallel(nn.Module):
         lists = assign_buckets(trained, bucket_cap_mb * 2**20)
         self._buckets = [Bucket(index, parameters) for index, parameters in enumerate(lists)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
-        self._unsent = list(self._buckets)  # buckets that this backward has yet to send, in order
         self._filled = set()  # parameters whose gradients are in their buckets
         self._divisor = dist.get_world_size(process_group)
         # "idle": hooks do nothing, and gradients stay in .grad.
@@ -204,6 +204,7 @@ class BucketedDataParallel(nn.Module):
         """Copy parameter.grad into its bucket, and send the buckets that are full."""
         bucket = self._bucket_of[parameter]
         view = bucket.views[parameter]
+        parameter.grad = parameter.grad.to_dense()  # does nothing unless the gradient is sparse
         # Divide before the sum, because the sum of N fp16 gradients may exceed their limit, 65504.
         torch.mul(parameter.grad, 1 / self._divisor, out=view)
         if self.gradient_as_bucket_view:
@@ -212,8 +213,11 @@ class BucketedDataParallel(nn.Module):
         bucket.missing -= 1
         # The order in which buckets fill may differ between ranks. They are sent in the order of
         # their index. Otherwise an all-reduce would add different buckets to each other.
-        while self._unsent and self._unsent[0].missing == 0:
-            self._send(self._unsent.pop(0))
+        for next_bucket in self._buckets:
+            if next_bucket.missing:
+                break
+            if next_bucket.work is None:
+                self._send(next_bucket)
 
     def _send(self, bucket):
         bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
@@ -221,7 +225,7 @@ class BucketedDataParallel(nn.Module):
     def _finish_backward(self):
         """Wait for the all-reduces, and copy the means into .grad."""
         self._state = "idle"
-        if self._unsent:
+        if len(self._filled) < len(self._bucket_of):
             return  # backward did not reach every parameter: the next forward raises an error
         for bucket in self._buckets:
             bucket.work.wait()
@@ -229,7 +233,6 @@ class BucketedDataParallel(nn.Module):
                 parameter.grad.copy_(mean)  # does nothing if .grad is the view itself
             bucket.missing = len(bucket.views)
             bucket.work = None  # the handle would keep gloo's threads alive
-        self._unsent = list(self._buckets)
         self._filled = set()
 
 
@@ -311,18 +314,19 @@ class DistributedDataParallel(BucketedDataParallel):
         gradient_as_bucket_view=False,
         **others,
     ):
-        # These have no effect here, so they must have the default values of PyTorch.
-        others |= {"dim": dim, "init_sync": init_sync, "check_reduction": check_reduction}
-        if output_device not in (None, *(device_ids or ())):
-            others["output_device"] = output_device
-        arguments = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-        defaults = {name: argument.default for name, argument in arguments.items()}
-        defaults["init_sync"] = True  # torch 2.6 does not have it
-        for name, value in others.items():
-            if name not in defaults or value != defaults[name]:
-                raise ValueError(f"{name}={value!r} is not supported by ddp.py; leave it out")
+        # Raises TypeError if PyTorch's class has no argument of such a name either.
+        inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
+        others["dim"] = dim
+        others["output_device"] = output_device not in (None, *(device_ids or ()))
+        others["init_sync=False"] = not init_sync
+        others["check_reduction"] = check_reduction
+        for name, is_set in others.items():
+            if is_set:
+                raise ValueError(f"{name} is not supported by ddp.py; leave it out")
         verify_same_model(module, process_group)
         super().__init__(module, process_group, bucket_cap_mb or 25, gradient_as_bucket_view)
+        if broadcast_buffers:
+            broadcast(module.buffers(), process_group)
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
@@ -341,10 +345,13 @@ class DistributedDataParallel(BucketedDataParallel):
     def _pre_forward(self):
         super()._pre_forward()
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in self._bucket_of:
+            bucket = self._bucket_of.get(parameter)
+            if not parameter.requires_grad:
+                continue
+            if bucket is None or bucket.flat.dtype != parameter.dtype:
                 raise RuntimeError(
-                    f"{name} was frozen or not there when DistributedDataParallel was made, so its "
-                    "gradient would not be averaged: wrap the module again"
+                    f"{name} was frozen, not there or of another dtype when "
+                    "DistributedDataParallel was made: wrap the module again"
                 )
         if self.training and self.broadcast_buffers and self.require_forward_param_sync:
             # .data keeps the version. A graph may have saved the buffer, and its backward would
@@ -371,23 +378,21 @@ class DistributedDataParallel(BucketedDataParallel):
         if not self.find_unused_parameters:
             super()._finish_backward()
             return
-        any_unused = False  # on this rank
+        unused = {}  # {parameter without a gradient on this rank: its element of `used`}
         # For each parameter, 1 if it has a gradient on this rank, otherwise 0. The zeros are
         # written on the device, because the host would wait while it copies a list there.
         used = torch.ones(len(self._bucket_of), device=self._buckets[0].flat.device)
         for flag, parameter in zip(used, self._bucket_of, strict=True):
             if parameter.grad is None:
-                any_unused = True
-                flag.zero_()
+                unused[parameter] = flag.zero_()
                 parameter.grad = torch.zeros_like(parameter)
             if parameter not in self._filled:  # this backward did not reach it
                 self._fill(parameter)
         super()._finish_backward()
         dist.all_reduce(used, group=self.process_group)
-        if any_unused:  # otherwise the host need not wait for the all-reduce
-            for parameter, num_ranks in zip(self._bucket_of, used.tolist(), strict=True):
-                if num_ranks == 0:
-                    parameter.grad = None
+        for parameter, num_ranks in unused.items():
+            if num_ranks == 0:  # the host waits for the all-reduce
+                parameter.grad = None
 
     def register_comm_hook(self, state, hook):
         """Replace the all-reduce by `hook(state, bucket)`, which returns a future of the mean."""

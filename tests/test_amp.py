@@ -64,23 +64,24 @@ def two_optimizers():
 
 
 def call(name, scaler, weight, optimizer, value):
+    gradient = torch.full((len(weight),), value)
     if name == "scale":
-        [(weight.grad,)] = scaler.scale([(torch.full_like(weight, value),)])
+        [(weight.grad,)] = scaler.scale([(gradient,)])
+    elif name == "scale sparse":
+        weight.grad = scaler.scale(gradient.to_sparse())
     elif name == "no gradient":
         weight.grad = None
-    elif name == "update":
-        scaler.update()
-    elif name == "update to 7":
-        scaler.update(7.0)
+    elif name.startswith("update"):
+        scaler.update(*map(float, name.split()[1:]))
     else:
         getattr(scaler, name)(optimizer)
 
 
 ITERATION = ["scale", "step", "update"]
+SPARSE = ["scale sparse", "step", "update"]
 WITHOUT = ["no gradient", "step"]
-CALLS = [ITERATION] * 6 + [
-    [name] for name in [*ITERATION, "no gradient", "unscale_", "update to 7"]
-]
+NAMES = [*ITERATION, "no gradient", "unscale_", "update 7"]
+CALLS = [ITERATION] * 4 + [SPARSE] * 2 + [[name] for name in NAMES]
 VALUES = st.sampled_from([0.5, 3.0, INF, -INF, NAN, 1e38])
 # init_scale, growth_factor, backoff_factor, growth_interval, enabled
 OPTIONS = [
@@ -95,7 +96,6 @@ OPTIONS = [
 def results_of(scaler, calls):
     """After each list of calls: the type of the error, the scaler's state, and the weights."""
     weights, optimizers = two_optimizers()
-    results = []
     for names, i, value in [(["scale"], 0, 0.0), (["scale"], 1, 0.0), *calls]:
         error = None
         try:
@@ -103,9 +103,8 @@ def results_of(scaler, calls):
                 call(name, scaler, weights[i], optimizers[i], value)
         except (RuntimeError, AssertionError) as raised:
             error = type(raised)
-        numbers = [scaler.get_scale(), *(weight.tolist() for weight in weights)]
-        results.append((names, error, sorted(scaler.state_dict().items()), numbers))
-    return results
+        state = sorted(scaler.state_dict().items())
+        yield names, error, scaler.get_scale(), state, *(weight.tolist() for weight in weights)
 
 
 @given(
@@ -115,12 +114,15 @@ def results_of(scaler, calls):
 @example([(["scale", "step", "step"], 0, 0.5)], OPTIONS[0])
 @example([(ITERATION, 0, value) for value in (0.5, INF, 0.5, 0.5, 0.5)], OPTIONS[2])
 @example([(ITERATION, 0, 0.5)] * 2, OPTIONS[3])
+@example([(SPARSE, 1, value) for value in (0.5, NAN, 3.0)], OPTIONS[1])
 @example([(WITHOUT, 0, 0.5), (["update"], 0, 0.5)], OPTIONS[0])
 @example([(WITHOUT, 0, 0.5), (ITERATION, 1, 0.5)], OPTIONS[0])
 def test_any_sequence_of_calls_does_what_pytorchs_scaler_does(calls, options):
     """The scales, counters and weights are bitwise PyTorch's. Errors have the same types."""
-    ours = results_of(amp.GradScaler("cpu", *options), calls)
-    theirs = results_of(torch.amp.GradScaler("cpu", *options), calls)
+    ours, theirs = (
+        list(results_of(scaler_class("cpu", *options), calls))
+        for scaler_class in (amp.GradScaler, torch.amp.GradScaler)
+    )
     assert str(ours) == str(theirs)  # as text, because NaN does not equal NaN
 
 
@@ -287,6 +289,22 @@ def test_training_is_bitwise_that_of_masters_by_hand(name, dtype, scaler_class):
     held = amp.held(model.parameters(), optimizer)
     assert held == (dtype.itemsize * psi, dtype.itemsize * psi, adam)
     assert amp.held_bytes(masters_of(optimizer)) == 4 * psi + 4 * unused.numel()
+
+
+def test_sparse_gradients_train_bitwise_as_dense_ones():
+    weights = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 3, sparse=sparse)
+        adamw = OPTIMIZERS["adamw"](model.parameters())
+        optimizer = amp.MixedPrecisionOptimizer(adamw, BF16, amp.GradScaler("cpu", 8.0))
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.scale(loss_of(model(torch.tensor([step, 4])))).backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+        weights.append(model.weight)
+    bitwise(*weights)
 
 
 @pytest.mark.parametrize("order", [["model", "optimizer"], ["optimizer", "model"], ["optimizer"]])

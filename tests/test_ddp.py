@@ -20,6 +20,7 @@ from shared import (
     batch_loss,
     fake_world,
     fake_world_on_meta,
+    loss_of,
     make_batch,
     make_model,
 )
@@ -175,6 +176,23 @@ def test_layers_used_and_their_order_may_differ_by_rank_and_micro_batch(
             assert_equal(layer.weight.grad, gradient if gradient.any() else None, exact=False)
 
 
+@pool.on(2)
+def test_sparse_gradients_become_the_dense_mean():
+    plain = nn.Embedding(5, 3, dtype=F64)
+    modules = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    batches = [torch.tensor([[rank, 2], [2, 4 - rank]]) for rank in range(2)]
+    one_device(plain, [[batch] for batch in batches])
+    for module in modules:
+        module.sparse = True
+        model = wrap(module) if module is modules[0] else module
+        loss_of(model(batches[pool.rank()])).backward()
+
+    ddp.all_reduce_gradients(modules[1], pool.group())
+
+    for module in modules:
+        assert_same_parameters(module, plain, exact=True)
+
+
 @pool.on(3)
 def test_the_naive_form_is_the_mean_also_of_what_is_unused_here_or_laid_out_in_columns():
     model = Branches()
@@ -212,9 +230,12 @@ def test_parameters_that_backward_did_not_reach_are_named_in_the_next_forward():
 @pool.on(2)
 def test_buffers_are_rank_0s_in_each_training_forward_and_only_then(broadcast_buffers):
     rank = pool.rank()
+    first = 0 if broadcast_buffers else rank
     seen = []
-    model = wrap(make_model("batchnorm"), broadcast_buffers=broadcast_buffers)
-    mean = model.module[1].running_mean
+    module = make_model("batchnorm")
+    mean = module[1].running_mean.fill_(rank)
+    model = wrap(module, broadcast_buffers=broadcast_buffers)
+    assert mean[0] == first
     model.module[1].register_forward_pre_hook(lambda *_: seen.append(mean[0].item()))
 
     def forward():
@@ -233,7 +254,6 @@ def test_buffers_are_rank_0s_in_each_training_forward_and_only_then(broadcast_bu
     forward()  # copies nothing, as in PyTorch: the forward before was under no_sync()
     (forward() + forward()).backward()  # the first graph has saved the buffers
 
-    first = 0 if broadcast_buffers else rank
     assert seen == [first, *[rank] * (2 * rank), first, rank, first, first]
 
 
@@ -294,10 +314,11 @@ def test_errors_on_every_rank():
         (r"same model.*: \(3, 8\), torch.bfloat16.*float32", lambda m: m[3].bfloat16(), {}),
         (r"3\.bias.*requires_grad=False", lambda m: m[3].bias.requires_grad_(False), {}),
         (r"1\.extra: \(2,\)", lambda m: m[1].register_buffer("extra", torch.zeros(2)), {}),
-        ("static_graph=True is not supported", unchanged, {"static_graph": True}),
-        ("check_reduction=True is not supported", unchanged, {"check_reduction": True}),
-        ("nothing=1 is not supported", unchanged, {"nothing": 1}),
-        ("output_device=1 is", unchanged, {"device_ids": [0], "output_device": 1}),
+        ("dim is not supported", unchanged, {"dim": 1}),
+        ("static_graph is not supported", unchanged, {"static_graph": True}),
+        ("check_reduction is not supported", unchanged, {"check_reduction": True}),
+        ("init_sync=False is not supported", unchanged, {"init_sync": False}),
+        ("output_device is", unchanged, {"device_ids": [0], "output_device": 1}),
         ("rank . is not in process_group", unchanged, {"process_group": OUTSIDE}),
     ]:
         model = make_model("batchnorm")
@@ -305,10 +326,16 @@ def test_errors_on_every_rank():
             change(model)
         with pytest.raises(ValueError, match=words):
             ddp.DDP(model, **({"process_group": pool.group()} | options))
-    model = wrap(make_model("frozen"))
-    model.module.requires_grad_(True)  # only now
-    with pytest.raises(RuntimeError, match=r"0\.bias was frozen .* wrap the module again"):
-        batch_loss(model, 0, 0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'broadcast_bufers'"):
+        wrap(model, broadcast_bufers=False)
+    for name, change in [
+        ("0.bias", lambda m: m.requires_grad_(True)),
+        ("0.weight", nn.Module.half),
+    ]:
+        model = wrap(make_model("frozen"))
+        change(model)
+        with pytest.raises(RuntimeError, match=f"{name} was frozen.* wrap the module again"):
+            batch_loss(model, 0, 0)
     for implementation in (ddp.DDP, nn.parallel.DistributedDataParallel):
         with pytest.raises(RuntimeError, match="have any parameter that requires a gradient"):
             implementation(model.requires_grad_(False), process_group=pool.group())
