@@ -33,13 +33,13 @@ def test_outputs_and_gradients_are_bitwise_those_of_one_device_chunk_by_chunk(n,
         output.sin().sum().backward()
 
         outputs = []
-        for number, chunk in enumerate(chunks):
+        buffers = []
+        for chunk in chunks:
             outputs.append(plain(chunk))
             outputs[-1].sin().sum().backward()
-            if number == 0:
-                buffers = [buffer.clone() for buffer in plain.buffers()]
-        for buffer, first in zip(plain.buffers(), buffers, strict=True):
-            buffer.copy_(first)
+            buffers.append([buffer.clone() for buffer in plain.buffers()])
+        for buffer, after_the_first in zip(plain.buffers(), buffers[0], strict=True):
+            buffer.copy_(after_the_first)
         assert_equal(output, torch.cat(outputs), True, "output")
         assert_equal(x.grad, torch.cat([chunk.grad for chunk in chunks]), True, "input's gradient")
         assert_same_parameters(model.module, plain, True, f"step {step}")
