@@ -30,7 +30,7 @@ backward, and in a step with m backwards. Multiply those by (N-1)/N.
 
 In fp32, DDP holds 4Ψ, 4Ψ and 8Ψ bytes. In no_sync(), Zero2 sends 2Ψ like Zero1, but holds whole
 gradients. In addition to the table, a bucket of gradients is held twice while it is reduced, and
-Zero3 holds the whole parameters of two units: the one that runs and the next. A step also sends one
+Zero3 holds the whole parameters of the unit that runs and of the next one. A step also sends one
 byte for each parameter tensor, a flag that says whether this rank has its gradient.
 
 Each rank adds the gradients of all ranks in rank order. So training is bitwise equal, for any N, to
@@ -41,10 +41,10 @@ Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et
           ZeRO-Offload, arXiv 2101.06840
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
           stages 1, 2 and 3
-Left out: optimizers that need whole matrices (Adafactor, Muon), closures, sparse gradients, offload
-          to disk (DeepSpeed), construction on the meta device and any optimizer over shards
-          (fsdp.py), NCCL's own reduce-scatter, which adds in an order of its own; in Zero3, modules
-          that return their input changed in place, or a view of a parameter
+Left out: optimizers that need whole matrices (Adafactor, Muon), closures, gradients that stay
+          sparse, offload to disk (DeepSpeed), construction on the meta device and any optimizer
+          over shards (fsdp.py), NCCL's own reduce-scatter, which adds in an order of its own; in
+          Zero3, modules that return their input changed in place, or a view of a parameter
 """
 
 import argparse
@@ -170,7 +170,7 @@ class Bucket:
             if slot.parameter.grad is None:
                 view.zero_()
             else:
-                view.copy_(slot.parameter.grad)
+                view.copy_(slot.parameter.grad.to_dense())  # nn.Embedding(sparse=True)
                 slot.parameter.grad = None
                 slot.used = True
         sent = gradients.chunk(self.N)
@@ -392,8 +392,8 @@ class Zero1(torch.optim.Optimizer):
         buckets = self._reduce_gradients()
         if self._mixed:
             raise RuntimeError(
-                "gradients were added to those of the last step: call the optimizer's zero_grad(), "
-                "because that of the module does not drop reduced gradients"
+                "gradients were added to those of the last step: call the optimizer's zero_grad() "
+                "after each step; that of the module does not drop reduced gradients"
             )
         self._stepped = True
         for bucket in buckets:
@@ -680,10 +680,13 @@ class FreeableBucket(Bucket):
 class Zero3(Zero2):
     """Zero2 with sharded parameters, which are whole only while a unit that needs them runs.
 
-    Units are the largest modules that contain no list of modules, such as transformer blocks.
-    Parameters outside of all units are whole during a forward or backward. Freed parameters are
-    NaN. So call a module instead of reading its weights, and call module_state_dict() instead of
-    module.state_dict(). All ranks must run the same modules in the same order.
+    The members of nn.Sequential and nn.ModuleList, such as transformer blocks, are units. The whole
+    module is one, too. A parameter belongs to the innermost unit around it, and is whole while that
+    unit runs. All ranks must run the same modules in the same order.
+
+    Freed parameters are NaN, and some writes to them, such as .data.fill_(), are lost. So call a
+    unit instead of reading its weights from outside. Initialise or load parameters, and compute
+    with them, in full_parameters(). Save module_state_dict() instead of module.state_dict().
 
     While a unit runs, the next one is already being gathered. It is the one that came next last
     time. "start 1" means to start to gather unit 1 without waiting:
@@ -695,23 +698,22 @@ class Zero3(Zero2):
     _bucket_class = FreeableBucket
 
     def __init__(self, module, *args, **kwargs):
-        # For each parameter, the units that have it. Zero1's constructor needs this in _kind().
+        innermost = innermost_units(module)
+        # For each parameter, the units that it belongs to: several, if modules share it. Zero1's
+        # constructor needs this in _kind().
         self._units = dict.fromkeys(module.parameters(), ())
-        units = list(find_units(module))
-        for unit in units:
-            for parameter in unit.parameters():
+        for child, unit in innermost.items():
+            for parameter in child.parameters(recurse=False):
                 self._units[parameter] += (unit,)
         super().__init__(module, *args, **kwargs)
         self._full_contexts = 0  # how many full_parameters() are open; nothing is freed in them
         self._entered = set()  # the parameters whose modules this backward has entered
-        self._needed = {}  # for each module, the buckets that it needs
-        for unit in (module, *units):  # the modules of a unit overwrite the root's entries
-            needed = []
-            for bucket in self._buckets:
-                owners = self._units[bucket.parameters[0]]  # the same for the whole bucket
-                if unit in owners or not owners:
-                    needed.append(bucket)
-            self._needed.update(dict.fromkeys(unit.modules(), tuple(needed)))
+        # For each module, the buckets that it needs: those of all units around it.
+        self._needed = dict.fromkeys(module.modules(), ())
+        for bucket in self._buckets:
+            for unit in self._units[bucket.parameters[0]]:  # the same for the whole bucket
+                for child in unit.modules():
+                    self._needed[child] += (bucket,)
         # The unit that runs, as (the buckets that it needs, whether it runs in backward), or None.
         self._running = None
         # For each value of _running, the buckets that were needed next, last time.
@@ -820,18 +822,14 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-def find_units(module):
-    """Yield the largest modules inside `module` that have no list of modules in them."""
-    for child in module.children():
-        if any(is_list(part) for part in child.modules()):
-            yield from find_units(child)
-        else:
-            yield child
-
-
-def is_list(module):
-    """Whether it is a Sequential, or a container without a forward, such as ModuleList."""
-    return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
+def innermost_units(module):
+    """Return, for each module inside `module`, the innermost unit around it."""
+    units = dict.fromkeys(module.modules(), module)
+    for child in module.modules():  # an outer module comes before those inside it
+        if isinstance(child, (nn.Sequential, nn.ModuleList)):
+            for unit in child.children():
+                units.update(dict.fromkeys(unit.modules(), unit))
+    return units
 
 
 # --------------------------------------------------------------------------------------------------
