@@ -196,13 +196,15 @@ def save(directory, pieces, extra=None, process_group=None):
 
 def on_all_ranks(process_group, function, *args):
     """Return the result of function(*args) on each rank. If one rank fails, all raise its error."""
+    world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
+    if world_size < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group: call this on its ranks")
     try:
         result = function(*args)
     except Exception as error:
         result = error
-    results = [result]
+    results = [result] * world_size
     if dist.is_initialized():
-        results *= dist.get_world_size(process_group)
         dist.all_gather_object(results, result, group=process_group)
     for result in results:
         if isinstance(result, Exception):
@@ -222,10 +224,10 @@ def named_pieces(pieces):
         if torch.is_tensor(value):
             values = [Piece(value, value.shape, [0] * value.dim())]
         for piece in values:
-            if not isinstance(piece, Piece):
+            if not isinstance(piece, Piece) or not isinstance(name, str):
                 raise ValueError(
-                    f"{name}: expected a tensor, a Piece or a list of Pieces, "
-                    f"got {type(value).__name__}; put numbers and strings into extra"
+                    f"{name!r}: expected a string for the name, and a tensor, a Piece or a list of "
+                    f"Pieces, got {type(value).__name__}; put numbers and strings into extra"
                 )
             check(name, piece)
             yield name, piece
@@ -245,9 +247,8 @@ def check(name, piece):
 
 def write(path, pieces):
     """Write pieces to a file. Return {name: [(position in bytes, checksum, box), …]}."""
-    path.parent.mkdir(
-        parents=True, exist_ok=True
-    )  # other ranks, or a killed save, may have made it
+    # Other ranks, or a killed save, may have made the directory.
+    path.parent.mkdir(parents=True, exist_ok=True)
     boxes = {}
     with open(path, "wb") as file:
         for name, piece in pieces:

@@ -14,6 +14,7 @@ import shared
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import HOW, MODELS, Blocks, Outer, Reader, Watch, batch_loss, make_batch, make_model
@@ -57,8 +58,7 @@ def one_device_backward(plain, rounds, dtype=None, loss=batch_loss):
     """
     low = copy.deepcopy(plain).to(dtype)
     pairs = list(zip(plain.parameters(), low.parameters(), strict=True))
-    for module in (plain, low):
-        module.zero_grad()
+    plain.zero_grad()
     for numbers in rounds:
         for rank in range(pool.world_size()):
             for number in numbers:
@@ -77,14 +77,21 @@ def do_nothing(step, optimizer, model):
 
 
 def train(
-    stage, make, name="AdamW", micros=(1, 0), loss=batch_loss, before=do_nothing, saved=None, **how
+    stage,
+    make,
+    name="AdamW",
+    micros=(1, 0),
+    loss=batch_loss,
+    before=do_nothing,
+    saved=None,
+    groups=nn.Module.parameters,
+    **how,
 ):
     """Train ours and one device, from rank 0's weights. They stay equal, and so do their states.
 
     `micros`: the backwards in a step, and how many of them run in no_sync(), first. `saved` is
     what to go on from, and is returned as well.
     """
-    groups = how.pop("groups", nn.Module.parameters)
     options = OPTIONS.get(name, {"lr": 0.01})
     optimizer_class = getattr(torch.optim, name)
     model = make()
@@ -123,29 +130,34 @@ def train(
         theirs.step()
         assert_same_parameters(ours, model, plain)
 
-    # Their states are the same. Ours is a copy. Loading it takes no memory.
+    saved = check_states(ours, model, theirs, plain, low)
+    return ours, model, plain, saved
+
+
+def check_states(ours, model, theirs, plain, low):
+    """They are the same. Ours is a copy. Loading it takes no memory. Return plain's and ours."""
     held = zero.held_by(ours)
     state = ours.state_dict()
     expected = theirs.state_dict()
     for number, master in enumerate(plain.parameters() if low else ()):
         expected["state"].setdefault(number, {})["master"] = master
-    saved = copy.deepcopy((plain.state_dict(), expected))
+    parameters, expected = copy.deepcopy((plain.state_dict(), expected))
     ours.step()  # again, with the same gradients
     theirs.step()
     assert_same_parameters(ours, model, plain)
-    bitwise(state, saved[1])
+    bitwise(state, expected)
     for _, _, segment, _ in ours.shards() if low else ():
         segment.add_(1)
     ours.load_state_dict(state)
     bitwise(ours.state_dict(), state, check_dtype=False)  # torch.optim casts NAdam's scalar
     numbers = 8 * len(list(model.parameters()))
     assert all(0 <= b - a <= numbers for a, b in zip(held, zero.held_by(ours), strict=True))
-    assert stage is not zero.Zero3 or whole_bytes(ours) == 0
+    assert not isinstance(ours, zero.Zero3) or whole_bytes(ours) == 0
     if low:
         ours.sync_parameters()  # from the loaded masters
-        plain.load_state_dict(saved[0])
+        plain.load_state_dict(parameters)
         assert_same_parameters(ours, model, plain)
-    return ours, model, plain, (saved[0], state)
+    return parameters, state
 
 
 @pool.on(3)
@@ -181,15 +193,40 @@ def large_loss(model, rank, step):
     return 16000 * model(make_batch(rank, step, torch.float16)).square().sum()
 
 
+class Words(nn.Module):
+    """Calls its embedding, and reads the embedding's weight: at once, and after other units."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 6)
+        self.blocks = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def forward(self, x, tied=True):
+        hidden = self.embed(x.argmax(1))
+        if tied:
+            hidden = F.linear(torch.tanh(hidden), self.embed.weight)
+        hidden = self.blocks(hidden)
+        return F.linear(hidden, self.embed.weight) if tied else hidden
+
+
+def sparse_loss(model, rank, step):
+    return model(make_batch(rank, step), tied=False).square().mean()
+
+
+def make_sparse(step, optimizer, model):
+    model.embed.sparse = isinstance(optimizer, zero.Zero1)  # ours, and not one device's
+
+
 SMALL = {"bucket_cap_mb": 1e-3}
 OFFLOAD = {"offload": "cpu"}
 GROUPS = SMALL | {"groups": two_groups, "before": change_groups, "micros": (2, 0)}
 HOWS = itertools.cycle([SMALL, SMALL | OFFLOAD, OFFLOAD, {}])
-MAKES = [Outer, *(functools.partial(make_model, kind) for kind in MODELS)]
+MAKES = [Outer, Words, *(functools.partial(make_model, kind) for kind in MODELS)]
 NAMES = itertools.cycle(sorted(zero.ELEMENTWISE))
 CASES = [(stage, make, next(NAMES), next(HOWS)) for stage in STAGES for make in MAKES]
 for each in STAGES:
     CASES.append((each, PLAIN, "SGD", GROUPS))
+    CASES.append((each, Words, "SGD", {"before": make_sparse, "loss": sparse_loss}))
     half = functools.partial(PLAIN, torch.float16)
     CASES.append((each, half, "Adam", OFFLOAD | {"loss": large_loss}))
 
@@ -197,7 +234,7 @@ for each in STAGES:
 @pytest.mark.parametrize(("stage", "make", "name", "how"), CASES)
 @pool.on(3)
 def test_models_optimizers_and_options(stage, make, name, how):
-    """Every model by every stage, and every optimizer; parameter groups; what would overflow."""
+    """Every model by every stage, and every optimizer; groups; sparse gradients; large ones."""
     train(stage, make, name, **how)
 
 
@@ -399,11 +436,6 @@ def test_whole_parameters_of_zero3():
     for parameter, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert parameter.isnan().all()
         assert parameter.shape == theirs.shape
-    for part in (model, model.first):
-        with pytest.raises(RuntimeError, match="module_state_dict"):
-            part.state_dict()
-        with pytest.raises(RuntimeError, match="full_parameters"):
-            part.load_state_dict({})
     with optimizer.full_parameters():
         average = copy.deepcopy(model)
     bitwise(average.state_dict(), plain.state_dict())
@@ -481,27 +513,24 @@ def test_units_that_return_their_input_and_change_their_output_in_place():
     assert sent.total == psi_bytes / 2 + psi_bytes / 2  # parameters, gradients
 
 
-class Positions(nn.Module):
-    """Reads the weights of its position embedding, or calls it."""
+class Positions(nn.ModuleList):
+    """Reads the weights of its position embedding, or calls it. Never uses the third."""
 
     def __init__(self):
-        super().__init__()
-        self.tok = nn.Embedding(9, 4)
-        self.pos = nn.Embedding(9, 4)
-        self.unused = nn.Embedding(9, 4)
+        super().__init__(nn.Embedding(9, 4) for _ in range(3))
 
     def forward(self, tokens, reads):
-        positions = self.pos.weight[:3] if reads else self.pos(torch.arange(3))
-        return self.tok(tokens) + positions
+        positions = self[1].weight[:3] if reads else self[1](torch.arange(3))
+        return self[0](tokens) + positions
 
 
 @pool.on(2)
 def test_zero3_says_which_parameter_was_read_without_its_module():
-    """In the second step, too, when the unit may be prefetched. A module may be left unused."""
+    """In the second step, too, when the unit may be prefetched."""
     model = Positions()
     optimizer = make_sgd(zero.Zero3, model)
     tokens = torch.arange(6).view(2, 3)
-    says = r"pos\.weight has a gradient.* call the module"
+    says = r"1\.weight has a gradient.* call the module"
     for reads in (True, False, True, False):
         optimizer.zero_grad()
         loss = model(tokens, reads).square().mean()
@@ -513,9 +542,14 @@ def test_zero3_says_which_parameter_was_read_without_its_module():
 
 
 @pool.on(2)
-def test_a_write_to_freed_parameters_of_zero3_is_an_error():
-    model = make_model("plain")
+def test_freed_parameters_of_zero3_are_not_saved_loaded_or_written():
+    model = PLAIN()
     optimizer = make_sgd(zero.Zero3, model)
+    for part in (model, model[0]):
+        with pytest.raises(RuntimeError, match="module_state_dict"):
+            part.state_dict()
+        with pytest.raises(RuntimeError, match="full_parameters"):
+            part.load_state_dict({})
     with optimizer.full_parameters():
         nn.init.zeros_(model[0].bias)
     model(make_batch(0, 0))
