@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pool
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,25 +42,25 @@ def test_a_flat_range_is_a_few_boxes(shape, data):
 
 def cut(how, tensor, ranks, rank):
     """This rank's pieces of a matrix: all; flat, as ZeRO's; rows; columns; rows in flat halves."""
-    shape = list(tensor.shape)
     if how == "whole":
         return tensor
+    shape = list(tensor.shape)
     if how == "flat":
         size = -(-tensor.numel() // ranks)
         padding = tensor.new_zeros(size * ranks - tensor.numel())  # belongs to no tensor
-        flat = torch.cat([tensor.flatten(), padding])
-        return flat_pieces(flat[rank * size : (rank + 1) * size], shape, rank * size)
+        mine = torch.cat([tensor.flatten(), padding])[rank * size :][:size]
+        return flat_pieces(mine, shape, rank * size)
     dim = int(how == "columns")
     parts = tensor.tensor_split(ranks, dim)
-    mine = parts[rank]
     offset = [0, 0]
     offset[dim] = sum(part.shape[dim] for part in parts[:rank])
     if how != "flat rows":
-        return Piece(mine, shape, offset)
-    halves = mine.flatten().split(-(-mine.numel() // 2))
-    starts = [0, len(halves[0])]
-    pieces = [flat_pieces(halves[i], mine.shape, starts[i], shape, offset) for i in (0, 1)]
-    return pieces[0] + pieces[1]
+        return Piece(parts[rank], shape, offset)
+    half = -(-parts[rank].numel() // 2)
+    pieces = []
+    for number, flat in enumerate(parts[rank].flatten().split(half)):
+        pieces += flat_pieces(flat, parts[rank].shape, number * half, shape, offset)
+    return pieces
 
 
 @pytest.mark.parametrize(("written", "wanted", "dtype", "readers"), CASES)
@@ -175,7 +176,7 @@ def test_any_flipped_bit_and_any_missing_file_is_an_error_that_names_it(name, tm
 
 A = torch.zeros(4, 3)
 ROWS = Piece(A[:3], [4, 3], [0, 0])
-NO_PIECE = "a: expected a tensor, a Piece or a list of Pieces, got"
+NO_PIECE = "'a': expected a string for the name, and a tensor, a Piece or a list of Pieces, got"
 NO_FIT = "does not fit into a whole of"
 WRONG = [  # what rank 1 saves or loads as "a", and the error on both ranks
     ("save load", 3, f"{NO_PIECE} int"),
@@ -202,11 +203,17 @@ def test_a_wrong_piece_on_one_rank_is_an_error_on_all_that_names_it(calls, wrong
 
 
 @pool.on(2)
-def test_a_tensor_that_was_not_saved_and_a_directory_that_is_not_shared_are_errors(tmp_path):
+def test_wrong_names_directories_and_groups_are_errors(tmp_path):
+    group = pool.group()
     folder = tmp_path / "inner"
     for each in (tmp_path, folder):
-        save(each, {"a": ROWS}, None, pool.group())
+        save(each, {"a": ROWS}, None, group)
     with pytest.raises(ValueError, match="b is missing in"):
-        load(folder, {"a": ROWS, "b": A}, pool.group())
+        load(folder, {"a": ROWS, "b": A}, group)
     with pytest.raises(OSError, match="ranks found different checkpoints in"):
-        load(folder if pool.rank() else tmp_path, {}, pool.group())
+        load(folder if pool.rank() else tmp_path, {}, group)
+    for call in (save, load):
+        with pytest.raises(ValueError, match=r"^0: expected a string"):
+            call(folder, {0: A}, process_group=group)
+        with pytest.raises(ValueError, match=f"rank {pool.rank()} is not in process_group"):
+            call(folder, {"a": A}, process_group=dist.GroupMember.NON_GROUP_MEMBER)
