@@ -680,13 +680,14 @@ class FreeableBucket(Bucket):
 class Zero3(Zero2):
     """Zero2 with sharded parameters, which are whole only while a unit that needs them runs.
 
-    The members of nn.Sequential and nn.ModuleList, such as transformer blocks, are units. The whole
-    module is one, too. A parameter belongs to the innermost unit around it, and is whole while that
-    unit runs. All ranks must run the same modules in the same order.
+    Units are the members of nn.Sequential and nn.ModuleList, such as transformer blocks, and the
+    whole module. A parameter belongs to the innermost unit around it, and is whole while that unit
+    runs. So a parameter outside of all lists is whole during an entire forward or backward. All
+    ranks must run the same modules in the same order.
 
     Freed parameters are NaN, and some writes to them, such as .data.fill_(), are lost. So call a
-    unit instead of reading its weights from outside. Initialise or load parameters, and compute
-    with them, in full_parameters(). Save module_state_dict() instead of module.state_dict().
+    unit instead of reading its weights from outside. Initialize parameters, load them, or compute
+    with them in full_parameters(). Save module_state_dict() instead of module.state_dict().
 
     While a unit runs, the next one is already being gathered. It is the one that came next last
     time. "start 1" means to start to gather unit 1 without waiting:
