@@ -25,10 +25,8 @@ Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py runs as o
 Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314;
           Kalajdzievski 2023, rsLoRA, 2312.03732
 Mirrors:  peft (get_peft_model, its layer and files); bitsandbytes (quantize_4bit, dequantize_4bit)
-Left out: convolutions, embeddings, DoRA, several adapters, .bin files, and layers whose weight is
-          used without a call of the layer (in nn.MultiheadAttention, and in eval mode in
-          nn.TransformerEncoderLayer): see peft. Kernels that multiply 4-bit weights: see
-          bitsandbytes
+Left out: convolutions, embeddings, the in_proj_weight of nn.MultiheadAttention, DoRA, several
+          adapters, .bin files: see peft. Kernels that multiply 4-bit weights: see bitsandbytes
 """
 
 import argparse
@@ -92,6 +90,7 @@ class LoRALinear(nn.Module):
                 f"{r=} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
             )
         weight = base.weight
+        check_is_whole(weight)
         d, k = weight.shape
         dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits lose small updates
         A = torch.empty(r, k, dtype=dtype, device=weight.device)
@@ -131,13 +130,27 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self):
-        """W + scaling · B A, for code that reads it, as PyTorch's encoder does in evaluation."""
+        """W + scaling · B A, for code that reads it, as nn.MultiheadAttention does.
+
+        Such code does not apply lora_dropout.
+        """
+        check_is_whole(self.lora_B)  # if it is sharded, so is W
         W = self.base_layer.weight  # QLoRA dequantizes it here
         return (W + self.scaling * self.lora_B @ self.lora_A).to(W.dtype)
 
     @property
     def bias(self):
         return self.base_layer.bias
+
+
+def check_is_whole(matrix):
+    # fsdp.py replaces a matrix by a flat shard. zero.py frees it, and expands a NaN to its shape.
+    if matrix.ndim != 2 or 0 in matrix.stride():
+        raise ValueError(
+            "this rank has only a shard of the weight. Call inject_lora before Zero3 or "
+            "fully_shard, and merge in `with optimizer.full_parameters():`. Under fsdp.py, load "
+            "full_state_dict(model) into a model that is not sharded, and merge that"
+        )
 
 
 def lora_layers(model):
@@ -242,8 +255,7 @@ def average_adapters(model, process_group=None):
 def merge(model):
     """Make every LoRALinear multiply by W + scaling · B A, in W's dtype. W stays, for unmerge().
 
-    With QLoRA the sum is not quantized, because 4 bits would lose most of the correction. A model
-    under fsdp.py cannot be merged, because no rank has all of W.
+    With QLoRA the sum is not quantized, because 4 bits would lose most of the correction.
     """
     for layer in lora_layers(model).values():
         layer.merged = layer.weight.detach()
@@ -292,7 +304,7 @@ IGNORED = {
 
 def adapter_state_dict(model, state_dict=None):
     """Return {peft's name: tensor}. Under fsdp.py, state_dict is its full_state_dict(model)."""
-    state_dict = model.state_dict() if state_dict is None else state_dict
+    state_dict = state_dict or model.state_dict()
     keys = [f"{name}.{factor}" for name in lora_layers(model) for factor in ("lora_A", "lora_B")]
     return {f"base_model.model.{key}.weight": state_dict[key] for key in keys}
 
@@ -324,12 +336,11 @@ def load_adapter(model, directory):
     state_dict = adapter_state_dict(model)
     in_file = describe(config, saved)
     in_model = describe(model.lora_config, state_dict)
-    wrong = []
-    for name in in_model | in_file:
-        if in_file.get(name) != in_model.get(name):
-            wrong.append(f"{name}: {in_file.get(name)} in the file, {in_model.get(name)} here")
-    if wrong:
-        raise ValueError(f"{directory} does not fit the model: {'; '.join(wrong)}")
+    if in_file != in_model:
+        raise ValueError(
+            f"{directory} does not fit the model: {sorted(in_file - in_model)} in the files, "
+            f"{sorted(in_model - in_file)} in the model"
+        )
     for name, tensor in state_dict.items():
         tensor.copy_(saved[name])  # into the model: state_dict() does not copy
     unmerge(model)  # the merged weights had the old A and B
@@ -337,9 +348,9 @@ def load_adapter(model, directory):
 
 
 def describe(config, state_dict):
-    """Return {name: value or shape}, which must be equal for the files and for the model."""
-    values = {name: config[name] for name in ("r", "lora_alpha", "use_rslora")}
-    return values | {name: list(tensor.shape) for name, tensor in state_dict.items()}
+    """Return {(name, value or shape)}, which must be equal for the files and for the model."""
+    values = {(name, config[name]) for name in ("r", "lora_alpha", "use_rslora")}
+    return values | {(name, tensor.shape) for name, tensor in state_dict.items()}
 
 
 def read_config(directory):
@@ -481,7 +492,7 @@ class NF4(nn.Module):
             moved = fn(tensor)
             return moved if tensor is self.bias else tensor.to(moved.device)
 
-        like_weight = torch.empty(0, dtype=self.dtype, device=self.packed.device)
+        like_weight = torch.empty(0, dtype=self.dtype)
         self.dtype = fn(like_weight).dtype
         return super()._apply(move, recurse)
 

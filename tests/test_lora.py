@@ -19,6 +19,7 @@ from shared import Collectives, fake_world, make_batch, make_model
 
 import fsdp
 import lora
+import zero
 
 F64 = torch.float64
 F32 = torch.float32
@@ -339,3 +340,24 @@ def test_over_fsdp_all_weights_are_gathered_twice_and_only_adapters_send_gradien
         with fsdp.SentBytes() as sent:
             model(torch.randn(4, 64, requires_grad=True)).sum().backward()
     assert sent.total == 4 * (2 * frozen + 3 * trained) * (N - 1) / N
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pool.on(2)
+def test_sharded_weights_are_merged_or_adapted_only_where_they_are_whole(quantize):
+    model = inject(make_model("plain", F64), quantize=quantize)
+    optimizer = zero.Zero3(trained(model), torch.optim.SGD, pool.group(), lr=0.1)
+    sharded = [zero.Zero3(make_model("plain"), torch.optim.SGD, pool.group(), lr=0.1).module]
+    sharded.append(fsdp.fully_shard(make_model("plain"), process_group=pool.group()))
+    expected = model(INPUT).detach()
+    in_fsdp = fsdp.fully_shard(copy.deepcopy(inject(make_model("plain"))), process_group=pool.group())
+
+    for module in sharded:
+        with pytest.raises(ValueError, match="Call inject_lora before Zero3 or fully_shard"):
+            inject(module, quantize=quantize)
+    for module in (model, in_fsdp):
+        with pytest.raises(ValueError, match=r"merge in `with optimizer\.full_parameters\(\):`"):
+            lora.merge(module)
+    with optimizer.full_parameters():
+        lora.merge(model)
+    within(model.eval()(INPUT), expected)
