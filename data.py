@@ -93,10 +93,8 @@ class IndexedWriter:
         self.bin, self.idx = files
         # The index has all lengths, then all offsets, then all sequence numbers. Each document adds
         # a number to each of these columns, so a column is a file of its own until finish().
-        self.columns = []
-        for _ in range(3):
-            column = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115
-            self.columns.append(stack.enter_context(column))
+        columns = [tempfile.TemporaryFile(dir=self.folder) for _ in range(3)]  # noqa: SIM115
+        self.columns = [stack.enter_context(column) for column in columns]
 
     def add(self, tokens, lengths):
         """Append documents. `tokens` is one array with the tokens of all of them, in order."""
@@ -299,7 +297,7 @@ def lines_that_start_in(path, start, stop):
     """Return the lines that begin from start to stop - 1, as bytes. A line is in one chunk."""
     size = stop - start
     with open(path, "rb") as file:
-        if start > 0:
+        if start:
             # Read to the end of the line that byte start - 1 is in, but not further than `stop`.
             file.seek(start - 1)
             file.readline(size + 1)
@@ -451,6 +449,8 @@ def preprocess(
     """
     files = (vocab_file, merge_file)
     keys = list(dict.fromkeys(json_keys))
+    if not keys:
+        raise ValueError(f"{json_keys=} must have one key or more")
     megabytes = os.path.getsize(input) / 1e6  # an OSError if there is no such file
     if not os.path.isfile(input):
         raise ValueError(f"{input} must be a regular file: workers read parts of it")
@@ -459,9 +459,9 @@ def preprocess(
     print(f"data · {input}, {settings}", flush=True)
     start = time.monotonic()
     with ExitStack() as stack:
-        writers = []
-        for key in keys:
-            writers.append(IndexedWriter(stack, f"{output_prefix}_{key}_document", vocab_size))
+        writers = [
+            IndexedWriter(stack, f"{output_prefix}_{key}_document", vocab_size) for key in keys
+        ]
         temporary = tempfile.TemporaryDirectory(dir=writers[0].folder, suffix=".tmp")
         folder = stack.enter_context(temporary)
         options = Options(str(input), keys, files, append_eod, writers[0].dtype.str, folder)

@@ -124,6 +124,7 @@ WRONG = {  # message: the call, line or arguments that it is about. A status com
     "1 error: in:2001: no key 'text' in {'txt': 'a', 'id': 3}; nothing": b'{"txt": "a", "id": 3}',
     "1 error: in:2001: 'text' must be a string, not of type NoneType; nothing": b'{"text": null}',
     "1 error: in:2001: 'utf-8' codec can't encode character '\\ud800' in": rb'{"text": "\ud800"}',
+    "json_keys=() must have one key or more": lambda: preprocess("in", "out", ()),
     "1 error: out_text_document: there is no text to write; nothing was written": b"",
     "1 error: . must be a regular file: workers read parts of it; nothing": "--input .",
     "1 error: [Errno 2] No such file or directory: 'no'; nothing": "--input no",

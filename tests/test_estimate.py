@@ -46,6 +46,7 @@ def test_parameters_are_those_published():
     first_stage = (50257 + 1024) * 1024 + 12 * (12 * 1024**2 + 13 * 1024)
     assert GPT2.parameters(pp=2) == first_stage  # the last norm is on the last stage
     assert (SEVEN_B.layers, SEVEN_B.hidden, SEVEN_B.parameters()) == (32, 4096, 7e9)
+    assert estimate.gpt_of(175e9).layers == 96
 
 
 def test_experts_multiply_the_mlps_and_expert_parallelism_divides_them():
@@ -169,6 +170,7 @@ TRAFFIC = [  # axis, plan with three micro-batches, bytes that a rank sends per 
         {"tp": 2, "sequence_parallel": True},
         3 * (((10 * 4 + 3 * 2) * BSH + (12 * 4 + 4) * 64) * 2 + LOSS) / 2,
     ),
+    ("pp", {"dp": 2}, 0),
     ("pp", {"pp": 2}, (3 * BSH + 256 * 64) * 2),
     ("pp", {"pp": 4, "accumulation": 8}, 8 * 2 * BSH * 2),  # stages in the middle send most
     ("pp", {"pp": 2, "tp": 2, "sequence_parallel": True}, (3 * BSH + 256 * 64) / 2 * 2),
@@ -248,6 +250,7 @@ def test_every_grid_is_tried_with_what_it_can_split():
     assert {(p.tp, p.pp, p.cp) for p in plans} == grids
     assert {p.technique for p in plans if p.dp * p.cp == 1} == {"ddp", "zero2+offload"}
     assert {p.technique for p in plans if p.dp * p.cp == 2} == set(TECHNIQUES)
+    assert estimate.divisors(15, 4) == [1, 3]  # 5 stages are too many for 4 layers
     odd = estimate.advise(replace(SMALL, sequence=66), 4, 80e9, batch=4)
     assert {(p.cp, p.tp, p.sequence_parallel) for p in odd} == {(1, 1, 0), (1, 2, 1), (1, 4, 0)}
 
@@ -337,6 +340,7 @@ WRONG = [  # call, arguments, words of the error
     (estimate.model_states, (7e9, 8, "zero4"), "ranks=8 must be .* technique='zero4' one of"),
     (estimate.model_states, (7e9, 8, "lora"), "technique='lora' one of"),
     (estimate.model_states, (7e9, 0, "ddp"), "ranks=0 must be positive"),
+    (estimate.model_states, (0, 8, "ddp"), "parameters=0 and ranks=8 must be positive"),
     (estimate.activations, (GPT3, 1, 5), "tp=5 must divide 96 heads"),
     (estimate.activations, (GPT3, 1, 1, False, "some"), "recompute='some'"),
     (GPT, (2, 100, 3, 10, 10), "a multiple of the heads"),
