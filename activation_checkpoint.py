@@ -40,7 +40,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -57,9 +57,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea, for a function of one tensor that requires a gradient. It has two faults. Dropout
-#    draws other numbers in the second run. And torch.autograd.grad does not find the parameters in
-#    the graph: they get gradients from .backward() only.
+# 1. The idea, for a function of one tensor that requires a gradient. It has three faults. Dropout
+#    draws other numbers in the second run. torch.autograd.grad does not find the parameters in the
+#    graph: they get gradients from .backward() only. And there are no gradients of gradients.
 
 
 class NaiveCheckpoint(torch.autograd.Function):
@@ -116,7 +116,7 @@ class SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dummy, tensor):
         ctx.save_for_backward(tensor)
-        return dummy.clone()
+        return dummy
 
 
 def save_input(tensor):
@@ -127,8 +127,7 @@ def save_input(tensor):
 
 def saved_input(saved):
     """Return the tensor that save_input got. `saved` is what save_input returned."""
-    (tensor,) = saved.grad_fn.saved_tensors
-    return tensor
+    return saved.grad_fn.saved_tensors[0]
 
 
 class Segment:
@@ -159,29 +158,23 @@ class Segment:
         self.recomputed = {}
         args, kwargs = tree_map_only(torch.Tensor, saved_input, self.saved_inputs)
         # The second hook is called only if the function itself computes gradients.
-        with self.as_in_forward(), saved_tensors_hooks(self.pack_again, lambda tensor: tensor):
-            try:
-                self.function(*args, **kwargs)
-            except Complete:
-                return
-        raise RuntimeError(
-            f"checkpoint: {self.function} saves {len(self.recomputed)} tensors for backward "
-            f"in the second run; it saved {len(self.kinds)} in forward"
-        )
+        hooks = saved_tensors_hooks(self.pack_again, lambda tensor: tensor)
+        with self.as_in_forward(), hooks, suppress(Complete):
+            self.function(*args, **kwargs)
+        kinds = [kind_of(tensor) for tensor in self.recomputed.values()]
+        if kinds != self.kinds:
+            raise RuntimeError(
+                f"checkpoint: {self.function} saves other tensors for backward in the second run, "
+                f"{kinds}, than in forward, {self.kinds}"
+            )
 
     def pack_again(self, tensor):
         """The pack hook of the second run. It collects the tensors for `unpack`."""
-        number = len(self.recomputed)
-        now = kind_of(tensor)
-        before = self.kinds[number]
-        if now != before:
-            raise RuntimeError(
-                f"checkpoint: {self.function} saves {now} as tensor {number} in the second run; "
-                f"it saved {before} in forward"
-            )
         tensor = tensor.detach()  # its grad_fn may save the tensor itself: a reference cycle
-        self.recomputed[number] = tensor
-        if len(self.recomputed) == len(self.kinds):
+        number = len(self.recomputed)
+        if number < len(self.kinds):  # else the function has caught Complete, and goes on
+            self.recomputed[number] = tensor
+        if number + 1 >= len(self.kinds):
             raise Complete
         return tensor
 

@@ -378,29 +378,6 @@ def in_order(function, jobs, workers):
         pool.shutdown(cancel_futures=True)
 
 
-class Progress:
-    """A bar on a terminal, and a line every 30 seconds in a log."""
-
-    def __init__(self, size):
-        self.size = size  # bytes of input
-        self.start = time.monotonic()
-        self.shown = 0.0  # seconds from the start to the last line
-        self.on_terminal = sys.stdout.isatty()
-
-    def show(self, done, documents):
-        seconds = time.monotonic() - self.start
-        if seconds - self.shown > (0.2 if self.on_terminal else 30):
-            self.shown = seconds
-            fraction = done / self.size
-            bar = f"{'█' * int(20 * fraction):·<20} {fraction:4.0%}   {documents:,} documents"
-            speed = f"{done / 1e6 / seconds:.1f} MB/s   {seconds / fraction - seconds:.0f} s left"
-            end = "\x1b[K\r" if self.on_terminal else "\n"
-            print(f"{bar}   {speed}", end=end, flush=True)
-
-    def clear(self):
-        print(end="\x1b[K" if self.on_terminal else "", flush=True)
-
-
 def write_all(options, workers, writers):
     """Tokenise the input and append it to the writers. Return the number of lines."""
     size = os.path.getsize(options.input)
@@ -468,6 +445,28 @@ def preprocess(
         lines = write_all(options, workers, writers)
         publish(*writers)
     show_result(writers, lines, megabytes / (time.monotonic() - start))
+
+
+class Progress:
+    """A counter on a terminal, and a line every 30 seconds in a log."""
+
+    def __init__(self, size):
+        self.size = size  # bytes of input
+        self.start = time.monotonic()
+        self.shown = 0.0  # seconds from the start to the last line
+        self.on_terminal = sys.stdout.isatty()
+
+    def show(self, done, documents):
+        seconds = time.monotonic() - self.start
+        if seconds - self.shown > (0.2 if self.on_terminal else 30):
+            self.shown = seconds
+            fraction = done / self.size
+            counts = f"{fraction:4.0%}   {documents:,} documents   {done / 1e6 / seconds:.1f} MB/s"
+            end = "\x1b[K\r" if self.on_terminal else "\n"
+            print(f"{counts}   {seconds / fraction - seconds:.0f} s left", end=end, flush=True)
+
+    def clear(self):
+        print(end="\x1b[K" if self.on_terminal else "", flush=True)
 
 
 def show_result(writers, lines, rate):

@@ -94,7 +94,7 @@ class LoRALinear(nn.Module):
         d, k = weight.shape
         dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits lose small updates
         A = torch.empty(r, k, dtype=dtype, device=weight.device)
-        A.uniform_(-(k**-0.5), k**-0.5)  # like peft
+        nn.init.kaiming_uniform_(A, a=5**0.5)  # like peft: uniform within k^-1/2
         self.lora_A = nn.Parameter(A)
         self.lora_B = nn.Parameter(A.new_zeros(d, r))
         self.scaling = lora_alpha / (r**0.5 if use_rslora else r)
@@ -127,6 +127,10 @@ class LoRALinear(nn.Module):
                 "or model.eval()"
             )
         return F.linear(x, self.merged, self.bias)
+
+    def _load_from_state_dict(self, *args):
+        self.merged = None  # it has the old A and B
+        super()._load_from_state_dict(*args)
 
     @property
     def weight(self):
@@ -237,14 +241,14 @@ def average_adapters(model, process_group=None):
     # All ranks must send the same number of elements. If this rank has not used a parameter, it
     # sends -0.0 for it. A sum is -0.0 only if all ranks sent that, because -0.0 + 0.0 is 0.0.
     gradients = [torch.full_like(p, -0.0) if p.grad is None else p.grad + 0.0 for p in parameters]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = nn.utils.parameters_to_vector(gradients)
     dist.all_reduce(flat, group=process_group)
     flat /= ranks  # after the sum, so that the bits are those of one device that accumulates
     means = flat.split([parameter.numel() for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         if parameter.grad is None and ((mean == 0) & mean.signbit()).all():
             continue  # no rank has used it, so the optimizer must not decay it
-        # torch.cat has promoted the gradients if their dtypes differ.
+        # If the dtypes of the gradients differ, `flat` has a common one.
         parameter.grad = mean.view_as(parameter).to(parameter.dtype)
 
 
@@ -316,8 +320,8 @@ def save_adapter(model, directory, state_dict=None):
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
-    text = json.dumps(fields, indent=2, default=list)  # target_modules may be a set
-    (directory / "adapter_config.json").write_text(text)
+    config = directory / "adapter_config.json"
+    config.write_text(json.dumps(fields, indent=2, default=list))  # target_modules may be a set
     save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
 
 
@@ -391,7 +395,7 @@ def dynamic_table():
         middles = (edges[:-1] + edges[1:]) / 2
         positive.append(10.0 ** (decade - 6) * middles)
     positive = torch.cat(positive)
-    return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values
+    return torch.cat([-positive, positive, positive.new_tensor([0.0, 1.0])]).sort().values
 
 
 DYNAMIC_TABLE = dynamic_table()
@@ -492,8 +496,7 @@ class NF4(nn.Module):
             moved = fn(tensor)
             return moved if tensor is self.bias else tensor.to(moved.device)
 
-        like_weight = torch.empty(0, dtype=self.dtype)
-        self.dtype = fn(like_weight).dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return super()._apply(move, recurse)
 
 

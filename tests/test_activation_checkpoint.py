@@ -91,8 +91,22 @@ def gradient_inside(x):
     return torch.autograd.grad(x.sin().cos().sum(), x, create_graph=True)[0] * x.cos()
 
 
+def catches_all(x):
+    for function in (torch.cos, torch.exp):
+        try:
+            return function(x)
+        except BaseException:
+            pass
+    return x
+
+
 @pytest.mark.parametrize(
-    ("how", "inside"), [(ac.NaiveCheckpoint.apply, torch.sin), (ac.checkpoint, gradient_inside)]
+    ("how", "inside"),
+    [
+        (ac.NaiveCheckpoint.apply, torch.sin),
+        (ac.checkpoint, gradient_inside),
+        (ac.checkpoint, catches_all),
+    ],
 )
 def test_the_idea_is_right_without_dropout_and_a_function_may_call_backward(how, inside):
     results = []

@@ -168,7 +168,7 @@ def test_what_is_wrong_is_an_error_that_says_where_and_changes_nothing(
     assert written("out_text_document") == (TOKENS, INDEX)
 
 
-BAR = r"█{10}·{10}  5[1-4]%   \d+ documents   0\.0 MB/s   \d+ s left\x1b\[K\r.*\r█{20} 100%   305 "
+COUNTER = r" 5[1-4]%   \d+ documents   0\.0 MB/s   \d+ s left\x1b\[K\r.*\r100%   305 "
 RESULT = (
     r"\S+_other_document: 305 documents, [\d,]+ tokens, 0\.0 MB/s\n\S+: 303 .*, 2 empty left out"
 )
@@ -178,10 +178,11 @@ RESULT = (
 def test_documents_are_in_order_whatever_the_number_of_workers(
     workers, vocabulary, tmp_path, monkeypatch, capsys
 ):
-    """Hundreds of chunks, two keys, no newline at the end, empty texts left out, a progress bar."""
+    """Hundreds of chunks, two keys, no newline at the end, empty texts left out, a counter."""
     files = ()
     encode = str.encode
     end = 256
+    size = 257
     if vocabulary == "GPT-2's":  # one of our own, as tokenizers' class has it
         tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
         trained = tokenizers.ByteLevelBPETokenizer()
@@ -190,6 +191,7 @@ def test_documents_are_in_order_whatever_the_number_of_workers(
         bpe = tokenizers.ByteLevelBPETokenizer(*files)
         encode = lambda text: bpe.encode(text).ids  # noqa: E731
         end = 0
+        size = bpe.get_vocab_size()
     lines = [{"text": text, "other": str(n), "n": n} for n, text in enumerate(TEXTS)]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
     monkeypatch.setattr(data, "CHUNK", 2000)
@@ -202,7 +204,8 @@ def test_documents_are_in_order_whatever_the_number_of_workers(
     for key in ("text", "other"):
         expected = [[*encode(line[key]), end] for line in lines if line[key]]
         assert written(tmp_path / f"out_{key}_document") == as_megatron_writes(expected)
-    assert re.search(rf"(?s)\r{BAR}.*\r\x1b\[K{RESULT}", capsys.readouterr().out)
+    said = rf"(?s) vocabulary of {size} .*\r{COUNTER}.*\r\x1b\[K{RESULT}"
+    assert re.search(said, capsys.readouterr().out)
 
 
 @given(st.lists(st.sampled_from([b"", b"a", b"bcd\r"])), st.booleans(), st.integers(1, 9))
@@ -326,6 +329,7 @@ def test_every_grid_cuts_batches_as_torch_does(size, ranks):
     parts = [[*part_of_batch(9, size, rank, ranks)] for rank in range(ranks)]
     chunks = [chunk.tolist() for chunk in torch.arange(9 * size, 10 * size).chunk(ranks)]
     assert parts == chunks + [[]] * (ranks - len(chunks))
+    assert part_of_batch(9, size) == range(9 * size, 10 * size)
 
 
 def test_the_demonstration(tmp_path):

@@ -80,6 +80,10 @@ def test_a_layer_has_the_dense_weight_beside_or_merged(sizes, alpha, dropout, rs
     lora.unmerge(layer)
     bitwise(layer.eval()(x), y)
 
+    lora.merge(layer)
+    layer.load_state_dict({name: 2 * tensor for name, tensor in layer.state_dict().items()})
+    assert layer.merged is None  # it had the old A and B
+
 
 def gradients(output, *inputs):
     return torch.autograd.grad(output, inputs, torch.ones_like(output).cumsum(-1))
@@ -250,7 +254,7 @@ def test_nf4_rounds_to_the_nearest_value_of_each_block(weight, block_size, dtype
 
 def test_pytorchs_attention_and_encoder_which_read_weights_read_the_corrected_ones():
     plain = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
-    model = trained(lora.inject_lora(copy.deepcopy(plain), r=2))
+    model = trained(lora.inject_lora(copy.deepcopy(plain), r=2)).eval()
     for name, layer in lora.lora_layers(model).items():
         plain.get_submodule(name).weight.data += 8 * (layer.lora_B @ layer.lora_A).detach()
     x = torch.randn(3, 5, 8, dtype=F64)
