@@ -100,12 +100,11 @@ def rebuild(module, copy_of):
     """Return a copy of `module` that has `copy_of[x]` in place of each parameter or buffer x."""
     clones = {part: part._replicate_for_data_parallel() for part in module.modules()}  # shallow
     for original, clone in clones.items():
-        if getattr(original, "sparse", False):  # nn.Embedding has this attribute
-            raise ValueError(f"{original}: backward of a copy needs sparse=False")
+        if isinstance(original, nn.Embedding | nn.EmbeddingBag) and original.sparse:
+            raise ValueError(f"{original}: gradients between devices are dense, set sparse=False")
         for name, child in original._modules.items():
             clone._modules[name] = clones.get(child)  # a child may be None
-        states = original._parameters | original._buffers
-        for name, tensor in states.items():
+        for name, tensor in (original._parameters | original._buffers).items():
             # The copy stays a plain tensor. At a Parameter, a leaf, backward would stop.
             # setattr is needed because nn.LSTM then updates its own list of weights.
             setattr(clone, name, copy_of.get(tensor))
@@ -162,9 +161,9 @@ def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
             with torch.set_grad_enabled(grad_enabled), autocast, stream:
                 return modules[index](*inputs[index], **kwargs_tup[index])
         except Exception as error:
-            error.args = (
-                f"{type(error).__name__} in replica {index} on device {devices[index]}: {error}",
-            )
+            error.args = [
+                f"{type(error).__name__} in replica {index} on device {devices[index]}: {error}"
+            ]
             raise
 
     with ThreadPoolExecutor(len(modules)) as threads:
@@ -183,8 +182,7 @@ def gather(outputs, device, dim=0):
             return None
         if torch.is_tensor(pieces[0]) and pieces[0].dim() == 0:
             warnings.warn(
-                "the scalars of the replicas are gathered into a vector; "
-                "its mean is not the mean over the batch if the chunks differ in length"
+                "the scalars become a vector; its mean is wrong if the chunks differ in length"
             )
         on_device = [torch.atleast_1d(piece).to(device) for piece in pieces]
         return torch.cat(on_device, dim)

@@ -64,7 +64,8 @@ def all_reduce_gradients(module, process_group=None):
         if parameter.grad is None:
             # Other ranks may have a gradient, and every rank must issue the same collectives.
             parameter.grad = torch.zeros_like(parameter)
-        # Contiguous, because an all-reduce ignores strides, and they may differ between ranks.
+        # Dense, because few backends reduce sparse gradients. Contiguous, because an all-reduce
+        # ignores strides, and they may differ between ranks.
         gradient = parameter.grad.to_dense().contiguous()
         parameter.grad = gradient / dist.get_world_size(process_group)
         dist.all_reduce(parameter.grad, group=process_group)
@@ -297,6 +298,8 @@ class DistributedDataParallel(BucketedDataParallel):
     Every backward must reach all parameters, unless `find_unused_parameters` is set. With it, a
     rank adds zeros for a parameter that has no gradient there. The .grad stays None if no rank has
     a gradient for the parameter.
+
+    A sparse gradient becomes dense. SGD and Adagrad take it as well, but SparseAdam does not.
     """
 
     def __init__(
@@ -314,7 +317,7 @@ class DistributedDataParallel(BucketedDataParallel):
         gradient_as_bucket_view=False,
         **others,
     ):
-        # Raises TypeError if PyTorch's class has no argument of such a name either.
+        # This raises TypeError if PyTorch's class does not have such an argument either.
         inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
         others["dim"] = dim
         others["output_device"] = output_device not in (None, *(device_ids or ()))

@@ -303,12 +303,27 @@ def test_sparse_gradients_train_bitwise_as_dense_ones():
     bitwise(*weights)
 
 
+def test_gradients_stay_until_zero_grad_as_in_pytorch():
+    model = make_model("plain")
+    plain = copy.deepcopy(model)
+    sgd = OPTIMIZERS["sgd"](plain.parameters())
+    optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](model.parameters()), F32)
+    batch_loss(model, 0, 0).backward()
+    optimizer.unscale_()
+    optimizer.zero_grad()
+    optimizer.step()  # without a gradient
+    for each, stepped in ((model, optimizer), (plain, sgd)):
+        batch_loss(each, 0, 1).backward()
+        stepped.step()
+        stepped.step()
+    bitwise(list(model.parameters()), list(plain.parameters()))
+
+
 @pytest.mark.parametrize("order", [["model", "optimizer"], ["optimizer", "model"], ["optimizer"]])
 @pytest.mark.parametrize("scaler_class", [amp.GradScaler, torch.amp.GradScaler, None])
 def test_training_resumes_bitwise_in_either_order_of_loading(scaler_class, order):
     """If the caller has written to weights, their masters take the values that were written."""
-    trained = in_training("adamw", F16, scaler_class)
-    model, optimizer = trained
+    trained = model, optimizer = in_training("adamw", F16, scaler_class)
     for number in range(3):
         backward(model, optimizer, number)
         optimizer.step()
@@ -318,10 +333,6 @@ def test_training_resumes_bitwise_in_either_order_of_loading(scaler_class, order
     states = copy.deepcopy(states)
 
     resumed = in_training("adamw", F16, scaler_class, seed=7)
-    backward(*resumed, 0)
-    resumed[1].unscale_()
-    resumed[1].zero_grad()  # gives the step up
-    resumed[1].scaler.update()
     into = dict(zip(("model", "optimizer"), resumed, strict=True))
     for what in order:
         into[what].load_state_dict(states[what])
@@ -333,7 +344,6 @@ def test_training_resumes_bitwise_in_either_order_of_loading(scaler_class, order
         for each in (trained, resumed):
             backward(*each, number)
             each[1].step()
-    bitwise(list(resumed[0].parameters()), list(model.parameters()))
     bitwise(masters_of(resumed[1]), masters_of(optimizer))
 
 

@@ -88,7 +88,7 @@ def test_what_cannot_be_split_or_joined_is_an_error():
     x = torch.ones(5, 2)
     with pytest.raises(ValueError, match=r"2 devices: .* \{2: \(5, 2\), 1: \(1, 2\)\}"):
         dp.scatter((x, x[:1]), ["cpu"] * 2)
-    with pytest.raises(ValueError, match="needs sparse=False"):
+    with pytest.raises(ValueError, match="set sparse=False"):
         dp.replicate(nn.Sequential(nn.Embedding(5, 2, sparse=True)), ["cpu"] * 2)
     for wrong in ([{"a": x}, {"b": x}], [1, 2], [None, x], [x, None]):
         with pytest.raises((ValueError, TypeError)):
