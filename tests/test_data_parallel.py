@@ -114,6 +114,7 @@ def test_a_replica_has_the_structure_of_the_module_and_lies_on_its_device():
     devices = ["cpu", "cpu", "meta"]
     frozen = nn.Parameter(torch.ones(4), requires_grad=False)
     module = nn.ModuleDict({"lstm": nn.LSTM(6, 4), "norm": nn.BatchNorm1d(6)})
+    module["embedding"] = nn.Embedding(3, 4)
     module["twice"] = module["again"] = nn.Linear(4, 4, bias=False)
     module["list"] = nn.ParameterList([frozen, torch.ones(4)])
     module.register_module("none", None)
