@@ -79,14 +79,18 @@ def naive_attention(q, k, v, causal=False, scale=None):
     """Return softmax(scale · q kᵀ) v, (B, H, S, D). It holds all scores at once."""
     k = repeat_heads(k, q)  # one head for each head of q (section 4)
     v = repeat_heads(v, q)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    scores = q @ k.mT * scale
+    scores = q @ k.mT * softmax_scale(q, scale)
     if not causal:
         return scores.softmax(-1) @ v
     hidden = hidden_keys(scores, k.shape[2] - q.shape[2] + 1)
     P = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     P = P.masked_fill(hidden, 0.0)  # the softmax of a query that sees no key is NaN
     return P @ v
+
+
+def softmax_scale(q, scale):
+    """Return `scale`, or 1/√D if it is None. Without dimensions, D = 0, all scores are 0."""
+    return max(1, q.shape[3]) ** -0.5 if scale is None else scale
 
 
 def hidden_keys(scores, visible):
@@ -113,9 +117,8 @@ def loop_forward(
     output = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf)  # L in the docstring: the log of Σ e^score
     for rows, key_blocks in tiles(q, k, causal, block_size):
-        # Three scalars. The first block makes m and l (B, H, rows, 1) and O (B, H, rows, D). Each
-        # query of `rows` sees a key of the first block, so m_new is finite, and never -inf - -inf.
-        m = q.new_full((), -torch.inf)
+        # Three scalars. The first block makes m and l (B, H, rows, 1) and O (B, H, rows, D).
+        m = q.new_full((), torch.finfo(q.dtype).min)  # not -inf, because -inf - -inf is NaN
         l = 0.0
         O = 0.0
         for cols in key_blocks:
@@ -128,7 +131,7 @@ def loop_forward(
                 P = P * dropout.mask(P, rows, cols)
             O = O * correction + P @ v[:, :, cols]
             m = m_new
-        output[:, :, rows] = O / l
+        output[:, :, rows] = O / l.clamp(min=1.0)  # l is 0 if all scores are -inf, else 1 or more
         lse[:, :, rows] = (m + l.log()).squeeze(-1)
     return output, lse
 
@@ -152,7 +155,7 @@ def loop_backward(
     dv = torch.zeros_like(v)
     for rows, key_blocks in tiles(q, k, causal, block_size):
         dO_i = dO[:, :, rows]
-        L_i = lse[:, :, rows, None]
+        L_i = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # as m in forward
         delta_i = delta[:, :, rows, None]
         for cols in key_blocks:
             scores = masked_scores(q, k, rows, cols, causal)
@@ -171,25 +174,21 @@ def loop_backward(
 
 
 def tiles(q, k, causal, block_size):
-    """Yield slices: each block of queries, and a list of the blocks of keys that it sees."""
+    """Yield slices: each block of queries, and a list of the blocks of keys that it sees.
+
+    If it sees no key, it is left out: its output and its gradients are zero.
+    """
     S = q.shape[2]
     Skv = k.shape[2]
-    for rows in slices(first_query(q, k, causal), S, block_size):
+    for rows in slices(0, S, block_size):
         seen = rows.stop + Skv - S if causal else Skv  # keys that the last query of `rows` sees
-        yield rows, slices(0, seen, block_size)
+        if seen > 0:
+            yield rows, slices(0, seen, block_size)
 
 
 def slices(start, stop, size):
     starts = range(start, stop, size)
     return [slice(i, min(i + size, stop)) for i in starts]
-
-
-def first_query(q, k, causal):
-    """Return the first query that sees a key. Those before it have zero output and gradients."""
-    S = q.shape[2]
-    Skv = k.shape[2]
-    # Without keys, it is S: no query sees one.
-    return max(0, S - Skv) if causal or Skv == 0 else 0
 
 
 def masked_scores(q, k, rows, cols, causal):
@@ -270,7 +269,7 @@ def flash_forward(
     lse is -inf for a query that sees no key. Autograd does not record this function.
     """
     verify(q, k, v, block_size)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
         return triton_forward(q, k, v, causal, scale)
     wide = [widened(x, q) for x in (q, k, v)]
@@ -299,7 +298,7 @@ def flash_backward(
     k and v may also be a part of the keys. Then `output` and `lse` must be those over all keys, and
     the gradient of q is the sum of the results for all parts.
     """
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
         return triton_backward(grad_output, q, k, v, output, lse, causal, scale)
     wide = [widened(x, q) for x in (grad_output, q, k, v, output)]
@@ -400,6 +399,7 @@ def jit(kernel):
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton.jit reads it too
 LOG2E = constexpr(1.4426950408889634)  # e^x is 2^(x log2 e), and GPUs compute powers of 2
+LOWEST = constexpr(-1e38)  # finite, because -inf - -inf is NaN
 
 
 @jit
@@ -456,6 +456,12 @@ def load_numbers(x, rows, stop):
 
 
 @jit
+def load_lse(x, rows, stop):
+    """Return lse times log2 e, for exp2."""
+    return tl.maximum(load_numbers(x, rows, stop) * LOG2E, LOWEST)
+
+
+@jit
 def dot(a, b):
     """Return a @ b, summed in fp32. a is cast to the dtype of b. fp32 is not rounded to TF32."""
     return tl.dot(a.to(b.dtype), b, input_precision="ieee")
@@ -474,13 +480,12 @@ def keys_seen(row, S, Skv, CAUSAL):
     """Return how many keys the query `row` sees: the first `seen` ones."""
     seen = Skv
     if CAUSAL:
-        seen = tl.minimum(Skv, row + 1 + Skv - S)
+        seen = tl.minimum(Skv, tl.maximum(0, row + 1 + Skv - S))
     return seen
 
 
 @jit
 def query_block(
-    first,
     S,
     Skv,
     CAUSAL,
@@ -489,7 +494,7 @@ def query_block(
 ):
     """Return the program's first query, the first key that needs a mask, and the keys' end."""
     blocks_after = tl.num_programs(0) - 1 - tl.program_id(0)
-    start = first + blocks_after * ROWS  # the last block first: with a causal mask it takes longest
+    start = blocks_after * ROWS  # the last block first: with a causal mask it takes longest
     unmasked = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS
     stop = keys_seen(start + ROWS - 1, S, Skv, CAUSAL)
     return start, unmasked, stop
@@ -531,20 +536,20 @@ def forward_kernel(
     v_b, v_h, v_s,
     G,  # heads of q that share a head of k and v
     S, Skv,
-    first, scale,  # the first query that sees a key
+    scale,
     CAUSAL: constexpr,
     D: constexpr, HEAD: constexpr,  # HEAD is the next power of 2
     ROWS: constexpr, COLS: constexpr,  # queries, and keys, in a block
 ):  # fmt: skip
     """What loop_forward computes."""
     b, h, bh = program_head()
-    start, unmasked, stop = query_block(first, S, Skv, CAUSAL, ROWS, COLS)
+    start, unmasked, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
     k += b * k_b + h // G * k_h
     v += b * v_b + h // G * v_h
-    m = tl.full([ROWS], -float("inf"), tl.float32)
+    m = tl.full([ROWS], LOWEST, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     O = tl.zeros([ROWS, HEAD], tl.float32)
     # First the blocks that need no mask, then those on the diagonal or at the end of the keys.
@@ -555,7 +560,8 @@ def forward_kernel(
             v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
             scores = masked_dot(q_i, k_j, cols[None, :], seen, scale, edge)
             m, l, O = add_keys(m, l, O, scores, v_j)
-    store(output + bh * S * D, O / l[:, None], start, S, ROWS, D, HEAD)
+    O /= tl.maximum(l, 1.0)[:, None]
+    store(output + bh * S * D, O, start, S, ROWS, D, HEAD)
     tl.store(lse + bh * S + rows, (m + tl.log2(l)) / LOG2E, mask=rows < S)
 
 
@@ -563,18 +569,18 @@ def forward_kernel(
 def dq_kernel(
     q, k, v, dO, output, lse, delta, dq,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
-    G, S, Skv, first, scale,
+    G, S, Skv, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, ROWS: constexpr, COLS: constexpr,
 ):  # fmt: skip
     """The dq of loop_backward. It also stores delta, (B, H, S), for dk_dv_kernel."""
     b, h, bh = program_head()
-    start, unmasked, stop = query_block(first, S, Skv, CAUSAL, ROWS, COLS)
+    start, unmasked, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
     dO_i = load(dO + bh * S * D, D, start, S, ROWS, D, HEAD)
     O_i = load(output + bh * S * D, D, start, S, ROWS, D, HEAD)
-    L_i = load_numbers(lse + bh * S, rows, S) * LOG2E
+    L_i = load_lse(lse + bh * S, rows, S)
     delta_i = tl.sum(dO_i.to(tl.float32) * O_i, 1)
     tl.store(delta + bh * S + rows, delta_i, mask=rows < S)
     k += b * k_b + h // G * k_h
@@ -597,7 +603,7 @@ def dq_kernel(
 def dk_dv_kernel(
     q, k, v, dO, lse, delta, dk, dv,
     q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s,
-    G, S, Skv, first, scale,
+    G, S, Skv, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, COLS: constexpr, ROWS: constexpr,
 ):  # fmt: skip
     """The dk and dv of loop_backward. It loops over queries. Blocks are (keys, queries)."""
@@ -608,8 +614,8 @@ def dk_dv_kernel(
     v_j = load(v + b * v_b + h_kv * v_h, v_s, start, Skv, COLS, D, HEAD)
     dk_j = tl.zeros([COLS, HEAD], tl.float32)
     dv_j = tl.zeros([COLS, HEAD], tl.float32)
-    begin = tl.maximum(first, start + S - Skv) if CAUSAL else first  # first query that sees a key
-    unmasked = tl.minimum(S, begin + COLS) if CAUSAL else first  # from here on, no masks
+    begin = tl.maximum(0, start + S - Skv) if CAUSAL else 0  # first query that sees a key
+    unmasked = tl.minimum(S, begin + COLS) if CAUSAL else 0  # from here on, no masks
     for g in range(G):
         bh = bh_kv * G + g
         q_head = q + b * q_b + (h_kv * G + g) * q_h
@@ -619,7 +625,7 @@ def dk_dv_kernel(
                 seen = keys_seen(rows[None, :], S, Skv, CAUSAL)
                 q_i = load(q_head, q_s, i, S, ROWS, D, HEAD)
                 dO_i = load(dO + bh * S * D, D, i, S, ROWS, D, HEAD)
-                L_i = load_numbers(lse + bh * S, rows, S) * LOG2E
+                L_i = load_lse(lse + bh * S, rows, S)
                 delta_i = load_numbers(delta + bh * S, rows, S)
                 scores = masked_dot(k_j, q_i, cols[:, None], seen, scale, edge)
                 P = tl.exp2(scores - L_i[None, :])
@@ -646,11 +652,10 @@ def launch(
     kernel,
     blocked,
     tensors,
-    first,
     causal,
     scale,
 ):
-    """Run a program for each block of rows of `blocked`, which is q from `first` on, or k."""
+    """Run a program for each block of rows of `blocked`, which is q or k."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in tensors[:3])
     H, S, D = q.shape[1:]
     Hkv, Skv = k.shape[1:3]
@@ -667,7 +672,7 @@ def launch(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             H // Hkv,
             S, Skv,
-            first, float(scale),
+            float(scale),
             bool(causal),
             D, head_size,
             block, step,
@@ -678,13 +683,10 @@ def launch(
 
 
 def triton_forward(q, k, v, causal, scale):
-    first = first_query(q, k, causal)
     output = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    output[:, :, :first] = 0.0
-    lse[:, :, :first] = -torch.inf
     tensors = (q, k, v, output, lse)
-    launch(forward_kernel, q[:, :, first:], tensors, first, causal, scale)
+    launch(forward_kernel, q, tensors, causal, scale)
     return output, lse
 
 
@@ -698,15 +700,13 @@ def triton_backward(
     causal,
     scale,
 ):
-    first = first_query(q, k, causal)
     dO, O, L = (x.contiguous() for x in (grad_output, output, lse))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    dq[:, :, :first] = 0.0
     delta = torch.empty_like(L)
     tensors = (q, k, v, dO, O, L, delta, dq)
-    launch(dq_kernel, q[:, :, first:], tensors, first, causal, scale)
+    launch(dq_kernel, q, tensors, causal, scale)
     tensors = (q, k, v, dO, L, delta, dk, dv)
-    launch(dk_dv_kernel, k, tensors, first, causal, scale)
+    launch(dk_dv_kernel, k, tensors, causal, scale)
     return dq, dk, dv
 
 

@@ -69,13 +69,14 @@ class Largest(TorchDispatchMode):
     heads=st.sampled_from([(1, 1), (2, 2), (6, 2), (3, 1)]),
     S=st.integers(0, 40),
     Skv=st.integers(0, 40),
-    head_sizes=st.sampled_from([(1, 1), (4, 4), (3, 5)]),
+    head_sizes=st.sampled_from([(1, 1), (4, 4), (3, 5), (0, 2)]),
     block_size=st.integers(1, 50),
     causal=st.booleans(),
     scale=st.sampled_from([None, 0.3, -2.0]),
 )
 @example(0, (2, 2), 9, 4, (4, 4), 5, True, None)
 @example(2, (6, 2), 26, 33, (3, 5), 7, True, 0.3)
+@example(1, (1, 1), 2, 3, (0, 2), 2, True, None)
 def test_any_sizes_in_blocks_of_any(B, heads, S, Skv, head_sizes, block_size, causal, scale):
     """No tensor of queries times keys is made. Kept are q, k, v, the output and a number per query.
     4d + 10d operations are for each query, and each key that the last query of its block sees."""
@@ -102,9 +103,9 @@ def test_any_sizes_in_blocks_of_any(B, heads, S, Skv, head_sizes, block_size, ca
     assert largest.elements <= max(block, repeated, 1, *(x.numel() for x in inputs))
     assert sum(saved) == sum(x.numel() for x in inputs) + B * H * S
     pairs = 0
-    for start in range(max(0, S - Skv) if causal else 0, S, block_size):
+    for start in range(0, S, block_size):
         stop = min(start + block_size, S)
-        pairs += (stop - start) * (Skv - S + stop if causal else Skv)
+        pairs += (stop - start) * max(0, Skv - S + stop if causal else Skv)
     assert flops.get_total_flops() == B * H * pairs * (8 * D + 6 * D_v)
 
 
@@ -209,7 +210,27 @@ def body_parts_merge(S, cut, causal, kernel, dtype, tolerance):
     torch.testing.assert_close(ours, [*whole, *expected], rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(
+def body_scores_of_minus_inf(kernel, dtype, tolerance):
+    """The last column of q and k makes them: for all keys of query 0, and for the first 200 keys.
+
+    The others are as if these did not exist, and these have zeros."""
+    q, k, v, grad_output = make_inputs(S=32, Skv=300, dtype=dtype)
+    seen = (q[:, :, 1:, :-1], k[:, :, 200:, :-1], v[:, :, 200:], grad_output[:, :, 1:])
+    expected = output_and_gradients(dense_attention, *seen, scale=0.3)
+    q[..., -1] = 1.0
+    q[:, :, 0, -1] = torch.inf
+    k[..., -1] = -1.0
+    k[:, :, :200, -1] = -torch.inf
+
+    attention = partial(flash.flash_attention, scale=0.3, kernel=kernel)
+    found = output_and_gradients(attention, q, k, v, grad_output)
+
+    for ours, theirs, hidden in zip(found, expected, (1, 1, 200, 200), strict=True):
+        whole = F.pad(theirs, (0, 0, hidden, 0))
+        torch.testing.assert_close(ours[..., : whole.shape[3]], whole, rtol=0, atol=tolerance)
+
+
+BOTH = pytest.mark.parametrize(
     "how",
     [
         ("torch", torch.float64, 1e-12),
@@ -217,9 +238,17 @@ def body_parts_merge(S, cut, causal, kernel, dtype, tolerance):
     ],
     ids=["torch", "triton"],
 )
+
+
+@BOTH
 @pytest.mark.parametrize("parts", [(9, 10, False), (4, 6, True), (12, 0, True)])
 def test_parts_of_the_keys_merge_into_the_whole_and_have_their_gradients(parts, how, on_kernels):
     on_kernels(body_parts_merge, *parts, *how)
+
+
+@BOTH
+def test_scores_of_minus_inf_hide_keys(how, on_kernels):
+    on_kernels(body_scores_of_minus_inf, *how)
 
 
 # ---- the kernels

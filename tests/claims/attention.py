@@ -45,7 +45,7 @@ def queries_and_keys(S, Skv, batch=2, heads=2, shared=2, size=8, size_v=None):
 def dense_weights(q, k, causal=False, scale=None):
     """The softmax, zero if all keys are hidden. The last query sees all keys."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     scores = q @ k.mT * scale
     offset = k.shape[2] - q.shape[2]
     hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + offset) & causal
