@@ -14,24 +14,24 @@ the results back. With E = 4, N = 2 ranks and k = 2:
                            t3: e0 e3  ──┘  └──▶  e3: t1 t2 t3 ─┘  └──▶  w·e1(t2) + w·e3(t2), …
 
 All other parameters are replicated, as in data parallelism. W ranks train together. W is N, or a
-multiple of N if several groups of N ranks have all experts each. The loss is the mean of the losses
+multiple of N if several groups of N ranks each have all experts. The loss is the mean of the losses
 of all W ranks. Many implementations scale the experts' gradients wrongly:
 
-    a replicated parameter   has the gradient of the rank's own tokens: add over W, divide by W
-    an expert                has the sum over all rows that it got, from N ranks: divide by W
-                             (if W > N, first add over the ranks that have the same expert)
+    a replicated parameter   has the gradient of the rank's own tokens: average it over W ranks
+    an expert                has the sum over all rows that it got, from N ranks: divide it by N
+                             (if W > N, then average it over the W/N ranks with the same expert)
 
 Cost per rank, layer and step, in elements. An expert has Ψe parameters; h is the hidden size. A
 rank has T tokens. A capacity, which is an option, limits an expert to C rows from each rank:
 
-                      held (with Adam 4 times)   sent forward                 sent backward
+                      held (4 times with Adam)   sent forward                 sent backward
     one device        E·Ψe                       0                            0
     expert parallel   (E/N)·Ψe                   2kTh(N-1)/N on average       the same
     with capacity     (E/N)·Ψe                   2ECh(N-1)/N                  the same
 
 Without a capacity, a rank sends exactly (a + b)h elements forward: a rows to other ranks' experts,
 and the results of the b rows that it got from other ranks. Ranks also exchange 8E(N-1)/N bytes of
-counts (with a capacity, 8(N-1) bytes), and all-reduce 2E + 1 numbers for aux_loss and z_loss.
+counts, and all-reduce 2E + 1 numbers for aux_loss and z_loss.
 
 Run:      torchrun --nproc-per-node 2 expert_parallel.py
 Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
@@ -70,13 +70,14 @@ from torch.utils._pytree import tree_leaves
 class AllToAllRows(torch.autograd.Function):
     """Send `send_counts[i]` rows to rank i, and receive `recv_counts[i]` rows from it.
 
-    Backward sends the gradients of the rows back. With dist.all_to_all_single alone, which has no
-    gradient, the experts would not train.
+    Backward sends the gradients of the rows back, times `grad_scale`. With dist.all_to_all_single
+    alone, which has no gradient, the experts would not train.
     """
 
     @staticmethod
-    def forward(ctx, rows, send_counts, recv_counts, process_group):
+    def forward(ctx, rows, send_counts, recv_counts, process_group, grad_scale=1.0):
         ctx.backward_args = (recv_counts, send_counts, process_group)
+        ctx.grad_scale = grad_scale
         received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
         dist.all_to_all_single(
             received, rows.contiguous(), recv_counts, send_counts, group=process_group
@@ -85,7 +86,8 @@ class AllToAllRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAllRows.apply(grad, *ctx.backward_args), None, None, None
+        grad = AllToAllRows.apply(grad * ctx.grad_scale, *ctx.backward_args)
+        return grad, None, None, None, None
 
 
 def exchange_counts(counts, process_group):
@@ -99,7 +101,7 @@ def naive_moe(x, gate, expert, process_group=None):
     """Switch Transformer's layer with one expert per rank.
 
     x is (tokens, hidden). All ranks have the same `gate`, an nn.Linear(hidden, ranks). Each rank
-    has an `expert` of its own.
+    has an `expert` of its own, whose gradient is that of the sum of the ranks' losses.
     """
     probabilities = gate(x).softmax(-1)
     probability, chosen = probabilities.max(-1)
@@ -143,15 +145,16 @@ class Groups:
 
     def __init__(self, process_group, edp_group):
         self.process_group = process_group  # the N ranks over which the experts are split
-        self.edp_group = edp_group  # expert data parallel: the ranks that have the same experts
         self.size = dist.get_world_size(process_group)  # N
         self.rank = dist.get_rank(process_group)
         if self.rank < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in process_group; call this on its members"
             )
-        copies = 1 if edp_group is None else dist.get_world_size(edp_group)
-        self.num_ranks = self.size * copies  # W
+        self.dimensions = [process_group]  # of the grid of all W ranks
+        if edp_group is not None:  # expert data parallel: the ranks that have the same experts
+            self.dimensions.append(edp_group)
+        self.num_ranks = math.prod(map(dist.get_world_size, self.dimensions))  # W
 
     def __deepcopy__(self, memo):  # a ProcessGroup cannot be copied
         return self
@@ -163,27 +166,24 @@ class Groups:
             if tensor.device.type not in dist.get_backend_config(self.process_group):
                 continue  # NCCL cannot send from the CPU
             values = tensor.contiguous()
-            dist.broadcast(values, group=self.process_group, group_src=0)
-            if self.edp_group is not None:
-                dist.broadcast(values, group=self.edp_group, group_src=0)
+            for group in self.dimensions:
+                dist.broadcast(values, group=group, group_src=0)
             tensor.copy_(values)
 
     def sum(self, tensor):
         """Add up `tensor` over all W ranks, in place."""
-        dist.all_reduce(tensor, group=self.process_group)
-        if self.edp_group is not None:
-            dist.all_reduce(tensor, group=self.edp_group)
+        for group in self.dimensions:
+            dist.all_reduce(tensor, group=group)
 
 
-def regroup(rows, counts):
-    """Sort rows by j, then by i. The caller has sorted them by i, then by j.
+def order_by_expert(counts):
+    """Return the order of the received rows by expert. They come sorted by sender, then by expert.
 
-    There are counts[i, j] rows for each i and j.
+    counts[i, j] is the number of rows from rank i for expert j.
     """
-    sizes = counts.flatten().tolist()
-    pieces = rows.split(sizes)  # piece (i, j) has the index i * columns + j
-    columns = counts.shape[1]
-    return torch.cat([piece for j in range(columns) for piece in pieces[j::columns]])
+    experts = torch.arange(counts.shape[1], device=counts.device).expand_as(counts)
+    expert = experts.flatten().repeat_interleave(counts.flatten())  # of each row
+    return expert.argsort(stable=True)
 
 
 class MoE(nn.Module):
@@ -195,7 +195,8 @@ class MoE(nn.Module):
     capacity_factor      limit the rows of an expert: see slots_with_capacity()
     bias_update_rate     balance the experts by a bias: see update_bias()
 
-    After a forward, `aux_loss` and `z_loss` are those of the tokens of all ranks.
+    After a forward, `aux_loss` and `z_loss` are those of the tokens of all ranks. They have no
+    gradient after a checkpoint with use_reentrant=True, which runs the forward without gradients.
     """
 
     def __init__(
@@ -245,7 +246,8 @@ class MoE(nn.Module):
     def route(self, tokens):
         """Return the weights and the indices of each token's experts, both (tokens, k)."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits would create ties
-        logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
+        with torch.autocast(tokens.device.type, enabled=False):
+            logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
         probabilities = logits.softmax(-1)
         chosen = (probabilities + self.bias).topk(self.top_k).indices  # an unused bias is 0
         weights = probabilities.gather(1, chosen)
@@ -282,18 +284,19 @@ class MoE(nn.Module):
         if self.groups is None:
             return self.experts(rows, counts)
         group = self.groups.process_group
-        sent_per_expert = torch.tensor(counts).view(self.groups.size, -1)  # (to rank, its expert)
-        received_per_expert = sent_per_expert  # with a capacity, all are C
-        if self.capacity_factor is None:
-            received_per_expert = exchange_counts(sent_per_expert.to(rows.device), group).cpu()
+        N = self.groups.size
+        sent_per_expert = torch.tensor(counts).view(N, -1)  # (to rank, its expert)
+        received_per_expert = exchange_counts(sent_per_expert.to(rows.device), group).cpu()
         send_counts = sent_per_expert.sum(1).tolist()
         recv_counts = received_per_expert.sum(1).tolist()
         self.row_counts = (send_counts, recv_counts)
-        received = AllToAllRows.apply(rows, send_counts, recv_counts, group)  # sorted by sender
-        by_expert = regroup(received, received_per_expert)
-        results = self.experts(by_expert, received_per_expert.sum(0).tolist())
-        by_sender = regroup(results, received_per_expert.T)
-        return AllToAllRows.apply(by_sender, recv_counts, send_counts, group)
+        # An expert gets the gradients of N ranks' losses. Divided by N, they add up to the gradient
+        # of the mean loss. On its way back to a rank, a row's gradient is multiplied by N again.
+        received = AllToAllRows.apply(rows, send_counts, recv_counts, group, N)
+        order = order_by_expert(received_per_expert).to(rows.device)
+        results = self.experts(received[order], received_per_expert.sum(0).tolist())
+        by_sender = results[order.argsort()]
+        return AllToAllRows.apply(by_sender, recv_counts, send_counts, group, 1 / N)
 
     def combine(self, results, slots, weights):
         """Add up the weighted results of each token's experts, first choice first."""
@@ -307,14 +310,6 @@ class MoE(nn.Module):
 
         A dropped assignment adds nothing to its token. The token's other weights do not change.
         """
-        if self.groups is not None:
-            counts = torch.full((self.groups.size,), num_tokens, device=expert.device)
-            counts = exchange_counts(counts, self.groups.process_group).tolist()
-            if len(set(counts)) > 1:
-                raise ValueError(
-                    "with a capacity all ranks must have the same number of tokens, but they have "
-                    f"{counts}; pad the batches, or use capacity_factor=None"
-                )
         capacity = math.ceil(self.capacity_factor * self.top_k * num_tokens / self.num_experts)
         num_slots = self.num_experts * capacity
         slots = torch.where(position < capacity, expert * capacity + position, num_slots)
@@ -369,10 +364,10 @@ def moe_layers(module):
 
 
 def split_parameters(module):
-    """{name: Groups} of the parameters that parallelize() has split."""
+    """{name: Groups} of the parameters that parallelize() has split. A layer may have two names."""
     split = {}
-    for path, layer in moe_layers(module).items():
-        if layer.groups is not None:
+    for path, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, MoE) and layer.groups is not None:
             prefix = f"{path}.experts".lstrip(".")
             for name, _ in layer.experts.named_parameters(prefix):
                 split[name] = layer.groups
@@ -383,9 +378,11 @@ def parallelize(module, process_group=None, edp_group=None):
     """Split the experts of every MoE in `module` over `process_group`, in place.
 
     As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
-    its device before, because NCCL does not send from the CPU: such tensors stay as they are. If
-    there are several such process groups, `edp_group` has the ranks that have the same experts as
-    this one, one of each process group.
+    its device before, because NCCL does not send from the CPU: such tensors stay as they are. Do
+    not wrap it in DDP, which would make the ranks' different experts the same.
+
+    If there are several such process groups, `edp_group` has the ranks that have the same experts
+    as this one, one of each process group.
     """
     groups = Groups(process_group, edp_group)
     for layer in moe_layers(module).values():
@@ -411,7 +408,11 @@ def verify_groups(groups, split):
 
 @torch.no_grad()
 def average_gradients(module, process_group=None, edp_group=None):
-    """Turn all gradients into those of the ranks' mean loss. Call it between backward and step."""
+    """Turn all gradients into those of the ranks' mean loss. Call it between backward and step.
+
+    It may run after every backward of a step: the average of an average changes nothing. If no rank
+    used a parameter, its gradient becomes zeros. AdamW decays it then; freeze it to prevent that.
+    """
     groups = Groups(process_group, edp_group)
     split = split_parameters(module)
     verify_groups(groups, split)
@@ -421,10 +422,11 @@ def average_gradients(module, process_group=None, edp_group=None):
         if parameter.grad is None:  # unused here; all ranks must call the same collectives
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.contiguous()
-        gradient /= groups.num_ranks
         if name not in split:
+            gradient /= groups.num_ranks
             groups.sum(gradient)
         elif edp_group is not None:
+            gradient /= dist.get_world_size(edp_group)
             dist.all_reduce(gradient, group=edp_group)
         parameter.grad.copy_(gradient)
 
@@ -458,8 +460,11 @@ def full_state_dict(module, gradients=False):
     """The state dict, or the gradients by name, of the whole module, on every rank."""
     tensors = module.state_dict()
     if gradients:
-        tensors = {name: parameter.grad for name, parameter in module.named_parameters()}
+        parameters = module.named_parameters(remove_duplicate=False)
+        tensors = {name: parameter.grad for name, parameter in parameters}
     for name, groups in split_parameters(module).items():
+        if tensors[name] is None:  # the gradient of a frozen expert
+            continue
         shard = tensors[name].contiguous()
         shards = [torch.empty_like(shard) for _ in range(groups.size)]
         dist.all_gather(shards, shard, group=groups.process_group)
