@@ -88,9 +88,9 @@ def gathered_attention(
     values = join_sequence(v, 2, process_group, zigzag)
     visible = None
     if causal:
-        length = keys.shape[2]
-        query_positions = positions(length, process_group, zigzag).to(q.device)
-        visible = torch.arange(length, device=q.device) <= query_positions[:, None]
+        key_positions = torch.arange(keys.shape[2], device=q.device)
+        query_positions = split_sequence(key_positions, 0, process_group, zigzag)
+        visible = key_positions <= query_positions[:, None]
     return F.scaled_dot_product_attention(q, keys, values, visible, scale=scale, enable_gqa=True)
 
 
@@ -191,6 +191,7 @@ def join_sequence(x, dim=1, process_group=None, zigzag=True):
 # the H/K heads of queries that share it. All sums are in fp32, or in float64 if q is in float64.
 
 PIECE = 256  # keys in a tile; limits the memory for scores
+LOWEST = -1e38  # finite, because -inf - -inf is NaN
 
 
 def merge(output, lse, other_output, other_lse):
@@ -297,7 +298,7 @@ class Ring:
         """Merge the attention to the keys of a tile into its rows of `output` and `lse`."""
         k, v = kv[tile.columns].to(q.dtype)
         scores = self.scores(q[tile.rows], k, tile)
-        tile_lse = scores.logsumexp(-1, keepdim=True)
+        tile_lse = scores.logsumexp(-1, keepdim=True).clamp(min=LOWEST)  # -inf if all scores are
         weights = scores.sub_(tile_lse).exp_()
         merge(output[tile.rows], lse[tile.rows], weights @ v, tile_lse)
 
@@ -318,7 +319,7 @@ class Ring:
         delta = (grad_output * output).sum(-1, keepdim=True)
         exchange = None  # of the gradients
         for step, block in enumerate(self.blocks(kv)):
-            grad_kv = torch.zeros(block.shape, dtype=q.dtype, device=q.device)
+            grad_kv = q.new_zeros(block.shape)
             for tile in self.tiles(step, q.shape[-2]):
                 self.attend_backward(q, block, lse, grad_output, delta, grad_q, grad_kv, tile)
             if step == 0:
@@ -360,8 +361,9 @@ class RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
+        if torch.is_grad_enabled():  # under create_graph=True
+            raise RuntimeError("gradients of gradients are left out; use ulysses_attention")
         q, kv, output, lse = ctx.saved_tensors
         q = q.to(lse.dtype)
         grad_output = grad_output.to(lse.dtype)
@@ -386,7 +388,7 @@ def ring_attention(
     options. Otherwise all ranks raise a ValueError. This check waits for the device once per call.
     """
     verify_attention(q, k, v, causal, scale, process_group, zigzag)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
     grouped = q.unflatten(1, (k.shape[1], -1))
     kv = torch.stack([k, v]).unsqueeze(3)
     ring = Ring(causal, scale, process_group, zigzag)
@@ -451,9 +453,8 @@ def ulysses_attention(
 
 
 def describe(x):
-    needs_grad = (
-        x.requires_grad and torch.is_grad_enabled()
-    )  # backward communicates too, so this must agree
+    # Backward communicates too, so ranks must agree on whether there is one.
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
     return f"{tuple(x.shape)} of {x.dtype}{' with gradient' * needs_grad}"
 
 

@@ -247,8 +247,9 @@ class FlashAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
+        if torch.is_grad_enabled():  # under create_graph=True
+            raise RuntimeError("gradients of gradients are left out; use naive_attention")
         gradients = flash_backward(grad_output, *ctx.saved_tensors, *ctx.options)
         return *gradients, *[None] * len(ctx.options)  # options have no gradients
 
