@@ -163,6 +163,7 @@ TRAFFIC = [  # axis, plan with three micro-batches, bytes that a rank sends per 
     ("dp", {"dp": 2, "technique": "zero2"}, (3 + 1) * PSI),
     ("dp", {"dp": 2, "technique": "zero3"}, 3 * 3 * PSI),
     ("dp", {"dp": 4, "technique": "lora"}, 2 * 3 * PSI * 2 * 3 / 4),
+    ("dp", {"dp": 2, "tp": 2}, 2 * SMALL.parameters(tp=2)),
     ("tp", {"tp": 2}, 3 * ((8 * 4 + 2 * 2) * BSH * 2 + LOSS) / 2),
     ("tp", {"tp": 2, "recompute": "full"}, 3 * ((12 * 4 + 2 * 2) * BSH * 2 + LOSS) / 2),
     (  # it gathers inputs again, and sums the gradients of norms and biases
@@ -232,7 +233,8 @@ def test_what_wires_and_the_host_cost():
 
 def test_plans_fit_use_all_gpus_and_are_sorted():
     plans = estimate.advise(SEVEN_B, 8, 80e9)
-    assert [p.seconds for p in plans] == sorted(p.seconds for p in plans)
+    order = [(p.seconds, TECHNIQUES.index(p.technique), p.tp * p.pp * p.cp) for p in plans]
+    assert order == sorted(order)
     assert all(p.memory <= 0.94 * 80e9 and p.dp * p.tp * p.pp * p.cp == 8 for p in plans)
     assert {estimate.global_batch(p.micro_batch, p.accumulation, p.dp) for p in plans} == {512}
     assert plans[0].technique == "zero1"  # 16Ψ do not fit
@@ -278,7 +280,8 @@ def test_savings_are_differences_and_lines_that_are_kept_add_up():
     names += "micro-batch 1, accumulated; zero1; zero2; zero2+offload; zero3, FSDP; "
     names += "full recomputation; LoRA, r = 8; QLoRA, r = 8; "
     names += "tensor parallel, 8; pipeline parallel, 8; context parallel, 8"
-    assert [rule.technique for rule, _, _ in rows] == names.split("; ")
+    assert "; ".join(rule.technique for rule, _, _ in rows) == names
+    assert "".join("-+"[rule.keeps] for rule, _, _ in rows) == "++++++-++-----"
     moe = estimate.savings(replace(SEVEN_B, experts=8, top_k=2), 8, 64)
     assert moe[-1][0].technique == "expert parallel, 8"
     assert moe[-1][1] > 1e9

@@ -54,7 +54,6 @@ def test_a_layer_has_the_dense_weight_beside_or_merged(sizes, alpha, dropout, rs
     W = layer.base_layer.weight
     A = layer.lora_A
     B = layer.lora_B
-    assert lora.trained_by(layer) == [A, B]
     scaling = alpha / r**0.5 if rslora else alpha / r
     for training in (True, False):
         torch.manual_seed(1)
@@ -68,8 +67,8 @@ def test_a_layer_has_the_dense_weight_beside_or_merged(sizes, alpha, dropout, rs
     naive = lora.naive_lora(x, W, A, B, scaling)
     within(naive + base.bias if bias else naive, expected)
 
-    for _ in range(2):  # the second merge changes nothing
-        lora.merge(layer)
+    lora.merge(layer)
+    lora.merge(layer)  # changes nothing
     assert "merged" not in layer.state_dict()
     bitwise(layer.merged, (W + scaling * B @ A).detach())
     within(layer(x), expected)
@@ -110,10 +109,7 @@ def test_the_factors_of_a_layer_in_16_bits_or_under_autocast_are_in_fp32(dtype):
         ({}, {"1.qkv", "1.proj", "1.linear1", "1.linear2", "3", "norm1"}),  # not "1.norm1"
         ({"target_modules": ["ear1", "1.linear2"]}, {"1.linear2"}),
         ({"target_modules": r"1\.linear|1\.proj"}, {"1.proj"}),
-        (
-            {"target_modules": ["1.linear"]},
-            r"\[\]; .* \['1\.qkv', .*'1\.linear2', '3', '4', 'norm1'\]",
-        ),
+        ({"target_modules": ["1.linear"]}, r"\[\]; .* \['1\.qkv', .*'3', '4', 'norm1'\]"),
         ({"target_modules": ".*(norm|r)1"}, r"finds .*'1\.norm1'"),
         ({"r": 0}, "r=0 must be ≥ 1"),
         ({"lora_dropout": 1.0}, r"lora_dropout=1\.0 in \[0, 1\)"),
