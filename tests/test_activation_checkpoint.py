@@ -220,14 +220,10 @@ def test_a_transformer_layer_keeps_the_bytes_of_the_formulas(way):
     run, run_core, formula, again = WAYS[way]
     torch.manual_seed(1)
     layers, x = ac.transformer_layers(l, h, a, s, b, "cpu", run_core)
-    kept, operations, gradients = ac.measure(run, layers, x)
+    kept, operations, _ = ac.measure(run, layers, x)
     few = l * (16 * s * b + 8 * h)
     assert abs(kept - formula * s * b * h) <= few
     assert operations == 2 * s * b * (3 * PRODUCTS * l + again)
-    for layer in layers:
-        layer.run_core = plainly
-    _, _, expected = ac.measure(ac.run_layers, layers, x)
-    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("technique", ["ddp", "fsdp"])
