@@ -162,8 +162,7 @@ class BucketedDataParallel(nn.Module):
         self._register_hooks()
 
     def forward(self, *inputs, **kwargs):
-        # Without gradients nothing is sent, so that one rank may evaluate alone.
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # otherwise no backward will follow
             self._pre_forward()
         output = self.module(*inputs, **kwargs)
         # Backward starts at the outputs, because on this rank it may reach no parameter.
@@ -299,6 +298,10 @@ class DistributedDataParallel(BucketedDataParallel):
     rank adds zeros for a parameter that has no gradient there. The .grad stays None if no rank has
     a gradient for the parameter.
 
+    As in PyTorch, the buffers of rank 0 are copied to all ranks in the first forward and in each
+    forward after one that averages gradients, also if it is an evaluation. So to evaluate on one
+    rank, call `.module` instead.
+
     A sparse gradient becomes dense. SGD and Adagrad take it as well, but SparseAdam does not.
     """
 
@@ -335,7 +338,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self._hook = None  # set by register_comm_hook
         self.require_backward_grad_sync = True  # False inside no_sync()
-        self.require_forward_param_sync = True  # require_backward_grad_sync in the last forward
+        self.require_forward_param_sync = True  # False if no averaging followed the last forward
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
@@ -343,6 +346,12 @@ class DistributedDataParallel(BucketedDataParallel):
             inputs, kwargs = tree_map_only(
                 torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs)
             )
+        if self.broadcast_buffers and self.require_forward_param_sync:
+            # .data keeps the version. A graph may have saved the buffer, and its backward would
+            # raise an error if the version had changed.
+            broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
+        will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = will_average
         return super().forward(*inputs, **kwargs)
 
     def _pre_forward(self):
@@ -356,11 +365,6 @@ class DistributedDataParallel(BucketedDataParallel):
                     f"{name} was frozen, not there or of another dtype when "
                     "DistributedDataParallel was made: wrap the module again"
                 )
-        if self.training and self.broadcast_buffers and self.require_forward_param_sync:
-            # .data keeps the version. A graph may have saved the buffer, and its backward would
-            # raise an error if the version had changed.
-            broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
-        self.require_forward_param_sync = self.require_backward_grad_sync
         if not self.require_backward_grad_sync:
             self._state = "idle"  # instead of "expected"
 

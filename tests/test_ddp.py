@@ -222,35 +222,42 @@ def test_parameters_that_backward_did_not_reach_are_named_in_the_next_forward():
         loss.backward()
 
 
-@pytest.mark.parametrize("broadcast_buffers", [True, False])
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [
+        (ddp.DDP, {}),
+        (ddp.DDP, {"broadcast_buffers": False}),
+        (nn.parallel.DistributedDataParallel, {}),
+    ],
+)
 @pool.on(2)
-def test_buffers_are_rank_0s_in_each_training_forward_and_only_then(broadcast_buffers):
+def test_buffers_are_rank_0s_in_the_forward_after_one_that_averages(implementation, options):
     rank = pool.rank()
-    first = 0 if broadcast_buffers else rank
-    seen = []
+    first = rank if options else 0
     module = make_model("batchnorm")
     mean = module[1].running_mean.fill_(rank)
-    model = wrap(module, broadcast_buffers=broadcast_buffers)
-    assert mean[0] == first
-    model.module[1].register_forward_pre_hook(lambda *_: seen.append(mean[0].item()))
+    model = implementation(module, process_group=pool.group(), **options)
+    seen = [mean[0].item()]
+    module[1].register_forward_pre_hook(lambda *_: seen.append(mean[0].item()))
 
     def forward():
         mean.data.fill_(rank)  # no new version
         return batch_loss(model, rank, 0)
 
     forward()
-    if rank == 1:  # alone: neither evaluation nor no_grad sends anything
-        with torch.no_grad():
-            forward()
-        model.eval()
+    with torch.no_grad():
         forward()
-        model.train()
+        if rank == 1:  # alone
+            forward()
+    model.eval()
+    forward()
+    model.train()
     with model.no_sync():
         forward()
-    forward()  # copies nothing, as in PyTorch: the forward before was under no_sync()
+    forward()
     (forward() + forward()).backward()  # the first graph has saved the buffers
 
-    assert seen == [first, *[rank] * (2 * rank), first, rank, first, first]
+    assert seen == [first, first, first, *[rank] * rank, rank, first, rank, first, first]
 
 
 @pytest.mark.parametrize("low_rank", [False, True])
