@@ -45,7 +45,8 @@ Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file r
 Left out: Tied parameters, data parallelism, clipping and means over unmasked tokens are in
           parallel_3d.py. step() returns neither the outputs of the last stage nor the gradients of
           the batch's inputs. W computes the gradients of the weights of linear layers only. I
-          computes those of all other parameters.
+          computes those of all other parameters. With I and W, a stage that calls
+          torch.autograd.grad() in its forward is an error.
 
 The demo draws two timelines. simulate() predicts the first, and the ranks have measured the second.
 If they say "bubble 20%" and "bubble 23%", the ranks waited for 23% of the step. The prediction
@@ -219,11 +220,11 @@ def output_key(action, last_stage):
     """ "2F0" -> "3F0"; "2B0", "2I0" -> "1B0": the input_key() of the action that takes the output.
 
     The last stage's forward gives its own backward the gradient to begin with. The first stage's
-    backward gets the key of a stage -1, which no rank has. W has no output: it adds to .grad.
+    backward gets the key of a stage -1, which no rank has. So does W, which only adds to .grad.
     """
     stage, kind, i = parse(action)
     if kind == "W":
-        return None
+        return f"-1W{i}"
     if kind != "F":
         return f"{stage - 1}B{i}"
     if stage < last_stage:
@@ -327,17 +328,23 @@ def plan(schedule, rank):
     for action in sorted(end, key=end.get):
         out_key = output_key(action, max(rank_of))
         source = rank_of[parse(action)[0]]
-        destination = rank_of.get(parse(out_key)[0]) if out_key else None
+        destination = rank_of.get(parse(out_key)[0])
         if rank in (source, destination):
             program.append((action, out_key, source, destination))
     return program
 
 
 def meta_of(tensor):
-    """Return what the receiver must know to allocate the tensor: arguments of torch.zeros."""
+    """Return what the receiver must know to allocate the tensor: arguments of torch.zeros.
+
+    Return None for None, which is the gradient of an output that the next stage does not use.
+    """
+    if tensor is None:
+        return None
     if not torch.is_tensor(tensor):
-        name = type(tensor).__name__
-        raise ValueError(f"the stage returned a {name}; return a tensor or a tuple of tensors")
+        raise ValueError(
+            f"the stage returned a {type(tensor).__name__}; return a tensor or a tuple of tensors"
+        )
     return {"size": tensor.shape, "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
 
 
@@ -360,15 +367,13 @@ class Transfers:
     def send(self, key, tensors, destination):
         """Start to send the tensors, and before them their metadata if this is the first time.
 
-        After a failure `tensors` is None. The receiver waits for messages all the same. It gets
-        zeros of the known shapes, or None as metadata, after which no message follows.
+        After a failure `tensors` is empty. The receiver waits for messages all the same. It gets
+        zeros of the known shapes, or empty metadata, after which no message follows.
         """
         if key not in self.metadata:
-            self.metadata[key] = tensors and [meta_of(tensor) for tensor in tensors]
+            self.metadata[key] = [meta_of(tensor) for tensor in tensors]
             dist.send_object_list([self.metadata[key]], group_dst=destination, **self.object_kwargs)
-        if tensors is None:
-            tensors = self.new_tensors(key)
-        for tensor in tensors or ():
+        for tensor in filter(torch.is_tensor, tensors or self.new_tensors(key)):
             message = tensor.detach().to(self.device).contiguous()
             work = start_transfer(dist.isend, message, destination, self.group)
             self.sends.append((work, message))
@@ -381,7 +386,7 @@ class Transfers:
             work.wait()
 
     def receive(self, key, source):
-        """Start to receive. Return the tensors (None after a failure) and the works."""
+        """Start to receive. Return the tensors (none after a failure) and the works."""
         if key not in self.metadata:
             received = [None]
             dist.recv_object_list(received, group_src=source, **self.object_kwargs)
@@ -389,15 +394,13 @@ class Transfers:
         tensors = self.new_tensors(key)
         works = [
             start_transfer(dist.irecv, tensor.detach(), source, self.group)
-            for tensor in tensors or ()
+            for tensor in filter(torch.is_tensor, tensors)
         ]
         return tensors, works
 
     def new_tensors(self, key):
-        """Return zeros of the shapes that the metadata gives, or None without metadata."""
-        if self.metadata[key] is None:
-            return None
-        return [torch.zeros(**meta, device=self.device) for meta in self.metadata[key]]
+        """Return zeros of the shapes that the metadata gives."""
+        return [meta and torch.zeros(**meta, device=self.device) for meta in self.metadata[key]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -451,7 +454,7 @@ class Pipeline(nn.Module):
                 continue
             self._run(action, out_key)  # its output is now in self._inputs[out_key]
             if destination not in (source, None):
-                self._transfers.send(out_key, self._inputs.pop(out_key, None), destination)
+                self._transfers.send(out_key, self._inputs.pop(out_key, []), destination)
         self._transfers.wait_for_sends()
         self._raise_or_sum()
         return torch.stack(self._losses).sum() if self._losses else None
@@ -477,10 +480,9 @@ class Pipeline(nn.Module):
         num_grad, num_changed = self._raise_or_sum(grad_enabled, changed)
         if num_changed:
             self._transfers.metadata = {}
-        ranks = len(self.schedule)
-        if 0 < num_grad < ranks:
+        if 0 < num_grad < len(self.schedule):
             raise ValueError(
-                f"{num_grad} of {ranks} ranks have gradients enabled; all or none must"
+                f"{num_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must"
             )
         self._began = self.clock()  # at about the same time on all ranks
 
@@ -499,22 +501,22 @@ class Pipeline(nn.Module):
         """Run an action on its inputs, and keep its output as the input of the next action."""
         stage, kind, i = parse(action)
         in_key = input_key(action)
-        inputs = self._inputs.pop(in_key, None)  # None after a failure on any rank
+        inputs = self._inputs.pop(in_key, [])  # empty after a failure on any rank
         for work in self._works.pop(in_key, ()):
             work.wait()
-        if inputs is None or self._failure:
+        if not inputs or self._failure:
             return  # step() still sends and receives, so that no rank hangs
         began = self.clock()
         splits_backward = f"{stage}I{i}" in self.schedule[self._rank]
         F.linear = split_linear if splits_backward else linear  # section 7
         try:
-            if kind == "F":
-                self._inputs[out_key] = self._forward(stage, i, inputs, out_key)
-            elif kind == "W":
-                backward_for_weights(inputs)
+            if kind == "W":
+                backward_for_weights(*inputs)
+            elif kind == "F":
+                self._keep(out_key, self._forward(stage, i, inputs))
             else:
-                self._inputs[out_key] = self._backward(stage, i, inputs)
-                self._inputs[in_key] = split_linear.deferred  # W has the same in_key as I
+                self._keep(out_key, self._backward(stage, i, inputs))
+                self._inputs[in_key] = [split_linear.deferred]  # the input of W, see input_key()
         except Exception as error:
             self._failure = error, f"rank {self._rank} failed in {action} with {error!r}"
         finally:
@@ -522,7 +524,16 @@ class Pipeline(nn.Module):
             split_linear.deferred = None
         self.timeline.append((action, began - self._began, self.clock() - self._began))
 
-    def _forward(self, stage, i, inputs, out_key):
+    def _keep(self, out_key, outputs):
+        """Keep the outputs of an action until this rank uses or sends them."""
+        metadata = [meta_of(tensor) for tensor in outputs]
+        # The receiver allocates what the metadata says. There is none before the first send.
+        expected = self._transfers.metadata.get(out_key, metadata)
+        if metadata != expected:
+            raise RuntimeError(f"its output was {expected}, and is now {metadata}")
+        self._inputs[out_key] = outputs
+
+    def _forward(self, stage, i, inputs):
         """Return the stage's outputs. For the last stage, return the loss's gradient, 1."""
         inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in inputs]
         outputs = self.stages[str(stage)](*inputs)
@@ -536,27 +547,23 @@ class Pipeline(nn.Module):
                 )
             self._losses.append(outputs.detach())
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        metadata = [meta_of(y) for y in outputs]
-        # The receiver allocates what the metadata says. Before the first send there is none.
-        expected = self._transfers.metadata.get(out_key, metadata)
-        if metadata != expected:
-            raise RuntimeError(f"the stage's output was {expected}, and is now {metadata}")
+        if None in outputs:
+            raise ValueError("the stage returned None; return a tensor or a tuple of tensors")
         if torch.is_grad_enabled():
-            self._graphs[stage, i] = inputs, [y for y in outputs if y.requires_grad]
+            self._graphs[stage, i] = inputs, outputs
         if stage == self._last_stage:
             return [torch.ones_like(loss) for loss in outputs]
         return outputs
 
     def _backward(self, stage, i, gradients):
-        """Return the gradients of the stage's inputs, for B and I."""
+        """Return the gradients of the stage's inputs, for B and I. Unused inputs have None."""
         inputs, outputs = self._graphs.pop((stage, i))
-        gradients = [gradient.to(self.device) for gradient in gradients]
+        pairs = zip(outputs, gradients, strict=True)
+        used_outputs = [output for output, gradient in pairs if gradient is not None]
+        gradients = [gradient.to(self.device) for gradient in filter(torch.is_tensor, gradients)]
         split_linear.deferred = []
-        torch.autograd.backward(outputs, gradients)
-        # The previous stage expects a gradient of every input, used or not.
-        return [
-            torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad
-        ]
+        torch.autograd.backward(used_outputs, gradients)
+        return [x.grad for x in inputs]
 
     def _raise_or_sum(self, *numbers):
         """Raise on every rank if one has failed. Return the sum of each number over the ranks.
@@ -594,8 +601,7 @@ def agree_on_schedule(schedule, num_microbatches, num_stages, group):
         actions = build_schedule(schedule, len(given), num_microbatches, num_stages)
     actions = compute_only(actions)
     m = count_microbatches(actions)
-    rank_of = rank_of_stages(actions)
-    stages_on = collections.Counter(rank_of.values())
+    stages_on = collections.Counter(rank_of_stages(actions).values())
     needed = [(schedule, m, stages_on[rank]) for rank in range(len(actions))]
     if given != needed:
         raise ValueError(
@@ -618,8 +624,9 @@ def agree_on_device(parameters, group):
 def chunk_exactly(name, tensor, number):
     """Return the micro-batches. Raise ValueError if torch.chunk returns another number of them."""
     if not torch.is_tensor(tensor):
-        type_name = type(tensor).__name__
-        raise ValueError(f"{name} must be a tensor on the rank that takes them, not {type_name}")
+        raise ValueError(
+            f"{name} must be a tensor on the rank that takes them, not {type(tensor).__name__}"
+        )
     chunks = tensor.chunk(number)
     if len(chunks) != number:
         raise ValueError(

@@ -130,6 +130,7 @@ class Odd(nn.Module):
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
         self.layer = Layer()
         self.unused = nn.Linear(6, 6)
+        self.ignored = nn.Linear(6, 6)
 
     def forward(self, x, mask=None, rows=None, unused=None):
         if mask is None:
@@ -143,7 +144,7 @@ class Odd(nn.Module):
                 y = (torch.tanh(linear(y)) + y).to(x.dtype)
             y = checkpoint(self.layer, y, use_reentrant=False).to(x.dtype)
         y = y + NoGradient.apply(self.unused(y))
-        return y[rows] * mask, mask, rows, torch.cat([x, x], dim=-1)[..., ::2]
+        return y[rows] * mask, mask, rows, self.ignored(torch.cat([x, x]))[::2]
 
 
 class NoGradient(torch.autograd.Function):
@@ -338,10 +339,15 @@ def fails_in_backward(output):
     output.register_hook(lambda gradient: 1 / 0)
 
 
+def cut_graph(output):
+    return torch.zeros_like(output, requires_grad=True)
+
+
 FAILS = {  # the action of rank 1 that fails: the schedule, in which step, how, and with what
     "1F2": ("1f1b", 0, lambda output: 1 / 0, "ZeroDivisionError"),
     "1I1": ("zero_bubble", 1, fails_in_backward, "ZeroDivisionError"),
     "1F0": ("gpipe", 1, torch.Tensor.double, "RuntimeError.*was .*float32.* and is now .*float64"),
+    "1B2": ("1f1b", 1, cut_graph, r"RuntimeError.*was .*float32.* and is now \[None\]"),
 }
 
 
@@ -377,6 +383,15 @@ class ReturnsDict(nn.Linear):
         return {"x": super().forward(x)}
 
 
+class ReturnsNothing(nn.Linear):
+    def forward(self, x):
+        super().forward(x)
+
+
+def detached_loss(output, target):
+    return F.mse_loss(output, target).detach()
+
+
 LISTS = build_schedule("1f1b", 2, 4)
 TWO = [nn.Linear(6, 6), nn.Linear(6, 6)]
 REFUSED = [  # what rank 0 is given instead of what is right, what rank 1 is, what both are told
@@ -394,6 +409,8 @@ REFUSED = [  # what rank 0 is given instead of what is right, what rank 1 is, wh
     ({"inputs": (torch.ones(8, 6), "mask")}, {}, "inputs must be a tensor on the rank that takes"),
     ({}, {"targets": None}, "targets must be a tensor on the rank that takes them, not NoneType"),
     ({"stages": ReturnsDict(6, 6)}, {}, "the stage returned a dict; return a tensor or a tuple"),
+    ({"stages": ReturnsNothing(6, 6)}, {}, "the stage returned None; return a tensor or a tuple"),
+    ({}, {"loss_fn": detached_loss}, "does not require grad"),
     ({}, {"loss_fn": nn.MSELoss(reduction="none")}, "loss_fn returned (2, 6); return the mean"),
 ]  # fmt: skip
 
