@@ -45,8 +45,8 @@ Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file r
 Left out: Tied parameters, data parallelism, clipping and means over unmasked tokens are in
           parallel_3d.py. step() returns neither the outputs of the last stage nor the gradients of
           the batch's inputs. W computes the gradients of the weights of linear layers only. I
-          computes those of all other parameters. With I and W, a stage that calls
-          torch.autograd.grad() in its forward is an error.
+          computes those of all other parameters. With I and W a stage must not call
+          torch.autograd.grad() or backward() itself.
 
 The demo draws two timelines. simulate() predicts the first, and the ranks have measured the second.
 If they say "bubble 20%" and "bubble 23%", the ranks waited for 23% of the step. The prediction
@@ -68,6 +68,7 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -155,13 +156,13 @@ def one_forward_one_backward(actions, warmup):
 def split_backwards(actions, delay):
     """Return zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
     split = []
-    waiting = collections.deque()  # the W of the last I
+    waiting = []  # the W of the last I
     for action in actions:
         split.append(action.replace("B", "I"))
         if "B" in action:
             waiting.append(action.replace("B", "W"))
         if len(waiting) > delay:
-            split.append(waiting.popleft())
+            split.append(waiting.pop(0))
     return [*split, *waiting]
 
 
@@ -251,20 +252,20 @@ def simulate(schedule, cost=COST):
     A rank keeps the order of its actions. Transfers take no time. Raises ValueError if the schedule
     is incomplete or deadlocks.
     """
-    schedule = compute_only(schedule)
-    last_stage = max(rank_of_stages(schedule))
+    waiting = compute_only(schedule)  # by rank: the actions that have not started
+    last_stage = max(rank_of_stages(waiting))
+    peak_activations = [peak_alive(actions) for actions in waiting]
     cost = COST | cost
     start = {}
     end = {}
     # input_key -> the time since when the input is there
-    available = {f"0F{i}": 0 for i in range(count_microbatches(schedule))}
-    free_since = [0] * len(schedule)  # by rank: the end of its last action
-    waiting = [collections.deque(actions) for actions in schedule]
+    available = {f"0F{i}": 0 for i in range(count_microbatches(waiting))}
+    free_since = [0] * len(waiting)  # by rank: the end of its last action
     while any(waiting):
         ended_before = len(end)
         for rank, actions in enumerate(waiting):
             while actions and input_key(actions[0]) in available:
-                action = actions.popleft()
+                action = actions.pop(0)
                 start[action] = max(free_since[rank], available[input_key(action)])
                 end[action] = start[action] + cost[parse(action)[1]]
                 free_since[rank] = end[action]
@@ -273,8 +274,8 @@ def simulate(schedule, cost=COST):
             stuck = [actions[0] for actions in waiting if actions]
             raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} wait for ever")
     busy = sum(end.values()) - sum(start.values())
-    bubble_fraction = 1 - busy / (max(free_since) * len(schedule))
-    return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
+    bubble_fraction = 1 - busy / (max(free_since) * len(waiting))
+    return Simulation(start, end, bubble_fraction, peak_activations)
 
 
 def peak_alive(actions):
@@ -341,10 +342,6 @@ def meta_of(tensor):
     """
     if tensor is None:
         return None
-    if not torch.is_tensor(tensor):
-        raise ValueError(
-            f"the stage returned a {type(tensor).__name__}; return a tensor or a tuple of tensors"
-        )
     return {"size": tensor.shape, "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
 
 
@@ -359,7 +356,8 @@ class Transfers:
         self.group = group
         self.device = device  # of the messages; the stages may be on another
         self.metadata = {}  # input_key -> meta_of() of each tensor, known to both ranks
-        self.sends = collections.deque()  # (work, message), which must live until the work is over
+        self.sends = []  # (work, message), which must live until the work is over
+        self.receives = {}  # input_key -> works to wait for before the tensors are used
         self.object_kwargs = {"group": group, "device": device}  # of send_object_list
         if "use_batch" in inspect.signature(dist.send_object_list).parameters:
             self.object_kwargs["use_batch"] = True  # for the same reason as in start_transfer()
@@ -371,7 +369,7 @@ class Transfers:
         zeros of the known shapes, or empty metadata, after which no message follows.
         """
         if key not in self.metadata:
-            self.metadata[key] = [meta_of(tensor) for tensor in tensors]
+            self.metadata[key] = list(map(meta_of, tensors))
             dist.send_object_list([self.metadata[key]], group_dst=destination, **self.object_kwargs)
         for tensor in filter(torch.is_tensor, tensors or self.new_tensors(key)):
             message = tensor.detach().to(self.device).contiguous()
@@ -382,21 +380,21 @@ class Transfers:
 
     def wait_for_sends(self, at_most=0):
         while len(self.sends) > at_most:
-            work, _ = self.sends.popleft()
+            work, _ = self.sends.pop(0)
             work.wait()
 
     def receive(self, key, source):
-        """Start to receive. Return the tensors (none after a failure) and the works."""
+        """Start to receive. Return the tensors, or an empty list after a failure."""
         if key not in self.metadata:
             received = [None]
             dist.recv_object_list(received, group_src=source, **self.object_kwargs)
             self.metadata[key] = received[0]
         tensors = self.new_tensors(key)
-        works = [
+        self.receives[key] = [
             start_transfer(dist.irecv, tensor.detach(), source, self.group)
             for tensor in filter(torch.is_tensor, tensors)
         ]
-        return tensors, works
+        return tensors
 
     def new_tensors(self, key):
         """Return zeros of the shapes that the metadata gives."""
@@ -432,6 +430,7 @@ class Pipeline(nn.Module):
         self._last_stage = max(rank_of)
         self.device = agree_on_device(self.parameters(), process_group)  # of this rank's stages
         self._transfers = Transfers(process_group, self.device)
+        self._split_linear = partial(split_linear, set(self.parameters()))
         self._batch_meta = None  # of the last step: what _start() compares
         self.timeline = []  # (action, start, end) of the last step, in seconds
         self.clock = time.perf_counter  # of the timeline: on a GPU this times launches only
@@ -449,8 +448,7 @@ class Pipeline(nn.Module):
             if "F" not in action and not torch.is_grad_enabled():
                 continue
             if source != self._rank:  # another rank runs the action and sends its output here
-                received = self._transfers.receive(out_key, source)
-                self._inputs[out_key], self._works[out_key] = received
+                self._inputs[out_key] = self._transfers.receive(out_key, source)
                 continue
             self._run(action, out_key)  # its output is now in self._inputs[out_key]
             if destination not in (source, None):
@@ -462,7 +460,6 @@ class Pipeline(nn.Module):
     def _start(self, inputs, targets):
         """Split the batch, and forget the metadata if any rank's inputs or parameters changed."""
         self._inputs = {}  # input_key -> the tensors that an action takes, computed or received
-        self._works = {}  # input_key -> works to wait for before the inputs are used
         self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
         self._losses = []
         self._failure = None  # or (exception, text for the other ranks)
@@ -475,9 +472,8 @@ class Pipeline(nn.Module):
         grad_enabled = torch.is_grad_enabled()
         tensors = itertools.chain(*self._inputs.values(), self.parameters())
         batch_meta = [grad_enabled, *map(meta_of, tensors)]
-        changed = batch_meta != self._batch_meta
+        num_grad, num_changed = self._raise_or_sum(grad_enabled, batch_meta != self._batch_meta)
         self._batch_meta = batch_meta
-        num_grad, num_changed = self._raise_or_sum(grad_enabled, changed)
         if num_changed:
             self._transfers.metadata = {}
         if 0 < num_grad < len(self.schedule):
@@ -502,13 +498,13 @@ class Pipeline(nn.Module):
         stage, kind, i = parse(action)
         in_key = input_key(action)
         inputs = self._inputs.pop(in_key, [])  # empty after a failure on any rank
-        for work in self._works.pop(in_key, ()):
+        for work in self._transfers.receives.pop(in_key, ()):
             work.wait()
         if not inputs or self._failure:
             return  # step() still sends and receives, so that no rank hangs
         began = self.clock()
-        splits_backward = f"{stage}I{i}" in self.schedule[self._rank]
-        F.linear = split_linear if splits_backward else linear  # section 7
+        if f"{stage}I{i}" in self.schedule[self._rank]:
+            F.linear = self._split_linear  # section 7
         try:
             if kind == "W":
                 backward_for_weights(*inputs)
@@ -526,7 +522,7 @@ class Pipeline(nn.Module):
 
     def _keep(self, out_key, outputs):
         """Keep the outputs of an action until this rank uses or sends them."""
-        metadata = [meta_of(tensor) for tensor in outputs]
+        metadata = list(map(meta_of, outputs))
         # The receiver allocates what the metadata says. There is none before the first send.
         expected = self._transfers.metadata.get(out_key, metadata)
         if metadata != expected:
@@ -547,8 +543,12 @@ class Pipeline(nn.Module):
                 )
             self._losses.append(outputs.detach())
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        if None in outputs:
-            raise ValueError("the stage returned None; return a tensor or a tuple of tensors")
+        for output in outputs:
+            if not torch.is_tensor(output):
+                raise ValueError(
+                    f"the stage returned a {type(output).__name__}; return a tensor or a tuple of "
+                    "tensors"
+                )
         if torch.is_grad_enabled():
             self._graphs[stage, i] = inputs, outputs
         if stage == self._last_stage:
@@ -559,10 +559,10 @@ class Pipeline(nn.Module):
         """Return the gradients of the stage's inputs, for B and I. Unused inputs have None."""
         inputs, outputs = self._graphs.pop((stage, i))
         pairs = zip(outputs, gradients, strict=True)
-        used_outputs = [output for output, gradient in pairs if gradient is not None]
-        gradients = [gradient.to(self.device) for gradient in filter(torch.is_tensor, gradients)]
+        used = [(y, gradient.to(self.device)) for y, gradient in pairs if gradient is not None]
         split_linear.deferred = []
-        torch.autograd.backward(used_outputs, gradients)
+        if used:
+            torch.autograd.backward(*zip(*used, strict=True))
         return [x.grad for x in inputs]
 
     def _raise_or_sum(self, *numbers):
@@ -570,8 +570,11 @@ class Pipeline(nn.Module):
 
         The host waits for the sums.
         """
-        numbers = [self._failure is not None, *numbers]
-        sums = torch.tensor(numbers, dtype=torch.int64, device=self._transfers.device)
+        sums = torch.tensor(
+            [self._failure is not None, *numbers],
+            dtype=torch.int64,
+            device=self._transfers.device,
+        )
         dist.all_reduce(sums, group=self._group)
         num_failed, *sums = sums.tolist()
         if num_failed:
@@ -600,8 +603,8 @@ def agree_on_schedule(schedule, num_microbatches, num_stages, group):
     if isinstance(schedule, str):
         actions = build_schedule(schedule, len(given), num_microbatches, num_stages)
     actions = compute_only(actions)
-    m = count_microbatches(actions)
     stages_on = collections.Counter(rank_of_stages(actions).values())
+    m = count_microbatches(actions)
     needed = [(schedule, m, stages_on[rank]) for rank in range(len(actions))]
     if given != needed:
         raise ValueError(
@@ -642,21 +645,33 @@ def chunk_exactly(name, tensor, number):
 linear = F.linear
 
 
-def split_linear(x, weight, bias=None):
+def split_linear(parameters, x, weight, bias=None):
     """F.linear, but its backward leaves the gradient of the weight to W.
 
     It replaces F.linear, which PyTorch's modules call, during F and I. The replacement is global:
     activation checkpointing runs the forward again in I, on a thread of autograd.
+
+    If the weight has another use that is not split, I adds that part of its gradient, then W adds
+    this one. The sum is rounded differently than on one device.
     """
-    # If the weight is computed (as by weight_norm), it is not a leaf. I must compute its gradient,
-    # which goes on to the leaves. A vector or a strided x would be rounded differently below.
-    can_wait = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
-    if not (can_wait and x.requires_grad and x.dim() > 1 and x.is_contiguous()):
+    # I computes the gradient of a weight that is not a parameter, because weight_norm or FSDP has
+    # computed it, and of one with a hook, such as DDP's, which averages gradients at the end of I.
+    can_wait = weight in parameters and not weight._post_accumulate_grad_hooks
+    needs_gradients = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
+    # A vector or a strided x would be rounded differently below.
+    if not (can_wait and needs_gradients and x.dim() > 1 and x.is_contiguous()):
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
     y = linear(rows, weight.detach(), bias)
-    y.register_hook(lambda grad_y: split_linear.deferred.append((weight, rows.detach(), grad_y)))
+
+    def leave_to_w(grad_y):
+        if split_linear.deferred is None:
+            raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
+        if grad_y is not None:  # None: the loss does not depend on y
+            split_linear.deferred.append((weight, rows.detach(), grad_y))
+
     # The hook is on y, not on its view: the stage may change the view in place.
+    y.register_hook(leave_to_w)
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -665,12 +680,9 @@ split_linear.deferred = None  # what the running I leaves to W: (weight, rows, g
 
 def backward_for_weights(deferred):
     """W: add grad_yᵀ x to the .grad of the weight in y = x weightᵀ."""
-    weights = []
-    gradients = []
-    for weight, rows, grad_y in deferred:
-        if grad_y is not None:  # None: the loss does not depend on y
-            weights.append(weight)
-            gradients.append(grad_y.T @ rows.to(grad_y.dtype))  # autocast computes in its own dtype
+    weights = [weight for weight, _, _ in deferred]
+    # autocast computes in its own dtype.
+    gradients = [grad_y.T @ rows.to(grad_y.dtype) for _, rows, grad_y in deferred]
     # backward() of a leaf adds to its .grad. One call for all, as in a plain backward: it sums the
     # gradients of a weight that several layers share before it adds them.
     torch.autograd.backward(weights, gradients)

@@ -7,6 +7,7 @@ import inspect
 import re
 import types
 import weakref
+from functools import partial
 from unittest import mock
 
 import pool
@@ -22,6 +23,8 @@ from shared import OPTIMIZERS, Collectives, assert_equal, assert_same_parameters
 from torch.distributed.pipelining import schedules as theirs
 from torch.utils.checkpoint import checkpoint
 
+import ddp
+import fsdp
 import pipeline
 from pipeline import SCHEDULES, Pipeline, build_schedule, parse, simulate
 
@@ -177,7 +180,7 @@ def accumulate(stages, inputs, targets, m):
 class Run:
     """This rank's part of a pipeline, and all of its stages on one device."""
 
-    def __init__(self, make, name, m, v):
+    def __init__(self, make, name, m, v, wrap=copy.copy):
         build = build_schedule if name in SCHEDULES else pytorchs.build_schedule
         schedule = build(name, pool.world_size(), m, v)
         torch.manual_seed(1)
@@ -186,7 +189,7 @@ class Run:
         self.rank_of = pipeline.rank_of_stages(schedule)
         self.own = [s for s, rank in sorted(self.rank_of.items()) if rank == pool.rank()]
         self.actions = schedule[pool.rank()]
-        self.stages = nn.ModuleList(copy.deepcopy(self.plain[s]) for s in self.own)
+        self.stages = nn.ModuleList(wrap(copy.deepcopy(self.plain[s])) for s in self.own)
         loss_fn = F.mse_loss if make is Layer else lambda y, target: F.mse_loss(y[0], target)
         self.ours = Pipeline(self.stages, schedule, m, loss_fn, pool.group())
 
@@ -313,11 +316,24 @@ def test_w_computes_the_gradients_of_linear_layers_weights_and_nothing_else():
             kind = parse(run.actions[len(run.ours.timeline)])[1]  # of the action that runs
             reached[kind, name] += 1
 
-        parameter.register_post_accumulate_grad_hook(count)
+        parameter.register_hook(count)
     run.step(*make_batch(0, 8))
     expected = {("I", name): 4 for name in ("0.norm.weight", "0.norm.bias", "0.up.bias")}
     expected |= {("W", name): 4 for name in ("0.up.weight", "0.down.weight")}
     assert reached == expected
+
+
+@pytest.mark.parametrize("wrap", [ddp.DistributedDataParallel, fsdp.fully_shard])
+@pool.on(2)
+def test_zero_bubble_computes_what_data_parallelism_reduces_before_it_does(wrap):
+    """Else W adds to a gradient that is not read any more, or that has been averaged."""
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    run = Run(Layer, "zero_bubble", 4, 1, partial(wrap, process_group=groups[pool.rank()]))
+    for step in range(2):
+        run.step(*make_batch(step, 8))
+        plain = run.plain[pool.rank()]
+        for ours, parameter in zip(run.stages.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad.flatten(), parameter.grad.flatten())  # FSDP's are flat
 
 
 @pool.on(2)
@@ -388,6 +404,11 @@ class ReturnsNothing(nn.Linear):
         super().forward(x)
 
 
+class RunsBackward(nn.Linear):
+    def forward(self, x):
+        return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
+
+
 def detached_loss(output, target):
     return F.mse_loss(output, target).detach()
 
@@ -409,7 +430,9 @@ REFUSED = [  # what rank 0 is given instead of what is right, what rank 1 is, wh
     ({"inputs": (torch.ones(8, 6), "mask")}, {}, "inputs must be a tensor on the rank that takes"),
     ({}, {"targets": None}, "targets must be a tensor on the rank that takes them, not NoneType"),
     ({"stages": ReturnsDict(6, 6)}, {}, "the stage returned a dict; return a tensor or a tuple"),
-    ({"stages": ReturnsNothing(6, 6)}, {}, "the stage returned None; return a tensor or a tuple"),
+    ({"stages": ReturnsNothing(6, 6)}, {}, "the stage returned a NoneType; return a"),
+    ({"schedule": "zero_bubble"}, {"schedule": "zero_bubble", "stages": RunsBackward(6, 6)},
+     "a stage ran a backward in its forward"),
     ({}, {"loss_fn": detached_loss}, "does not require grad"),
     ({}, {"loss_fn": nn.MSELoss(reduction="none")}, "loss_fn returned (2, 6); return the mean"),
 ]  # fmt: skip
