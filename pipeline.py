@@ -176,12 +176,11 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
         )
     # Each rank runs GPipe on some micro-batches, then on the next. Such a round has about p of them
     # in 1F1B: when rank 0 has run a stage on p, the first is ready for rank 0's next stage.
+    num_rounds = max(1, m // p)
     if name == "naive":
         num_rounds = m
-    elif name == "gpipe":
+    if name == "gpipe":
         num_rounds = 1
-    else:
-        num_rounds = max(1, m // p)
     rounds = [numbers.tolist() for numbers in torch.arange(m).tensor_split(num_rounds)]
     schedule = []
     for rank in range(p):
@@ -425,8 +424,8 @@ class Pipeline(nn.Module):
         self._rank = dist.get_rank(process_group)
         self._program = plan(self.schedule, self._rank)
         rank_of = rank_of_stages(self.schedule)
-        own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
-        self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
+        names = [str(stage) for stage in sorted(rank_of) if rank_of[stage] == self._rank]
+        self.stages = nn.ModuleDict(zip(names, stages, strict=True))
         self._last_stage = max(rank_of)
         self.device = agree_on_device(self.parameters(), process_group)  # of this rank's stages
         self._transfers = Transfers(process_group, self.device)
