@@ -156,13 +156,13 @@ def one_forward_one_backward(actions, warmup):
 def split_backwards(actions, delay):
     """Return zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
     split = []
-    waiting = []  # the W of the last I
+    waiting = collections.deque()  # the W of the last I
     for action in actions:
         split.append(action.replace("B", "I"))
         if "B" in action:
             waiting.append(action.replace("B", "W"))
         if len(waiting) > delay:
-            split.append(waiting.pop(0))
+            split.append(waiting.popleft())
     return [*split, *waiting]
 
 
@@ -176,11 +176,12 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
         )
     # Each rank runs GPipe on some micro-batches, then on the next. Such a round has about p of them
     # in 1F1B: when rank 0 has run a stage on p, the first is ready for rank 0's next stage.
-    num_rounds = max(1, m // p)
     if name == "naive":
         num_rounds = m
-    if name == "gpipe":
+    elif name == "gpipe":
         num_rounds = 1
+    else:
+        num_rounds = max(1, m // p)
     rounds = [numbers.tolist() for numbers in torch.arange(m).tensor_split(num_rounds)]
     schedule = []
     for rank in range(p):
@@ -220,11 +221,11 @@ def output_key(action, last_stage):
     """ "2F0" -> "3F0"; "2B0", "2I0" -> "1B0": the input_key() of the action that takes the output.
 
     The last stage's forward gives its own backward the gradient to begin with. The first stage's
-    backward gets the key of a stage -1, which no rank has. So does W, which only adds to .grad.
+    backward gets the key of a stage -1, which no rank has. W has no output: it adds to .grad.
     """
     stage, kind, i = parse(action)
     if kind == "W":
-        return f"-1W{i}"
+        return None
     if kind != "F":
         return f"{stage - 1}B{i}"
     if stage < last_stage:
@@ -251,20 +252,20 @@ def simulate(schedule, cost=COST):
     A rank keeps the order of its actions. Transfers take no time. Raises ValueError if the schedule
     is incomplete or deadlocks.
     """
-    waiting = compute_only(schedule)  # by rank: the actions that have not started
-    last_stage = max(rank_of_stages(waiting))
-    peak_activations = [peak_alive(actions) for actions in waiting]
+    schedule = compute_only(schedule)
+    last_stage = max(rank_of_stages(schedule))
     cost = COST | cost
     start = {}
     end = {}
     # input_key -> the time since when the input is there
-    available = {f"0F{i}": 0 for i in range(count_microbatches(waiting))}
-    free_since = [0] * len(waiting)  # by rank: the end of its last action
+    available = {f"0F{i}": 0 for i in range(count_microbatches(schedule))}
+    free_since = [0] * len(schedule)  # by rank: the end of its last action
+    waiting = [collections.deque(actions) for actions in schedule]
     while any(waiting):
         ended_before = len(end)
         for rank, actions in enumerate(waiting):
             while actions and input_key(actions[0]) in available:
-                action = actions.pop(0)
+                action = actions.popleft()
                 start[action] = max(free_since[rank], available[input_key(action)])
                 end[action] = start[action] + cost[parse(action)[1]]
                 free_since[rank] = end[action]
@@ -273,8 +274,8 @@ def simulate(schedule, cost=COST):
             stuck = [actions[0] for actions in waiting if actions]
             raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} wait for ever")
     busy = sum(end.values()) - sum(start.values())
-    bubble_fraction = 1 - busy / (max(free_since) * len(waiting))
-    return Simulation(start, end, bubble_fraction, peak_activations)
+    bubble_fraction = 1 - busy / (max(free_since) * len(schedule))
+    return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
 
 
 def peak_alive(actions):
@@ -328,7 +329,7 @@ def plan(schedule, rank):
     for action in sorted(end, key=end.get):
         out_key = output_key(action, max(rank_of))
         source = rank_of[parse(action)[0]]
-        destination = rank_of.get(parse(out_key)[0])
+        destination = rank_of.get(parse(out_key)[0]) if out_key else None
         if rank in (source, destination):
             program.append((action, out_key, source, destination))
     return program
@@ -355,7 +356,7 @@ class Transfers:
         self.group = group
         self.device = device  # of the messages; the stages may be on another
         self.metadata = {}  # input_key -> meta_of() of each tensor, known to both ranks
-        self.sends = []  # (work, message), which must live until the work is over
+        self.sends = collections.deque()  # (work, message), which must live until the work is over
         self.receives = {}  # input_key -> works to wait for before the tensors are used
         self.object_kwargs = {"group": group, "device": device}  # of send_object_list
         if "use_batch" in inspect.signature(dist.send_object_list).parameters:
@@ -379,7 +380,7 @@ class Transfers:
 
     def wait_for_sends(self, at_most=0):
         while len(self.sends) > at_most:
-            work, _ = self.sends.pop(0)
+            work, _ = self.sends.popleft()
             work.wait()
 
     def receive(self, key, source):
@@ -396,7 +397,7 @@ class Transfers:
         return tensors
 
     def new_tensors(self, key):
-        """Return zeros of the shapes that the metadata gives."""
+        """Return zeros of the shapes that the metadata gives, and None for None."""
         return [meta and torch.zeros(**meta, device=self.device) for meta in self.metadata[key]]
 
 
@@ -417,6 +418,12 @@ class Pipeline(nn.Module):
     def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
         super().__init__()
         stages = stages if isinstance(stages, (list, nn.ModuleList)) else [stages]
+        modules = itertools.chain.from_iterable(stage.modules() for stage in stages)
+        if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
+            raise ValueError(
+                "PyTorch's DistributedDataParallel averages the gradients of one micro-batch only; "
+                "pass its .module, and average the gradients after step()"
+            )
         self.schedule = agree_on_schedule(schedule, num_microbatches, len(stages), process_group)
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
@@ -424,11 +431,12 @@ class Pipeline(nn.Module):
         self._rank = dist.get_rank(process_group)
         self._program = plan(self.schedule, self._rank)
         rank_of = rank_of_stages(self.schedule)
-        names = [str(stage) for stage in sorted(rank_of) if rank_of[stage] == self._rank]
-        self.stages = nn.ModuleDict(zip(names, stages, strict=True))
+        own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
+        self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
         self._last_stage = max(rank_of)
         self.device = agree_on_device(self.parameters(), process_group)  # of this rank's stages
         self._transfers = Transfers(process_group, self.device)
+        # F.linear during F and I, for these weights
         self._split_linear = partial(split_linear, set(self.parameters()))
         self._batch_meta = None  # of the last step: what _start() compares
         self.timeline = []  # (action, start, end) of the last step, in seconds
@@ -470,14 +478,17 @@ class Pipeline(nn.Module):
         # These decide the shapes, dtypes and requires_grad of all that the stages send.
         grad_enabled = torch.is_grad_enabled()
         tensors = itertools.chain(*self._inputs.values(), self.parameters())
-        batch_meta = [grad_enabled, *map(meta_of, tensors)]
-        num_grad, num_changed = self._raise_or_sum(grad_enabled, batch_meta != self._batch_meta)
+        autocast = torch.is_autocast_enabled(self.device.type)
+        batch_meta = [grad_enabled, autocast, *map(meta_of, tensors)]
+        changed = batch_meta != self._batch_meta
         self._batch_meta = batch_meta
+        num_grad, num_changed = self._raise_or_sum(grad_enabled, changed)
         if num_changed:
             self._transfers.metadata = {}
-        if 0 < num_grad < len(self.schedule):
+        ranks = len(self.schedule)
+        if 0 < num_grad < ranks:
             raise ValueError(
-                f"{num_grad} of {len(self.schedule)} ranks have gradients enabled; all or none must"
+                f"{num_grad} of {ranks} ranks have gradients enabled; all or none must"
             )
         self._began = self.clock()  # at about the same time on all ranks
 
@@ -542,12 +553,9 @@ class Pipeline(nn.Module):
                 )
             self._losses.append(outputs.detach())
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        for output in outputs:
-            if not torch.is_tensor(output):
-                raise ValueError(
-                    f"the stage returned a {type(output).__name__}; return a tensor or a tuple of "
-                    "tensors"
-                )
+        if not outputs or not all(map(torch.is_tensor, outputs)):
+            types = [type(output).__name__ for output in outputs]
+            raise ValueError(f"the stage returned {types}; return a tensor or a tuple of tensors")
         if torch.is_grad_enabled():
             self._graphs[stage, i] = inputs, outputs
         if stage == self._last_stage:
@@ -555,13 +563,13 @@ class Pipeline(nn.Module):
         return outputs
 
     def _backward(self, stage, i, gradients):
-        """Return the gradients of the stage's inputs, for B and I. Unused inputs have None."""
+        """Return the gradients of the stage's inputs, for B and I: None for an unused input."""
         inputs, outputs = self._graphs.pop((stage, i))
         pairs = zip(outputs, gradients, strict=True)
-        used = [(y, gradient.to(self.device)) for y, gradient in pairs if gradient is not None]
+        used = [output for output, gradient in pairs if gradient is not None]
+        gradients = [gradient.to(self.device) for gradient in gradients if gradient is not None]
         split_linear.deferred = []
-        if used:
-            torch.autograd.backward(*zip(*used, strict=True))
+        torch.autograd.backward(used, gradients)
         return [x.grad for x in inputs]
 
     def _raise_or_sum(self, *numbers):
@@ -569,11 +577,8 @@ class Pipeline(nn.Module):
 
         The host waits for the sums.
         """
-        sums = torch.tensor(
-            [self._failure is not None, *numbers],
-            dtype=torch.int64,
-            device=self._transfers.device,
-        )
+        numbers = [self._failure is not None, *numbers]
+        sums = torch.tensor(numbers, dtype=torch.int64, device=self._transfers.device)
         dist.all_reduce(sums, group=self._group)
         num_failed, *sums = sums.tolist()
         if num_failed:
@@ -626,9 +631,8 @@ def agree_on_device(parameters, group):
 def chunk_exactly(name, tensor, number):
     """Return the micro-batches. Raise ValueError if torch.chunk returns another number of them."""
     if not torch.is_tensor(tensor):
-        raise ValueError(
-            f"{name} must be a tensor on the rank that takes them, not {type(tensor).__name__}"
-        )
+        type_name = type(tensor).__name__
+        raise ValueError(f"{name} must be a tensor on the rank that takes them, not {type_name}")
     chunks = tensor.chunk(number)
     if len(chunks) != number:
         raise ValueError(
@@ -655,7 +659,8 @@ def split_linear(parameters, x, weight, bias=None):
     """
     # I computes the gradient of a weight that is not a parameter, because weight_norm or FSDP has
     # computed it, and of one with a hook, such as DDP's, which averages gradients at the end of I.
-    can_wait = weight in parameters and not weight._post_accumulate_grad_hooks
+    has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    can_wait = weight in parameters and not has_hooks
     needs_gradients = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
     # A vector or a strided x would be rounded differently below.
     if not (can_wait and needs_gradients and x.dim() > 1 and x.is_contiguous()):

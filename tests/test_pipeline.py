@@ -134,11 +134,15 @@ class Odd(nn.Module):
         self.layer = Layer()
         self.unused = nn.Linear(6, 6)
         self.ignored = nn.Linear(6, 6)
+        self.hooked = nn.Linear(6, 6)
 
     def forward(self, x, mask=None, rows=None, unused=None):
         if mask is None:
             mask = x > 0
             rows = torch.arange(len(x)).flip(0)
+        if not self.hooked.weight._backward_hooks:  # a copy of the module does not have it
+            self.hooked.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        x = self.hooked(torch.relu(self.hooked(x)))
         y = self.first(self.frozen(x))
         y = y + self.strided(y.transpose(0, -2)).transpose(0, -2)
         y = torch.relu_(self.twice(y)) + self.twice(y + self.vector(y.flatten(end_dim=-2).mean(0)))
@@ -310,13 +314,15 @@ def test_each_boundary_sends_activations_once_and_gradients_if_needed(name, froz
 def test_w_computes_the_gradients_of_linear_layers_weights_and_nothing_else():
     run = Run(Layer, "zero_bubble", 4, 1)
     reached = collections.Counter()
+    nodes = []  # which add to .grad
     for name, parameter in run.stages.named_parameters():
 
-        def count(_, name=name):
+        def count(inputs, outputs, name=name):
             kind = parse(run.actions[len(run.ours.timeline)])[1]  # of the action that runs
             reached[kind, name] += 1
 
-        parameter.register_hook(count)
+        nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+        nodes[-1].register_hook(count)
     run.step(*make_batch(0, 8))
     expected = {("I", name): 4 for name in ("0.norm.weight", "0.norm.bias", "0.up.bias")}
     expected |= {("W", name): 4 for name in ("0.up.weight", "0.down.weight")}
@@ -334,6 +340,23 @@ def test_zero_bubble_computes_what_data_parallelism_reduces_before_it_does(wrap)
         plain = run.plain[pool.rank()]
         for ours, parameter in zip(run.stages.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad.flatten(), parameter.grad.flatten())  # FSDP's are flat
+
+
+@pool.on(2)
+def test_pytorchs_data_parallelism_is_refused_because_it_skips_micro_batches():
+    group = [dist.new_group([rank]) for rank in range(2)][pool.rank()]
+    stage = nn.parallel.DistributedDataParallel(nn.Linear(6, 6), process_group=group)
+    with pytest.raises(ValueError, match=r"one micro-batch only; pass its \.module"):
+        Pipeline([nn.Sequential(stage)], "1f1b", 4, F.mse_loss, pool.group())
+
+
+@pool.on(2)
+def test_autocast_may_begin_between_two_steps():
+    run = Run(Layer, "1f1b", 4, 1)
+    run.step(*make_batch(0, 8))
+    with torch.autocast(pool.device().type, torch.bfloat16):
+        run.step(*make_batch(1, 8))
+    run.assert_same("after both")
 
 
 @pool.on(2)
@@ -429,8 +452,8 @@ REFUSED = [  # what rank 0 is given instead of what is right, what rank 1 is, wh
     ({"inputs": None}, {}, "inputs must be a tensor on the rank that takes them, not NoneType"),
     ({"inputs": (torch.ones(8, 6), "mask")}, {}, "inputs must be a tensor on the rank that takes"),
     ({}, {"targets": None}, "targets must be a tensor on the rank that takes them, not NoneType"),
-    ({"stages": ReturnsDict(6, 6)}, {}, "the stage returned a dict; return a tensor or a tuple"),
-    ({"stages": ReturnsNothing(6, 6)}, {}, "the stage returned a NoneType; return a"),
+    ({"stages": ReturnsDict(6, 6)}, {}, "the stage returned ['dict']; return a tensor or a tuple"),
+    ({"stages": ReturnsNothing(6, 6)}, {}, "the stage returned ['NoneType']; return a"),
     ({"schedule": "zero_bubble"}, {"schedule": "zero_bubble", "stages": RunsBackward(6, 6)},
      "a stage ran a backward in its forward"),
     ({}, {"loss_fn": detached_loss}, "does not require grad"),
@@ -505,5 +528,6 @@ def test_inputs_and_targets_are_moved_to_the_stages_device():
 
     ours = Pipeline(nn.Linear(6, 6, device="meta"), "gpipe", 2, loss_fn, pool.group())
     ours._transfers.device = "cpu"  # gloo sends no tensors on meta; a world of one has none to send
-    ours.step(*make_batch(0, 8))
+    with mock.patch.object(torch, "is_autocast_enabled"):  # it does not know the meta device
+        ours.step(*make_batch(0, 8))
     assert seen == [("meta", "meta")] * 2
