@@ -194,7 +194,7 @@ class Run:
         self.own = [s for s, rank in sorted(self.rank_of.items()) if rank == pool.rank()]
         self.actions = schedule[pool.rank()]
         self.stages = nn.ModuleList(wrap(copy.deepcopy(self.plain[s])) for s in self.own)
-        loss_fn = F.mse_loss if make is Layer else lambda y, target: F.mse_loss(y[0], target)
+        loss_fn = (lambda y, target: F.mse_loss(y[0], target)) if make is Odd else F.mse_loss
         self.ours = Pipeline(self.stages, schedule, m, loss_fn, pool.group())
 
     def step(self, inputs, targets):
@@ -352,7 +352,7 @@ def test_pytorchs_data_parallelism_is_refused_because_it_skips_micro_batches():
 
 @pool.on(2)
 def test_autocast_may_begin_between_two_steps():
-    run = Run(Layer, "1f1b", 4, 1)
+    run = Run(partial(nn.Linear, 6, 6), "1f1b", 4, 1)
     run.step(*make_batch(0, 8))
     with torch.autocast(pool.device().type, torch.bfloat16):
         run.step(*make_batch(1, 8))
@@ -424,7 +424,7 @@ class ReturnsDict(nn.Linear):
 
 class ReturnsNothing(nn.Linear):
     def forward(self, x):
-        super().forward(x)
+        return ()
 
 
 class RunsBackward(nn.Linear):
@@ -453,7 +453,7 @@ REFUSED = [  # what rank 0 is given instead of what is right, what rank 1 is, wh
     ({"inputs": (torch.ones(8, 6), "mask")}, {}, "inputs must be a tensor on the rank that takes"),
     ({}, {"targets": None}, "targets must be a tensor on the rank that takes them, not NoneType"),
     ({"stages": ReturnsDict(6, 6)}, {}, "the stage returned ['dict']; return a tensor or a tuple"),
-    ({"stages": ReturnsNothing(6, 6)}, {}, "the stage returned ['NoneType']; return a"),
+    ({"stages": ReturnsNothing(6, 6)}, {}, "the stage returned []; return a"),
     ({"schedule": "zero_bubble"}, {"schedule": "zero_bubble", "stages": RunsBackward(6, 6)},
      "a stage ran a backward in its forward"),
     ({}, {"loss_fn": detached_loss}, "does not require grad"),
