@@ -454,16 +454,19 @@ class Zero1(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, those in .grad and those already reduced."""
-        super().zero_grad()
+        """Drop or zero all gradients, those in .grad and those already reduced."""
+        super().zero_grad(set_to_none)
         self._finish_reduce()  # after a backward that raised
         self._loss_scale = 1.0
         self._stepped = False
         self._mixed = False
         for bucket in self._buckets:
-            bucket.grad = None
-            for slot in bucket.slots:
-                slot.used = False
+            if set_to_none:
+                bucket.grad = None
+                for slot in bucket.slots:
+                    slot.used = False
+            elif bucket.grad is not None:
+                bucket.grad.zero_()
 
     @contextmanager
     def no_sync(self):
@@ -489,7 +492,8 @@ class Zero1(torch.optim.Optimizer):
         for bucket in buckets:
             for slot in bucket.slots:
                 if counted is None or counted(slot.parameter):
-                    norm = bucket.grad[slot.in_shard].norm(dtype=torch.float64)
+                    # abs() makes complex numbers real.
+                    norm = bucket.grad[slot.in_shard].abs().norm(dtype=torch.float64)
                     total += (norm / (bucket.divisor * self._loss_scale)).square()
         for group in (self.process_group, *process_groups):
             dist.all_reduce(total, group=group)
@@ -567,10 +571,12 @@ class Zero1(torch.optim.Optimizer):
 def weak_hook(method):
     """Return a hook that calls `method`, but does not keep the method's optimizer alive.
 
-    A module keeps its hooks, so that it would keep the optimizer and its state as well.
+    A module keeps its hooks, so that it would keep the optimizer and its state as well. Hooks run
+    outside of the code that torch.compile makes.
     """
     reference = weakref.WeakMethod(method)
 
+    @torch.compiler.disable
     def hook(*args):
         if reference() is not None:
             reference()(*args)
@@ -620,7 +626,7 @@ class Zero2(Zero1):
         self._to_reduce = None
 
     def zero_grad(self, set_to_none=True):
-        super().zero_grad()
+        super().zero_grad(set_to_none)
         self._to_reduce = None  # after a backward that raised
 
 
@@ -699,11 +705,10 @@ class Zero3(Zero2):
     _bucket_class = FreeableBucket
 
     def __init__(self, module, *args, **kwargs):
-        innermost = innermost_units(module)
         # For each parameter, the units that it belongs to: several, if modules share it. Zero1's
         # constructor needs this in _kind().
         self._units = dict.fromkeys(module.parameters(), ())
-        for child, unit in innermost.items():
+        for child, unit in innermost_units(module).items():
             for parameter in child.parameters(recurse=False):
                 self._units[parameter] += (unit,)
         super().__init__(module, *args, **kwargs)

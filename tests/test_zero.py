@@ -51,14 +51,14 @@ def assert_same_parameters(optimizer, model, plain):
             bitwise(ours, theirs.to(ours.dtype))
 
 
-def one_device_backward(plain, rounds, dtype=None, loss=batch_loss):
+def one_device_backward(plain, rounds, dtype=None, loss=batch_loss, set_to_none=True):
     """Leave the mean over ranks in .grad of `plain`, the masters of a model in `dtype`.
 
     In each round every rank adds up the gradients of these batches before they are reduced.
     """
     low = copy.deepcopy(plain).to(dtype)
     pairs = list(zip(plain.parameters(), low.parameters(), strict=True))
-    plain.zero_grad()
+    plain.zero_grad(set_to_none)
     for numbers in rounds:
         for rank in range(pool.world_size()):
             for number in numbers:
@@ -85,6 +85,7 @@ def train(
     what to go on from, and is returned as well.
     """
     groups = how.pop("groups", nn.Module.parameters)
+    set_to_none = how.pop("set_to_none", True)
     options = OPTIONS.get(name, {"lr": 0.01})
     optimizer_class = getattr(torch.optim, name)
     model = make()
@@ -109,10 +110,11 @@ def train(
             before(step, optimizer, module)
             with full(optimizer):  # a write is kept, and the rest keeps its fp32 digits
                 next(module.parameters()).data.fill_((step + 1) / 8)
-        ours.zero_grad()
+        ours.zero_grad(set_to_none)
         batches = range(step * micros[0], (step + 1) * micros[0])
         at_once = micros[1] or stage is zero.Zero1  # a rank adds up its own gradients first
-        one_device_backward(plain, [batches] if at_once else [[b] for b in batches], low, loss)
+        rounds = [batches] if at_once else [[batch] for batch in batches]
+        one_device_backward(plain, rounds, low, loss, set_to_none)
         with full(ours) if inside else contextlib.nullcontext():
             with ours.no_sync():
                 for batch in batches[: micros[1]]:
@@ -193,6 +195,7 @@ class Words(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(6, 6)
         self.blocks = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        self.blocks[1].weight = self.blocks[0].weight
 
     def forward(self, x, tied=True):
         hidden = self.embed(x.argmax(1))
@@ -210,6 +213,11 @@ def make_sparse(step, optimizer, model):
     model.embed.sparse = isinstance(optimizer, zero.Zero1)  # ours, and not one device's
 
 
+def compile_a_block(step, optimizer, model):
+    if step == 1 and isinstance(optimizer, zero.Zero1):
+        model[1].compile(backend="eager")
+
+
 SMALL = {"bucket_cap_mb": 1e-3}
 OFFLOAD = {"offload": "cpu"}
 GROUPS = SMALL | {"groups": two_groups, "before": change_groups, "micros": (2, 0)}
@@ -222,6 +230,7 @@ for each in STAGES:
     CASES.append((each, Words, "SGD", {"before": make_sparse, "loss": sparse_loss}))
     half = functools.partial(PLAIN, torch.float16)
     CASES.append((each, half, "Adam", OFFLOAD | {"loss": large_loss}))
+    CASES.append((each, functools.partial(Blocks, 2), "SGD", {"before": compile_a_block}))
 
 
 @pytest.mark.parametrize(("stage", "make", "name", "how"), CASES)
@@ -266,6 +275,7 @@ def body_random(stage, saved, numels, low, micros, **arguments):
     bucket_cap_mb=st.sampled_from([25, 1e-4]),
     name=st.sampled_from(["SGD", "AdamW"]),
     micros=st.sampled_from([(1, 0), (2, 0), (2, 1), (2, 2)]),
+    set_to_none=st.booleans(),
 )
 def test_what_some_ranks_use_and_other_worlds_go_on_with(worlds, **arguments):
     """What one rank uses is averaged with the others' zeros. What no rank uses stays as it is."""
@@ -298,6 +308,22 @@ def test_norms_clipping_and_the_scale_of_a_loss(stage):
     batch_loss(model, pool.rank(), 1).backward()
     assert optimizer.unscale_(1.0) == 1
     assert norm_of().isinf()  # not NaN
+
+
+@each_stage
+@pool.on(2)
+def test_complex_gradients_are_clipped(stage):
+    def loss_of(model, rank, step):
+        return model(make_batch(rank, step, torch.complex128)).abs().square().sum()
+
+    model = nn.Linear(6, 5, dtype=torch.complex128)
+    plain = copy.deepcopy(model)
+    optimizer = make_sgd(stage, model)
+    loss_of(model, pool.rank(), 0).backward()
+    norm = optimizer.clip_grad_norm_(1.0)
+    one_device_backward(plain, [[0]], loss=loss_of)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1.0).item(), 1.0)
 
 
 @each_stage
