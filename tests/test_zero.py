@@ -17,7 +17,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import HOW, MODELS, Blocks, Outer, Reader, Watch, batch_loss, make_batch, make_model
+from shared import (
+    HOW,
+    MODELS,
+    Blocks,
+    Outer,
+    Reader,
+    Watch,
+    batch_loss,
+    loss_of,
+    make_batch,
+    make_model,
+)
 
 import zero
 
@@ -213,9 +224,13 @@ def make_sparse(step, optimizer, model):
     model.embed.sparse = isinstance(optimizer, zero.Zero1)  # ours, and not one device's
 
 
-def compile_a_block(step, optimizer, model):
-    if step == 1 and isinstance(optimizer, zero.Zero1):
-        model[1].compile(backend="eager")
+def compile_model(step, optimizer, model):
+    if step == 0 and isinstance(optimizer, zero.Zero1):
+        model.compile(backend="eager")
+
+
+def loss_by_one_block(model, rank, step):
+    return loss_of(model(make_batch(rank, step), which=[step % 2]))
 
 
 SMALL = {"bucket_cap_mb": 1e-3}
@@ -230,7 +245,9 @@ for each in STAGES:
     CASES.append((each, Words, "SGD", {"before": make_sparse, "loss": sparse_loss}))
     half = functools.partial(PLAIN, torch.float16)
     CASES.append((each, half, "Adam", OFFLOAD | {"loss": large_loss}))
-    CASES.append((each, functools.partial(Blocks, 2), "SGD", {"before": compile_a_block}))
+    blocks = functools.partial(Blocks, 2)
+    CASES.append((each, blocks, "SGD", {"before": compile_model}))
+    CASES.append((each, blocks, "AdamW", {"set_to_none": False, "loss": loss_by_one_block}))
 
 
 @pytest.mark.parametrize(("stage", "make", "name", "how"), CASES)
@@ -275,7 +292,6 @@ def body_random(stage, saved, numels, low, micros, **arguments):
     bucket_cap_mb=st.sampled_from([25, 1e-4]),
     name=st.sampled_from(["SGD", "AdamW"]),
     micros=st.sampled_from([(1, 0), (2, 0), (2, 1), (2, 2)]),
-    set_to_none=st.booleans(),
 )
 def test_what_some_ranks_use_and_other_worlds_go_on_with(worlds, **arguments):
     """What one rank uses is averaged with the others' zeros. What no rank uses stays as it is."""
@@ -313,15 +329,15 @@ def test_norms_clipping_and_the_scale_of_a_loss(stage):
 @each_stage
 @pool.on(2)
 def test_complex_gradients_are_clipped(stage):
-    def loss_of(model, rank, step):
+    def square_loss(model, rank, step):
         return model(make_batch(rank, step, torch.complex128)).abs().square().sum()
 
     model = nn.Linear(6, 5, dtype=torch.complex128)
     plain = copy.deepcopy(model)
     optimizer = make_sgd(stage, model)
-    loss_of(model, pool.rank(), 0).backward()
+    square_loss(model, pool.rank(), 0).backward()
     norm = optimizer.clip_grad_norm_(1.0)
-    one_device_backward(plain, [[0]], loss=loss_of)
+    one_device_backward(plain, [[0]], loss=square_loss)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
     torch.testing.assert_close(optimizer.clip_grad_norm_(1.0).item(), 1.0)
 
