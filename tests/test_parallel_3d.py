@@ -3,9 +3,7 @@
 import argparse
 import json
 import math
-import os
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -298,11 +296,43 @@ def test_what_is_wrong_is_refused(tmp_path):
 # ---- the command line
 
 
-def test_compare_tries_each_grid_that_fits_the_world_the_heads_and_the_blocks():
-    args = options("--compare --stages-per-rank 2")
-    session = argparse.Namespace(ranks=8, config=DEEP, args=args)
-    expected = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]
-    assert parallel_3d.Session.fitting_grids(session) == expected
+def session(ranks=1, flags="", config=SMALL):
+    """A Session without a command line and a world."""
+    session = parallel_3d.Session.__new__(parallel_3d.Session)
+    session.args = options(flags)
+    session.ranks = ranks
+    session.config = config
+    session.device = torch.device("cpu")
+    return session
+
+
+GRIDS = [  # ranks, flags, the grids (tp, pp) to train on; dp is what is left
+    (1, "", [(1, 1)]),
+    (2, "", [(2, 1)]),
+    (3, "", [(1, 1)]),
+    (6, "", [(2, 1)]),
+    (8, "", [(2, 2)]),
+    (4, "--tp 1", [(1, 1)]),  # data parallelism only
+    (8, "--tp 4", [(4, 1)]),
+    (4, "--pp 4", [(1, 4)]),
+    (8, "--compare --stages-per-rank 2", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "flags", "grids"), GRIDS)
+def test_the_grids_that_flags_choose(ranks, flags, grids):
+    assert session(ranks, flags, DEEP).grids() == grids
+
+
+def test_a_batch_has_texts_from_anywhere_and_their_next_bytes_as_targets():
+    batches = session(flags="--global-batch-size 30")
+    batches.is_indexed = False
+    batches.text = torch.arange(12, dtype=torch.uint8)
+    inputs, targets = batches.batch(0)
+    assert inputs.shape == (30, 8)
+    assert torch.equal(targets, inputs + 1)
+    assert set(inputs[:, 0].tolist()) == {0, 1, 2, 3}  # the last target is the last byte
+    assert not torch.equal(inputs, batches.batch(1)[0])
 
 
 EQUAL = r"vs 1 device loss, .* and parameters equal within 1e-09: \de-1\d over \d steps"
@@ -344,9 +374,9 @@ def test_a_command_prints(flags, ranks, status, printed, tmp_path):
 
 def test_the_peak_of_a_known_gpu_needs_no_flag(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    gpu = torch.device("cuda")
-    session = argparse.Namespace(args=options(), config=SMALL, device=gpu, ranks=2)
-    rate, share = parallel_3d.Session.speed(session, seconds=0.5)
+    on_gpu = session(ranks=2)
+    on_gpu.device = torch.device("cuda")
+    rate, share = on_gpu.speed(seconds=0.5)
     flops = 8 * 8 / 0.5 * flops_per_token(replace(SMALL, sequence=8))
     assert (rate, share) == (8 * 8 / 0.5, pytest.approx(flops / (2 * 989e12)))
 
@@ -367,45 +397,19 @@ sys.exit(parallel_3d.main())
 """
 
 
-CABLE = """
-ip netns add {0} && ip netns add {1}
-ip link add cable netns {0} type veth peer name cable netns {1}
-ip -n {0} address add 10.77.0.1/24 dev cable && ip -n {1} address add 10.77.0.2/24 dev cable
-for name in {0} {1}; do ip -n $name link set cable up && ip -n $name link set lo up; done
-"""
-
-
-def shell(script):
-    return subprocess.run(["sh", "-ec", script], check=False, capture_output=True, text=True)
-
-
 def launch_on_two_machines(command):
-    """Run it in two network namespaces with a cable between them, a rank in each.
-
-    Where that is not allowed, run it on one machine. Return both results, and why not.
-    """
-    names = [f"p3d{os.getpid()}{side}" for side in "ab"]
-    cable = shell(CABLE.format(*names))
-    if cable.returncode == 0:
-        network, interface = "10.77.0.", "cable"
-        places = [["ip", "netns", "exec", name] for name in names]
-    else:
-        network, interface = "127.0.0.", "lo"
-        places = [[], []]
-    env = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": interface}
+    """Run it with a rank on each, for which two torchruns at two local addresses stand."""
+    env = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     flags = "--nnodes 2 --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d"
-    flags += f" --rdzv-endpoint {network}1:{free_port()}"
+    flags += f" --rdzv-endpoint 127.0.0.1:{free_port()}"
     runs = []
     with ThreadPoolExecutor() as threads:
-        for i, place in enumerate(places, start=1):
-            own = (
-                f"--local-addr {network}{i} --rdzv-conf is_host={i == 1}"  # no name resolves to it
-            )
-            line = [*place, *TORCHRUN[:-1], *flags.split(), *own.split(), *command.split()]
+        for i in (1, 2):
+            own = f"--local-addr 127.0.0.{i} --rdzv-conf is_host={i == 1}"
+            line = [*TORCHRUN[:-1], *flags.split(), *own.split(), *command.split()]
             runs.append(threads.submit(launch, line, ROOT, 240, env))
-    shell(f"ip netns del {names[0]}; ip netns del {names[1]}")
-    return [run.result() for run in runs], cable.stderr.strip()
+    return [run.result() for run in runs]
 
 
 def test_stopped_and_killed_on_two_machines(tmp_path):
@@ -422,7 +426,7 @@ def test_stopped_and_killed_on_two_machines(tmp_path):
     done = fork(*command.split(), ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, stopped by a signal\n")
-    both, no_cable = launch_on_two_machines(f"{command} --pp 2")
+    both = launch_on_two_machines(f"{command} --pp 2")
     assert [each.returncode for each in both] == [0, 0], both[0].stderr + both[1].stderr
     output = both[0].stdout + both[1].stdout
     assert re.findall(r"^loaded .*saved after step (\d)$", output, re.M) == ["2", "3"]
@@ -435,5 +439,3 @@ def test_stopped_and_killed_on_two_machines(tmp_path):
         assert line["tokens_per_second"] == pytest.approx(4 * 16 / line["seconds"])
         flops = line["tokens_per_second"] * flops_per_token(model)
         assert line["share_of_peak"] == pytest.approx(flops / 2 / 2e12)
-    if no_cable:
-        pytest.skip(f"all is well, but on one machine: {no_cable}")
