@@ -136,23 +136,6 @@ def round_up(number, multiple):
     return -(-number // multiple) * multiple
 
 
-def all_gather(output, shard, group):
-    """Begin to fill `output` with all ranks' shards. Return handles to wait for.
-
-    `shard` is a view of this rank's part of `output`.
-    """
-    if not shard.is_cpu:
-        return [all_gather_single(output, shard, group=group, async_op=True)]
-    # gloo's own all-gather takes 1.7 times as long as these messages. With it, a training step
-    # takes 1.12 times as long.
-    messages = []
-    for peer, part in enumerate(output.chunk(dist.get_world_size(group))):
-        if peer != dist.get_rank(group):
-            messages.append(dist.P2POp(dist.isend, shard, group=group, group_peer=peer))
-            messages.append(dist.P2POp(dist.irecv, part, group=group, group_peer=peer))
-    return dist.batch_isend_irecv(messages) if messages else []
-
-
 class ShardedParameter:
     """A parameter in two forms: `sharded` for the optimizer, `unsharded` to compute with.
 
@@ -230,7 +213,7 @@ class ParameterGroup:
             pin_memory=self.pin_memory,
         )
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
-        self.gathering = []  # handles of the all-gather that is running
+        self.gathering = None  # handle of the all-gather that is running
         self.gradients = None  # this rank's, with the layout of `unsharded`, until they are reduced
         self.collected = set()  # parameters whose gradients are in `gradients`
         self.received = None  # gradients of this rank's shard from all ranks, in rank order
@@ -272,12 +255,14 @@ class ParameterGroup:
         self.is_sharded = False
         own = self.own_part(self.unsharded)
         own.copy_(self.shard, non_blocking=True)
-        self.gathering = all_gather(self.unsharded, own, self.process_group)
+        self.gathering = all_gather_single(
+            self.unsharded, own, group=self.process_group, async_op=True
+        )
 
     def wait_for_gather(self):
-        for work in self.gathering:
-            work.wait()
-        self.gathering = []
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     def wait_for_unshard(self):
         """Wait until the parameters are unsharded, and put them on the modules."""
