@@ -124,7 +124,7 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
         1 1 1 1
         2 2 2 ·
     """
-    flat = flat[max(0, -start) : max(0, math.prod(shape) - start)]
+    flat = flat.view(-1)[max(0, -start) : max(0, math.prod(shape) - start)]
     start = max(0, start)
     sizes = [1, *shape]  # a leading dimension, because a scalar has none
     # A row of dimension d has one index in it and in those before, and all indices in those after.

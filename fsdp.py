@@ -42,7 +42,8 @@ Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers 
 Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units that some ranks do
           not call, or call in another order (FSDP2 does not allow this either); units that change
           their input in place, for example by a first layer ReLU(inplace=True); .to() after
-          sharding; second-order gradients; loading a state dict that only rank 0 has
+          sharding; sparse gradients; hooks on parameters; second-order gradients; loading a state
+          dict that only rank 0 has
 """
 
 import argparse
@@ -146,7 +147,7 @@ class ShardedParameter:
 
     def __init__(self, group, original, owners, start):
         self.group = group  # the ParameterGroup that it belongs to
-        self.owners = owners  # [(module, attribute), …]: more than one if the parameter is tied
+        self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         module, attribute = owners[0]
         self.name = f"{type(module).__name__}.{attribute}"  # for error messages
         self.shape = original.shape
@@ -158,17 +159,49 @@ class ShardedParameter:
         # slice is empty if this rank has none of the elements.
         begin = start - group.rank * group.shard_size  # negative: it begins on an earlier rank
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
-        self.sharded = nn.Parameter(group.shard[self.slice], original.requires_grad)
+        self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
         # .data gives each parameter its own version counter. With the counter of the buffer, the
         # gather for backward would look like an in-place change of what autograd saved in forward.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
         self.sharded._sharded_parameter = self
         # A later unit finds this if it is tied to the original: see find_parameters().
         original._sharded_parameter = self
+        for module, attribute in owners:
+            hook = functools.partial(self.pre_load_state_dict, attribute)
+            module.register_load_state_dict_pre_hook(hook)
 
     def view(self, flat):
         """Return this parameter's part of `flat`, which has the layout of `group.unsharded`."""
         return flat.as_strided(self.shape, self.stride, self.start)
+
+    def part_of_shard(self, shard):
+        """Return this parameter's part of `shard`, which has the layout of `group.shard`."""
+        # Keep the number of dimensions, by which many scripts choose the parameters to decay.
+        return shard[self.slice].view([1] * (len(self.shape) - 1) + [-1])
+
+    def held(self):
+        """Return the nn.Parameter that the modules hold now."""
+        module, attribute = self.owners[0]
+        return module._parameters.get(attribute)
+
+    def set_on_modules(self, parameter):
+        """Put `parameter`, which is `sharded` or `unsharded`, on the modules."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = parameter
+
+    def check(self):
+        """Raise ValueError if the user has moved or replaced `sharded`, or given it hooks."""
+        is_in_place = self.sharded.is_set_to(self.part_of_shard(self.group.shard))
+        if not is_in_place or self.held() is not self.sharded:
+            raise ValueError(f"{self.name} was moved or replaced; call .to() before fully_shard")
+        refuse_hooks(self.name, self.sharded)
+
+    def pre_load_state_dict(self, attribute, module, state_dict, prefix, *_):
+        """Replace this parameter in `state_dict` by this rank's shard of it."""
+        self.group.reshard()
+        name = prefix + attribute
+        if name in state_dict:
+            state_dict[name] = self.shard_of(state_dict[name])
 
     def shard_of(self, full):
         """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
@@ -176,17 +209,12 @@ class ShardedParameter:
             raise ValueError(f"{self.name} is {tuple(self.shape)}, not {tuple(full.shape)}")
         flat = full.new_empty(self.group.unsharded.shape)
         self.view(flat).copy_(full)
-        return self.group.own_part(flat)[self.slice].clone()
+        return self.part_of_shard(self.group.own_part(flat)).clone()
 
-    def held(self):
-        """Return the nn.Parameter that the modules hold now."""
-        module, attribute = self.owners[0]
-        return module._parameters[attribute]
 
-    def set_on_modules(self, parameter):
-        """Put `parameter`, which is `sharded` or `unsharded`, on the modules."""
-        for module, attribute in self.owners:
-            module._parameters[attribute] = parameter
+def refuse_hooks(name, parameter):
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(f"{name} has hooks, which backward would not call; remove them")
 
 
 class ParameterGroup:
@@ -246,10 +274,7 @@ class ParameterGroup:
         if not self.is_sharded:
             return  # the gather has already begun
         for parameter in self.parameters:
-            storage = parameter.held().untyped_storage()
-            if storage.data_ptr() != self.shard.untyped_storage().data_ptr():
-                text = "was moved or replaced; call .to() before fully_shard"
-                raise ValueError(f"{parameter.name} {text}")
+            parameter.check()
         # Resize the storage instead of making a new one, because autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         self.is_sharded = False
@@ -283,11 +308,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def reduce(self, send):
-        """Add .grad to `gradients`. If `send`, begin to send each rank its part of them.
-
-        -0.0 marks "no gradient". A sum is -0.0 only if every rank sent -0.0, so the receiver can
-        tell whether any rank had a gradient.
-        """
+        """Add .grad to `gradients`. If `send`, begin to send each rank its part of them."""
         if self.gradients is None:
             if not any(parameter.sharded.requires_grad for parameter in self.parameters):
                 return  # all are frozen
@@ -295,8 +316,8 @@ class ParameterGroup:
         for parameter in self.parameters:
             if parameter.unsharded.grad is not None:
                 self.collect(parameter)
-            elif send and parameter not in self.collected:
-                parameter.view(self.gradients).fill_(-0.0)
+            elif parameter not in self.collected:
+                parameter.view(self.gradients).fill_(NO_GRADIENT)
         if send:
             self.received = torch.empty_like(self.gradients)
             self.reducing = dist.all_to_all_single(
@@ -306,8 +327,10 @@ class ParameterGroup:
     def collect(self, parameter):
         """Move the gradient of `parameter` into `gradients`, and add it to what is there."""
         gradient = parameter.unsharded.grad
+        if gradient.is_sparse:
+            raise ValueError(f"{parameter.name} has a sparse gradient; give its layer sparse=False")
         total = parameter.view(self.gradients)
-        # Adding 0.0 turns a gradient of -0.0 into 0.0, because -0.0 would mean "no gradient".
+        # Adding 0.0 turns a gradient of -0.0, which would mean NO_GRADIENT, into 0.0.
         before = total if parameter in self.collected else 0.0
         torch.add(gradient, before, out=total)
         self.collected.add(parameter)
@@ -333,16 +356,12 @@ class ParameterGroup:
             pinned = torch.empty_like(mean, device="cpu", pin_memory=True)
             mean = pinned.copy_(mean, non_blocking=True)
         for parameter in used:
+            gradient = parameter.part_of_shard(mean)
             if parameter.sharded.grad is None:
-                parameter.sharded.grad = mean[parameter.slice]
+                parameter.sharded.grad = gradient
             else:
                 self.wait_for_copies()  # under offload the host adds, and needs the values
-                parameter.sharded.grad += mean[parameter.slice]
-
-    def wait_for_copies(self):
-        """Wait for copies to and from pinned memory. Then the host may use shards and .grad."""
-        if self.pin_memory:
-            torch.cuda.current_stream(self.unsharded.device).synchronize()
+                parameter.sharded.grad += gradient
 
     def forget_gradients(self):
         self.gradients = None
@@ -358,9 +377,19 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.unsharded.grad = None
 
+    def wait_for_copies(self):
+        """Wait for copies to and from pinned memory. Then the host may use shards and .grad."""
+        if self.pin_memory:
+            torch.cuda.current_stream(self.unsharded.device).synchronize()
+
+
+# A rank sends this for a parameter that it has no gradient for. A sum is -0.0 only if every rank
+# sent -0.0. So a rank that has no gradient itself can tell from the sum whether another rank has.
+NO_GRADIENT = -0.0
+
 
 def is_used(total):
-    """Return whether any rank had a gradient for these elements: not all of them are -0.0."""
+    """Return whether any rank had a gradient for these elements."""
     return not bool(((total == 0) & total.signbit()).all())
 
 
@@ -425,35 +454,26 @@ class Unit:
         self.sends = True  # whether post_backward sends gradients: False in no_sync()
         self.needs_reduce = False  # True from pre_backward until post_backward sends the gradients
 
-    def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
-        raise RuntimeError(
-            "a sharded model cannot be copied: copy it before fully_shard, and load_full_state_dict"
-        )
-
     def pre_forward(self, module, args, kwargs):
         """Unshard. Cast the inputs, and pass them through PostBackward."""
-        schedule = self.schedule
-        # Reset before each forward of the model. `outermost` is None, or still this unit if its
-        # last forward raised an error.
-        if not in_backward() and schedule.outermost in (None, self):
-            schedule.reset()
-            schedule.outermost = self
-        schedule.unshard(self, "recomputation" if in_backward() else "forward")
+        self.schedule.start_forward(self)
+        self.schedule.unshard(self)
+        return tree_map_only(torch.Tensor, self.prepare_input, (args, kwargs))
 
-        def prepare(tensor):
-            if tensor.is_floating_point():
-                tensor = tensor.to(dtype=self.input_dtype)
-            return PostBackward.apply(self, tensor) if tensor.requires_grad else tensor
-
-        return tree_map_only(torch.Tensor, prepare, (args, kwargs))
+    def prepare_input(self, tensor):
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype=self.input_dtype)
+        return PostBackward.apply(self, tensor) if tensor.requires_grad else tensor
 
     def post_forward(self, module, args, output):
         """Reshard. Register pre_backward to run when backward reaches an output."""
         if torch.is_grad_enabled():
             for leaf in tree_leaves(output):
                 if not isinstance(leaf, OUTPUT_TYPES):
-                    text = f"a unit returns a {type(leaf).__name__}"
-                    raise ValueError(f"{text}; return tensors in lists, tuples or dicts")
+                    raise ValueError(
+                        f"a unit returns a {type(leaf).__name__}; "
+                        "return tensors in lists, tuples or dicts"
+                    )
                 if torch.is_tensor(leaf) and leaf.grad_fn:
                     leaf.grad_fn.register_prehook(self.pre_backward)
         if not in_backward():  # after a recomputation, the backward of this unit follows at once
@@ -461,15 +481,15 @@ class Unit:
                 group.use_shards()  # the user sees shards, even while the unit stays unsharded
                 if self.reshard_after_forward or not torch.is_grad_enabled():
                     group.reshard()
-        if self.schedule.outermost is self:
-            self.schedule.outermost = None
-            self.schedule.wait_for_copies()  # because the caller may write to the shards now
+        self.schedule.finish_forward(self)
 
     def pre_backward(self, gradients):
         """Unshard. Autograd calls this before the backward of the unit, once for each output."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("no second-order gradients: call backward without create_graph=True")
         self.schedule.start_backward()
         self.needs_reduce = True
-        self.schedule.unshard(self, "backward")
+        self.schedule.unshard(self)
 
     def post_backward(self):
         """Reshard and reduce. PostBackward or finish_backward calls this."""
@@ -481,10 +501,10 @@ class Unit:
         # does not reach the unit.
         self.needs_reduce = not self.sends
 
-    def pre_state_dict(self, module, prefix, keep_vars):
-        if not keep_vars:  # full_state_dict() sets keep_vars
-            raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
-        self.schedule.reset()
+    def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
+        raise RuntimeError(
+            "a sharded model cannot be copied: copy it before fully_shard, and load_full_state_dict"
+        )
 
 
 class Schedule:
@@ -498,22 +518,23 @@ class Schedule:
         # holds the callback. If backward raises an error, autograd drops it, and the reference is
         # dead.
         self.final_callback = None
-        self.previous = None  # the (unit, phase) that was unsharded last; None if a pass begins
-        self.next_unit = {}  # {(unit, phase): the unit that was unsharded after it}
+        self.previous = None  # the last call of unshard(): (unit, whether it was in backward)
+        self.next_unit = {}  # {a call of unshard(): the unit of the call after it}
         for unit in units:
             unit.schedule = self
 
-    def unshard(self, unit, phase):
+    def unshard(self, unit):
         """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
         for group in unit.groups:
             group.unshard()
         for group in unit.groups:
             group.wait_for_unshard()
-        if (unit, phase) in self.next_unit:
-            for group in self.next_unit[unit, phase].groups:
+        call = (unit, in_backward())
+        if call in self.next_unit:
+            for group in self.next_unit[call].groups:
                 group.unshard()
         self.next_unit[self.previous] = unit  # if the key is None, nothing reads it
-        self.previous = (unit, phase)
+        self.previous = call
 
     def wait_for_reduce(self):
         for group in self.groups:
@@ -523,6 +544,18 @@ class Schedule:
         for group in self.groups:
             group.wait_for_copies()
 
+    def start_forward(self, unit):
+        """Reset all units if this is a forward of the model, and not of a unit in it."""
+        # `outermost` is still this unit if its last forward raised an error.
+        if not in_backward() and self.outermost in (None, unit):
+            self.reset()
+            self.outermost = unit
+
+    def finish_forward(self, unit):
+        if self.outermost is unit:
+            self.outermost = None
+            self.wait_for_copies()  # because the caller may write to the shards now
+
     def start_backward(self):
         """Have autograd call finish_backward when the backward that is running ends."""
         if self.final_callback and self.final_callback() is None:
@@ -530,7 +563,6 @@ class Schedule:
         if self.final_callback is None:
             callback = self.finish_backward
             self.final_callback = weakref.ref(callback)
-            self.previous = None  # the last forward has no next unit
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def finish_backward(self):
@@ -545,10 +577,9 @@ class Schedule:
 
     def reset(self):
         """Reshard all units. If a backward raised an error, forget its gradients."""
-        if self.final_callback:  # a backward began, but finish_backward was not called
-            for group in self.groups:
-                group.forget_backward()
         for group in self.groups:
+            if self.final_callback:  # a backward began, but finish_backward was not called
+                group.forget_backward()
             group.reshard()
         self.outermost = None
         self.previous = None
@@ -571,26 +602,25 @@ class CPUOffloadPolicy:
 def fully_shard(
     module,
     *,
-    mesh=None,
+    mesh=None,  # a DeviceMesh of one dimension, instead of process_group
     process_group=None,
-    reshard_after_forward=True,
+    reshard_after_forward=True,  # False keeps parameters unsharded from forward to backward
     mp_policy=MixedPrecisionPolicy(),  # noqa: B008  a NamedTuple does not change
     offload_policy=None,
 ):
     """Make a unit of the parameters of `module` that do not belong to a unit yet.
 
     Call it on the blocks first and then on the whole model. Make the optimizer after that.
-    - `module.parameters()` become this rank's shards. They are 1-D and may be empty. After
-      backward, .grad is this rank's part of the mean gradient, or None if no rank has a gradient.
+    - `module.parameters()` become this rank's shards. A matrix becomes (1, n), and n may be 0. The
+      optimizer must be elementwise, like Adam. After backward, .grad is this rank's part of the
+      mean gradient, or None if no rank has a gradient.
     - Parameters get the values of rank 0. Those on the meta device are first initialized by
       reset_parameters() of their modules. Buffers are not synchronized.
+    - Before this call, freeze parameters, so that no gradients are sent for them, and inject LoRA.
     - Only the forward of a unit sees whole parameters. If `self.pos` is a unit, call `self.pos(x)`,
-      because `self.pos.weight` is a 1-D shard outside of it.
-    - Freeze parameters before this call, so that no gradients are sent for them.
-    - Use clip_grad_norm_ of this file and, for float16, GradScaler of amp.py. PyTorch's functions
-      use only the gradients of this rank.
-    mesh: a DeviceMesh of one dimension, instead of process_group.
-    reshard_after_forward: False keeps parameters unsharded from forward to backward.
+      because `self.pos.weight` is a shard outside of it.
+    - Use clip_grad_norm_ of this file and, for float16, GradScaler of amp.py. PyTorch's use only
+      the gradients of this rank.
     """
     process_group = choose_group(mesh, process_group)
     inner = reset_units(module)
@@ -601,7 +631,7 @@ def fully_shard(
     module._fsdp_unit = unit
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.post_forward)
-    module.register_state_dict_pre_hook(unit.pre_state_dict)
+    module.register_state_dict_pre_hook(refuse_state_dict)
     return module
 
 
@@ -659,9 +689,8 @@ def find_parameters(module, process_group):
     for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
         sharded_parameter = getattr(parameter, "_sharded_parameter", None)
         if sharded_parameter is None:
+            refuse_hooks(path, parameter)
             owner, _, name = path.rpartition(".")
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise ValueError(f"{path} has hooks, which its shard would not call; remove them")
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
             shape = tuple(parameter.shape)
             descriptions.add(f"{i} {path}: {shape}, {parameter.dtype}, {parameter.requires_grad=}")
@@ -695,9 +724,10 @@ def materialize(module, device):
         if tensor.is_meta:
             owner = module.get_submodule(path.rpartition(".")[0])
             if not hasattr(owner, "reset_parameters"):
-                name = type(owner).__name__
-                text = f"{path} is on the meta device, but {name} has no reset_parameters()"
-                raise ValueError(f"{text}: add one that fills it, or make {name} on a real device")
+                raise ValueError(
+                    f"{path} is on the meta device, but {type(owner).__name__} has no "
+                    "reset_parameters(): add one that fills it, or make it on a real device"
+                )
             owner.to_empty(device=device, recurse=False)
             owner.reset_parameters()
 
@@ -737,81 +767,39 @@ def clip_grad_norm_(module, max_norm):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. State dicts of the whole model and of its optimizer, the same on every rank, in host memory.
+# 5. State dicts of the whole model, and the shards that checkpoint.py saves with their optimizer.
 
 
-def gather_full(sharded, state):
-    """Join the `state` that all ranks have for the shard `sharded`, such as Adam's moments.
-
-    `state` is {key: a tensor with the shape of the shard, or a number}.
-    """
+def gather_full(sharded, tensor):
+    """Join the `tensor` of all ranks, which has the shape of the shard `sharded`, on the CPU."""
     parameter = sharded._sharded_parameter
-    gathered = [None] * parameter.group.world_size
+    parts = [None] * parameter.group.world_size
     # A copy, because a view would be sent with the whole storage behind it.
-    state = tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), state)
-    if parameter.shape.numel() and not sharded.numel():
-        # This rank has no element. Its "step" may be too small, because it may never get a .grad.
-        state = None
-    dist.all_gather_object(gathered, state, group=parameter.group.process_group)
-    parts = [part for part in gathered if part]
-    full = parts[0] if parts else {}
-    for key, value in full.items():
-        if torch.is_tensor(value) and value.dim():  # "step" has no dimensions
-            flat = torch.cat([part[key] for part in parts])
-            full[key] = flat.as_strided(parameter.shape, parameter.stride)
-    return full
+    tensor = tensor.detach().to("cpu", copy=True)
+    dist.all_gather_object(parts, tensor, group=parameter.group.process_group)
+    return torch.cat(parts, dim=-1).as_strided(parameter.shape, parameter.stride)
 
 
-@torch.no_grad()
 def full_state_dict(module):
-    """Return the state_dict() that the module would have without sharding."""
+    """Return the state_dict() that the module would have without sharding, on every rank."""
     full = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if hasattr(tensor, "_sharded_parameter"):
-            full[name] = gather_full(tensor, {"value": tensor})["value"]
+            full[name] = gather_full(tensor, tensor)
         else:
-            full[name] = tensor.to("cpu", copy=True)
+            full[name] = tensor.detach().to("cpu", copy=True)
     return full
 
 
 def load_full_state_dict(module, state_dict):
     """Load a state dict from full_state_dict() or from the plain module. Call it on every rank."""
-    state_dict = dict(state_dict)
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if name in state_dict and hasattr(tensor, "_sharded_parameter"):
-            state_dict[name] = tensor._sharded_parameter.shard_of(state_dict[name])
     module.load_state_dict(state_dict)
 
 
-def shards_of(optimizer):
-    """Return the parameters of `optimizer`, in the order of the keys of its state dict."""
-    return itertools.chain(*(group["params"] for group in optimizer.param_groups))
-
-
-def full_optimizer_state_dict(module, optimizer):
-    """Return the state_dict() that the optimizer would have without sharding.
-
-    The optimizer must be elementwise, like Adam: its state has the shape of the parameters.
-    """
-    state_dict = optimizer.state_dict()
-    full = {}
-    for i, sharded in enumerate(shards_of(optimizer)):
-        if state := gather_full(sharded, state_dict["state"].get(i)):
-            full[i] = state
-    return {**state_dict, "state": full}
-
-
-def load_full_optimizer_state_dict(module, optimizer, state_dict):
-    """Load a state dict from full_optimizer_state_dict() or from the plain optimizer."""
-    state_dict = copy.deepcopy(state_dict)
-    for i, sharded in enumerate(shards_of(optimizer)):
-        parameter = sharded._sharded_parameter
-        state = state_dict["state"].get(i, {})
-        for key, value in state.items():
-            # "step" has no dimensions, and a parameter may have none either.
-            if torch.is_tensor(value) and value.shape == parameter.shape and key != "step":
-                state[key] = parameter.shard_of(value)
-    optimizer.load_state_dict(state_dict)
+def refuse_state_dict(module, prefix, keep_vars):  # state_dict() calls this first
+    if not keep_vars:  # full_state_dict() sets keep_vars
+        raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
+    module._fsdp_unit.schedule.reset()
 
 
 def shards(module, optimizer):
@@ -824,7 +812,9 @@ def shards(module, optimizer):
         parameter = sharded._sharded_parameter
         group = parameter.group
         first = max(0, group.rank * group.shard_size - parameter.start)
-        yield name, parameter.shape, first, sharded, optimizer.state.get(sharded, {})
+        # A rank that has no elements may have made fewer steps than Adam's "step" of other ranks.
+        state = optimizer.state.get(sharded, {}) if sharded.numel() else {}
+        yield name, parameter.shape, first, sharded, state
 
 
 # --------------------------------------------------------------------------------------------------
@@ -849,8 +839,7 @@ def main():
     def whole():  # the gradients and the parameters, to compare with one device
         gradients = []
         for sharded in model.parameters():
-            full = gather_full(sharded, {"gradient": sharded.grad})
-            gradients.append(full["gradient"].to(demo.device))
+            gradients.append(gather_full(sharded, sharded.grad).to(demo.device))
         parameters = [value.to(demo.device) for value in full_state_dict(model).values()]
         return gradients, parameters
 

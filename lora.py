@@ -148,8 +148,8 @@ class LoRALinear(nn.Module):
 
 
 def check_is_whole(matrix):
-    # fsdp.py replaces a matrix by a flat shard. zero.py frees it, and expands a NaN to its shape.
-    if matrix.ndim != 2 or 0 in matrix.stride():
+    # A shard of fsdp.py has this attribute. zero.py frees a matrix, and expands a NaN to its shape.
+    if hasattr(matrix, "_sharded_parameter") or 0 in matrix.stride():
         raise ValueError(
             "this rank has only a shard of the weight. Call inject_lora before Zero3 or "
             "fully_shard, and merge in `with optimizer.full_parameters():`. Under fsdp.py, load "

@@ -23,22 +23,32 @@ from shared import (
     Reader,
     Watch,
     batch_loss,
+    fake_world,
     loss_of,
     make_batch,
     make_model,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import checkpoint
 import fsdp
 
 assert_equal = functools.partial(
     torch.testing.assert_close, rtol=0, atol=0, equal_nan=True, check_device=False
 )
+pytorchs_runs = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"),
+    reason=f"PyTorch's fully_shard does not run on a CPU in torch {torch.__version__}",
+)
 
 
 def fully_shard(module, **kwargs):
     return fsdp.fully_shard(module, process_group=pool.group(), **kwargs)
+
+
+def pytorchs_fully_shard(module, **kwargs):
+    mesh = DeviceMesh.from_group(pool.group(), pool.device().type)
+    return pytorchs.fully_shard(module, mesh=mesh, **kwargs)
 
 
 def shard(model, fully_shard=fully_shard, **kwargs):
@@ -75,20 +85,19 @@ def assert_at_rest(model):
             assert parameter.unsharded.grad is None
             assert parameter not in group.collected
             assert parameter.start * parameter.unsharded.itemsize % 64 == 0
-    assert all(parameter.dim() == 1 for parameter in model.parameters())
+    assert all(parameter.numel() == parameter.shape[-1] for parameter in model.parameters())
 
 
-def train(ours, plain, loss=batch_loss, steps=3, micro_batches=1, saved=None):
-    """Train both from the state `saved`. In the end the states of models and optimizers are equal.
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    All micro-batches of a step but the last run in no_sync(). Returns what was sent, and the state.
+
+def train(ours, plain, loss=batch_loss, steps=3, micro_batches=1, optimizers=None):
+    """Train both with AdamW, and compare gradients and weights. Return what was sent.
+
+    All micro-batches of a step but the last run in no_sync().
     """
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, plain)]
-    if saved:
-        fsdp.load_full_state_dict(ours, saved[0])
-        fsdp.load_full_optimizer_state_dict(ours, optimizers[0], saved[1])
-        plain.load_state_dict(saved[0])
-        optimizers[1].load_state_dict(saved[1])
+    optimizers = optimizers or (adamw(ours), adamw(plain))
     with Collectives() as sent:
         for step in range(steps):
             numbers = range(step * micro_batches, (step + 1) * micro_batches)
@@ -100,14 +109,21 @@ def train(ours, plain, loss=batch_loss, steps=3, micro_batches=1, saved=None):
             assert_at_rest(ours)
             batches = [[(rank, number) for number in numbers] for rank in range(pool.world_size())]
             one_device(plain, batches, lambda model, batch: loss(model, *batch))
+            assert_same_gradients(ours, plain)
             for optimizer in optimizers:
                 optimizer.step()
-    saved = fsdp.full_state_dict(ours), fsdp.full_optimizer_state_dict(ours, optimizers[0])
-    expected = copy.deepcopy((plain.state_dict(), optimizers[1].state_dict()))
-    for optimizer in optimizers:
-        optimizer.step()  # does not change what was saved
-    assert_equal(saved, expected)
-    return sent, saved
+    assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
+    return sent
+
+
+def assert_same_gradients(ours, plain):
+    """A rank that has no element of a parameter cannot tell whether other ranks use it."""
+    for mine, whole in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert mine.dim() == max(whole.dim(), 1)  # many scripts decay what has two dimensions
+        if whole.grad is None:
+            assert mine.grad is None
+        elif mine.numel():
+            assert_equal(mine.grad, mine._sharded_parameter.shard_of(whole.grad))
 
 
 def sent_by_a_rank(seen):
@@ -179,26 +195,28 @@ def frozen(model, rank, n, ours, plain):
 
 def raising(model, rank, n, ours, plain, where, then):
     """A forward or a backward raises. Nothing of it is left."""
+    if model is plain:
+        return batch_loss(plain, rank, n)
 
     def how(block, x):
         if block is ours[2]:
             1 / 0 if where == "forward" else x.register_hook(lambda _: 1 / 0)
         return block(x)
 
-    zero_grad = torch.optim.SGD(ours.parameters()).zero_grad
-    earlier = batch_loss(model, rank, n) if then == "that before" or model is plain else None
-    if model is ours:
-        parameters = list(ours.parameters())
-        scale = 0.5 if then == "another forward" else 1.0  # that forward must not find these values
-        with torch.no_grad():
-            torch._foreach_mul_(parameters, scale)
-        with pytest.raises(ZeroDivisionError):
-            loss_of(ours(make_batch(rank, 7), None, how)).backward()
-        with torch.no_grad():
-            torch._foreach_mul_(parameters, 1 / scale)
-        zero_grad()
-        if then == "saved":
-            assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
+    earlier = batch_loss(ours, rank, n) if then == "that before" else None
+    shards = list(ours.parameters())
+    scale = 0.5 if then == "another forward" else 1.0  # that forward must not find these values
+    for parameter in shards:
+        parameter.data *= scale
+    with pytest.raises(ZeroDivisionError):
+        loss_of(ours(make_batch(rank, 7), None, how)).backward()
+    for parameter in shards:
+        parameter.data /= scale
+        parameter.grad = None
+    if then == "saved":
+        assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
+    if then == "loaded":
+        ours.load_state_dict(plain.state_dict())
     return earlier or batch_loss(ours, rank, n)
 
 
@@ -216,7 +234,8 @@ WAYS = {
     "evaluated": (evaluated, 1),
     "frozen": (frozen, 2),
 }
-for a, b in itertools.product(("forward", "backward"), ("another forward", "that before", "saved")):
+AFTER_AN_ERROR = ("another forward", "that before", "saved", "loaded")
+for a, b in itertools.product(("forward", "backward"), AFTER_AN_ERROR):
     WAYS[f"raised in {a}, then {b}"] = (functools.partial(raising, where=a, then=b), 1)
 
 
@@ -228,7 +247,7 @@ def test_units_are_called_as_one_likes(way, reshard):
     loss, micro_batches = WAYS[way]
     sizes = [group.shard.nbytes for group in groups(ours)]  # the root's first
 
-    seen, _ = train(ours, plain, functools.partial(loss, ours=ours, plain=plain), 2, micro_batches)
+    seen = train(ours, plain, functools.partial(loss, ours=ours, plain=plain), 2, micro_batches)
 
     gathered, reduced = (size / 2 for size in sent_by_a_rank(seen))  # in a step, of two
     if way in ("plainly", "checkpointed") or (way == "reentrant" and reshard):
@@ -256,39 +275,119 @@ MODELS = {
 }
 
 
-def body_part_of_chain(model, reshard, saved):
+def pieces(model, optimizer):
+    shards = fsdp.shards(model, optimizer)
+    return checkpoint.shard_pieces(shards) | dict(model.named_buffers())
+
+
+def body_go_on(model, folder, plain_states):
+    """Load the checkpoint if there are states of the plain run, train both, and save."""
     make, loss = MODELS[model]
     plain = make()
-    saved = copy.deepcopy(saved)  # the pool's workers share it
-    ours = shard(copy.deepcopy(plain), reshard_after_forward=reshard)
-    return train(ours, plain, loss, saved=saved)[1]
+    ours = shard(copy.deepcopy(plain), reshard_after_forward=pool.world_size() > 3)
+    optimizers = adamw(ours), adamw(plain)
+    if plain_states:
+        model_state, optimizer_state = copy.deepcopy(plain_states)  # the pool's workers share it
+        plain.load_state_dict(model_state)
+        optimizers[1].load_state_dict(optimizer_state)
+        for sharded, whole in zip(ours.parameters(), plain.parameters(), strict=True):
+            if whole in optimizers[1].state:
+                sharded.grad = torch.zeros_like(sharded)
+        optimizers[0].step()  # makes the state that is then loaded
+        checkpoint.load(folder, pieces(ours, optimizers[0]), process_group=pool.group())
+    train(ours, plain, loss, optimizers=optimizers)
+    checkpoint.save(folder, pieces(ours, optimizers[0]), process_group=pool.group())
+    assert_equal(checkpoint.load_whole(folder), plain_pieces(plain, optimizers[1]))
+    return plain.state_dict(), optimizers[1].state_dict()
+
+
+def plain_pieces(model, optimizer):
+    """Return what a checkpoint of shards has. Elements are in the order of memory."""
+    found = dict(model.named_buffers())
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            continue
+        state = optimizer.state.get(parameter, {})
+        for kind, tensor in {"weight": parameter.detach(), **state}.items():
+            flat = tensor.as_strided([tensor.numel()], [1])
+            found[f"{kind}/{name}"] = flat.view(tensor.shape)
+    return found
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_models_train_in_any_world_and_go_on_in_another(model):
-    """On 4, then 3, then 1 rank, as the plain model and optimizer do from the same state."""
-    saved = None
+def test_models_train_in_any_world_and_go_on_from_a_checkpoint_in_another(model, tmp_path):
+    plain_states = None
     for N in (4, 3, 1):
-        saved = pool.run(N, body_part_of_chain, model, N > 3, saved)[-1]
+        plain_states = pool.run(N, body_go_on, model, tmp_path, plain_states)[0]
 
 
 @pool.on(2)
-def test_gradients_of_frozen_parameters_are_not_sent_and_may_train_later():
+def test_gradients_of_parameters_that_were_frozen_at_first_are_not_sent():
     plain = Blocks()
     for block in list(plain)[:4]:
         block.one.requires_grad_(False)
     ours = shard(copy.deepcopy(plain))
-    sizes = {True: 0, False: 0}  # bytes of shards that train, and of the frozen
-    for group in groups(ours):
-        sizes[group.parameters[0].sharded.requires_grad] += group.shard.nbytes
+    sizes = [group.shard.nbytes for group in groups(ours)]
+    trained = [g.shard.nbytes for g in groups(ours) if g.parameters[0].sharded.requires_grad]
 
-    seen, _ = train(ours, plain, steps=1)
+    seen = train(ours, plain, steps=1)
 
-    assert sent_by_a_rank(seen) == (2 * sum(sizes.values()), sizes[True])
-    assert sizes[True] < 1.5 * sizes[False]
-    for model in (ours, plain):
-        model.requires_grad_(True)
-    train(ours, plain)
+    assert sent_by_a_rank(seen) == (2 * sum(sizes), sum(trained))
+    assert sum(trained) < 0.6 * sum(sizes)
+
+
+@pool.on(2)
+def test_a_plain_state_dict_loads_into_the_model_and_into_parts_of_it():
+    model, plain = pair()
+    for ours, whole in (
+        (nn.Sequential(model), nn.Sequential(plain)),
+        (model[1], plain[1]),
+        (model[2].one, plain[2].one),
+    ):
+        for parameter in whole.parameters():
+            nn.init.normal_(parameter)
+        ours.load_state_dict(whole.state_dict())
+        assert_equal(fsdp.full_state_dict(model), dict(plain.state_dict()))
+
+
+def hooks_and_what_they_saw(fully_shard):
+    """Return (hook, whether the weight was whole) in the order of calls, and the results."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    layer = model[0]
+    seen = []
+
+    def hook(method, **options):
+        def see(module, *_):
+            is_whole = layer.weight.shape == (6, 6) and type(layer.weight) is nn.Parameter
+            seen.append((method, options, is_whole))
+
+        getattr(layer, method)(see, **options)
+
+    hook("register_forward_pre_hook")
+    hook("register_forward_hook")
+    shard(model, fully_shard)
+    layer.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
+    layer.register_forward_hook(lambda module, inputs, output: output.tanh())
+    for place in ({}, {"prepend": True}):
+        hook("register_forward_pre_hook", **place)
+        hook("register_forward_hook", **place)
+        hook("register_full_backward_pre_hook", **place)
+        hook("register_full_backward_hook", **place)
+    x = make_batch(pool.rank(), 0).requires_grad_()
+    output = model(x)
+    output.sum().backward()
+    return seen, output, x.grad
+
+
+@pytorchs_runs
+@pool.on(2)
+def test_hooks_of_a_unit_run_when_pytorchs_do():
+    ours = hooks_and_what_they_saw(fully_shard)
+    theirs = hooks_and_what_they_saw(pytorchs_fully_shard)
+    assert len(ours[0]) == 10
+    assert ours[0] == theirs[0]
+    assert_equal(ours[1:], theirs[1:])
 
 
 @pool.on(2)
@@ -297,16 +396,13 @@ def test_clipping_where_a_rank_has_nothing_and_a_square_or_a_sum_would_overflow(
     layer(torch.full((1, 1), 40000.0).half()).sum().backward()
     for max_norm, after in ((1e6, 40000.0), (20000.0, 20000.0)):
         assert fsdp.clip_grad_norm_(layer, max_norm).item() == 40000.0
-        assert layer.weight.grad.tolist() == [after] * (pool.rank() == 0)
+        assert layer.weight.grad.flatten().tolist() == [after] * (pool.rank() == 0)
 
 
 BF16 = torch.bfloat16
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"),
-    reason=f"PyTorch's fully_shard does not run on a CPU in torch {torch.__version__}",
-)
+@pytorchs_runs
 @pytest.mark.parametrize(
     ("dtypes", "offload"), [((BF16, torch.float32), 0), ((BF16, None), 1), ((None, BF16), 0)]
 )
@@ -315,9 +411,7 @@ def test_mixed_precision_as_pytorchs(dtypes, offload):
     """Gradients of two micro-batches, the first in no_sync(), are added in the reduce dtype."""
     ours = Blocks()
     theirs = copy.deepcopy(ours)
-    mesh = DeviceMesh.from_group(pool.group(), pool.device().type)
-    theirs_of = functools.partial(pytorchs.fully_shard, mesh=mesh)
-    shard(theirs, theirs_of, mp_policy=pytorchs.MixedPrecisionPolicy(*dtypes))
+    shard(theirs, pytorchs_fully_shard, mp_policy=pytorchs.MixedPrecisionPolicy(*dtypes))
     offload_policy = fsdp.CPUOffloadPolicy() if offload else None
     shard(ours, mp_policy=fsdp.MixedPrecisionPolicy(*dtypes), offload_policy=offload_policy)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, theirs)]
@@ -329,21 +423,12 @@ def test_mixed_precision_as_pytorchs(dtypes, offload):
             assert torch.equal(*outputs)
             for output in outputs:
                 loss_of(output.float()).backward()
-        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True) if is_last else ():
-            assert a.dtype == a.grad.dtype == torch.float32
-            assert_equal(a.grad, a._sharded_parameter.shard_of(b.grad.full_tensor()))
-        for optimizer in optimizers if is_last else ():
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class Stream:
-    """In place of a GPU's stream, on which shards and gradients are copied."""
-
-    waits = 0  # how often the host has waited for it
-
-    def synchronize(self):
-        self.waits += 1
+        if is_last:
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert_equal(a.grad, a._sharded_parameter.shard_of(b.grad.full_tensor()))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @pytest.mark.cpu
@@ -352,19 +437,20 @@ def test_the_host_waits_for_copies_before_it_may_write():
     """At the end of each forward and backward, and before it adds to .grad."""
     layer = fully_shard(nn.Linear(6, 3))
     groups(layer)[0].pin_memory = True
-    stream = Stream()
+    stream = mock.Mock()  # in place of a GPU's, on which shards and gradients are copied
     waits = []
     unpinned = torch.empty_like
     with (
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
         mock.patch.object(torch, "empty_like", lambda x, **_: unpinned(x)),
+        Watch(lambda: stream.synchronize.call_count) as watch,
     ):
         for number in range(2):  # the second backward adds
             loss = batch_loss(layer, 0, number)
-            waits.append(stream.waits)
-            with Watch(lambda: stream.waits) as watch:
-                loss.backward()
-            waits.append(stream.waits)
+            waits.append(stream.synchronize.call_count)
+            watch.seen.clear()
+            loss.backward()
+            waits.append(stream.synchronize.call_count)
     assert waits[:2] == [1, 2]
     added = [count for name, count in watch.seen if name == "aten::add_"]
     assert added == [waits[2] + 1, waits[2] + 2]  # to the weight's and to the bias's
@@ -399,7 +485,8 @@ def test_a_model_on_the_meta_device_becomes_real_unit_by_unit():
     """Ranks have other seeds. No rank holds more than the largest unit, and one module more."""
 
     def parameters_held():
-        return held([p for p in model.parameters() if p.dim() > 1 and not p.is_meta])
+        whole = [p for p in model.parameters() if not hasattr(p, "_sharded_parameter")]
+        return held([parameter for parameter in whole if not parameter.is_meta])
 
     with torch.device("meta"):
         model = Blocks(5)
@@ -424,10 +511,13 @@ def test_a_model_on_the_meta_device_becomes_real_unit_by_unit():
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("N", [2, 1024])
-def test_costs(N, reshard, request):
+def test_costs(N, reshard):
     """In this process, which is the last of N ranks in a world that moves no data."""
-    dist.init_process_group("fake", store=FakeStore(), rank=N - 1, world_size=N)
-    request.addfinalizer(dist.destroy_process_group)
+    with fake_world(N, rank=N - 1):
+        assert_costs(N, reshard)
+
+
+def assert_costs(N, reshard):
     model = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(6)])
     x = torch.randn(1, 40)
     for layer in (*model, model):
@@ -455,7 +545,7 @@ def test_costs(N, reshard, request):
         gathered, gradients, _ = zip(*(seen for _, seen in watch.seen), strict=True)
         assert max(gathered) == (2 if reshard else 6)
         assert 2 <= max(gradients) <= 3.01  # a sum, of 1/N, is made before what it adds is freed
-        assert see() == (0, 0, ([], []))
+        assert_at_rest(model)
     # While a unit computes, the next is gathered. In its backward, which has two products, the
     # gradients of the unit before it are reduced.
     expected = [([n + 1] if n < 5 else [], []) for n in numbers]
@@ -486,29 +576,37 @@ def test_errors_on_every_rank():
     opaque.forward = lambda x: [types.SimpleNamespace(y=x)]
     hooked = nn.Linear(3, 2)
     hooked.bias.register_hook(torch.neg)
+    hooked_later = fully_shard(nn.Linear(6, 2))
+    hooked_later.bias.register_post_accumulate_grad_hook(torch.neg)
+    sparse = fully_shard(nn.Embedding(4, 2, sparse=True))
     in_place = shard(nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), Block()))
     with torch.device("meta"):
         buffers = nn.Sequential(nn.Linear(2, 2), nn.Module())
         buffers[1].register_buffer("frequencies", torch.ones(2))
     other_shape = nn.Linear(3 + late, 2)
     other_frozen = nn.Linear(3, 2).requires_grad_(not late)
-    less = {"0.one.bias": saved["0.one.bias"]}
     short = saved | {"4.bias": torch.ones(1)}
-    alone = pool._groups[1]  # a group of rank 0
+    group_of_rank_0 = pool._groups[1]
     for error, words, do in [
         (ValueError, "has 2 dimensions", lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh=grid)),
         (ValueError, r"differ in .*weight: \(2, 3\)", lambda: fully_shard(other_shape)),
         (ValueError, "differ in .*bias", lambda: fully_shard(other_frozen)),
         (ValueError, "bias has hooks", lambda: fully_shard(hooked)),
+        (ValueError, "bias has hooks", lambda: hooked_later(batch)),
+        (ValueError, "sparse=False", lambda: sparse(torch.arange(3)).sum().backward()),
         (ValueError, "1.weight of Sequential is tied to another unit's", lambda: fully_shard(tied)),
         (ValueError, "ModuleList has no forward", lambda: fully_shard(nn.ModuleList([Block()]))),
         (ValueError, "a unit already", lambda: fully_shard(sharded)),
         (ValueError, "over other ranks", lambda: fsdp.fully_shard(nn.Sequential(model))),
         (ValueError, "1.frequencies is on the meta device", lambda: fully_shard(buffers)),
         (ValueError, "a SimpleNamespace; return tensors in", lambda: opaque(batch)),
+        (
+            RuntimeError,
+            "without create_graph",
+            lambda: model(batch).sum().backward(create_graph=True),
+        ),
         (RuntimeError, "PostBackward.* inplace", lambda: in_place(batch.clone().requires_grad_())),
         (ValueError, "^weight: in no unit", lambda: fsdp.clip_grad_norm_(nn.Linear(1, 1), 1.0)),
-        (RuntimeError, r"Missing key.*4\.bias", lambda: fsdp.load_full_state_dict(model, less)),
         (ValueError, r"is \(3,\), not \(1,\)", lambda: fsdp.load_full_state_dict(model, short)),
         (RuntimeError, "call full_state_dict", model.state_dict),
         (RuntimeError, "copy it before fully_shard", lambda: copy.deepcopy(model)),
@@ -518,7 +616,7 @@ def test_errors_on_every_rank():
         with pytest.raises(error, match=words):
             do()
     with pytest.raises(ValueError, match="rank 1 is not in process_gr") if late else nullcontext():
-        fsdp.fully_shard(nn.Linear(2, 2), process_group=alone)
+        fsdp.fully_shard(nn.Linear(2, 2), process_group=group_of_rank_0)
     # None of these changes anything.
     fsdp.load_full_state_dict(model.float(), {name: t.double() for name, t in saved.items()})
     assert torch.equal(model(batch), plain(batch))
