@@ -47,7 +47,8 @@ Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
 Left out: attention masks other than causal; more ranks than key and value heads; label smoothing;
-          padding_idx and max_norm of an embedding; norms other than LayerNorm; second derivatives
+          padding_idx, max_norm and scale_grad_by_freq of an embedding; norms other than LayerNorm;
+          gradients of gradients
 """
 
 import argparse
@@ -71,7 +72,6 @@ import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -82,47 +82,42 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # 1. The idea: the operators f and g. Each is the other's gradient.
 
 
-class Operator(Function):
-    """A collective that autograd can differentiate. All operators take (x, process_group=None).
+class Conjugate(Function):
+    """Applies `forward` to x, and `backward` to the gradient. Both are collectives.
 
     Autograd does not see a bare collective in the middle of a model: the gradients would be wrong,
     without an error.
     """
 
     @staticmethod
-    def setup_context(ctx, inputs, output):  # autograd calls it after forward()
-        _, ctx.process_group = inputs
-        rank_and_size(ctx.process_group)  # an error on a rank outside the group
-
-
-class CopyToRegion(Operator):
-    """f: every rank uses x, so the gradient of x is the sum of all ranks' gradients."""
-
-    @staticmethod
-    def forward(x, process_group=None):
-        return x
+    def forward(ctx, x, forward, backward, process_group):
+        rank_and_size(process_group)  # an error on a rank outside the group
+        ctx.swapped = (backward, forward, process_group)
+        return forward(x, process_group)
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_from_region(grad, ctx.process_group), None
+        return Conjugate.apply(grad, *ctx.swapped), None, None, None
 
 
-class ReduceFromRegion(Operator):
-    """g: the sum of all ranks' x. All ranks have the gradient of the sum: it is that of x."""
-
-    @staticmethod
-    def forward(x, process_group=None):
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=process_group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return copy_to_region(grad, ctx.process_group), None
+def identity(x, process_group):
+    return x
 
 
-copy_to_region = CopyToRegion.apply
-reduce_from_region = ReduceFromRegion.apply
+def all_reduce(x, process_group):
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=process_group)
+    return total
+
+
+def copy_to_region(x, process_group=None):
+    """f: return x. Every rank uses x, so its gradient is the sum of all ranks' gradients."""
+    return Conjugate.apply(x, identity, all_reduce, process_group)
+
+
+def reduce_from_region(x, process_group=None):
+    """g: return the sum of all ranks' x. The gradient of the sum is also that of each x."""
+    return Conjugate.apply(x, all_reduce, identity, process_group)
 
 
 def parallel_mlp(x, A, B, process_group=None):
@@ -132,78 +127,57 @@ def parallel_mlp(x, A, B, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The other operators: f and g of sequence parallelism, then scatter and gather. They split and
-# join dimension 0.
+# 2. The other operators: f and g of sequence parallelism, then scatter and gather. The collectives
+# split and join dimension 0.
 
 
-class GatherFromSequence(Operator):
-    """f: every rank uses the whole sequence, so the gradient of a part is a sum over ranks."""
-
-    @staticmethod
-    def forward(x, process_group=None):
-        _, world_size = rank_and_size(process_group)
-        whole = x.new_empty(world_size * len(x), *x.shape[1:])
-        all_gather_single(whole, x.contiguous(), group=process_group)
-        return whole
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_scatter_to_sequence(grad, ctx.process_group), None
+def all_gather(x, process_group):
+    _, world_size = rank_and_size(process_group)
+    whole = x.new_empty(world_size * len(x), *x.shape[1:])
+    all_gather_single(whole, x.contiguous(), group=process_group)
+    return whole
 
 
-class ReduceScatterToSequence(Operator):
-    """g: this rank's part of the sum of all ranks' x."""
-
-    @staticmethod
-    def forward(x, process_group=None):
-        _, world_size = rank_and_size(process_group)
-        check_divides("positions", len(x), world_size)
-        # An exchange and a sum. gloo's own reduce-scatter is an all-reduce inside: it sends twice
-        # as much.
-        received = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, x.contiguous(), group=process_group)
-        return received.unflatten(0, (world_size, -1)).sum(0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return gather_from_sequence(grad, ctx.process_group), None
+def reduce_scatter(x, process_group):
+    _, world_size = rank_and_size(process_group)
+    check_divides("positions", len(x), world_size)
+    # An exchange and a sum. gloo's own reduce-scatter is an all-reduce inside: it sends twice as
+    # much.
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=process_group)
+    return received.unflatten(0, (world_size, -1)).sum(0)
 
 
-class Scatter(Operator):
-    """This rank's part of an x that all ranks have."""
-
-    @staticmethod
-    def forward(x, process_group=None):
-        rank, world_size = rank_and_size(process_group)
-        check_divides("positions or features", len(x), world_size)
-        return x.chunk(world_size)[rank].clone()  # a view would keep the whole x in memory
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Gather.apply(grad, ctx.process_group), None
+def own_part(x, process_group):
+    rank, world_size = rank_and_size(process_group)
+    check_divides("positions or features", len(x), world_size)
+    return x.chunk(world_size)[rank].clone()  # a view would keep the whole x in memory
 
 
-class Gather(GatherFromSequence):
-    """All ranks' parts, joined. All ranks have the same gradient of the whole: no sum is needed."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Scatter.apply(grad, ctx.process_group), None
+def gather_from_sequence(x, process_group=None):
+    """f: return the whole sequence. Every rank uses it: a part's gradient is a sum over ranks."""
+    return Conjugate.apply(x, all_gather, reduce_scatter, process_group)
 
 
-gather_from_sequence = GatherFromSequence.apply
-reduce_scatter_to_sequence = ReduceScatterToSequence.apply
-scatter_to_sequence = Scatter.apply
+def reduce_scatter_to_sequence(x, process_group=None):
+    """g: return this rank's part of the sum of all ranks' x."""
+    return Conjugate.apply(x, reduce_scatter, all_gather, process_group)
+
+
+def scatter_to_sequence(x, process_group=None):
+    """Return this rank's part of an x that all ranks have."""
+    return Conjugate.apply(x, own_part, all_gather, process_group)
 
 
 def scatter_to_region(x, process_group=None):
-    """Scatter along the last dimension."""
-    return Scatter.apply(x.movedim(-1, 0), process_group).movedim(0, -1)
+    """Return this rank's part of the last dimension of an x that all ranks have."""
+    return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
 
 
 def gather_from_region(x, process_group=None):
-    """Gather along the last dimension."""
-    return Gather.apply(x.movedim(-1, 0), process_group).movedim(0, -1)
+    """Join all ranks' parts along the last dimension. Every rank has the gradient of the whole."""
+    x = x.movedim(-1, 0)
+    return Conjugate.apply(x, all_gather, own_part, process_group).movedim(0, -1)
 
 
 def rank_and_size(process_group):
@@ -246,6 +220,7 @@ class ParallelLayer(nn.Module):
         pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
         super().__init__()
+        check_no_hooks(plain)
         for name, value in vars(plain).items():
             if not name.startswith("_"):  # in_features, normalized_shape, p, and so on
                 setattr(self, name, value)
@@ -275,7 +250,7 @@ class ParallelLayer(nn.Module):
         return cls(None, None, plain=plain, **options)  # no sizes: `plain` has them
 
     def shard(self, name, whole):
-        """This rank's shard of a whole parameter."""
+        """Return this rank's shard of a whole parameter."""
         if name not in self.split_dims:
             return whole.clone()
         dim = self.split_dims[name]
@@ -287,17 +262,16 @@ class ParallelLayer(nn.Module):
         return torch.cat(parts, dim)
 
     def unshard(self, name, shard):
-        """The whole parameter, from the shards of all ranks."""
+        """Return the whole parameter, from the shards of all ranks."""
         dim = self.split_dims[name]
         shards = gather_from_sequence(shard.unsqueeze(0), self.process_group)
         sizes = [size // self.world_size for size in self.matrix_sizes]
-        parts = [rank_shard.split(sizes, dim) for rank_shard in shards]  # [rank][matrix]
-        matrices = [torch.cat(matrix_parts, dim) for matrix_parts in zip(*parts, strict=True)]
-        whole = torch.cat(matrices, dim)
+        matrices = shards.split(sizes, dim + 1)  # of each matrix, the parts of all ranks
+        whole = torch.cat([part for parts in matrices for part in parts], dim)
         return whole.narrow(dim, 0, self.whole_shapes[name][dim])  # without the padding
 
     def replicated(self, name):
-        """A parameter that is the same on all ranks, or None if the layer has no bias.
+        """Return a parameter that is the same on all ranks, or None if the layer has no bias.
 
         With sequence parallelism a rank's gradient comes from its part of the sequence only, so
         the gradients are summed over the ranks.
@@ -310,6 +284,20 @@ class ParallelLayer(nn.Module):
 
 def do_nothing(module, inputs, output):
     pass
+
+
+def check_no_hooks(plain):
+    """Raise ValueError instead of dropping hooks, which old weight_norm() and prune use as well."""
+    hooks = [value for name, value in vars(plain).items() if name.endswith("_hooks")]
+    for parameter in plain.parameters():
+        hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    if any(hooks):
+        raise ValueError("it has hooks; register hooks on the parallel layer")
+
+
+def check_first_derivative():
+    if torch.is_grad_enabled():  # in backward, under create_graph=True
+        raise RuntimeError("gradients of gradients are left out; use layers that are not split")
 
 
 class ColumnLinear(Function):
@@ -330,8 +318,8 @@ class ColumnLinear(Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_y):
+        check_first_derivative()
         x, weight = ctx.saved_tensors
         in_background = {"group": ctx.process_group, "async_op": True}
         if ctx.sequence_parallel:
@@ -466,8 +454,8 @@ class VocabParallelEmbedding(ParallelLayer):
 
     def __init__(self, num_embeddings, embedding_dim, *, plain=None, **options):
         plain = plain or nn.Embedding(num_embeddings, embedding_dim)
-        if plain.padding_idx is not None or plain.max_norm is not None:
-            raise ValueError(f"{plain}: padding_idx and max_norm are not supported")
+        if (plain.padding_idx, plain.max_norm, plain.scale_grad_by_freq) != (None, None, False):
+            raise ValueError("padding_idx, max_norm and scale_grad_by_freq are left out")
         super().__init__(plain, pad=True, **options)
 
     def forward(self, tokens):
@@ -508,8 +496,8 @@ class VocabParallelCrossEntropy(Function):
         return total.log() - x_target
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        check_first_derivative()
         (grad_x,) = ctx.saved_tensors
         return grad_x * grad.unsqueeze(-1), None, None
 
@@ -789,10 +777,9 @@ def load_full_state_dict(module, state_dict):
     state_dict = dict(state_dict)
     for name, layer, own_name in split_parameters(module):
         whole = state_dict[name]
-        if whole.shape != layer.whole_shapes[own_name]:
-            raise ValueError(
-                f"{name}: {whole.shape} in state_dict, not {layer.whole_shapes[own_name]}"
-            )
+        shape = layer.whole_shapes[own_name]
+        if whole.shape != shape:
+            raise ValueError(f"{name}: {whole.shape} in state_dict, not {shape}")
         state_dict[name] = layer.shard(own_name, whole)
     return module.load_state_dict(state_dict)
 

@@ -234,6 +234,11 @@ REFUSED = {
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"\[-1\] .* of 7; use 0 to 6",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([6, 7]))": r"\[7\] .* of 7",  # padding
     "tp.VocabParallelEmbedding.from_full(nn.Embedding(8, 4, padding_idx=0), **g)": "padding_idx",
+    "tp.VocabParallelEmbedding.from_full(by_freq, **g)": "scale_grad_by_freq",
+    "tp.parallelize(nn.Sequential(hooked), {'0': 'column'}, **g)": "'0' .* it has hooks",
+    "tp.parallelize(nn.Sequential(clamped), {'0': 'row'}, **g)": "'0' .* it has hooks",
+    "tp.parallelize(nn.Sequential(optimized), {'0': 'row'}, **g)": "'0' .* it has hooks",
+    "tp.RowParallelLinear.from_full(nn.utils.spectral_norm(nn.Linear(4, 4)), **g)": "hooks",
     "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"\[1\].*\[3, 4\]",
     "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": r"\[8\] .* of 8; use 0 to 7",
     "tp.vocab_parallel_cross_entropy(ones(4), tensor(0), label_smoothing=0.1)": "smoothing=0.1 is",
@@ -257,10 +262,25 @@ def test_what_is_wrong_is_an_error():
     names |= {"eight": {"weight": torch.ones(8, 4)}}
     torch.manual_seed(pool.rank())
     names |= {"unseeded": nn.Linear(4, 4)}
+    names |= {"hooked": nn.Linear(4, 4), "clamped": nn.Linear(4, 4), "optimized": nn.Linear(4, 4)}
+    names["hooked"].register_forward_hook(lambda module, inputs, output: 2 * output)
+    names["clamped"].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    names["optimized"].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    names |= {"by_freq": nn.Embedding(8, 4, scale_grad_by_freq=True)}
     for call, words in REFUSED.items():
         with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
             eval(call, names)
         assert not seen.calls or words.startswith("differ"), call
+
+
+@pool.on(2)
+def test_a_gradient_of_a_gradient_is_an_error_because_a_part_of_it_would_be_left_out():
+    x = randn((4, 4)).requires_grad_()
+    column = tp.ColumnParallelLinear(4, 4, process_group=pool.group()).double()
+    losses = tp.vocab_parallel_cross_entropy(x, torch.arange(4), pool.group())
+    for output in (column(x), losses):
+        with pytest.raises(RuntimeError, match="gradients of gradients are left out"):
+            torch.autograd.grad(output.sum(), x, create_graph=True)
 
 
 @pool.on(2, 3)
