@@ -37,8 +37,8 @@ Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2). A
           gather writes into the buffer that the parameters are views of. FSDP2 shards the rows of
-          each parameter instead. Its shards keep their dimensions, but each gather and each
-          reduction copies all elements once more.
+          each parameter instead. So an optimizer has whole rows, but each gather and each reduction
+          copies all elements once more.
 Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units that some ranks do
           not call, or call in another order (FSDP2 does not allow this either); units that change
           their input in place, for example by a first layer ReLU(inplace=True); .to() after
@@ -191,8 +191,9 @@ class ShardedParameter:
 
     def check(self):
         """Raise ValueError if the user has moved or replaced `sharded`, or given it hooks."""
-        is_in_place = self.sharded.is_set_to(self.part_of_shard(self.group.shard))
-        if not is_in_place or self.held() is not self.sharded:
+        memory = self.group.shard.untyped_storage().data_ptr()
+        is_moved = self.sharded.untyped_storage().data_ptr() != memory
+        if is_moved or self.held() is not self.sharded:
             raise ValueError(f"{self.name} was moved or replaced; call .to() before fully_shard")
         refuse_hooks(self.name, self.sharded)
 
@@ -217,6 +218,16 @@ def refuse_hooks(name, parameter):
         raise ValueError(f"{name} has hooks, which backward would not call; remove them")
 
 
+# A rank sends this for a parameter that it has no gradient for. A sum is -0.0 only if every rank
+# sent -0.0. So a rank that has no gradient itself can tell from the sum whether another rank has.
+NO_GRADIENT = -0.0
+
+
+def is_used(total):
+    """Return whether any rank had a gradient for these elements of the sum."""
+    return not bool(((total == 0) & total.signbit()).all())
+
+
 class ParameterGroup:
     """Parameters that are gathered together: their shards, their buffer and their gradients."""
 
@@ -229,7 +240,7 @@ class ParameterGroup:
         param_dtype = mp_policy.param_dtype or dtype
         self.reduce_dtype = mp_policy.reduce_dtype or param_dtype
         sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals]
-        *starts, end = itertools.accumulate(sizes, initial=0)  # offsets; the end of the last
+        *starts, end = itertools.accumulate(sizes, initial=0)  # offset of each; end of the last
         padded = round_up(max(end, 1), self.world_size * SHARD_ALIGNMENT)
         self.shard_size = padded // self.world_size  # in elements
         # Copies between pinned host memory and the GPU are faster, and the host need not wait.
@@ -381,16 +392,6 @@ class ParameterGroup:
         """Wait for copies to and from pinned memory. Then the host may use shards and .grad."""
         if self.pin_memory:
             torch.cuda.current_stream(self.unsharded.device).synchronize()
-
-
-# A rank sends this for a parameter that it has no gradient for. A sum is -0.0 only if every rank
-# sent -0.0. So a rank that has no gradient itself can tell from the sum whether another rank has.
-NO_GRADIENT = -0.0
-
-
-def is_used(total):
-    """Return whether any rank had a gradient for these elements."""
-    return not bool(((total == 0) & total.signbit()).all())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -619,8 +620,9 @@ def fully_shard(
     - Before this call, freeze parameters, so that no gradients are sent for them, and inject LoRA.
     - Only the forward of a unit sees whole parameters. If `self.pos` is a unit, call `self.pos(x)`,
       because `self.pos.weight` is a shard outside of it.
-    - Use clip_grad_norm_ of this file and, for float16, GradScaler of amp.py. PyTorch's use only
-      the gradients of this rank.
+    - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_
+      of this file, and GradScaler of amp.py. optimizer.state_dict() is only this rank's part. Save
+      shards() with checkpoint.py on all ranks. Then any number of ranks can load it.
     """
     process_group = choose_group(mesh, process_group)
     inner = reset_units(module)
@@ -692,11 +694,15 @@ def find_parameters(module, process_group):
             refuse_hooks(path, parameter)
             owner, _, name = path.rpartition(".")
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
-            shape = tuple(parameter.shape)
-            descriptions.add(f"{i} {path}: {shape}, {parameter.dtype}, {parameter.requires_grad=}")
+            descriptions.add(
+                f"{i} {path}: {tuple(parameter.shape)}, {parameter.dtype}, "
+                f"{parameter.requires_grad=}"
+            )
         elif sharded_parameter.sharded is not parameter:
-            name = type(module).__name__
-            raise ValueError(f"{path} of {name} is tied to another unit's; put both into one unit")
+            raise ValueError(
+                f"{path} of {type(module).__name__} is tied to another unit's; "
+                "put both into one unit"
+            )
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, descriptions, group=process_group)
     if differ := set.union(*everyone) - set.intersection(*everyone):
@@ -758,12 +764,13 @@ def clip_grad_norm_(module, max_norm):
     total = torch.zeros((), dtype=torch.float64, device=group.shard.device)  # sum of squares
     for parameter in module.parameters():
         if parameter.grad is not None:
-            total += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+            dtype = torch.promote_types(parameter.grad.dtype, torch.float64)  # or complex128
+            total += torch.linalg.vector_norm(parameter.grad, dtype=dtype) ** 2
     total = total.to(group.unsharded.device)
     dist.all_reduce(total, group=group.process_group)
     norm = total.sqrt()
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
-    return norm.to(group.shard.dtype)
+    return norm.to(group.shard.dtype.to_real())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -806,7 +813,8 @@ def shards(module, optimizer):
     """Yield (name, shape of the whole parameter, first, shard, its optimizer state).
 
     `first` is the offset of the shard's first element in the parameter, in the order of memory.
-    shard_pieces() of checkpoint.py takes these tuples.
+    shard_pieces() of checkpoint.py takes these tuples, to save or load them. Before you load them,
+    take a step in which each trained parameter has a gradient, so that the optimizer has its state.
     """
     for name, sharded in module.named_parameters():
         parameter = sharded._sharded_parameter

@@ -36,9 +36,9 @@ import fsdp
 assert_equal = functools.partial(
     torch.testing.assert_close, rtol=0, atol=0, equal_nan=True, check_device=False
 )
+IS_TORCH_2_6 = not hasattr(torch.cpu.Stream, "record_event")
 pytorchs_runs = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"),
-    reason=f"PyTorch's fully_shard does not run on a CPU in torch {torch.__version__}",
+    IS_TORCH_2_6, reason="PyTorch's fully_shard does not run on a CPU in torch 2.6"
 )
 
 
@@ -397,6 +397,22 @@ def test_clipping_where_a_rank_has_nothing_and_a_square_or_a_sum_would_overflow(
     for max_norm, after in ((1e6, 40000.0), (20000.0, 20000.0)):
         assert fsdp.clip_grad_norm_(layer, max_norm).item() == 40000.0
         assert layer.weight.grad.flatten().tolist() == [after] * (pool.rank() == 0)
+
+
+@pytest.mark.skipif(IS_TORCH_2_6, reason="gloo sends no complex numbers in torch 2.6")
+@pool.on(2)
+def test_complex_gradients_are_clipped_as_torchs():
+    plain = nn.Linear(6, 3, dtype=torch.complex64)
+    layer = fully_shard(copy.deepcopy(plain))
+    plain.load_state_dict(fsdp.full_state_dict(layer))
+    for model in (layer, plain):
+        model(make_batch(0, 0).to(torch.complex64)).abs().sum().backward()
+
+    norm = fsdp.clip_grad_norm_(layer, 0.1)
+
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    for mine, whole in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, mine._sharded_parameter.shard_of(whole.grad))
 
 
 BF16 = torch.bfloat16
