@@ -359,6 +359,8 @@ class Trainer:
         self.device = torch.device(device)
         self.dtype = getattr(torch, args.dtype)
         self.steps = 0  # the number of steps that are done
+        # How far the run may be from one device. load() makes it that of the run's coarsest dtype.
+        self.tolerance = {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05)
         self.num_microbatches = args.global_batch_size // (args.micro_batch_size * grid.dp)
         num_stages = grid.pp * args.stages_per_rank
         own_stages = range(grid.pp_rank, num_stages, grid.pp)  # several if they are interleaved
@@ -539,6 +541,7 @@ def save(trainer, directory):
     extra = {
         "fixed": {name: getattr(trainer.args, name) for name in FIXED},
         "step": trainer.steps,
+        "tolerance": trainer.tolerance,
         "scaler": trainer.scaler.state_dict(),
     }
     checkpoint.save(directory, pieces_of(trainer), extra)
@@ -563,6 +566,7 @@ def load(trainer, directory):
             state["exp_avg_sq"] = torch.zeros_like(weight)
     checkpoint.load(directory, pieces_of(trainer))
     trainer.steps = extra["step"]
+    trainer.tolerance = max(trainer.tolerance, extra["tolerance"])
     if extra["scaler"]:
         trainer.scaler.load_state_dict(extra["scaler"])
     # The weights were loaded into the tensors that the optimizer updates. Copy them to the model.
@@ -1053,7 +1057,7 @@ class Run:
         (largest,) = self.session.max_over_ranks([differences.max()])
         if not self.differences:
             return "-"
-        tolerance = {"float64": 1e-9, "float32": 1e-3}.get(self.args.dtype, 0.05)
+        tolerance = self.trainer.tolerance
         agree = largest <= tolerance
         equal = f"{'' if agree else 'NOT '}equal within {tolerance}: {largest:.0e}"
         result = f"loss, gradient norm and parameters {equal} over {self.args.steps} steps"
