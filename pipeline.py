@@ -45,8 +45,8 @@ Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file r
 Left out: Tied parameters, data parallelism, clipping and means over unmasked tokens are in
           parallel_3d.py. step() returns neither the outputs of the last stage nor the gradients of
           the batch's inputs. W computes the gradients of the weights of linear layers only. I
-          computes those of all other parameters. With I and W a stage must not call
-          torch.autograd.grad() or backward() itself.
+          computes those of all other parameters. If a schedule has I and W, its stages must not
+          call torch.autograd.grad() or backward() themselves.
 
 The demo draws two timelines. simulate() predicts the first, and the ranks have measured the second.
 If they say "bubble 20%" and "bubble 23%", the ranks waited for 23% of the step. The prediction
@@ -371,7 +371,8 @@ class Transfers:
         if key not in self.metadata:
             self.metadata[key] = list(map(meta_of, tensors))
             dist.send_object_list([self.metadata[key]], group_dst=destination, **self.object_kwargs)
-        for tensor in filter(torch.is_tensor, tensors or self.new_tensors(key)):
+        tensors = tensors or self.new_tensors(key)
+        for tensor in filter(torch.is_tensor, tensors):  # a gradient may be None
             message = tensor.detach().to(self.device).contiguous()
             work = start_transfer(dist.isend, message, destination, self.group)
             self.sends.append((work, message))
@@ -418,12 +419,6 @@ class Pipeline(nn.Module):
     def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
         super().__init__()
         stages = stages if isinstance(stages, (list, nn.ModuleList)) else [stages]
-        modules = itertools.chain.from_iterable(stage.modules() for stage in stages)
-        if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules):
-            raise ValueError(
-                "PyTorch's DistributedDataParallel averages the gradients of one micro-batch only; "
-                "pass its .module, and average the gradients after step()"
-            )
         self.schedule = agree_on_schedule(schedule, num_microbatches, len(stages), process_group)
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
@@ -433,6 +428,12 @@ class Pipeline(nn.Module):
         rank_of = rank_of_stages(self.schedule)
         own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
         self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
+        ddp = nn.parallel.DistributedDataParallel
+        if any(isinstance(module, ddp) for module in self.modules()):
+            raise ValueError(
+                "PyTorch's DistributedDataParallel averages the gradients of one micro-batch only; "
+                "pass its .module, and average the gradients after step()"
+            )
         self._last_stage = max(rank_of)
         self.device = agree_on_device(self.parameters(), process_group)  # of this rank's stages
         self._transfers = Transfers(process_group, self.device)
@@ -654,11 +655,11 @@ def split_linear(parameters, x, weight, bias=None):
     It replaces F.linear, which PyTorch's modules call, during F and I. The replacement is global:
     activation checkpointing runs the forward again in I, on a thread of autograd.
 
-    If the weight has another use that is not split, I adds that part of its gradient, then W adds
-    this one. The sum is rounded differently than on one device.
+    If the weight has another use, which is not split, I adds that part of its gradient, and W adds
+    this one later. So the sum is not bitwise that of one device.
     """
-    # I computes the gradient of a weight that is not a parameter, because weight_norm or FSDP has
-    # computed it, and of one with a hook, such as DDP's, which averages gradients at the end of I.
+    # I computes the gradient if something reads it before W runs: a hook, such as DDP's, or
+    # weight_norm or FSDP, which compute the weight from a parameter.
     has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
     can_wait = weight in parameters and not has_hooks
     needs_gradients = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad

@@ -83,7 +83,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class Conjugate(Function):
-    """Applies `forward` to x, and `backward` to the gradient. Both are collectives.
+    """Applies the function `forward` to x, and the function `backward` to the gradient.
 
     Autograd does not see a bare collective in the middle of a model: the gradients would be wrong,
     without an error.
@@ -92,7 +92,7 @@ class Conjugate(Function):
     @staticmethod
     def forward(ctx, x, forward, backward, process_group):
         rank_and_size(process_group)  # an error on a rank outside the group
-        ctx.swapped = (backward, forward, process_group)
+        ctx.swapped = (backward, forward, process_group)  # the arguments for the gradient
         return forward(x, process_group)
 
     @staticmethod
@@ -236,7 +236,7 @@ class ParallelLayer(nn.Module):
         for matrix_size in self.matrix_sizes:
             check_divides("features", matrix_size, self.world_size)
         self.whole_shapes = {name: whole.shape for name, whole in plain.named_parameters()}
-        self._parameters |= plain._parameters  # a bias that is None stays; the loop has the others
+        self._parameters |= plain._parameters  # also a bias that is None; the loop replaces others
         for name, whole in plain.named_parameters():
             shard = self.shard(name, whole.detach())
             self.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
@@ -660,8 +660,8 @@ KINDS = {
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Replace layers of `module` by this rank's shards of them, in place. Return the module.
 
-    All ranks must have the same weights, or it is a ValueError on every rank: seed them alike
-    before the model is made.
+    All ranks must have the same weights, so seed them alike before the model is made. If weights
+    differ, every rank raises ValueError.
 
     `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. The kinds are
 
