@@ -229,6 +229,7 @@ REFUSED = {
     "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
     "tp.ParallelMLP(4, 7, 'swiglu', **g)": r"7 features .* by 2 .* \[1, 7\]",
     "tp.ParallelMLP(4, 8, 'relu', **g)": "activation='relu': use 'gelu' or 'swiglu'",
+    "tp.ColumnParallelLinear(4, 7, **g)": "7 features",
     "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": r"in \[1, 3\]",
     "tp.scatter_to_region(ones(2, 3), **g)": r"3 positions or features",
     "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"\[-1\] .* of 7; use 0 to 6",

@@ -85,13 +85,7 @@ column(
     [2, 4],
     output_cut=-1,
 )
-column(
-    "column_without_bias",
-    "The same holds without a bias.",
-    [3],
-    bias=False,
-    output_cut=-1,
-)
+column("column_without_bias", "The same holds without a bias.", [3], bias=False, output_cut=-1)
 column(
     "column_gathered",
     "With gather_output every rank has the whole output, and gradients are not N times too large.",
