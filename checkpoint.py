@@ -125,6 +125,8 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
         2 2 2 ·
     """
     flat = flat.view(-1)[max(0, -start) : max(0, math.prod(shape) - start)]
+    if 0 in shape:
+        return [Piece(flat.view(shape), whole_shape or shape, offset or [0] * len(shape))]
     start = max(0, start)
     sizes = [1, *shape]  # a leading dimension, because a scalar has none
     # A row of dimension d has one index in it and in those before, and all indices in those after.

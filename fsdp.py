@@ -43,7 +43,8 @@ Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units 
           not call, or call in another order (FSDP2 does not allow this either); units that change
           their input in place, for example by a first layer ReLU(inplace=True); .to() after
           sharding; sparse gradients; hooks on parameters; second-order gradients; loading a state
-          dict that only rank 0 has
+          dict that only rank 0 has; experts that expert_parallel.py has split, because all ranks
+          get the parameters of rank 0
 """
 
 import argparse
@@ -198,7 +199,7 @@ class ShardedParameter:
         refuse_hooks(self.name, self.sharded)
 
     def pre_load_state_dict(self, attribute, module, state_dict, prefix, *_):
-        """Replace this parameter in `state_dict` by this rank's shard of it."""
+        """Replace this parameter in `state_dict` by its shard. load_state_dict() calls this."""
         self.group.reshard()
         name = prefix + attribute
         if name in state_dict:
@@ -812,16 +813,24 @@ def refuse_state_dict(module, prefix, keep_vars):  # state_dict() calls this fir
 def shards(module, optimizer):
     """Yield (name, shape of the whole parameter, first, shard, its optimizer state).
 
-    `first` is the offset of the shard's first element in the parameter, in the order of memory.
-    shard_pieces() of checkpoint.py takes these tuples, to save or load them. Before you load them,
-    take a step in which each trained parameter has a gradient, so that the optimizer has its state.
+    `first` is the offset of the shard's first element in the flattened parameter. shard_pieces() of
+    checkpoint.py takes these tuples, to save or load them. Before you load them, take a step in
+    which each trained parameter has a gradient, so that the optimizer has its state.
     """
     for name, sharded in module.named_parameters():
         parameter = sharded._sharded_parameter
         group = parameter.group
         first = max(0, group.rank * group.shard_size - parameter.start)
-        # A rank that has no elements may have made fewer steps than Adam's "step" of other ranks.
-        state = optimizer.state.get(sharded, {}) if sharded.numel() else {}
+        if not parameter.unsharded.is_contiguous():
+            raise ValueError(
+                f"{name} is not contiguous, and a checkpoint would permute its elements; "
+                "save full_state_dict(model), and optimizer.state_dict() of each rank"
+            )
+        state = optimizer.state.get(sharded, {})
+        if sharded.numel() == 0 and parameter.shape.numel() > 0:
+            # This rank cannot tell whether other ranks have a gradient. So its optimizer may have
+            # made fewer steps, and Adam's "step" would be too small.
+            state = {}
         yield name, parameter.shape, first, sharded, state
 
 

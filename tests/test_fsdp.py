@@ -263,6 +263,8 @@ def of_all_kinds():
     norm.running_mean.fill_(pool.world_size())
     model = nn.Sequential(Block(), norm, Block(), make_model("tied"), make_model("odd"))
     model[3].second.bias.requires_grad_(False)
+    # shards() refuses another order in memory.
+    model[4].transposed = nn.Parameter(model[4].transposed.detach().contiguous())
     return model
 
 
@@ -302,15 +304,11 @@ def body_go_on(model, folder, plain_states):
 
 
 def plain_pieces(model, optimizer):
-    """Return what a checkpoint of shards has. Elements are in the order of memory."""
     found = dict(model.named_buffers())
     for name, parameter in model.named_parameters():
-        if parameter.numel() == 0:
-            continue
         state = optimizer.state.get(parameter, {})
         for kind, tensor in {"weight": parameter.detach(), **state}.items():
-            flat = tensor.as_strided([tensor.numel()], [1])
-            found[f"{kind}/{name}"] = flat.view(tensor.shape)
+            found[f"{kind}/{name}"] = tensor
     return found
 
 
@@ -601,6 +599,7 @@ def test_errors_on_every_rank():
         buffers[1].register_buffer("frequencies", torch.ones(2))
     other_shape = nn.Linear(3 + late, 2)
     other_frozen = nn.Linear(3, 2).requires_grad_(not late)
+    transposed = fully_shard(make_model("odd"))
     short = saved | {"4.bias": torch.ones(1)}
     group_of_rank_0 = pool._groups[1]
     for error, words, do in [
@@ -625,6 +624,11 @@ def test_errors_on_every_rank():
         (ValueError, "^weight: in no unit", lambda: fsdp.clip_grad_norm_(nn.Linear(1, 1), 1.0)),
         (ValueError, r"is \(3,\), not \(1,\)", lambda: fsdp.load_full_state_dict(model, short)),
         (RuntimeError, "call full_state_dict", model.state_dict),
+        (
+            ValueError,
+            "^transposed is not contiguous",
+            lambda: pieces(transposed, adamw(transposed)),
+        ),
         (RuntimeError, "copy it before fully_shard", lambda: copy.deepcopy(model)),
         (ValueError, r"Linear\.weight was moved or replaced", lambda: moved(batch)),
         (ValueError, r"Linear\.bias was moved or replaced", lambda: replaced(batch)),

@@ -375,7 +375,7 @@ def test_a_command_prints(flags, ranks, status, printed, tmp_path):
 def test_a_run_that_began_in_16_bits_is_compared_as_such(tmp_path):
     """Its weights are rounded already, so a wider dtype does not bring it closer to one device."""
     for steps, dtype in enumerate(("bfloat16", "float32"), start=1):
-        flags = f"--dtype {dtype} --steps {steps} --lr 0.01 --save {tmp_path}"
+        flags = f"--dtype {dtype} --steps {steps} --lr 0.003 --save {tmp_path}"
         done = fork(FILE, *flags.split(), ranks=1)
     found = re.search(r"^vs 1 device .* equal within 0.05: (\S+) over", done.stdout, re.M)
     assert done.returncode == 0, done.stdout
