@@ -136,14 +136,14 @@ class Odd(nn.Module):
         self.ignored = nn.Linear(6, 6)
         self.hooked = nn.Linear(6, 6)
 
-    def forward(self, x, mask=None, rows=None, unused=None):
+    def forward(self, x, mask=None, rows=None, skip=0.0, unused=None):
         if mask is None:
             mask = x > 0
             rows = torch.arange(len(x)).flip(0)
         if not self.hooked.weight._backward_hooks:  # a copy of the module does not have it
             self.hooked.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         x = self.hooked(torch.relu(self.hooked(x)))
-        y = self.first(self.frozen(x))
+        y = self.first(self.frozen(x)) + skip
         y = y + self.strided(y.transpose(0, -2)).transpose(0, -2)
         y = torch.relu_(self.twice(y)) + self.twice(y + self.vector(y.flatten(end_dim=-2).mean(0)))
         with torch.autocast(pool.device().type, torch.bfloat16):
@@ -151,7 +151,7 @@ class Odd(nn.Module):
                 y = (torch.tanh(linear(y)) + y).to(x.dtype)
             y = checkpoint(self.layer, y, use_reentrant=False).to(x.dtype)
         y = y + NoGradient.apply(self.unused(y))
-        return y[rows] * mask, mask, rows, self.ignored(torch.cat([x, x]))[::2]
+        return y[rows] * mask, mask, rows, torch.tanh(x), self.ignored(torch.cat([x, x]))[::2]
 
 
 class NoGradient(torch.autograd.Function):

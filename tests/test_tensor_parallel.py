@@ -62,11 +62,12 @@ def test_operators_and_their_gradients():
     ]
     for layout, (operator, x, y, grad_y, grad_x) in itertools.product(LAYOUTS, cases):
         leaf = layout(x).requires_grad_()
-        gradient = layout(grad_y)
+        gradient = layout(grad_y).requires_grad_()
         output = operator(leaf, group)
-        (grad,) = torch.autograd.grad(output, leaf, gradient)
-        within([output.detach(), grad], [y, grad_x], msg=str(operator))
-        bitwise([leaf.detach(), gradient], [x, grad_y])  # autograd may still need them
+        (grad,) = torch.autograd.grad(output, leaf, gradient, create_graph=True)
+        (again,) = torch.autograd.grad(grad, gradient, x)
+        within([output, grad, again], [y, grad_x, y], msg=str(operator))
+        bitwise([leaf, gradient], [x, grad_y])  # autograd may still need them
         if operator is not tp.copy_to_region:
             output.mul_(2)  # as dropout in place
     A, B = randn((2 * t, 3 * t)), randn((3 * t, 2 * t), seed=1)
