@@ -537,7 +537,10 @@ class Pipeline(nn.Module):
         # The receiver allocates what the metadata says. There is none before the first send.
         expected = self._transfers.metadata.get(out_key, metadata)
         if metadata != expected:
-            raise RuntimeError(f"its output was {expected}, and is now {metadata}")
+            raise RuntimeError(
+                f"its output was {expected}, and is now {metadata}; it may only change when the "
+                "inputs, the parameters or autocast change"
+            )
         self._inputs[out_key] = outputs
 
     def _forward(self, stage, i, inputs):
