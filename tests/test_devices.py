@@ -106,6 +106,7 @@ def test_the_suite_hides_the_gpus_from_itself_and_its_children():
 
 
 def test_a_worker_uses_its_gpu_with_deterministic_kernels(monkeypatch):
+    torch.use_deterministic_algorithms(False)  # imports torch._dynamo, which must not see patches
     used = []
     monkeypatch.setattr(environment, "DEVICE_TYPE", "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
