@@ -1,6 +1,6 @@
 """Activation checkpointing: free the activations inside a layer, and recompute them in backward.
 
-Three layers, with x0 … x3 between them. Backward needs the activations inside them, i1 … i3:
+Three layers turn x0 into x1, x2 and x3. Backward needs the activations inside them, i1 … i3:
 
     forward    x0 ─ i1 ─ x1 ─ i2 ─ x2 ─ i3 ─ x3 ─ loss    x0, x1, x2 are kept; i1, i2, i3 are freed
     backward                       x2 ─ i3                recompute layer 3 from x2; then free i3
@@ -8,18 +8,18 @@ Three layers, with x0 … x3 between them. Backward needs the activations inside
                x0 ─ i1                                    recompute layer 1 from x0; then free i1
 
 The table is for l transformer layers in 16 bits, with Ψ parameters, a heads and hidden size h. The
-input is b sequences of s tokens. Operations are per token, in products with weights: 2Ψ in forward
-and 4Ψ in backward.
+input is b sequences of s tokens. Operations are per token, and only those of products with weights:
+2Ψ in forward, 4Ψ in backward.
 
     checkpointed                         bytes kept for backward                 operations
     nothing                              l·sbh(34 + 5as/h)                       6Ψ
     the core of attention                l·34sbh                                 6Ψ + its forward
-    all but linear layers (selective)    l·20sbh                                 6Ψ + its forward
-    each layer                           l·2sbh, later one layer's inside        8Ψ: forward twice
+    all but linear layers, by a policy   l·20sbh                                 6Ψ + its forward
+    each layer                           l·2sbh, in backward plus one layer's i  8Ψ: forward twice
     k segments, but not the last         (k-1)·2sbh + l/k·sbh(34 + 5as/h)        8Ψ - 2Ψ/k
     nothing, in offload_to_cpu()         l·sbh(34 + 5as/h) and weights, on host  6Ψ
 
-Collectives inside a checkpointed function are sent again in backward.
+Collectives inside a checkpointed function run again in backward.
 
 Run:      torchrun --nproc-per-node 2 activation_checkpoint.py    (or without torchrun)
 Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 2022, 2205.05198,
@@ -94,8 +94,9 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     Backward runs the function a second time, with the random numbers (of the CPU and the current
     GPU) and the autocast of the first run. Nothing else that the function depends on may change.
     preserve_rng_state: if False, the second run draws other random numbers.
-    policy(operator, *args, **kwargs): called for each ATen operator inside the function. If it
-        returns True, the operator's output is kept and not recomputed (section 3).
+    policy(operator, *args, **kwargs): called for each ATen operator inside the function, except
+        views, casts and changes in place. If it returns True, the operator's output is kept and not
+        recomputed (section 3).
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -110,7 +111,7 @@ class SaveInput(torch.autograd.Function):
 
     A plain reference to the input would miss two things. Autograd raises an error if a saved tensor
     was changed in place. And inside another checkpoint, the outer checkpoint's hook applies to
-    saved tensors, so this input is not kept either.
+    saved tensors, so this input is freed too.
     """
 
     @staticmethod
@@ -131,7 +132,7 @@ def saved_input(saved):
 
 
 class Segment:
-    """One call of a checkpointed function, which it can repeat."""
+    """One call of a checkpointed function. recompute() repeats it."""
 
     def __init__(self, function, inputs, preserve_rng_state):
         self.function = function
@@ -170,7 +171,7 @@ class Segment:
 
     def pack_again(self, tensor):
         """The pack hook of the second run. It collects the tensors for `unpack`."""
-        tensor = tensor.detach()  # its grad_fn may save the tensor itself: a reference cycle
+        tensor = tensor.detach()  # otherwise a grad_fn that saves it makes a reference cycle
         number = len(self.recomputed)
         if number < len(self.kinds):  # else the function has caught Complete, and goes on
             self.recomputed[number] = tensor
@@ -187,7 +188,7 @@ class Segment:
                 stack.enter_context(torch.autocast(*arguments))
             if self.kept:
                 stack.enter_context(Keep(None, self.kept))
-            # On exit, the generators get the states back that they have now.
+            # On exit, the generators get back the states that they have now.
             stack.callback(set_random_states, random_states())
             set_random_states(self.random_states)
             yield
@@ -274,7 +275,7 @@ def versions_of(outputs):
 
 
 def detached(outputs):
-    """Return the outputs without a graph. The graph refers to `kept`, so it would never be freed.
+    """Return the outputs without a graph. A graph refers to `kept`: neither would ever be freed.
 
     They share the outputs' version counters, which count changes in place. Inside a dispatch mode,
     detach() shares them only if the key ADInplaceOrView is not excluded.
@@ -296,7 +297,7 @@ def shares_memory(operator):
 def checkpoint_sequential(layers, segments, x):
     """Run x through l layers in k segments of about the same length.
 
-    The last segment is not checkpointed, because backward begins with it. If each layer saves one
+    The last segment is not checkpointed, because backward starts there. If each layer saves one
     tensor, k - 1 + l/k tensors are kept. Their number is smallest for k = √l (Chen et al., section
     4.1). A transformer layer saves many times the size of its input, so k = l is usually better.
     """
@@ -375,7 +376,7 @@ def compare_ways(demo, l=8, h=128, a=8, s=128, b=1):
     layers, x = transformer_layers(l, h, a, s, b, demo.device)
     inside = 34 + 5 * a * s / h  # what a layer keeps, in units of sbh bytes
     segments = 4
-    ways = {  # name -> how to run the layers, and the formula for what is kept
+    ways = {  # name -> how to run the layers, and the formula for the bytes kept
         "none": (run_layers, inside * l),
         f"{segments} segments": (
             functools.partial(run_in_segments, segments=segments),
@@ -400,7 +401,7 @@ def compare_ways(demo, l=8, h=128, a=8, s=128, b=1):
 
 
 def keep_products(operator, *args, **kwargs):
-    """A policy: keep the outputs of nn.Linear. Those inside attention are large but cheap."""
+    """A policy: keep nn.Linear's outputs. Attention's products are large but cheap."""
     return operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -415,7 +416,7 @@ def run_checkpointed(layers, x, policy=None):
 
 
 class TransformerLayer(nn.Module):
-    """A Block with dropout, which holds attention's weights in memory, as in Korthikanti et al.
+    """A Block with dropout that holds attention's weights in memory, as in Korthikanti et al.
 
     run_core(attention, q, k, v) may checkpoint the core of attention.
     """

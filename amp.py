@@ -79,7 +79,7 @@ def mixed_precision_step(model, masters, optimizer, loss_of, scale):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The scale: the largest that does not overflow, found by trying.
+# 2. The scale: the largest that does not overflow, found by trial.
 
 # An optimizer's found_inf is 1 if a gradient is inf or NaN, 0 if all gradients are finite, and
 # NO_GRADIENT if there are none. The ranks take the maximum of theirs. NO_GRADIENT is the smallest,
@@ -92,7 +92,7 @@ class GradScaler:
 
     Each iteration: scale(loss).backward(); average the gradients; unscale_(optimizer), if you clip
     them; step(optimizer); update(). With several optimizers, all ranks must step them in the same
-    order. Unlike PyTorch's, this class also scales without CUDA.
+    order. Unlike PyTorch's, it scales by default on a machine without CUDA, too.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class GradScaler:
             raise ValueError(
                 "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
             )
-        # The elements of a sparse gradient that are not zero.
+        # The stored elements of a sparse gradient.
         gradients = [g._values() if g.is_sparse else g for g in gradients]
         value = 0.0 if gradients else NO_GRADIENT
         found_inf = torch.tensor(value, dtype=torch.float32, device=parameters[0].device)
@@ -346,7 +346,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._grad_versions = None
 
     def state_dict(self):
-        """Return the optimizer's state dict, and in it also "master_weights" and "scaler"."""
+        """Return the optimizer's state dict, with "master_weights" and "scaler" added."""
         self._adopt_written_weights()
         state_dict = self.optimizer.state_dict()
         state_dict["master_weights"] = list(self._masters)
@@ -359,8 +359,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         torch._foreach_copy_(self._masters, state_dict["master_weights"])
         self.write_model_params()
 
-    # Refinement: other code writes to the model's weights, such as model.load_state_dict(). If the
-    # masters did not change with them, the next step would undo it.
+    # Refinement: other code, such as model.load_state_dict(), writes to the model's weights. If the
+    # masters did not follow, the next step would undo this.
 
     @torch.no_grad()
     def reload_model_params(self):
@@ -369,14 +369,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _adopt_written_weights(self):
-        """Copy each weight that was written since write_model_params() to its master."""
+        """Copy to its master each weight that was written since write_model_params()."""
         for weight, master, version in zip(
             self._weights, self._masters, self._versions, strict=True
         ):
             is_written = weight._version != version  # PyTorch counts writes, but not those to .data
             if is_written and self._is_new:
-                # DDP was made after this object, and broadcast rank 0's weights in 16 bits. The
-                # masters of all ranks, rank 0 too, become these, or the ranks would differ.
+                # DDP was made after this object, and broadcast rank 0's weights in 16 bits. All
+                # ranks' masters, even rank 0's, become these, or the ranks would differ.
                 master.copy_(weight)
             elif is_written:
                 # The caller loaded a state dict. An element may still equal its rounded master:
@@ -408,7 +408,7 @@ FP32 = set(FP32.split())
 
 
 class autocast(ContextDecorator, TorchFunctionMode):
-    """A context manager or decorator. In it, operations cast their inputs, unless in float64.
+    """A context manager or decorator. In it, operations cast their inputs, except those in float64.
 
     Matrix products and convolutions compute in `dtype`. Reductions, norms, losses and exponentials
     compute in fp32. PyTorch's autocast for CPUs does not cast some of these. Call backward outside.
@@ -437,7 +437,7 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
         if self.enabled and kwargs.get("out") is None:  # PyTorch too leaves calls with out= alone
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        # An outer region must not cast again. If this one is disabled, nothing is cast at all.
+        # An outer autocast must not cast again. If this one is disabled, nothing is cast at all.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
 

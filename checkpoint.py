@@ -1,9 +1,9 @@
-"""Checkpoints: saved by any number of ranks, loaded by any other number, and safe from a kill.
+"""Checkpoints: saved by any number of ranks, loaded by any other number, and safe from crashes.
 
 Each rank writes the pieces of tensors that it holds. An index says where each piece lies in its
 whole tensor. To load, each rank reads the saved pieces that overlap with its own pieces. So the
-ranks that load can cut the tensors in another way than the ranks that saved. For example, two ranks
-save the rows of a tensor w of 6 × 4, three rows each:
+ranks that load may cut the tensors differently from the ranks that saved. For example, two ranks
+save the rows of a 6 × 4 tensor w, three rows each:
 
     save("checkpoints", {"w": Piece(rows, [6, 4], [3 * rank, 0])})
 
@@ -13,7 +13,7 @@ Three ranks load its columns. Rank 0 loads columns 0 and 1, rank 1 column 2, and
 
 A box is the (start, stop) of a piece in each dimension of the whole tensor. Rank 0 finds:
 
-    file          box of w in the file    overlap with rank 0's box    rank 0's piece comes from
+    file          box of w in the file    overlap with rank 0's box    rank 0's piece in w
     0.bin         (0, 3), (0, 4)          (0, 3), (0, 2)               0 0 · ·
                                                                        0 0 · ·
                                                                        0 0 · ·
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
         return tuple((i, i + size) for i, size in zip(self.offset, sizes, strict=True))
 
     def at(self, box):
-        """Return a view of the elements in `box`, a box of the whole tensor within this one."""
+        """Return a view of the elements in `box`, which lies within this piece."""
         ranges = zip(box, self.offset, strict=True)
         return self.tensor[tuple(slice(start - i, stop - i) for (start, stop), i in ranges)]
 
@@ -118,7 +118,7 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
     `flat` may also have elements before the tensor (start < 0) and after it, as buckets do. They
     are left out. The tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
 
-    A range of n dimensions needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
+    In n dimensions, a range needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
 
         · · 0 0
         1 1 1 1
@@ -129,11 +129,11 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
         return [Piece(flat.view(shape), whole_shape or shape, offset or [0] * len(shape))]
     start = max(0, start)
     sizes = [1, *shape]  # a leading dimension, because a scalar has none
-    # A row of dimension d has one index in it and in those before, and all indices in those after.
+    # A row of dimension d fixes the indices up to d, and spans all dimensions after d.
     row_sizes = [math.prod(shape[d:]) for d in range(len(sizes))]  # elements in a row of d
     pieces = []
     while len(flat):
-        # The piece has rows of the outermost dimension of which a whole row is next in `flat`.
+        # Take rows of the outermost dimension whose next row is whole in `flat`.
         d = 0
         while start % row_sizes[d] or row_sizes[d] > len(flat):
             d += 1
@@ -151,15 +151,15 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
 def shard_pieces(shards):
     """Return pieces of flat shards of parameters, to save or load.
 
-    The pieces are named "weight/NAME" or "STATE/NAME", such as "exp_avg/NAME".
     For each parameter, `shards` yields its name, its whole shape, `start`, the shard, and the
-    shard's optimizer state. shard[0] is element `start` of the flattened parameter. The method
-    shards() in zero.py and in fsdp.py yields these.
+    shard's optimizer state. shard[0] is element `start` of the flattened parameter. fsdp.shards()
+    yields these. To the tuples of Zero1.shards(), add the name and the shape, as in the README.
+    The pieces are named "weight/NAME" or "STATE/NAME", such as "exp_avg/NAME".
     """
     pieces = {}
     for name, shape, start, shard, state in shards:
         for kind, tensor in {"weight": shard.detach(), **state}.items():
-            is_scalar = tensor.dim() == 0  # "step", for example, which all ranks hold
+            is_scalar = tensor.dim() == 0  # such as "step": all ranks hold it
             pieces[f"{kind}/{name}"] = tensor if is_scalar else flat_pieces(tensor, shape, start)
     return pieces
 
@@ -169,7 +169,7 @@ def shard_pieces(shards):
 
 
 def save(directory, pieces, extra=None, process_group=None):
-    """Write a checkpoint into `directory`, which all ranks share. All of `process_group` call this.
+    """Write a checkpoint into the shared `directory`. All ranks of `process_group` call this.
 
     `pieces` maps the name of each tensor to the part that this rank holds: a Piece, a list of
     Pieces, or the whole tensor. `extra` is anything that JSON can express. Rank 0's `extra` is
@@ -197,7 +197,7 @@ def save(directory, pieces, extra=None, process_group=None):
 
 
 def on_all_ranks(process_group, function, *args):
-    """Return the result of function(*args) on each rank. If one rank fails, all raise its error."""
+    """Return the results of function(*args), by rank. If one rank fails, all raise its error."""
     world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
     if world_size < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group: call this on its ranks")
@@ -302,8 +302,8 @@ def load(directory, pieces, process_group=None):
     """Fill the tensors of `pieces` from the latest checkpoint. Return the `extra` of save().
 
     `pieces` is as in save(). All ranks of `process_group` call this. It raises a ValueError if the
-    checkpoint lacks elements of a tensor, or has another dtype or shape. It raises an OSError if a
-    file is missing or damaged. If one rank fails, all ranks raise its error, and some tensors may
+    checkpoint lacks elements of a tensor, or if its dtype or shape differs. It raises an OSError if
+    a file is missing or damaged. If one rank fails, all ranks raise its error, and some tensors may
     be filled already.
     """
     results = on_all_ranks(process_group, read, Path(directory), pieces)
@@ -329,13 +329,13 @@ def read(root, pieces):
         for rank, boxes in enumerate(index["files"]):
             for position, checksum, box in boxes.get(name, []):
                 common = overlap(piece.box, box)
-                if common is not None:  # the box of a scalar is (), which is false
+                if common is not None:  # the box of a scalar is (), which is falsy
                     part = read_box(path / f"{rank}.bin", position, checksum, box, piece)
                     piece.at(common).copy_(part.at(common))
                     missing.at(common).fill_(False)
         if missing.tensor.any():
             raise ValueError(
-                f"{path} lacks elements of {name} {saved}: no rank saved all of {piece.box}"
+                f"{path} lacks elements of {name} {saved}: {piece.box} was not saved whole"
             )
     return path, index["extra"]
 
@@ -426,8 +426,7 @@ class Sharded:
         self.shard.grad = total / parts  # the mean of all parts
         self.optimizer.step()
         self.gather(self.flat, self.shard)
-        # If each rank is alone in its group, each has the loss of the whole batch. Only rank 0's
-        # loss is returned.
+        # A rank alone in its group has the loss of the whole batch. Then only rank 0 returns it.
         return torch.stack(losses).mean() if dist.get_rank() < self.world_size else None
 
     def gather(self, whole, shard):

@@ -16,18 +16,18 @@ Cost, for N ranks that hold n bytes each, with L = ⌈log₂N⌉:
                           messages       bytes         busiest rank    tensors of 4 ranks are added
     to rank 0 and back    2(N-1)         2(N-1)n       (N-1)n          ((0 + 1) + 2) + 3
     tree                  2L             2Ln           Ln              (0 + 1) + (2 + 3)
-    ring                  2(N-1)         2n(N-1)/N     2n(N-1)/N       another for each part
+    ring                  2(N-1)         2n(N-1)/N     2n(N-1)/N       differs by part
     recursive doubling    L              Ln            Ln              (0 + 1) + (2 + 3)
-                          (L + 1 messages if N is not a power of two)
+                          (both with L + 1 if N is not a power of two)
 
 A message of m bytes takes α + mβ seconds: α is the latency and 1/β the bandwidth. The number of
 messages matters for small tensors, and the number of bytes for large ones. No algorithm sends fewer
 bytes than the ring. For N = 4 the ring is the fastest above 8α/β bytes. For N = 2 recursive
 doubling is always faster, because it sends the same bytes in half the messages.
 
-All ranks end with the same bits. A rounded sum depends on the order of its additions. In the ring,
-part p is the sum of ranks p + 1, p + 2, …, p, in this order. For example, three ranks hold 1e8, 1
-and -1e8 in each of three float32 elements. Then the ring gives [0, 1, 0].
+All ranks end with the same bits. A rounded sum depends on the order of its additions. The ring adds
+part p of ranks p + 1, p + 2, …, p, in this order. For example, three ranks hold 1e8, 1 and -1e8 in
+each of three float32 elements. Then the ring gives [0, 1, 0].
 
 Run:      torchrun --nproc-per-node 2 collectives.py    (or: python collectives.py)
 Papers:   Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1); Patarasuk & Yuan 2009, JPDC 69(2), which
@@ -66,10 +66,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def start(group, *messages):
-    """Start all messages at once. Return the list of works; call wait() on each.
+    """Start all messages at once. Return the works; call wait() on each.
 
     A message is (isend, tensor, destination) or (irecv, tensor, source). Ranks are numbered within
-    the group. Do not change a tensor that is sent before its work is done.
+    the group. Do not change a tensor before its send is done.
     """
     operations = [
         dist.P2POp(operation, tensor, group=group, group_peer=peer)
@@ -100,7 +100,7 @@ def flattened(tensor, group):
     """Return a flat, contiguous tensor of the same elements, this rank, and N.
 
     The flat tensor is a view if possible, and otherwise a copy. A copy is written back to `tensor`
-    at the end of the `with` statement, also after a `return` inside it.
+    at the end of the `with` statement, even after a `return`.
     """
     x = tensor.detach().ravel()  # messages must be contiguous
     # gloo sends only from host memory. A group can have another backend for each device type.
@@ -133,8 +133,8 @@ def naive_all_reduce(tensor, process_group=None):
 def parent_and_children(number, N):
     """Return the parent and the children of a rank in a tree with root 0.
 
-    A rank's number without its lowest 1 bit is the number of its parent: 6 = 0b110 has the parent
-    4 = 0b100. N = 4: 0 has the children 1 and 2, and 2 has the child 3.
+    Clear the lowest 1 bit of a rank's number to get its parent: 6 = 0b110 has the parent 4 = 0b100.
+    N = 4: 0 has the children 1 and 2, and 2 has the child 3.
     """
     children = [child for child in range(1, N) if child & (child - 1) == number]
     return number & (number - 1), children
@@ -142,7 +142,7 @@ def parent_and_children(number, N):
 
 def global_ranks(process_group):
     """Return the global rank of each rank of the group."""
-    return dist.get_process_group_ranks(process_group or dist.group.WORLD)  # torch 2.6: not of None
+    return dist.get_process_group_ranks(process_group or dist.group.WORLD)  # 2.6 refuses None
 
 
 def tree_all_reduce(tensor, process_group=None):
@@ -172,8 +172,9 @@ def tree_broadcast(tensor, src, process_group=None):
 def recursive_doubling_all_reduce(tensor, process_group=None):
     """Replace `tensor` with its sum over the ranks. N = 4: 0 ↔ 1, 2 ↔ 3 | 0 ↔ 2, 1 ↔ 3.
 
-    If N is not a power of two, only the first ranks do this. Each of the others sends its tensor to
-    one of them before, and gets the sum at the end. N = 6: 4 → 0, 5 → 1 | as above | 0 → 4, 1 → 5.
+    If N is not a power of two, only the first ranks do this. Each of the others first sends its
+    tensor to one of them, and gets the sum at the end.
+    N = 6: 4 → 0, 5 → 1 | as above | 0 → 4, 1 → 5.
     """
     with flattened(tensor, process_group) as (x, rank, N):
         power = 1 << (N.bit_length() - 1)  # the largest power of two up to N
@@ -231,7 +232,7 @@ def ring_all_reduce(tensor, process_group=None, *, chunks=1):
 
 
 def ring_reduce_scatter(tensor, process_group=None):
-    """Return this rank's part of the sum over the ranks, which is tensor.tensor_split(N)[rank]."""
+    """Return total.tensor_split(N)[rank], where `total` is the sum over the ranks."""
     total = tensor.detach().clone()
     with flattened(total, process_group) as (x, rank, N):
         parts = x.view_as(total).tensor_split(N)  # along dimension 0, unlike ring_all_reduce()
@@ -255,7 +256,7 @@ def ring_all_gather(tensor, process_group=None):
 
 
 def reduce_scatter_in_chunks(parts, rank, group, chunks):
-    """Do reduce_scatter_parts(). While one chunk is added, the next chunks are still in transit."""
+    """As reduce_scatter_parts(), but while one chunk is added, the next ones are in transit."""
     N = len(parts)
     for step in range(N - 1):
         leaving = parts[(rank - 1 - step) % N].tensor_split(chunks)
@@ -294,7 +295,7 @@ def all_to_all(tensor, process_group=None):
 
 
 def predict(algorithm, ranks, nbytes, latency, bandwidth):
-    """Return the seconds by the α–β model. In it, additions are free and messages share no wire.
+    """Return the seconds by the α–β model: additions are free, and messages share no wire.
 
     algorithm: a function of this file, or its name; nbytes: the size of the whole tensor;
     latency: α in seconds; bandwidth: 1/β in bytes per second.
@@ -340,7 +341,7 @@ def main():
 
 
 def train(demo, all_reduce, formula, multiple):
-    """Train with `all_reduce`. The busiest rank sends `multiple` times Ψ, the gradients' bytes."""
+    """Train with `all_reduce`. The busiest rank sends `multiple` times the gradients' bytes."""
     # The naive all-reduce adds in rank order, like the one device that the demo compares with.
     bitwise = demo.ranks <= 2 or all_reduce is naive_all_reduce
     name = all_reduce.__name__.removesuffix("_all_reduce")
@@ -417,8 +418,8 @@ def seconds(function, tensor):
         function(tensor)
         tensor[0].item()  # waits for a GPU
 
-    # Each round begins with a barrier. Rank 0 takes part in every call, so its time is everyone's.
-    # A small tensor gets more rounds and more calls in each, because its times vary more.
+    # Each round begins with a barrier. Rank 0 takes part in every call, and prints its time. A
+    # small tensor gets more rounds and more calls in each, because its times vary more.
     rounds = timeit.repeat(call, dist.barrier, number=calls, repeat=3 * calls)
     return min(rounds) / calls
 

@@ -1,8 +1,8 @@
 """Data: JSON lines become Megatron-LM's token files, and each rank reads its samples from these.
 
-Tokenising takes hours, so it happens once. Training reads the tokens in a random order, so their
-files are mapped into memory. Workers tokenise chunks of 1 MiB. The first process writes the results
-in the order of the input:
+Tokenizing takes hours, so it is done once. Training reads the tokens in a random order, so their
+files are mapped into memory. Workers tokenize chunks of 1 MiB. The parent process writes the
+results in the order of the input:
 
     oscar.jsonl                 {"text": "It was…"} ⏎ …
     PREFIX_text_document.bin    document 0 │ document 1 │ …   tokens of 16 bits, or of 32 bits if
@@ -15,18 +15,19 @@ this text every s tokens. Here s is 8, and each token is a character wide:
     document index  │ 7      │ 2             │ 9   │ 0            │ 4 …     documents, shuffled
     sample index    (0, 0)  (0, 8)  (1, 7)  (1, 15) (3, 1)  (3, 9)  …       one entry per cut
     samples         ├── 0 ──├── 1 ──├── 2 ──├── 3 ──├── 4 ──├── 5 ──┼ …
-    sample 1                └───────┘ 8 inputs + 1 target, which is the first input of sample 2
+    sample 1                └───────┘ 8 inputs + the last target, the first input of sample 2
 
 An entry of the sample index is a place in the document index and an offset in that document. The
-shuffle index is the order of the samples: `[i]` is sample shuffle[i]. Then the next epoch follows.
+shuffle index orders the samples: dataset[i] is sample shuffle[i]. Each epoch has its own three
+indices.
 
 A seed determines all of this, so training can resume at any step. Each data-parallel rank takes
 a part of a step's samples, in the order of the ranks.
 
-Cost:     A core tokenises 80 MB of text per second to bytes, and 1.7 MB with GPT-2's vocabulary.
-          A process takes some 30 MB of memory for an input of any size. The indices of an epoch
-          take 8 bytes per document and 16 per sample. To make them takes 2.6 s for 10 million
-          documents and as many samples.
+Cost:     A core tokenizes 80 MB of text per second into bytes, or 1.7 MB with GPT-2's vocabulary. A
+          process takes some 30 MB of memory for an input of any size. The indices of an epoch take
+          8 bytes per document and 16 per sample. Making them takes 2.6 s for 10 million documents
+          and as many samples.
 Run:      python data.py --input oscar.jsonl --output-prefix my-gpt2 --append-eod --workers 2
           Add --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt for GPT-2's tokens. That
           needs the package tokenizers. Without any flags it shows a demonstration.
@@ -71,7 +72,7 @@ DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8:
 class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx in constant memory.
 
-    The files have temporary names, until publish() renames them. `stack` is an ExitStack. When it
+    The files have temporary names until publish() renames them. `stack` is an ExitStack. When it
     closes, it removes the files that still have temporary names.
     """
 
@@ -122,7 +123,7 @@ class IndexedWriter:
             raise ValueError(f"{self.prefix}: there is no text to write")
         header = HEADER.pack(MAGIC, 1, self.code, self.documents, self.documents + 1)
         self.idx.write(header)
-        # In the last column, each document's first sequence is followed by the last one's end.
+        # The last column has one more number: the end of the last document.
         self.columns[-1].write(np.array([self.documents], "<i8").data)
         for column in self.columns:
             column.seek(0)
@@ -231,7 +232,7 @@ class IndexedDataset:
 
 @functools.cache  # once per process
 def tokenizer(vocab_file=None, merge_file=None):
-    """Return the function from UTF-8 to tokens, the vocabulary's size, the end-of-document token.
+    """Return the function from UTF-8 to tokens, the vocabulary size and the end-of-document token.
 
     Without files, each byte is a token, and 256 is the end-of-document token. With GPT-2's files,
     the tokens are byte-level BPE's, and the end-of-document token is that of "<|endoftext|>", or
@@ -278,11 +279,11 @@ class BadLine(ValueError):
 
 
 def texts_of(line, keys):
-    """Return the texts of a line under `keys`, in UTF-8. A ValueError says why the line is bad."""
+    """Return the texts of a line under `keys`, in UTF-8. Raise ValueError if the line is bad."""
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
-        # For json, each text begins at line 1. BadLine has the number of the line in the file.
+        # For json, each text is line 1. write_all() adds the number of the line in the file.
         raise ValueError(f"not JSON: {str(error).replace('line 1 ', '')}") from None
     for key in keys:
         if not isinstance(record, dict) or key not in record:
@@ -294,11 +295,11 @@ def texts_of(line, keys):
 
 
 def lines_that_start_in(path, start, stop):
-    """Return the lines that begin from start to stop - 1, as bytes. A line is in one chunk."""
+    """Return the lines, in bytes, that begin at start to stop - 1. Each line is in one chunk."""
     size = stop - start
     with open(path, "rb") as file:
         if start:
-            # Read to the end of the line that byte start - 1 is in, but not further than `stop`.
+            # Skip the rest of the line that has byte start - 1, but not further than `stop`.
             file.seek(start - 1)
             file.readline(size + 1)
         lines = file.read(stop - file.tell())
@@ -484,7 +485,7 @@ def show_result(writers, lines, rate):
 class GPTDataset:
     """Samples for training. `[i]`, for i < num_samples, has sequence_length + 1 tokens (int64).
 
-    The samples are from as many epochs of the dataset `indexed` as they need. Read them in order,
+    The samples come from as many epochs of the dataset `indexed` as they need. Read them in order,
     because only one epoch's indices are in memory.
     """
 
@@ -505,7 +506,7 @@ class GPTDataset:
         self.sequence_length = sequence_length
         self.num_samples = num_samples
         self.seed = seed
-        self.samples_per_epoch = (tokens - 1) // sequence_length  # 1 token is the last target
+        self.samples_per_epoch = (tokens - 1) // sequence_length  # 1 token is only a target
         self.epoch = None  # the epoch of the indices in memory
         self.epoch_indices = None  # the three that make_indices() returned
 

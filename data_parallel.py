@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: autograd records the copies of the parameters, so backward brings gradients back.
+# 1. The idea: autograd records how parameters are copied, so backward returns their gradients.
 
 
 def data_parallel(module, x, devices):
@@ -140,8 +140,8 @@ def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
     """Call the modules at the same time, each on its device, and return the outputs.
 
     `inputs` has a tensor or a tuple for each module. Each thread runs in the caller's grad mode,
-    autocast mode and streams. If modules raise, all others finish before the first module's
-    exception is raised.
+    autocast mode and streams. If any raise, the others finish. Then the exception of the first one
+    is raised.
     """
     inputs = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     kwargs_tup = kwargs_tup or [{}] * len(modules)
@@ -194,7 +194,7 @@ class DataParallel(nn.Module):
     """Runs `module`, which is on devices[0], on all devices. The output is on devices[0].
 
     Devices may repeat. None stands for all GPUs, or for the CPU if there are none. Changes that
-    forward makes to a replica are lost. Only in-place changes to replica 0 remain, because it
+    forward makes to a replica are lost. Only in-place changes in replica 0 remain, because it
     shares the module's memory: a batch norm has the running statistics of the first chunk.
     """
 
@@ -217,7 +217,7 @@ class DataParallel(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Demo. Without torchrun it uses 2 devices. Each of N ranks uses N, and does the whole work alone.
+# Demo. Without torchrun it uses 2 devices. With it, each of N ranks does all the work on N devices.
 
 
 def main():

@@ -6,11 +6,11 @@ their gradients. Then every rank makes the same update, so the replicas stay equ
 Backward computes the gradients of the last layers first, and copies each one into a bucket. A full
 bucket is all-reduced while backward computes the gradients of earlier layers. Two ranks:
 
-    rank 0   forward → backward: layer 4 │ layer 3 │ layer 2 │ layer 1 │      │ optimizer step
+    rank 0   forward → backward: layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
                     all-reduce:                    └── bucket 0 ──┘    └ bucket 1 ┘
     rank 1   forward → backward: layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
 
-The loss is a mean over samples. Ranks hold equal shares of the batch, so the average of their
+The loss is a mean over samples. If ranks hold equal shares of the batch, the mean of their
 gradients is the gradient of the whole batch. Parameters are broadcast once, at construction.
 
 Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
@@ -18,7 +18,7 @@ Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
                               parameters   gradients   optimizer   sent per step
     one device                Ψ            Ψ           2Ψ          0
     DDP                       Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
-    gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad views a bucket
+    gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad is a view
 
 Run:      torchrun --nproc-per-node 2 ddp.py
           python ddp.py runs one rank
@@ -107,8 +107,8 @@ def broadcast(tensors, process_group):
         # As bytes, because gloo has no int16 and no float8.
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
         for tensor, values in zip(bucket, views_of(flat, bucket), strict=True):
-            # Not .data, because writing through it does not raise the version of the tensor. The
-            # optimizer of amp.py needs the version to see that a weight has changed.
+            # Not .data: a write through it does not change the tensor's version, by which the
+            # optimizer of amp.py sees that a weight was written.
             tensor.detach().copy_(values)
 
 
@@ -140,9 +140,9 @@ class BucketedDataParallel(nn.Module):
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
         self._filled = set()  # parameters whose gradients are in their buckets
         self._divisor = dist.get_world_size(process_group)
-        # "idle": hooks do nothing, and gradients stay in .grad.
-        # "expected": a forward has run, and its backward has not begun.
-        # "running": backward has begun. Autograd will call _finish_backward when it ends.
+        # "idle": hooks do nothing, and gradients stay in .grad. "expected": a forward has begun,
+        # but not its backward. "running": backward has begun. Autograd will call _finish_backward
+        # when it ends.
         self._state = "idle"
         self._register_hooks()
 
@@ -165,7 +165,7 @@ class BucketedDataParallel(nn.Module):
         if torch.is_grad_enabled():  # otherwise no backward will follow
             self._pre_forward()
         output = self.module(*inputs, **kwargs)
-        # Backward starts at the outputs, because on this rank it may reach no parameter.
+        # The outputs have hooks too, because on this rank backward may reach no parameter.
         if self._state == "expected":
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -183,7 +183,7 @@ class BucketedDataParallel(nn.Module):
             )
         self._state = "expected"
 
-    def _start_backward(self, _=None):  # the hook of a tensor passes its gradient
+    def _start_backward(self, _=None):  # a tensor's hook gets its gradient
         if self._state != "running":
             self._state = "running"
             engine = torch.autograd.Variable._execution_engine
@@ -211,8 +211,8 @@ class BucketedDataParallel(nn.Module):
             parameter.grad = view  # frees the tensor that autograd allocated
         self._filled.add(parameter)
         bucket.missing -= 1
-        # The order in which buckets fill may differ between ranks. They are sent in the order of
-        # their index. Otherwise an all-reduce would add different buckets to each other.
+        # Ranks may fill buckets in different orders, so buckets are sent in the order of their
+        # index. Otherwise an all-reduce would add different buckets.
         for next_bucket in self._buckets:
             if next_bucket.missing:
                 break
@@ -241,7 +241,7 @@ class BucketedDataParallel(nn.Module):
 
 
 def verify_same_model(module, process_group):
-    """Raise ValueError on all ranks if they do not hold the same model.
+    """Raise ValueError on all ranks if their models differ, RuntimeError if nothing is trained.
 
     An all-reduce of different sizes or dtypes would abort the process or return garbage.
     """
@@ -292,17 +292,16 @@ class GradBucket:
 
 
 class DistributedDataParallel(BucketedDataParallel):
-    """torch.nn.parallel.DistributedDataParallel, with its arguments in its order.
+    """torch.nn.parallel.DistributedDataParallel, with the same arguments in the same order.
 
-    Every backward must reach all parameters, unless `find_unused_parameters` is set. With it, a
-    rank adds zeros for a parameter that has no gradient there. The .grad stays None if no rank has
-    a gradient for the parameter.
+    Every backward must reach all parameters, unless `find_unused_parameters` is set. Then a rank
+    without a gradient for a parameter adds zeros. If no rank has one, .grad stays None.
 
-    As in PyTorch, the buffers of rank 0 are copied to all ranks in the first forward and in each
-    forward after one that averages gradients, also if it is an evaluation. So to evaluate on one
-    rank, call `.module` instead.
+    As in PyTorch, rank 0's buffers are broadcast in the first forward and in each forward after one
+    that averages gradients, even in an evaluation. So one rank alone must evaluate with `.module`,
+    because it would wait for the others.
 
-    A sparse gradient becomes dense. SGD and Adagrad take it as well, but SparseAdam does not.
+    A sparse gradient becomes dense. SGD and Adagrad accept that, but SparseAdam does not.
     """
 
     def __init__(
@@ -320,7 +319,7 @@ class DistributedDataParallel(BucketedDataParallel):
         gradient_as_bucket_view=False,
         **others,
     ):
-        # This raises TypeError if PyTorch's class does not have such an argument either.
+        # Raises TypeError for an argument that PyTorch's class does not have.
         inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
         others["dim"] = dim
         others["output_device"] = output_device not in (None, *(device_ids or ()))
@@ -338,7 +337,7 @@ class DistributedDataParallel(BucketedDataParallel):
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self._hook = None  # set by register_comm_hook
         self.require_backward_grad_sync = True  # False inside no_sync()
-        self.require_forward_param_sync = True  # False if no averaging followed the last forward
+        self.require_forward_param_sync = True  # False if the last forward will not average
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
@@ -347,8 +346,8 @@ class DistributedDataParallel(BucketedDataParallel):
                 torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs)
             )
         if self.broadcast_buffers and self.require_forward_param_sync:
-            # .data keeps the version. A graph may have saved the buffer, and its backward would
-            # raise an error if the version had changed.
+            # A write to .data keeps the version. If a graph has saved the buffer, another version
+            # would make its backward raise an error.
             broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
         will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = will_average
@@ -387,7 +386,7 @@ class DistributedDataParallel(BucketedDataParallel):
             return
         unused = {}  # {parameter without a gradient on this rank: its element of `used`}
         # For each parameter, 1 if it has a gradient on this rank, otherwise 0. The zeros are
-        # written on the device, because the host would wait while it copies a list there.
+        # written on the device, because the host would wait for a copy of a list.
         used = torch.ones(len(self._bucket_of), device=self._buckets[0].flat.device)
         for flag, parameter in zip(used, self._bucket_of, strict=True):
             if parameter.grad is None:
@@ -402,7 +401,7 @@ class DistributedDataParallel(BucketedDataParallel):
                 parameter.grad = None
 
     def register_comm_hook(self, state, hook):
-        """Replace the all-reduce by `hook(state, bucket)`, which returns a future of the mean."""
+        """Call `hook(state, bucket)`, which returns a future of the mean, and do not all-reduce."""
         self._hook = functools.partial(hook, state)
         self._divisor = 1  # because the hook divides
 
@@ -417,7 +416,7 @@ class DistributedDataParallel(BucketedDataParallel):
         future = self._hook(GradBucket(bucket, is_last=bucket is self._buckets[-1]))
 
         def copy(mean):
-            # Return a tensor: wait() on its future then waits also for the copy on the GPU.
+            # Return a tensor, so that wait() also waits for the copy on the GPU.
             return bucket.flat.copy_(mean.value().view_as(bucket.flat))
 
         bucket.work = future.then(copy)

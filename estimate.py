@@ -1,6 +1,6 @@
 """Estimate the memory, traffic and time that a training run needs, and find plans that fit.
 
-Each result is a sum of named parts. Each part has its equation and names the paper that derives it.
+Each result is a sum of named parts. Each part has its equation, and its docstring names the paper.
 A GPU that trains Ψ parameters in mixed precision with Adam holds, in bytes:
 
                                      made smaller by
@@ -150,7 +150,7 @@ class GPT:
         return qkv + projection + norms + mlps
 
     def parameters(self, tp=1, pp=1, ep=1):
-        """Vh + sh + l(12h² + 13h) + 2h. With pp, those of the first stage, which has the most."""
+        """Vh + sh + l(12h² + 13h) + 2h. With pp, those of the first stage, which are the most."""
         h = self.hidden
         embedding = math.ceil(self.vocab / tp) * h
         positions = self.sequence * h
@@ -336,10 +336,10 @@ def steps(samples, epochs, global_batch):
 
 
 def training_time(model, tokens, gpus, flops_per_gpu, recompute="none"):
-    """Seconds for T tokens on n GPUs of X flops: 6ΨT/(nX), or 8ΨT/(nX) with full recomputation.
+    """Seconds for T tokens on n GPUs of X FLOP/s: 6ΨT/(nX), or 8ΨT/(nX) with full recomputation.
 
-    This is the rule of thumb of Narayanan et al., section 5.1. It neglects the products of queries
-    and keys and of scores and values, which flops_per_token() adds.
+    This is the rule of thumb of Narayanan et al., section 5.1. It neglects attention's products QKᵀ
+    and PV, which flops_per_token() adds.
     """
     operations = (8 if recompute == "full" else 6) * model.active_parameters()
     return operations * tokens / (gpus * flops_per_gpu)
@@ -428,7 +428,7 @@ def states_of(model, plan):
     with_own_experts = model.parameters(plan.tp, plan.pp, plan.ep)
     # If ZeRO splits a state, the rank has 1/N of the state of all experts: expert parallelism gives
     # it E/ep experts, which ZeRO then splits over N/ep ranks. If ZeRO does not split the state, the
-    # rank has all of the state of its own E/ep experts. The other number is never smaller.
+    # rank has all of the state of its own E/ep experts. The smaller number is the right one.
     split = model_states(with_all_experts, ranks, plan.technique, mixed)
     unsplit = model_states(with_own_experts, 1, "ddp", mixed)
     return [min(pair) for pair in zip(split, unsplit, strict=True)]
@@ -444,7 +444,7 @@ def footprint(model, plan):
     kept *= math.ceil(model.layers / plan.pp) / model.layers
     at_head = logits(local, plan.micro_batch, plan.tp, plan.element)
     # With 1F1B the first stage keeps min(pp, m) micro-batches. The last stage keeps one micro-batch
-    # and its logits. The fuller one of the two counts.
+    # and its logits. The fuller one counts.
     first_stage = kept * min(plan.pp, plan.accumulation)
     if first_stage > kept + at_head:
         kept = first_stage
@@ -494,9 +494,9 @@ def traffic(model, plan):
 def step_times(model, plan, machine):
     """Return {part: seconds of a step}. "dp" is only the time that computation does not hide.
 
-    A stage computes, and then waits for (pp-1)/m of that time (Narayanan et al., section 2.2). The
-    ranks of a tp group are neighbours. Then come those of a cp, dp and pp group, as in
-    parallel_3d.py. A group on several nodes sends at the speed of the network, `inter`.
+    A stage idles for (pp-1)/m of its computing time (Narayanan et al., section 2.2). Rank numbers
+    vary fastest along tp, then cp, dp and pp, as in parallel_3d.py, which has no cp. A group on
+    several nodes sends at the speed of the network, `inter`.
     """
     gpus = plan.replicas * plan.tp * plan.pp
     sequences = global_batch(plan.micro_batch, plan.accumulation, plan.dp)
@@ -551,7 +551,7 @@ class Rule(NamedTuple):
 
 
 def rules(model, gpus, micro_batch, gpus_per_node=8):
-    """What to try if the memory is too small, in this order."""
+    """Return the rules to try, in this order, if the memory is too small."""
     tp = math.gcd(gpus, gpus_per_node, model.heads)
     pp = math.gcd(gpus, model.layers)
     cp = math.gcd(gpus, gpus_per_node)
@@ -609,7 +609,7 @@ def grids(model, gpus):
     cps = divisors(gpus, 128)  # 128 only limits the search
     for tp, pp, cp in itertools.product(tps, pps, cps):
         dp, left = divmod(gpus, tp * pp * cp)
-        can_cut = cp == 1 or model.sequence % (2 * cp) == 0  # zigzag cuts a sequence in 2cp chunks
+        can_cut = cp == 1 or model.sequence % (2 * cp) == 0  # zigzag needs 2cp equal chunks
         if left == 0 and can_cut:
             yield dp, tp, pp, cp
 
@@ -709,8 +709,8 @@ optimizer          fp32 parameters and both moments of Adam, 12 bytes per parame
 activations        what forward keeps for backward; in the first table for a micro-batch of one
                    sequence, with flash attention
 logits             the head's output and its gradients, while the loss is computed
-working            the units that zero3, lora and qlora have gathered, and the layer that full
-                   recomputation has computed again
+working            the units that zero3, lora and qlora have gathered, their gradients, and the
+                   layer that full recomputation repeats
 room for           the largest micro-batch that fits. The longest sequence in tokens, and the
                    largest model in M parameters (millions), with a micro-batch of one sequence.
 saves, then held   memory that the technique saves on each GPU, and memory that a GPU then holds.
@@ -761,7 +761,7 @@ def room(model, technique, gpus, memory):
     def is_full_with_millions(n):
         return is_full(gpt_of(1e6 * n, model.sequence, model.vocab))
 
-    # The index of the first number that does not fit is the last number that fits: they start at 1.
+    # The numbers start at 1, so the index of the first that does not fit is the last that fits.
     numbers = range(1, 2**40)
     tests = (partial(is_full, model), is_full_with_sequence, is_full_with_millions)
     return [bisect.bisect_left(numbers, True, key=test) for test in tests]
@@ -831,7 +831,7 @@ def model_of(flags):
 
 
 def report(flags):
-    """Print the tables, or JSON. Return the exit status, 1 if an estimate differs from a demo's."""
+    """Print the tables, or JSON. Return the exit status, 1 if an estimate is over 1% off."""
     model = model_of(flags)
     psi = model.parameters()
     gpus = flags.get("gpus", 2 if model == DEMO else 8)

@@ -1,4 +1,4 @@
-"""LoRA: fine-tune a model that is too large to train, by small corrections to some of its matrices.
+"""LoRA: fine-tune a model too large to train in full, by small corrections to some matrices.
 
 The matrix W is frozen. In a step, forward adds the correction (α/r) B A x to W x, and backward
 computes gradients of the thin factors A and B only. The ranks average them.
@@ -134,7 +134,7 @@ class LoRALinear(nn.Module):
 
     @property
     def weight(self):
-        """W + scaling · B A, for code that reads it, as nn.MultiheadAttention does.
+        """W + scaling · B A, for code that reads .weight, such as nn.MultiheadAttention.
 
         Such code does not apply lora_dropout.
         """
@@ -148,7 +148,7 @@ class LoRALinear(nn.Module):
 
 
 def check_is_whole(matrix):
-    # A shard of fsdp.py has this attribute. zero.py frees a matrix, and expands a NaN to its shape.
+    # A shard of fsdp.py has this attribute. A matrix that zero.py has freed has strides of 0.
     if hasattr(matrix, "_sharded_parameter") or 0 in matrix.stride():
         raise ValueError(
             "this rank has only a shard of the weight. Call inject_lora before Zero3 or "
@@ -229,10 +229,10 @@ def trained_by(model):
 def average_adapters(model, process_group=None):
     """Average the gradients of A and B over the ranks. Call it between backward and step.
 
-    All ranks must start from the same A: call inject_lora after the same torch.manual_seed.
-    Do not call it if ddp.py or fsdp.py wraps the model, because they average the gradients. With
-    QLoRA, give ddp.py broadcast_buffers=False. Otherwise it sends the 4-bit weights, which are
-    buffers, before every forward.
+    All ranks must start from the same A: call inject_lora after the same torch.manual_seed. Do not
+    call this under ddp.py or fsdp.py, because they average the gradients. With QLoRA, give ddp.py
+    broadcast_buffers=False. Otherwise it sends the 4-bit weights, which are buffers, before every
+    forward.
     """
     ranks = dist.get_world_size(process_group)
     if ranks < 1:  # it is -1 on a rank outside of the group
@@ -274,8 +274,8 @@ def unmerge(model):
 # --------------------------------------------------------------------------------------------------
 # 4. Files in peft's format: adapter_config.json and adapter_model.safetensors.
 
-# The fields of adapter_config.json that load_adapter uses, with the defaults of peft. Those of
-# inject_lora are others.
+# The fields of adapter_config.json that load_adapter uses, with the defaults of peft. The defaults
+# of inject_lora differ.
 DEFAULTS = {
     "r": 8,
     "lora_alpha": 8,
@@ -358,7 +358,7 @@ def describe(config, state_dict):
 
 
 def read_config(directory):
-    """Return inject_lora's arguments. Raise a ValueError for each field that is not supported."""
+    """Return inject_lora's arguments. Raise a ValueError that lists the unsupported fields."""
     path = Path(directory) / "adapter_config.json"
     fields = json.loads(path.read_text())
     wrong = []
@@ -386,8 +386,8 @@ NF4_TABLE = torch.tensor(
 def dynamic_table():
     """Return bitsandbytes' 256 values for 8-bit codes, ascending (arXiv 2110.02861, §2.2).
 
-    127 are positive. They cover 7 decades, and each decade has twice as many values as the one
-    below it. The others are the same numbers with a minus sign, 0 and 1.
+    127 lie between 0 and 1. They cover 7 decades, each with twice as many values as the one below
+    it. The others are the negatives of these, 0 and 1.
     """
     positive = []
     for decade in range(7):
@@ -428,7 +428,7 @@ def dequantize_blocks(codes, absmax, table, block_size):
 
 
 def quantize_nf4(weight, block_size=64, double_quant=False):
-    """Round each block to 16 multiples of its largest magnitude, absmax. Return an NF4.
+    """Round to 16 multiples of each block's largest magnitude, absmax. Return an NF4.
 
     An element takes 4 bits, and absmax 32 bits per block: 4.5 bits per element. double_quant
     subtracts the mean of all absmax, and quantizes the differences to 8 bits in blocks of 256.
@@ -461,7 +461,7 @@ def dequantize_nf4(nf4, dtype=None):
 
 
 class NF4(nn.Module):
-    """A frozen nn.Linear with its weight in 4 bits, in buffers, so that state_dict() has them."""
+    """A frozen nn.Linear with a 4-bit weight. Its parts are buffers, so state_dict() has them."""
 
     def __init__(self, weight, block_size, packed, absmax, scales, mean):
         super().__init__()
