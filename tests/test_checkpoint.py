@@ -188,7 +188,7 @@ WRONG = [  # what rank 1 saves or loads as "a", and the error on both ranks
     ("save", A[1:], "a is ['float32', [3, 3]] on rank 1, but ['float32', [4, 3]] on a lower rank"),
     ("load", A[:, 1:], "a is ['float32', [4, 3]] in"),
     ("load", A.double(), ", but ['float64', [4, 3]] here"),
-    ("load", A, "lacks elements of a ['float32', [4, 3]]: no rank saved all of ((0, 4), (0, 3))"),
+    ("load", A, "lacks elements of a ['float32', [4, 3]]: ((0, 4), (0, 3)) was not saved whole"),
 ]
 
 
