@@ -425,7 +425,9 @@ class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward runs after the backward of the unit.
 
     Autograd runs nodes in the reverse order of their creation. This node is created before those of
-    the unit, so it runs after them.
+    the unit, so it runs after them. It adds up the gradients of an input that the unit uses twice,
+    before those from outside the unit. One device may add them in another order, and then the
+    results differ in rounding.
     """
 
     @staticmethod
