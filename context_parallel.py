@@ -21,28 +21,29 @@ into 2N chunks and gives rank r the chunks r and 2N-1-r, so all ranks compute eq
     rank     0   1   2   3   3   2   1   0
 
 Cost per rank, layer and step, in elements. There are H heads of queries, and K heads of keys and of
-values. One head of a rank's part has u = batch · S/N · D elements, if S is the length of the whole
-sequence and D the size of a head. Ulysses adds heads, so that all ranks have equally many:
-K' = lcm(K, N), and H' is H rounded up to a multiple of K'.
+values. One head of a rank's part has u = batch · S/N · D elements (S: the length of the whole
+sequence, D: the size of a head).
 
                  sent in forward           sent in backward       kept for backward
     one device   0                         0                      (2H + 2K)·N·u + lse
-    the idea     2K·u(N-1)                 2K·u(N-1)              (2H + 2KN)·u + lse
+    gather       2K·u(N-1)                 2K·u(N-1)              (2H + 2KN)·u + lse
     ring         2K·u(N-1)                 4K·u(N-1)              (2H + 2K)·u + lse
     Ulysses      (2H' + 2K')·u(N-1)/N      (2H' + 2K')·u(N-1)/N   (2H' + 2K')·u + lse
 
-lse is the log-sum-exp of the scores of each query: H·u/D elements of fp32. The idea also keeps a
-causal mask of S²/N elements. Half of the elements that the ring sends in backward are gradients.
-These travel in fp32, even if the keys have 16 bits. Each call also sends 8(N-1) bytes to check that
-the ranks agree. The idea does so twice, for keys and for values.
+gather is the idea in section 1. It also keeps a causal mask of S²/N elements. Ulysses needs equally
+many heads on all ranks. So it copies key heads until there are K' = lcm(K, N), and adds query heads
+of zeros until there are H', the next multiple of K'. lse is the log-sum-exp of each query's scores,
+one number in fp32 for each D elements of the output. Half of the elements that the ring sends in
+backward are gradients. These travel in fp32, even if the keys have 16 bits. Each call also sends
+8(N-1) bytes to check that the ranks agree. gather checks twice.
 
 Run:      torchrun --nproc-per-node 2 context_parallel.py
 Papers:   Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783, §3.3.2 (zigzag);
           Jacobs et al. 2023, DeepSpeed-Ulysses, 2309.14509
 Mirrors:  torch.distributed.tensor.experimental.context_parallel; DeepSpeed's DistributedAttention
-Left out: fast kernels for a block (section 3 could merge the output and the lse that those of
-          flash_attention.py return); dropout; masks other than the causal one; several documents
-          in one sequence; gradients of gradients
+Left out: fast kernels for a block (flash_attention.py has some, and their results can be merged);
+          dropout; masks other than the causal one; several documents in one sequence; gradients of
+          gradients
 """
 
 import argparse
@@ -56,7 +57,6 @@ import zlib
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -83,19 +83,20 @@ def gathered_attention(
     process_group=None,
     zigzag=True,
 ):
-    """Attention of this rank's queries to the keys of all ranks. Arguments as ring_attention's."""
-    keys = join_sequence(k, 2, process_group, zigzag)
-    values = join_sequence(v, 2, process_group, zigzag)
-    visible = None
+    """Return what ring_attention returns, for the same arguments."""
+    verify_attention("gathered_attention", q, k, v, causal, scale, process_group, zigzag)
+    kv = torch.stack([k, v])
+    keys, values = join_sequence(kv, 3, process_group, zigzag)
+    mask = None
     if causal:
         key_positions = torch.arange(keys.shape[2], device=q.device)
         query_positions = split_sequence(key_positions, 0, process_group, zigzag)
-        visible = key_positions <= query_positions[:, None]
-    return F.scaled_dot_product_attention(q, keys, values, visible, scale=scale, enable_gqa=True)
+        mask = key_positions <= query_positions[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Which rank has which tokens, and how ranks exchange them.
+# 2. Which rank has which tokens.
 
 
 def rank_and_size(process_group):
@@ -107,16 +108,9 @@ def rank_and_size(process_group):
     return rank, dist.get_world_size(process_group)
 
 
-def chunks_of(rank, world_size, zigzag):
-    """The numbers of the chunks of the sequence that `rank` holds, in order."""
-    if zigzag:
-        return [rank, 2 * world_size - 1 - rank]
-    return [rank]
-
-
 def part_of(x, dim, rank, world_size, zigzag):
-    """The part of the whole sequence `x` that `rank` holds."""
-    numbers = chunks_of(rank, world_size, zigzag)
+    """Return the part of the whole sequence `x` that `rank` holds."""
+    numbers = [rank, 2 * world_size - 1 - rank] if zigzag else [rank]
     num_chunks = len(numbers) * world_size
     length = x.shape[dim]
     if length % num_chunks:
@@ -128,60 +122,21 @@ def part_of(x, dim, rank, world_size, zigzag):
     return torch.cat([chunks[number] for number in numbers], dim)
 
 
-def join_parts(parts, dim, zigzag):
-    """The whole sequence, from the parts of all ranks."""
-    if zigzag:
-        pairs = [part.tensor_split(2, dim) for part in parts]
-        parts = [first for first, _ in pairs] + [last for _, last in reversed(pairs)]
-    return torch.cat(parts, dim)
-
-
 def split_sequence(x, dim=1, process_group=None, zigzag=True):
     """Return this rank's part of the sequence along `dim`. Every rank passes the whole `x`.
 
-    Shift labels against inputs before the split, because the next token may be on another rank.
+    Shift the labels before the split: the next token may be on another rank.
     """
     rank, world_size = rank_and_size(process_group)
     return part_of(x, dim, rank, world_size, zigzag)
 
 
 def positions(length, process_group=None, zigzag=True):
-    """The position of each token of this rank in the whole sequence, which has `length` tokens."""
-    return split_sequence(torch.arange(length), 0, process_group, zigzag)
+    """Return where this rank's tokens are in the whole sequence, which has `length` tokens.
 
-
-class AllToAll(torch.autograd.Function):
-    """Rank i's x[j] becomes rank j's output[i]. The gradient of output[i] goes back to rank i."""
-
-    @staticmethod
-    def forward(ctx, x, process_group):
-        ctx.process_group = process_group
-        x = x.contiguous()
-        output = torch.empty_like(x)
-        dist.all_to_all_single(output, x, group=process_group)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return AllToAll.apply(grad_output, ctx.process_group), None
-
-
-def gather(x, process_group):
-    """Return the `x` of all ranks, stacked. Its gradient is the sum of the ranks' gradients.
-
-    Each rank sends a copy to each rank. Backward then needs no code of its own: AllToAll brings the
-    gradients of all copies back, and expand() adds them up.
+    The result is on PyTorch's default device: the CPU, unless torch.set_default_device changed it.
     """
-    _, world_size = rank_and_size(process_group)
-    copies = x.expand(world_size, *x.shape)
-    return AllToAll.apply(copies, process_group)
-
-
-def join_sequence(x, dim=1, process_group=None, zigzag=True):
-    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
-    verify_agreement(f"{describe(x)}, dim={dim}, zigzag={zigzag}", x.device, process_group)
-    verify_chunks(x.shape[dim], zigzag)
-    return join_parts(gather(x, process_group).unbind(), dim, zigzag)
+    return split_sequence(torch.arange(length), 0, process_group, zigzag)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,19 +145,108 @@ def join_sequence(x, dim=1, process_group=None, zigzag=True):
 # Here q is (B, K, H/K, S/N, D) and kv is (2, B, K, 1, S/N, D), so that a head of keys broadcasts to
 # the H/K heads of queries that share it. All sums are in fp32, or in float64 if q is in float64.
 
-PIECE = 256  # keys in a tile; limits the memory for scores
+TILE = 256  # keys that a rank computes with at one time; limits the memory for scores
 LOWEST = -1e38  # finite, because -inf - -inf is NaN
 
 
-def merge(output, lse, other_output, other_lse):
-    """Merge the attention to other keys into `output` and `lse`, in place.
+def ring_attention(
+    q,
+    k,
+    v,
+    causal=False,
+    scale=None,
+    process_group=None,
+    zigzag=True,
+):
+    """Return the attention of this rank's queries to the keys of all ranks, in the shape of q.
 
-    Each output counts by its share of the sum of exp(scores) over all these keys.
+    q is (B, H, S/N, D). k and v are (B, K, S/N, D), and H is a multiple of K. The tokens must be
+    those that split_sequence gives this rank with the same `zigzag`. Otherwise the causal mask
+    hides the wrong keys, without an error.
+
+    All ranks must call this, and then backward, with the same shapes, dtypes and options. If these
+    differ, all ranks raise a ValueError. If a rank does not call it, the others wait until the
+    timeout of the process group. The check waits for the device once per call.
     """
-    total = torch.logaddexp(lse, other_lse)
-    output *= (lse - total).exp()
-    output += (other_lse - total).exp() * other_output
-    lse.copy_(total)
+    verify_attention("ring_attention", q, k, v, causal, scale, process_group, zigzag)
+    if scale is None:
+        scale = max(1, q.shape[-1]) ** -0.5  # if D = 0, any scale will do
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    kv = torch.stack([k, v]).unsqueeze(3)
+    output = RingAttention.apply(grouped, kv, causal, scale, process_group, zigzag)
+    return output.flatten(1, 2)
+
+
+class RingAttention(torch.autograd.Function):
+    """Keeps only this rank's q, kv, output and lse. Backward passes the blocks around again.
+
+    The gradient of a block follows the block around the ring, one exchange later. Each rank adds
+    its part to the sum that it receives, and sends the sum on. The last exchange brings the sum to
+    the owner of the block, which adds its own part. For rank 0 of 4:
+
+        step                         0       1       2        3
+        computes with                kv0     kv3     kv2      kv1
+        sends the gradient of                kv3     kv2      kv1
+        with the parts of ranks              0       3, 0     2, 3, 0
+    """
+
+    @staticmethod
+    def forward(ctx, q, kv, causal, scale, process_group, zigzag):
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        scaled_q = q.to(sum_dtype) * scale
+        output = torch.zeros_like(scaled_q)
+        lse = torch.full_like(output[..., :1], -math.inf)
+        with torch.autocast(q.device.type, enabled=False):  # autocast would round to 16 bits
+            for step, block in enumerate(blocks(kv, process_group)):
+                for tile in tiles(step, q.shape[-2], causal, process_group, zigzag):
+                    attend(scaled_q, block, output, lse, tile)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, kv, output, lse)
+        ctx.options = (causal, scale, process_group, zigzag)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if torch.is_grad_enabled():  # under create_graph=True
+            raise RuntimeError(
+                "gradients of gradients are left out; use ulysses_attention within "
+                "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+            )
+        q, kv, output, lse = ctx.saved_tensors
+        causal, scale, process_group, zigzag = ctx.options
+        scaled_q = q.to(lse.dtype) * scale
+        grad_output = grad_output.to(lse.dtype)
+        # The gradient of softmax needs this number for each query.
+        delta = (grad_output * output).sum(-1, keepdim=True)
+        grad_q = torch.zeros_like(scaled_q)
+        grad_exchange = None
+        with torch.autocast(q.device.type, enabled=False):
+            for step, block in enumerate(blocks(kv, process_group)):
+                grad_kv = scaled_q.new_zeros(block.shape)
+                for tile in tiles(step, q.shape[-2], causal, process_group, zigzag):
+                    attend_backward(scaled_q, block, lse, grad_output, delta, grad_q, grad_kv, tile)
+                if step == 0:
+                    own_grad_kv = grad_kv
+                    continue
+                if grad_exchange:
+                    grad_kv += grad_exchange.wait()
+                grad_exchange = Exchange(grad_kv, process_group)
+        if grad_exchange:
+            own_grad_kv += grad_exchange.wait()
+        # Autograd rounds these to the dtypes of q and kv.
+        return grad_q * scale, own_grad_kv, None, None, None, None
+
+
+def blocks(kv, process_group):
+    """Yield all ranks' blocks: this rank's own, the previous rank's, and so on.
+
+    While the caller computes with one block, the next one arrives.
+    """
+    for _ in range(dist.get_world_size(process_group) - 1):
+        exchange = Exchange(kv, process_group)
+        yield kv
+        kv = exchange.wait()
+    yield kv
 
 
 class Exchange:
@@ -224,175 +268,72 @@ class Exchange:
         return self.received
 
 
-class Tile(NamedTuple):
-    """Some of the queries, and some keys of a block that they attend to."""
+def tiles(step, num_tokens, causal, process_group, zigzag):
+    """Yield (queries, keys, is_diagonal): a tile of the block that is here after `step` exchanges.
 
-    rows: tuple  # q[rows] are the queries
-    columns: tuple  # kv[columns] are the keys and values
-    is_diagonal: bool  # query i of the tile attends to keys 0 to i of the tile; otherwise to all
-
-
-class Ring:
-    """This rank's work in one call of ring attention."""
-
-    def __init__(self, causal, scale, process_group, zigzag):
-        self.causal = causal
-        self.scale = scale
-        self.process_group = process_group
-        self.zigzag = zigzag
-        self.rank, self.world_size = rank_and_size(process_group)
-
-    def forward(self, q, kv):
-        """Return the output, and the log-sum-exp of each query's scores."""
-        q = q * self.scale
-        output = torch.zeros_like(q)
-        lse = torch.full_like(q[..., :1], -math.inf)
-        for step, block in enumerate(self.blocks(kv)):
-            for tile in self.tiles(step, q.shape[-2]):
-                self.attend(q, block, output, lse, tile)
-        return output, lse
-
-    def blocks(self, kv):
-        """Yield all ranks' blocks: this rank's own, the previous rank's, and so on.
-
-        While the caller computes with one block, the next one arrives.
-        """
-        for _ in range(self.world_size - 1):
-            exchange = Exchange(kv, self.process_group)
-            yield kv
-            kv = exchange.wait()
-        yield kv
-
-    def tiles(self, step, num_tokens):
-        """Yield the tiles of the block that is here after `step` exchanges.
-
-        A rank holds its tokens in the order of their positions. So under a causal mask, the queries
-        that see a chunk of keys are the last ones. The first `hidden` chunks see none.
-        """
-        owner = (self.rank - step) % self.world_size
-        query_chunks = chunks_of(self.rank, self.world_size, self.zigzag)
-        key_chunks = chunks_of(owner, self.world_size, self.zigzag)
-        size = num_tokens // len(key_chunks)
-        is_diagonal = self.causal and step == 0  # the rank's own block
-        for number, key_chunk in enumerate(key_chunks):
-            hidden = sum(self.causal and chunk < key_chunk for chunk in query_chunks)
-            if hidden == len(query_chunks):
-                continue
-            end = (number + 1) * size
-            for start in range(number * size, end, PIECE):
-                stop = min(start + PIECE, end)
-                # In the rank's own block, queries before the tile's first key do not see it either.
-                first_query = start if is_diagonal else hidden * size
-                rows = (..., slice(first_query, None), slice(None))
-                columns = (..., slice(start, stop), slice(None))
-                yield Tile(rows, columns, is_diagonal)
-
-    def scores(self, q, k, tile):
-        scores = q @ k.mT
-        if tile.is_diagonal:
-            future = scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-            scores.masked_fill_(future, -math.inf)
-        return scores
-
-    def attend(self, q, kv, output, lse, tile):
-        """Merge the attention to the keys of a tile into its rows of `output` and `lse`."""
-        k, v = kv[tile.columns].to(q.dtype)
-        scores = self.scores(q[tile.rows], k, tile)
-        tile_lse = scores.logsumexp(-1, keepdim=True).clamp(min=LOWEST)  # -inf if all scores are
-        weights = scores.sub_(tile_lse).exp_()
-        merge(output[tile.rows], lse[tile.rows], weights @ v, tile_lse)
-
-    def backward(self, q, kv, output, lse, grad_output):
-        """Return the gradients of q and kv.
-
-        The gradient of a block follows the block around the ring, one exchange later. Each rank
-        adds its part to the sum that it receives, and sends the sum on. The last exchange brings
-        the sum back to the owner of the block. The owner has kept its own part since step 0.
-
-            step                  0      1      2            3
-            rank 0 has            kv0    kv3    kv2          kv1
-            rank 0 sends                 g3     g2 and sum   g1 and sum
-        """
-        q = q * self.scale
-        grad_q = torch.zeros_like(q)
-        # The gradient of softmax needs this number for each query.
-        delta = (grad_output * output).sum(-1, keepdim=True)
-        exchange = None  # of the gradients
-        for step, block in enumerate(self.blocks(kv)):
-            grad_kv = q.new_zeros(block.shape)
-            for tile in self.tiles(step, q.shape[-2]):
-                self.attend_backward(q, block, lse, grad_output, delta, grad_q, grad_kv, tile)
-            if step == 0:
-                own_grad_kv = grad_kv
-                continue
-            if exchange:
-                grad_kv += exchange.wait()
-            exchange = Exchange(grad_kv, self.process_group)
-        if exchange:
-            own_grad_kv += exchange.wait()
-        return grad_q * self.scale, own_grad_kv
-
-    def attend_backward(self, q, kv, lse, grad_output, delta, grad_q, grad_kv, tile):
-        """Add a tile's part to the gradients (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
-        k, v = kv[tile.columns].to(q.dtype)
-        q = q[tile.rows]
-        grad_output = grad_output[tile.rows]
-        weights = self.scores(q, k, tile).sub_(lse[tile.rows]).exp_()
-        grad_weights = grad_output @ v.mT
-        grad_scores = grad_weights.sub_(delta[tile.rows]).mul_(weights)
-        grad_q[tile.rows] += grad_scores @ k
-        grad_k = grad_scores.mT @ q
-        grad_v = weights.mT @ grad_output
-        # Sum over the heads of queries that share a head of keys.
-        grad_kv[tile.columns] += torch.stack([grad_k, grad_v]).sum(3, keepdim=True)
-
-
-class RingAttention(torch.autograd.Function):
-    """Keeps only this rank's q, kv, output and lse. Backward passes the blocks around again."""
-
-    @staticmethod
-    def forward(ctx, q, kv, ring):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):  # autocast would round to 16 bits
-            output, lse = ring.forward(q.to(dtype), kv)
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, kv, output, lse)
-        ctx.ring = ring
-        return output
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        if torch.is_grad_enabled():  # under create_graph=True
-            raise RuntimeError("gradients of gradients are left out; use ulysses_attention")
-        q, kv, output, lse = ctx.saved_tensors
-        q = q.to(lse.dtype)
-        grad_output = grad_output.to(lse.dtype)
-        with torch.autocast(q.device.type, enabled=False):
-            grad_q, grad_kv = ctx.ring.backward(q, kv, output, lse, grad_output)
-        return grad_q, grad_kv, None  # autograd rounds them to the dtypes of q and kv
-
-
-def ring_attention(
-    q,
-    k,
-    v,
-    causal=False,
-    scale=None,
-    process_group=None,
-    zigzag=True,
-):
-    """Attention of this rank's queries to the keys of all ranks.
-
-    q is (B, H, S/N, D). k and v are (B, K, S/N, D), and H is a multiple of K. The result has the
-    shape of q. All ranks must call this, and then backward, with the same shapes, dtypes and
-    options. Otherwise all ranks raise a ValueError. This check waits for the device once per call.
+    `queries` is a slice of this rank's queries, and `keys` is a slice of the block's keys. In a
+    diagonal tile, query i sees the keys 0 to i. In the others, all queries see all keys.
     """
-    verify_attention(q, k, v, causal, scale, process_group, zigzag)
-    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
-    grouped = q.unflatten(1, (k.shape[1], -1))
-    kv = torch.stack([k, v]).unsqueeze(3)
-    ring = Ring(causal, scale, process_group, zigzag)
-    return RingAttention.apply(grouped, kv, ring).flatten(1, 2)
+    rank, world_size = rank_and_size(process_group)
+    owner = (rank - step) % world_size
+    is_diagonal = causal and owner == rank
+    chunk = num_tokens // 2 if zigzag else num_tokens  # without zigzag, a rank has one chunk
+    first_query = 0
+    num_keys = num_tokens
+    if causal and owner < rank:
+        num_keys = chunk  # all queries see the owner's first chunk, none sees the second
+    if causal and owner > rank:
+        first_query = chunk  # the first chunk of queries sees no key, the second sees all
+    for start in range(0, num_keys, TILE):
+        stop = min(start + TILE, num_keys)
+        if is_diagonal:
+            first_query = start  # earlier queries see none of these keys
+        if first_query < num_tokens:
+            yield slice(first_query, num_tokens), slice(start, stop), is_diagonal
+
+
+def attend(q, kv, output, lse, tile):
+    """Merge the attention to the keys of a tile into `output` and `lse` of its queries."""
+    queries, keys, is_diagonal = tile
+    k, v = kv[..., keys, :].to(q.dtype)
+    scores = masked_scores(q[..., queries, :], k, is_diagonal)
+    tile_lse = scores.logsumexp(-1, keepdim=True).clamp(min=LOWEST)  # -inf if all scores are
+    weights = scores.sub_(tile_lse).exp_()
+    merge(output[..., queries, :], lse[..., queries, :], weights @ v, tile_lse)
+
+
+def masked_scores(q, k, is_diagonal):
+    scores = q @ k.mT
+    if is_diagonal:
+        future = scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores.masked_fill_(future, -math.inf)
+    return scores
+
+
+def merge(output, lse, other_output, other_lse):
+    """Merge the attention to other keys into `output` and `lse`, in place.
+
+    Each output is weighted by its share of Σ exp(score) over the keys of both.
+    """
+    total = torch.logaddexp(lse, other_lse)
+    output *= (lse - total).exp()
+    output += (other_lse - total).exp() * other_output
+    lse.copy_(total)
+
+
+def attend_backward(q, kv, lse, grad_output, delta, grad_q, grad_kv, tile):
+    """Add a tile's part to the gradients (FlashAttention-2, arXiv 2307.08691, algorithm 2)."""
+    queries, keys, is_diagonal = tile
+    k, v = kv[..., keys, :].to(q.dtype)
+    q, lse, grad_output, delta = (x[..., queries, :] for x in (q, lse, grad_output, delta))
+    weights = masked_scores(q, k, is_diagonal).sub_(lse).exp_()
+    grad_weights = grad_output @ v.mT
+    grad_scores = grad_weights.sub_(delta).mul_(weights)
+    grad_q[..., queries, :] += grad_scores @ k
+    grad_k = grad_scores.mT @ q
+    grad_v = weights.mT @ grad_output
+    # Sum over the heads of queries that share a head of keys.
+    grad_kv[..., keys, :] += torch.stack([grad_k, grad_v]).sum(3, keepdim=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -401,22 +342,6 @@ def ring_attention(
 
 def local_attention(q, k, v, causal, scale):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-
-
-def sequence_to_heads(x, process_group, zigzag):
-    """From part of the sequence, (B, heads, S/N, D), to part of the heads, (B, heads/N, S, D)."""
-    world_size = dist.get_world_size(process_group)
-    by_rank = x.unflatten(1, (world_size, -1)).movedim(1, 0)
-    parts = AllToAll.apply(by_rank, process_group)
-    return join_parts(parts.unbind(), 2, zigzag)
-
-
-def heads_to_sequence(x, process_group, zigzag):
-    """From part of the heads, (B, heads/N, S, D), to part of the sequence, (B, heads, S/N, D)."""
-    world_size = dist.get_world_size(process_group)
-    by_rank = [part_of(x, 2, rank, world_size, zigzag) for rank in range(world_size)]
-    heads = AllToAll.apply(torch.stack(by_rank), process_group)
-    return torch.cat(heads.unbind(), dim=1)
 
 
 def ulysses_attention(
@@ -430,48 +355,109 @@ def ulysses_attention(
     attention=local_attention,
 ):
     """Like ring_attention, but calls `attention(q, k, v, causal=, scale=)` on whole sequences."""
-    verify_attention(q, k, v, causal, scale, process_group, zigzag)
+    verify_attention("ulysses_attention", q, k, v, causal, scale, process_group, zigzag)
     world_size = dist.get_world_size(process_group)
-    key_heads = k.shape[1]
-    sharing = q.shape[1] // key_heads  # heads of queries that share a head of keys
-    # N must divide the number of key heads, so each is repeated `copies` times. The query heads
-    # that share it are dealt out to the copies. Query heads of zeros make these shares equal.
-    copies = world_size // math.gcd(world_size, key_heads)
-    padding = -sharing % copies
-    grouped = q.unflatten(1, (key_heads, sharing))
-    q = F.pad(grouped, (0, 0, 0, 0, 0, padding)).flatten(1, 2)  # pads the heads, dimension 2
+    K = k.shape[1]
+    G = q.shape[1] // K  # heads of queries that share a head of keys
+    # A head of keys becomes `copies` heads, because N must divide their number. The copies take
+    # equal shares of the G query heads. Padding, query heads of zeros, makes G divisible.
+    copies = world_size // math.gcd(world_size, K)
+    padding = -G % copies
+    grouped = q.unflatten(1, (K, G))
+    q = F.pad(grouped, (0, 0, 0, 0, 0, padding)).flatten(1, 2)  # pads G, dimension 2
     k = k.repeat_interleave(copies, dim=1)
     v = v.repeat_interleave(copies, dim=1)
     q, k, v = (sequence_to_heads(x, process_group, zigzag) for x in (q, k, v))
     output = attention(q, k, v, causal=causal, scale=scale)
     output = heads_to_sequence(output, process_group, zigzag)
-    return output.unflatten(1, (key_heads, -1))[:, :, :sharing].flatten(1, 2)
+    return output.unflatten(1, (K, -1))[:, :, :G].flatten(1, 2)
+
+
+class AllToAll(torch.autograd.Function):
+    """Rank i's x[j] becomes rank j's output[i]. The gradient of output[i] goes back to rank i."""
+
+    @staticmethod
+    def forward(ctx, x, process_group):
+        ctx.process_group = process_group
+        x = x.contiguous()
+        output = torch.empty_like(x)
+        dist.all_to_all_single(output, x, group=process_group)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return AllToAll.apply(grad_output, ctx.process_group), None
+
+
+def sequence_to_heads(x, process_group, zigzag):
+    """From part of the sequence, (B, heads, S/N, D), to part of the heads, (B, heads/N, S, D)."""
+    world_size = dist.get_world_size(process_group)
+    by_rank = x.unflatten(1, (world_size, -1)).movedim(1, 0)
+    parts = AllToAll.apply(by_rank, process_group)
+    return join_parts(parts, 2, zigzag)
+
+
+def heads_to_sequence(x, process_group, zigzag):
+    """From part of the heads, (B, heads/N, S, D), to part of the sequence, (B, heads, S/N, D)."""
+    world_size = dist.get_world_size(process_group)
+    by_rank = [part_of(x, 2, rank, world_size, zigzag) for rank in range(world_size)]
+    heads = AllToAll.apply(torch.stack(by_rank), process_group)
+    return torch.cat(heads.unbind(), dim=1)
+
+
+def join_parts(parts, dim, zigzag):
+    """Return the whole sequence, from the parts of all ranks, which are stacked."""
+    parts = parts.unbind()
+    if zigzag:
+        pairs = [part.tensor_split(2, dim) for part in parts]
+        parts = [first for first, _ in pairs] + [last for _, last in reversed(pairs)]
+    return torch.cat(parts, dim)
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Refinement: if ranks disagree, they raise an error before they exchange tensors.
+# 5. Refinements: join a sequence, and raise an error if ranks disagree.
+
+
+def join_sequence(x, dim=1, process_group=None, zigzag=True):
+    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
+    call = f"join_sequence({describe(x)}, dim={dim}, zigzag={zigzag})"
+    verify_agreement(call, x.device, process_group)
+    verify_chunks(x.shape[dim], zigzag)
+    return join_parts(gather(x, process_group), dim, zigzag)
+
+
+def gather(x, process_group):
+    """Return the `x` of all ranks, stacked. Its gradient is the sum of the ranks' gradients.
+
+    Each rank sends a copy to each rank. Backward then needs no code of its own: AllToAll brings the
+    gradients of all copies back, and expand() adds them up.
+    """
+    _, world_size = rank_and_size(process_group)
+    copies = x.expand(world_size, *x.shape)
+    return AllToAll.apply(copies, process_group)
 
 
 def describe(x):
-    # Backward communicates too, so ranks must agree on whether there is one.
-    needs_grad = x.requires_grad and torch.is_grad_enabled()
-    return f"{tuple(x.shape)} of {x.dtype}{' with gradient' * needs_grad}"
+    text = f"{tuple(x.shape)} of {x.dtype}"
+    if x.requires_grad and torch.is_grad_enabled():
+        text += " with gradient"  # backward communicates: either all ranks run it, or none
+    return text
 
 
-def verify_agreement(text, device, process_group):
-    """Raise the same ValueError on all ranks unless all of them pass the same `text`.
+def verify_agreement(call, device, process_group):
+    """Raise the same ValueError on all ranks unless all of them make the same call.
 
     Otherwise ranks could exchange tensors of different sizes, and gloo would abort or return
     garbage. The host waits for the device here, once per call.
     """
-    checksum = torch.tensor(zlib.crc32(text.encode()), device=device)
+    checksum = torch.tensor(zlib.crc32(call.encode()), device=device)
     checksums = gather(checksum, process_group).tolist()
     if len(set(checksums)) == 1:
         return
-    texts = [None] * len(checksums)
-    dist.all_gather_object(texts, text, group=process_group)
-    ranks = "; ".join(f"rank {rank} has {theirs}" for rank, theirs in enumerate(texts))
-    raise ValueError(f"all ranks must pass the same shapes, dtypes and options, but {ranks}")
+    calls = [None] * len(checksums)
+    dist.all_gather_object(calls, call, group=process_group)
+    ranks = "; ".join(f"rank {rank} makes {theirs}" for rank, theirs in enumerate(calls))
+    raise ValueError(f"all ranks must make the same call, but {ranks}")
 
 
 def verify_chunks(num_tokens, zigzag):
@@ -482,11 +468,11 @@ def verify_chunks(num_tokens, zigzag):
         )
 
 
-def verify_attention(q, k, v, causal, scale, process_group, zigzag):
+def verify_attention(function, q, k, v, causal, scale, process_group, zigzag):
     """Raise ValueError on all ranks if the inputs do not fit, or differ between ranks."""
     inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
-    text = f"{inputs}, causal={causal}, scale={scale}, zigzag={zigzag}"
-    verify_agreement(text, q.device, process_group)
+    call = f"{function}({inputs}, causal={causal}, scale={scale}, zigzag={zigzag})"
+    verify_agreement(call, q.device, process_group)
     if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
         raise ValueError("causal must be True or False; other masks are not supported")
     fits = (
@@ -535,7 +521,7 @@ def main():
     demo.train(step, whole)
     psi = held_bytes(model.parameters())
     layers, K, D = 4, 6, 32
-    u = 8 * N * 64 // N * D  # elements; 8N sequences of 64 tokens
+    u = 8 * 64 * D  # elements: 8N sequences, and a rank has 64/N tokens of each
     sent_by_layer = (6 * K * u * 8 + 8) * (N - 1)  # bytes, in float64
     sent = layers * sent_by_layer + 2 * psi * (N - 1) / N
     formula = "layers · 6K·u(N-1) + 2Ψ(N-1)/N"
@@ -545,7 +531,7 @@ def main():
 
 
 def attention_is(attention):
-    """In this context the model's F.scaled_dot_product_attention is `attention`."""
+    """In this context, F.scaled_dot_product_attention calls `attention`, in all modules."""
 
     def replacement(q, k, v, is_causal):
         return attention(q, k, v, causal=is_causal)
@@ -563,7 +549,9 @@ def show_costs(demo):
     alone = [dist.new_group([rank]) for rank in range(N)][demo.rank]
 
     def ulysses(q, k, v, **options):
-        def attention(q, k, v, causal, scale):  # counts as the ring does what causality hides
+        # FlopCounterMode does not know which keys PyTorch's operator skips. So a ring of one rank
+        # attends, and its operations are counted as those of the other rings.
+        def attention(q, k, v, causal, scale):
             return ring_attention(q, k, v, causal, scale, alone, zigzag=False)
 
         return ulysses_attention(q, k, v, **options, attention=attention)
@@ -581,7 +569,8 @@ def show_costs(demo):
     demo.show("sent      bytes that a rank sends; formula: as the docstring predicts them")
     demo.show("work      10⁹ operations: of rank 0, of rank 1, …")
     demo.show(f"{'tokens':>6}  {'':16} {'kept':>9} {'sent':>9} {'formula':>9}   work")
-    for length in (512 // (2 * N) * 2 * N * scale for scale in (1, 2, 4)):
+    shortest = 512 // (2 * N) * 2 * N  # 2N chunks
+    for length in (shortest, 2 * shortest, 4 * shortest):
         for name, (attention, zigzag, sent) in ways.items():
             kept, measured, operations = measure(demo, attention, zigzag, (H, K, length, D))
             formula = 4 * (length // N) * D * sent

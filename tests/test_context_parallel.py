@@ -10,6 +10,7 @@ import torch.distributed as dist
 from claims.context_parallel import mine, on_ranks, one_device, whole_inputs
 from shared import assert_equal, randn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import context_parallel as cp
@@ -96,11 +97,11 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pool.on(1, 2, 3)
-def test_in_pieces_the_result_is_the_same_and_the_scores_do_not_exist_at_one_time(zigzag, causal):
+def test_in_tiles_the_result_is_the_same_and_the_scores_do_not_exist_at_one_time(zigzag, causal):
     inputs = whole_inputs(40, heads=2, shared=1, size=2)
     how = {"causal": causal, "process_group": pool.group(), "zigzag": zigzag}
     with pytest.MonkeyPatch.context() as patch, Operators() as seen:
-        patch.setattr(cp, "PIECE", 3)
+        patch.setattr(cp, "TILE", 3)
         found = on_ranks(partial(ring_attention, **how), *inputs, zigzag)
     for ours, theirs in zip(found, one_device(*inputs, causal), strict=True):
         assert_equal(ours, mine(theirs, zigzag), exact=False)
@@ -147,11 +148,21 @@ def test_autocast_does_not_reach_inside():
 
 
 @pool.on(2)
-def test_a_gradient_of_a_gradient_is_an_error():
+def test_a_gradient_of_a_gradient_is_an_error_and_its_advice_works():
     inputs = local_inputs()
-    output = ring_attention(*inputs, process_group=pool.group())
-    with pytest.raises(RuntimeError, match="gradients of gradients are left out"):
-        torch.autograd.grad(output.sum(), inputs, create_graph=True)
+
+    def gradients_of_gradients(attention):
+        loss = attention(*inputs, process_group=pool.group()).square().sum()
+        gradients = torch.autograd.grad(loss, inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in gradients), inputs)
+
+    with pytest.raises(RuntimeError, match=r"are left out; use ulysses_.*sdpa_kernel\(.*MATH\)"):
+        gradients_of_gradients(ring_attention)
+    with sdpa_kernel(SDPBackend.MATH):
+        found = gradients_of_gradients(ulysses_attention)
+        expected = gradients_of_gradients(gathered_attention)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_equal(ours, theirs, exact=False)
 
 
 @pytest.mark.parametrize("attention", EACH)
@@ -181,7 +192,7 @@ WRONG = [  # what is wrong, and words of the error
 ]
 
 
-@pytest.mark.parametrize("attention", [ring_attention, ulysses_attention])
+@pytest.mark.parametrize("attention", EACH)
 @pool.on(2, 3)
 def test_wrong_inputs_are_an_error_on_all_ranks(attention):
     """Whether all ranks have them, or the second one alone. The group works afterwards."""
@@ -192,16 +203,23 @@ def test_wrong_inputs_are_an_error_on_all_ranks(attention):
     for change, words in WRONG:
         with pytest.raises(ValueError, match=words):
             attend(*change(*own))
-        with pytest.raises(ValueError, match=r"all ranks must pass the same .*; rank 1 has"):
+        with pytest.raises(ValueError, match=r"must make the same call, .*; rank 1 makes"):
             attend(*(change(*own) if is_second else own))
     with pytest.raises(ValueError, match="causal must be True or False"):
         attend(*own, None)  # as in F.scaled_dot_product_attention(q, k, v, None)
     for option, value in {"causal": True, "scale": 3.0, "zigzag": False}.items():
-        with pytest.raises(ValueError, match=f"rank 1 has .*{option}={value}"):
+        with pytest.raises(ValueError, match=f"rank 1 makes .*{option}={value}"):
             attend(*own, **({option: value} if is_second else {}))
     with torch.set_grad_enabled(not is_second), pytest.raises(ValueError, match="with gradient"):
         attend(*own)
     assert torch.equal(attend(*own), expected)
+
+
+@pool.on(3)
+def test_another_function_on_one_rank_is_an_error_on_all_ranks():
+    attention = EACH[pool.rank()]
+    with pytest.raises(ValueError, match=r"rank 1 makes ring_.*rank 2 makes ulysses_"):
+        attention(*local_inputs(), process_group=pool.group())
 
 
 @pool.on(2)
@@ -213,5 +231,5 @@ def test_what_does_not_divide_is_an_error_with_the_numbers():
         cp.positions(5, group, zigzag=False)
     with pytest.raises(ValueError, match="its 3 tokens are an odd number"):
         cp.join_sequence(torch.ones(2, 3), process_group=group)
-    with pytest.raises(ValueError, match=r"rank 0 has \(2, 2\).*; rank 1 has \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"0 makes join_sequence\(\(2, 2\).*; rank 1 .*\(2, 4\)"):
         cp.join_sequence(torch.ones(2, 2 + 2 * pool.rank()), process_group=group)

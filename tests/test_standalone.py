@@ -34,7 +34,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "pipeline": ("[torch.ones_like(loss)", "[1.001 * torch.ones_like(loss)"),
     "amp": ("1.0 / self._scale", "1.001 / self._scale"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
-    "context_parallel": ("return grad_q * self.scale", "return 1.001 * grad_q * self.scale"),
+    "context_parallel": ("return grad_q * scale", "return 1.001 * grad_q * scale"),
     "flash_attention": ("dq * scale, dk", "1.001 * dq * scale, dk"),
     "checkpoint": ("total / parts", "1.001 * total / parts"),
     "expert_parallel": ("gradient /= groups.num_ranks", "gradient /= groups.num_ranks / 1.001"),
