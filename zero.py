@@ -226,6 +226,7 @@ class Slot:
         self.start = start  # the parameter's first element in the bucket
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
+        self.is_contiguous = parameter.is_contiguous()
         # Whether the bucket's `grad` has a gradient of this parameter. Until _reduce_gradients()
         # asks the other ranks, this is about this rank's gradient only.
         self.used = False
@@ -351,18 +352,17 @@ class Zero1(torch.optim.Optimizer):
         params=None,
         **optimizer_kwargs,
     ):
-        check_arguments(module, optimizer_class, process_group)
         # A dummy parameter, because only an instance knows the defaults.
-        defaults = optimizer_class([torch.zeros(1)], **optimizer_kwargs).defaults
-        super().__init__(module.parameters() if params is None else params, defaults)
+        dummy = optimizer_class([torch.zeros(1)], **optimizer_kwargs)
+        check_arguments(module, type(dummy), process_group)
+        super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
         # For each parameter, the index of its group. State dicts number parameters in this order.
         self._group_index = {}
         for index, group in enumerate(self.param_groups):
             self._group_index.update(dict.fromkeys(group["params"], index))
-        if not self._group_index.keys() <= set(module.parameters()):
-            raise ValueError("params has parameters that are not among module.parameters()")
+        check_parameters(module, self._group_index)
         copy_from_rank_0(module, process_group)
         parameters = [p for p in module.parameters() if p in self._group_index]
         lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
@@ -553,6 +553,11 @@ class Zero1(torch.optim.Optimizer):
         element `offset` on. After writing to segments, call sync_parameters().
         """
         for parameter, slot in self._slots.items():
+            if not slot.is_contiguous:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not contiguous, and a "
+                    "checkpoint would permute its elements; save state_dict() instead"
+                )
             yield parameter, slot.offset, slot.segment, self._optimizer.state[slot.segment]
 
     def sync_parameters(self):
@@ -864,6 +869,21 @@ def check_arguments(module, optimizer_class, process_group):
         )
 
 
+def check_parameters(module, trained):
+    if not trained.keys() <= set(module.parameters()):
+        raise ValueError("params has parameters that are not among module.parameters()")
+    if any(is_split_expert(parameter) for parameter in trained):
+        raise ValueError(
+            "ranks have different experts: give these an optimizer of their own, and give this one "
+            "the other parameters as `params`"
+        )
+
+
+def is_split_expert(tensor):
+    """Whether expert_parallel.py has split the experts, so that ranks have different values."""
+    return not getattr(tensor, "allreduce", True)
+
+
 def copy_from_rank_0(module, process_group):
     """Copy rank 0's parameters and buffers to all ranks, if all have the same model."""
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
@@ -879,7 +899,14 @@ def copy_from_rank_0(module, process_group):
                 f"ranks must hold the same model; rank {rank}'s differs in "
                 f"{sorted({*mine} ^ {*theirs}) or 'the order of its parameters'}"
             )
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
+        if is_split_expert(tensor):
+            continue
+        if tensor.numel() > 1 and 0 in tensor.stride():
+            raise ValueError(
+                f"{name} is expanded: clone() it. If another Zero3 has freed it, make only one "
+                "with parameter groups"
+            )
         values = tensor.detach().reshape(-1)
         # As bytes, because gloo has no int16.
         dist.broadcast(values.view(torch.uint8), group=process_group, group_src=0)

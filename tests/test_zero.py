@@ -52,8 +52,9 @@ def whole_bytes(optimizer):
     return sum(bucket.flat.untyped_storage().nbytes() for bucket in optimizer._buckets)
 
 
-def make_sgd(stage, model):
-    return stage(model, torch.optim.SGD, pool.group(), lr=0.1)
+def make_sgd(stage, model, **how):
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    return stage(model, sgd, pool.group(), **how)
 
 
 def assert_same_parameters(optimizer, model, plain):
@@ -328,6 +329,21 @@ def test_norms_clipping_and_the_scale_of_a_loss(stage):
 
 @each_stage
 @pool.on(2)
+def test_experts_keep_their_values_beside_what_is_trained(stage):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    expert = model[1].weight
+    expert.allreduce = False  # as expert_parallel.py marks the experts that it splits
+    before = expert.detach().add_(pool.rank()).clone()
+    params = [parameter for parameter in model.parameters() if parameter is not expert]
+    optimizer = make_sgd(stage, model, params=params)
+    batch_loss(model, pool.rank(), 0).backward()
+    optimizer.step()
+    bitwise(expert.detach(), before)
+    assert expert.grad is not None
+
+
+@each_stage
+@pool.on(2)
 def test_complex_gradients_are_clipped(stage):
     def square_loss(model, rank, step):
         return model(make_batch(rank, step, torch.complex128)).abs().square().sum()
@@ -588,6 +604,10 @@ def test_zero3_says_which_parameter_was_read_without_its_module():
 def test_wrong_models_and_arguments(stage):
     rank = pool.rank()
     plain = PLAIN()
+    expert = nn.Linear(6, 6)
+    expert.weight.allreduce = False
+    expanded = PLAIN()
+    expanded.register_buffer("mask", torch.ones(1).expand(4))
     shuffled = nn.Module()
     for name in ("ab", "ba")[rank]:
         shuffled.register_parameter(name, nn.Parameter(torch.ones(2)))
@@ -600,6 +620,8 @@ def test_wrong_models_and_arguments(stage):
         (f"rank {1 - rank}'s differs in the order", shuffled, {}),
         ("which averages as well", in_ddp, {}),
         ("not among module.parameters", PLAIN(), {"params": plain.parameters()}),
+        ("different experts", expert, {}),
+        ("mask is expanded: clone", expanded, {}),
         ("LBFGS may need whole .*AdamW", plain, {"optimizer_class": torch.optim.LBFGS}),
     ]
     if rank:
@@ -622,6 +644,9 @@ def test_wrong_calls(stage):
         optimizer.step()
 
     train_step()
+    transposed = make_sgd(stage, nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
+    with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\) is not contiguous"):
+        list(transposed.shards())
     model.zero_grad()
     with pytest.raises(RuntimeError, match=r"the optimizer's zero_grad"):
         train_step()
