@@ -18,25 +18,28 @@ last block, O / l is the output.
 With a causal mask, the loop skips the blocks above the diagonal. Only the blocks ◣ need the mask.
 
 Forward also returns L = m + log l for each query (`lse` in the code). Backward computes each block
-of scores again, and e^(score - L) is this block of the softmax. The scores cost operations twice.
-But they stay in on-chip memory: the s² numbers are neither kept nor moved to memory and back.
+of scores again, and e^(score - L) is this block of P, the softmax. So the s² scores are not kept.
+In the kernels, they do not leave the chip either.
 
 Cost of a head of size d    elements kept for backward         operations: forward + backward
     naive                   q, k, v, P: 3sd + s² or more       4s²d +  8s²d
-    flash                   q, k, v, output, L: 4sd + s        4s²d + 10s²d: the scores again
-    flash, causal           the same                           half of that, if s is many blocks
+    loop                    q, k, v, output, L: 4sd + s        4s²d + 10s²d: the scores again
+    kernels                 the same                           4s²d + 14s²d: scores and dP twice
+    both, causal            the same                           half of that, if s is many blocks
 
 Section 2 is the algorithm as a loop over blocks in PyTorch, for any device and dtype. Section 5 is
-the same loop as three kernels in Triton, for GPUs. The kernels ran under Triton's interpreter on a
-CPU and were compiled for an H100, but nobody has timed them. A prototype in this style took 1.11
-times as long as PyTorch's own kernel for forward on an H100, and 1.46 times as long for forward and
-backward.
+the same loop as kernels in Triton, for GPUs: one for forward, one for dq, and one for dk and dv.
+Both kernels of backward compute the scores and dP, the gradient of P.
+
+The tests run the kernels in Triton's interpreter on a CPU, and compile them for an H100. The
+kernels have not been timed. On an H100, a prototype took 1.11 times as long as PyTorch's kernels
+in forward, and 1.46 times as long in forward and backward together.
 
 Run:      torchrun --nproc-per-node 2 flash_attention.py          (or without torchrun)
 Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867: online softmax;
           Dao et al. 2022, 2205.14135; Dao 2023, 2307.08691: L, and queries in the outer loop
-Mirrors:  F.scaled_dot_product_attention, except for a causal mask with more or fewer keys than
-          queries. Then it is that of flash_attn_func: the last query sees all keys
+Mirrors:  F.scaled_dot_product_attention. With more or fewer keys than queries, the causal mask is
+          flash_attn_func's: the last query sees all keys
 Left out: other masks (see flex_attention); gradients of gradients. The kernels leave out dropout,
           float64 and head sizes above 128. These cases run in the loop
 """
@@ -69,7 +72,7 @@ try:
     from triton.language import constexpr
 except ImportError:  # the loop runs without it
     triton = None
-    constexpr = float  # section 5 calls it and annotates arguments with it
+    constexpr = float  # a stand-in: section 5 is defined, but does not run
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea. q is (B, H, S, D), k and v are (B, H, Skv, D): B sequences, H heads of size D.
@@ -89,19 +92,19 @@ def naive_attention(q, k, v, causal=False, scale=None):
 
 
 def softmax_scale(q, scale):
-    """Return `scale`, or 1/√D if it is None. Without dimensions, D = 0, all scores are 0."""
+    """Return `scale`, or 1/√D if it is None. If D = 0, any scale will do."""
     return max(1, q.shape[3]) ** -0.5 if scale is None else scale
 
 
-def hidden_keys(scores, visible):
-    """Return the causal mask, True for hidden keys. Row i sees `visible` + i keys."""
-    return scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(visible)
+def hidden_keys(scores, first_sees):
+    """Return the causal mask, True for hidden keys. Query i sees `first_sees` + i keys."""
+    return scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(first_sees)
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The real one (Dao 2023): a loop over blocks of queries, and in it one over blocks of keys.
-#    Forward keeps L = m + log l. With it, backward computes the softmax of a block from the scores
-#    of this block alone.
+# 2. The algorithm (Dao 2023): the outer loop takes a block of queries, the inner loop a block of
+#    keys. Forward keeps L = m + log l. From it, and from the scores of a block, backward computes
+#    this block of the softmax. It needs no other block.
 
 
 def loop_forward(
@@ -117,7 +120,7 @@ def loop_forward(
     output = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = q.new_full(q.shape[:3], -torch.inf)  # L in the docstring: the log of Σ e^score
     for rows, key_blocks in tiles(q, k, causal, block_size):
-        # Three scalars. The first block makes m and l (B, H, rows, 1) and O (B, H, rows, D).
+        # From the first block of keys on, m and l are (B, H, rows, 1), and O is (B, H, rows, D).
         m = q.new_full((), torch.finfo(q.dtype).min)  # not -inf, because -inf - -inf is NaN
         l = 0.0
         O = 0.0
@@ -125,11 +128,11 @@ def loop_forward(
             scores = masked_scores(q, k, rows, cols, causal)
             m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
             correction = (m - m_new).exp()
-            P = scores.sub_(m_new).exp_()
-            l = l * correction + P.sum(-1, keepdim=True)
+            exps = scores.sub_(m_new).exp_()
+            l = l * correction + exps.sum(-1, keepdim=True)
             if dropout:  # after l, because the softmax counts the dropped keys too
-                P = P * dropout.mask(P, rows, cols)
-            O = O * correction + P @ v[:, :, cols]
+                exps = exps * dropout.mask(exps, rows, cols)
+            O = O * correction + exps @ v[:, :, cols]
             m = m_new
         output[:, :, rows] = O / l.clamp(min=1.0)  # l is 0 if all scores are -inf, else 1 or more
         lse[:, :, rows] = (m + l.log()).squeeze(-1)
@@ -149,13 +152,13 @@ def loop_backward(
     block_size,
 ):
     q = q * scale
-    delta = (dO * output).sum(-1)  # Σ P ∘ dP, because output = P v and dP = dO vᵀ (D in the papers)
+    delta = (dO * output).sum(-1)  # Σ P ∘ dP, because output = P v and dP = dO vᵀ (the papers' D)
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
     for rows, key_blocks in tiles(q, k, causal, block_size):
         dO_i = dO[:, :, rows]
-        L_i = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # as m in forward
+        L_i = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # not -inf
         delta_i = delta[:, :, rows, None]
         for cols in key_blocks:
             scores = masked_scores(q, k, rows, cols, causal)
@@ -176,28 +179,29 @@ def loop_backward(
 def tiles(q, k, causal, block_size):
     """Yield slices: each block of queries, and a list of the blocks of keys that it sees.
 
-    If it sees no key, it is left out: its output and its gradients are zero.
+    A block of queries that sees no key is left out. The output and the gradients stay zero there.
     """
     S = q.shape[2]
     Skv = k.shape[2]
-    for rows in slices(0, S, block_size):
-        seen = rows.stop + Skv - S if causal else Skv  # keys that the last query of `rows` sees
-        if seen > 0:
-            yield rows, slices(0, seen, block_size)
+    for rows in slices(S, block_size):
+        # How many keys the last query of `rows` sees.
+        last_sees = rows.stop + Skv - S if causal else Skv
+        if last_sees > 0:
+            yield rows, slices(last_sees, block_size)
 
 
-def slices(start, stop, size):
-    starts = range(start, stop, size)
-    return [slice(i, min(i + size, stop)) for i in starts]
+def slices(stop, size):
+    starts = range(0, stop, size)
+    return [slice(start, min(start + size, stop)) for start in starts]
 
 
 def masked_scores(q, k, rows, cols, causal):
     """Return the scores of a block, -inf for hidden keys. q is scaled already."""
     scores = q[:, :, rows] @ k[:, :, cols].mT
-    seen = rows.start + 1 + k.shape[2] - q.shape[2]  # keys that the first query of `rows` sees
-    visible = seen - cols.start  # the same, counted from the first key of the block
-    if causal and visible < scores.shape[3]:  # the diagonal cuts the block
-        scores.masked_fill_(hidden_keys(scores, visible), -torch.inf)
+    # How many keys of the block the first query sees.
+    first_sees = rows.start + 1 + k.shape[2] - q.shape[2] - cols.start
+    if causal and first_sees < scores.shape[3]:  # the diagonal cuts the block
+        scores.masked_fill_(hidden_keys(scores, first_sees), -torch.inf)
     return scores
 
 
@@ -219,8 +223,8 @@ def flash_attention(
     """Return softmax(scale · q kᵀ) v for q (B, H, S, D), k and v (B, Hkv, Skv, D): (B, H, S, D).
 
     H is a multiple of Hkv: each head of k and v serves H / Hkv consecutive heads of q.
-    causal: the last query sees all keys, and each query sees one key fewer than the next. A query
-        that sees no key has output and gradients of zero.
+    causal: query i sees the keys 0 to i + Skv - S, so the last query sees all keys. If a query sees
+        no key, its output and gradients are zero.
     scale: 1/√D if None.
     dropout_p: the probability that a weight of the softmax is dropped. As in PyTorch's function,
         it applies in evaluation too. The seed comes from the CPU's default generator.
@@ -231,9 +235,6 @@ def flash_attention(
         a GPU and the kernels support this call, otherwise the loop.
     The loop and the kernels sum 16-bit inputs in fp32. The kernels do not use TF32.
     """
-    if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
-        raise ValueError("causal must be True or False; other masks are not supported")
-    verify(q, k, v, block_size)
     dropout = Dropout(dropout_p, q.device) if dropout_p else None
     return FlashAttention.apply(q, k, v, causal, scale, dropout, block_size, kernel)
 
@@ -267,9 +268,10 @@ def flash_forward(
 ):
     """Return the output, and lse (B, H, S): each query's log of Σ e^score, in fp32 or float64.
 
-    lse is -inf for a query that sees no key. Autograd does not record this function.
+    lse is -inf for a query that sees no key. Autograd does not record this function. `dropout` is a
+    Dropout object (section 4) or None. The other arguments are flash_attention's.
     """
-    verify(q, k, v, block_size)
+    verify(q, k, v, causal, block_size)
     scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
         return triton_forward(q, k, v, causal, scale)
@@ -296,8 +298,9 @@ def flash_backward(
 ):
     """Return the gradients of q, k and v. `output` and `lse` are from flash_forward.
 
-    k and v may also be a part of the keys. Then `output` and `lse` must be those over all keys, and
-    the gradient of q is the sum of the results for all parts.
+    The other arguments must be those of flash_forward, the same Dropout object included. If the
+    keys are in parts, call this for each part, with the `output` and `lse` over all keys. The
+    gradient of q is the sum over the parts.
     """
     scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
@@ -319,7 +322,9 @@ def widened(x, q):
     return repeat_heads(x.contiguous(), q)
 
 
-def verify(q, k, v, block_size):
+def verify(q, k, v, causal, block_size):
+    if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
+        raise ValueError("causal must be True or False; other masks are not supported")
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     has_4_dimensions = q.ndim == k.ndim == v.ndim == 4
     # q and k must agree in dimensions 0 and 3 (B and D), k and v in all but the last.
@@ -342,8 +347,8 @@ def verify(q, k, v, block_size):
 
 def repeat_heads(x, q):
     """Return a copy of a head of keys or values for each head of q. Kernels do not need it."""
-    groups = q.shape[1] // x.shape[1]
-    return x if groups == 1 else x.repeat_interleave(groups, 1)
+    G = q.shape[1] // x.shape[1]  # heads of q that share a head of x
+    return x if G == 1 else x.repeat_interleave(G, 1)
 
 
 def sum_heads(gradient, x):
@@ -361,11 +366,11 @@ class Dropout:
         self.seed = torch.randint(2**63 - 1, (), device="cpu").item()  # of one call
         self.generator = torch.Generator(device)
 
-    def mask(self, P, rows, cols):
+    def mask(self, weights, rows, cols):
         """Return 0 or 1 / (1 - p) for each weight of a block."""
         seed = hash((self.seed, rows.start, cols.start))  # the same in forward and backward
         self.generator.manual_seed(seed)
-        kept = torch.empty_like(P)
+        kept = torch.empty_like(weights)
         kept.bernoulli_(1 - self.p, generator=self.generator)
         return kept / (1 - self.p)
 
@@ -390,8 +395,13 @@ def merge(output_a, lse_a, output_b, lse_b):
 #    place. So the kernels need no atomics, and the results are the same in each run.
 #
 #    q, k, v and the others are pointers to the first element. b and h are the program's sequence
-#    and head, `bh` numbers the heads of all sequences. `unmasked` ends the keys (or starts the
-#    queries) of the blocks that need no mask. The other blocks are the loop's `edge`.
+#    and head, `bh` numbers the heads of all sequences. HEAD is D rounded up to a power of 2 of at
+#    least 16, as Triton's products need it. The columns from D on are zeros. Scores and m are
+#    multiplied by log2 e, because GPUs compute powers of 2.
+#
+#    Each loop runs over the blocks that need no mask and, with masked = 1, over the others, which
+#    the diagonal or the end of the keys cuts. `edge` is the first key that needs the mask. In
+#    dk_dv_kernel, it is the first query after those that need it.
 
 
 def jit(kernel):
@@ -399,7 +409,7 @@ def jit(kernel):
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton.jit reads it too
-LOG2E = constexpr(1.4426950408889634)  # e^x is 2^(x log2 e), and GPUs compute powers of 2
+LOG2E = constexpr(1.4426950408889634)  # e^x is 2^(x log2 e)
 LOWEST = constexpr(-1e38)  # finite, because -inf - -inf is NaN
 
 
@@ -452,13 +462,13 @@ def store(
 
 @jit
 def load_numbers(x, rows, stop):
-    """Return one number for each row, such as its L."""
+    """Return one number for each of `rows`, such as delta."""
     return tl.load(x + rows, mask=rows < stop, other=0.0)
 
 
 @jit
 def load_lse(x, rows, stop):
-    """Return lse times log2 e, for exp2."""
+    """Return lse times log2 e, for exp2. -inf becomes LOWEST."""
     return tl.maximum(load_numbers(x, rows, stop) * LOG2E, LOWEST)
 
 
@@ -478,7 +488,7 @@ def program_head():
 
 @jit
 def keys_seen(row, S, Skv, CAUSAL):
-    """Return how many keys the query `row` sees: the first `seen` ones."""
+    """Return how many keys the query `row` sees. They are the first ones."""
     seen = Skv
     if CAUSAL:
         seen = tl.minimum(Skv, tl.maximum(0, row + 1 + Skv - S))
@@ -496,41 +506,41 @@ def query_block(
     """Return the program's first query, the first key that needs a mask, and the keys' end."""
     blocks_after = tl.num_programs(0) - 1 - tl.program_id(0)
     start = blocks_after * ROWS  # the last block first: with a causal mask it takes longest
-    unmasked = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS
+    edge = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS  # rounded down to a block
     stop = keys_seen(start + ROWS - 1, S, Skv, CAUSAL)
-    return start, unmasked, stop
+    return start, edge, stop
 
 
 @jit
-def masked_dot(
+def block_scores(
     a,  # q_i, or k_j for the transpose
     b,  # k_j, or q_i
     cols,  # the numbers of the keys in the block
     seen,  # how many keys each query sees
     scale,
-    EDGE,  # whether the block needs a mask
+    MASKED,  # whether the block needs a mask
 ):
     """Return the scores of a block times log2 e, for exp2. They are -inf for hidden keys."""
     scores = dot(a, tl.trans(b)) * (scale * LOG2E)
-    if EDGE:
+    if MASKED:
         scores = tl.where(cols < seen, scores, -float("inf"))
     return scores
 
 
 @jit
 def add_keys(m, l, O, scores, v_j):
-    """Return m, l and O after one more block of keys. m has the factor log2 e of the scores."""
+    """Return m, l and O after one more block of keys."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     correction = tl.exp2(m - m_new)
-    P = tl.exp2(scores - m_new[:, None])
-    l = l * correction + tl.sum(P, 1)
-    O = O * correction[:, None] + dot(P, v_j)
+    exps = tl.exp2(scores - m_new[:, None])
+    l = l * correction + tl.sum(exps, 1)
+    O = O * correction[:, None] + dot(exps, v_j)
     return m_new, l, O
 
 
 @jit
 def forward_kernel(
-    q, k, v,  # (B, H, S, D), and (B, Hkv, Skv, D) twice. Each row is contiguous
+    q, k, v,  # q is (B, H, S, D), k and v are (B, Hkv, Skv, D). Each row is contiguous
     output, lse,  # (B, H, S, D) and (B, H, S), contiguous
     q_b, q_h, q_s,  # strides of q: from batch to batch, head to head, row to row
     k_b, k_h, k_s,
@@ -539,12 +549,12 @@ def forward_kernel(
     S, Skv,
     scale,
     CAUSAL: constexpr,
-    D: constexpr, HEAD: constexpr,  # HEAD is the next power of 2
-    ROWS: constexpr, COLS: constexpr,  # queries, and keys, in a block
+    D: constexpr, HEAD: constexpr,
+    ROWS: constexpr, COLS: constexpr,  # queries in a block, keys in a block
 ):  # fmt: skip
-    """What loop_forward computes."""
+    """The output and lse of loop_forward."""
     b, h, bh = program_head()
-    start, unmasked, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
+    start, edge, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
@@ -553,13 +563,12 @@ def forward_kernel(
     m = tl.full([ROWS], LOWEST, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     O = tl.zeros([ROWS, HEAD], tl.float32)
-    # First the blocks that need no mask, then those on the diagonal or at the end of the keys.
-    for edge in tl.static_range(2):
-        for j in range(unmasked if edge else 0, stop if edge else unmasked, COLS):
+    for masked in tl.static_range(2):
+        for j in range(edge if masked else 0, stop if masked else edge, COLS):
             cols = j + tl.arange(0, COLS)
             k_j = load(k, k_s, j, Skv, COLS, D, HEAD)
             v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
-            scores = masked_dot(q_i, k_j, cols[None, :], seen, scale, edge)
+            scores = block_scores(q_i, k_j, cols[None, :], seen, scale, masked)
             m, l, O = add_keys(m, l, O, scores, v_j)
     O /= tl.maximum(l, 1.0)[:, None]
     store(output + bh * S * D, O, start, S, ROWS, D, HEAD)
@@ -575,7 +584,7 @@ def dq_kernel(
 ):  # fmt: skip
     """The dq of loop_backward. It also stores delta, (B, H, S), for dk_dv_kernel."""
     b, h, bh = program_head()
-    start, unmasked, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
+    start, edge, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
@@ -587,12 +596,12 @@ def dq_kernel(
     k += b * k_b + h // G * k_h
     v += b * v_b + h // G * v_h
     dq_i = tl.zeros([ROWS, HEAD], tl.float32)
-    for edge in tl.static_range(2):
-        for j in range(unmasked if edge else 0, stop if edge else unmasked, COLS):
+    for masked in tl.static_range(2):
+        for j in range(edge if masked else 0, stop if masked else edge, COLS):
             cols = j + tl.arange(0, COLS)
             k_j = load(k, k_s, j, Skv, COLS, D, HEAD)
             v_j = load(v, v_s, j, Skv, COLS, D, HEAD)
-            scores = masked_dot(q_i, k_j, cols[None, :], seen, scale, edge)
+            scores = block_scores(q_i, k_j, cols[None, :], seen, scale, masked)
             P = tl.exp2(scores - L_i[:, None])
             dP = dot(dO_i, tl.trans(v_j))
             dS = P * (dP - delta_i[:, None])
@@ -616,19 +625,19 @@ def dk_dv_kernel(
     dk_j = tl.zeros([COLS, HEAD], tl.float32)
     dv_j = tl.zeros([COLS, HEAD], tl.float32)
     begin = tl.maximum(0, start + S - Skv) if CAUSAL else 0  # first query that sees a key
-    unmasked = tl.minimum(S, begin + COLS) if CAUSAL else 0  # from here on, no masks
+    edge = tl.minimum(S, begin + COLS) if CAUSAL else 0  # from here on, queries see all these keys
     for g in range(G):
         bh = bh_kv * G + g
         q_head = q + b * q_b + (h_kv * G + g) * q_h
-        for edge in tl.static_range(2):
-            for i in range(begin if edge else unmasked, unmasked if edge else S, ROWS):
+        for masked in tl.static_range(2):
+            for i in range(begin if masked else edge, edge if masked else S, ROWS):
                 rows = i + tl.arange(0, ROWS)
                 seen = keys_seen(rows[None, :], S, Skv, CAUSAL)
                 q_i = load(q_head, q_s, i, S, ROWS, D, HEAD)
                 dO_i = load(dO + bh * S * D, D, i, S, ROWS, D, HEAD)
                 L_i = load_lse(lse + bh * S, rows, S)
                 delta_i = load_numbers(delta + bh * S, rows, S)
-                scores = masked_dot(k_j, q_i, cols[:, None], seen, scale, edge)
+                scores = block_scores(k_j, q_i, cols[:, None], seen, scale, masked)
                 P = tl.exp2(scores - L_i[None, :])
                 dP = dot(v_j, tl.trans(dO_i))
                 dS = P * (dP - delta_i[None, :])
@@ -638,9 +647,9 @@ def dk_dv_kernel(
     store(dv + bh_kv * Skv * D, dv_j, start, Skv, COLS, D, HEAD)
 
 
-# For each kernel, in 16 bits, and for head sizes up to 64 and up to 128: the rows of a program's
-# block, the rows that a step of its loop loads, num_warps and num_stages. In dk_dv_kernel, a block
-# must be a multiple of a step. All programs fit into 99 KB of shared memory.
+# For each kernel, in 16 bits: {largest HEAD: (block, step, num_warps, num_stages)}. A program has a
+# block of `block` rows, and its loop loads `step` rows at a time. `block` of dk_dv_kernel must be a
+# multiple of `step`. All programs fit into 99 KB of shared memory.
 BLOCKS = {
     forward_kernel: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
     dq_kernel: {64: (128, 64, 8, 3), 128: (64, 64, 4, 2)},
@@ -679,7 +688,7 @@ def launch(
             block, step,
             num_warps=num_warps,
             num_stages=num_stages,
-            enable_fp_fusion=True,  # Triton 3.10 changes the default
+            enable_fp_fusion=True,  # from Triton 3.10 on, the default is False
         )  # fmt: skip
 
 
@@ -712,7 +721,7 @@ def triton_backward(
 
 
 def runs_kernels(kernel, q, v, dropout):
-    """Return whether to run the kernels. Raise ValueError if they are demanded and cannot run."""
+    """Return whether to run the kernels. Raise ValueError if they are requested and cannot run."""
     if kernel not in (None, "triton", "torch"):
         raise ValueError(f'{kernel=}: must be "triton", "torch" or None')
     if kernel == "torch" or (kernel is None and not q.is_cuda):
@@ -730,7 +739,7 @@ def obstacle_to_kernels(q, v, dropout):
     if not q.is_cuda and not INTERPRETED:
         return f"q is on {q.device}; use a GPU, or set TRITON_INTERPRET=1 before the import"
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "the kernels need a GPU of compute capability 8.0; use a newer one"
+        return "the kernels need compute capability 8.0 or newer; use another GPU"
     if dropout:
         return "the kernels have no dropout; leave it out"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -790,7 +799,7 @@ def main():
 
 
 def compare_lengths(demo):
-    """Print the bytes that each way keeps, which grow with s or s², and its time, on one device."""
+    """Print for growing s which bytes each way keeps, and how long it takes, on one device."""
     on_gpu = demo.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     lengths = [256, 512, 1024, 2048, 4096]

@@ -67,9 +67,9 @@ shares_heads_in_turns = partial(plain_attention, share=lambda x, groups: x.repea
 
 
 class DrawsItsMaskAnew(Dropout):
-    def mask(self, P, rows, cols):
+    def mask(self, weights, rows, cols):
         self.seed += 1
-        return super().mask(P, rows, cols)
+        return super().mask(weights, rows, cols)
 
 
 def draws_its_mask_anew(q, k, v, causal=False, dropout_p=0.0):
