@@ -51,7 +51,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea.
@@ -460,6 +459,22 @@ def dequantize_nf4(nf4, dtype=None):
     return weight.view(nf4.shape).to(dtype or nf4.dtype)
 
 
+class LinearNF4(torch.autograd.Function):
+    """F.linear with a 4-bit weight. Backward dequantizes it again, so only the 4 bits are kept."""
+
+    @staticmethod
+    def forward(ctx, x, bias, nf4):
+        ctx.nf4 = nf4
+        return F.linear(x, dequantize_nf4(nf4, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_bias = gradient.flatten(0, -2).sum(0)
+        return gradient @ dequantize_nf4(ctx.nf4, gradient.dtype), grad_bias, None
+
+
 class NF4(nn.Module):
     """A frozen nn.Linear with a 4-bit weight. Its parts are buffers, so state_dict() has them."""
 
@@ -480,11 +495,7 @@ class NF4(nn.Module):
         return dequantize_nf4(self)
 
     def forward(self, x):
-        # With checkpoint, autograd keeps the 4 bits and dequantizes them again in backward.
-        return checkpoint(self.linear, x, use_reentrant=False)
-
-    def linear(self, x):
-        return F.linear(x, dequantize_nf4(self, x.dtype), self.bias)
+        return LinearNF4.apply(x, self.bias, self)
 
     def _apply(self, fn, recurse=True):
         """Move the buffers, but cast only the bias.

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shared import Collectives, fake_world, make_batch, make_model
 
+import amp
 import fsdp
 import lora
 import zero
@@ -247,7 +248,25 @@ def test_nf4_rounds_to_the_nearest_value_of_each_block(weight, block_size, dtype
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
         bitwise(q(x), expected.to(dtype).t())
-    assert n == 1 or max(tensor.numel() for tensor in saved) < n
+    assert not saved
+
+
+@pytest.mark.parametrize("autocast", [amp.autocast, partial(torch.autocast, "cpu")])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_quantized_layer_has_the_gradients_of_its_dequantized_weight(autocast, enabled):
+    plain = nn.Linear(64, 6)
+    q = lora.quantize_nf4(plain.weight)
+    plain.weight.data = q.weight
+    q.bias = nn.Parameter(plain.bias.detach().clone())
+    gradients = []
+    for layer in (plain, q):
+        x = torch.randn(3, 5, 64, generator=torch.manual_seed(0)).requires_grad_()
+        with autocast(dtype=BF16, enabled=enabled):
+            output = layer(x)
+        output.square().sum().backward()
+        gradients.append((output, x.grad, layer.bias.grad))
+    bitwise(*gradients)
+
 
 
 def test_pytorchs_attention_and_encoder_which_read_weights_read_the_corrected_ones():
