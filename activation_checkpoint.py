@@ -27,7 +27,8 @@ Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 
 Mirrors:  torch.utils.checkpoint (use_reentrant=False, selective), torch.autograd.graph.save_on_cpu
 Left out: torch.compile. Functions that use several GPUs. A TorchFunctionMode around a checkpoint,
           such as amp.py's autocast: enter it inside the function. Buffers that forward updates,
-          such as BatchNorm's: the second run updates them again
+          such as BatchNorm's: the second run updates them again. Random numbers in threads that
+          share a generator, as on a CPU under data_parallel.py
 """
 
 import argparse

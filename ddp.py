@@ -251,6 +251,8 @@ def verify_same_model(module, process_group):
         )
     found = set()
     for i, (name, tensor) in enumerate([*module.named_parameters(), *module.named_buffers()]):
+        if not getattr(tensor, "allreduce", True):
+            raise ValueError(f"{name} is a split expert: call average_gradients(module) instead")
         shape = tuple(tensor.shape)
         found.add(f"{i} {name}: {shape}, {tensor.dtype}, {tensor.requires_grad=}")
     everyone = [None] * dist.get_world_size(process_group)

@@ -43,8 +43,7 @@ Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units 
           not call, or call in another order (FSDP2 does not allow this either); units that change
           their input in place, for example by a first layer ReLU(inplace=True); .to() after
           sharding; sparse gradients; hooks on parameters; second-order gradients; loading a state
-          dict that only rank 0 has; experts that expert_parallel.py has split, because all ranks
-          get the parameters of rank 0
+          dict that only rank 0 has
 """
 
 import argparse
@@ -695,6 +694,8 @@ def find_parameters(module, process_group):
         sharded_parameter = getattr(parameter, "_sharded_parameter", None)
         if sharded_parameter is None:
             refuse_hooks(path, parameter)
+            if not getattr(parameter, "allreduce", True):
+                raise ValueError(f"{path} is a split expert: shard the other modules only")
             owner, _, name = path.rpartition(".")
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
             descriptions.add(

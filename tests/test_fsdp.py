@@ -588,6 +588,8 @@ def test_errors_on_every_rank():
     grid = DeviceMesh("cpu", torch.arange(2).view(1, 2), _init_backend=False)
     opaque = fully_shard(Block())
     opaque.forward = lambda x: [types.SimpleNamespace(y=x)]
+    expert = nn.Linear(3, 2)
+    expert.weight.allreduce = False
     hooked = nn.Linear(3, 2)
     hooked.bias.register_hook(torch.neg)
     hooked_later = fully_shard(nn.Linear(6, 2))
@@ -607,6 +609,7 @@ def test_errors_on_every_rank():
         (ValueError, r"differ in .*weight: \(2, 3\)", lambda: fully_shard(other_shape)),
         (ValueError, "differ in .*bias", lambda: fully_shard(other_frozen)),
         (ValueError, "bias has hooks", lambda: fully_shard(hooked)),
+        (ValueError, "weight is a split expert", lambda: fully_shard(expert)),
         (ValueError, "bias has hooks", lambda: hooked_later(batch)),
         (ValueError, "sparse=False", lambda: sparse(torch.arange(3)).sum().backward()),
         (ValueError, "1.weight of Sequential is tied to another unit's", lambda: fully_shard(tied)),

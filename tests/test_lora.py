@@ -268,7 +268,6 @@ def test_a_quantized_layer_has_the_gradients_of_its_dequantized_weight(autocast,
     bitwise(*gradients)
 
 
-
 def test_pytorchs_attention_and_encoder_which_read_weights_read_the_corrected_ones():
     plain = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
     model = trained(lora.inject_lora(copy.deepcopy(plain), r=2)).eval()
