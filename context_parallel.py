@@ -216,7 +216,7 @@ class RingAttention(torch.autograd.Function):
         causal, scale, process_group, zigzag = ctx.options
         scaled_q = q.to(lse.dtype) * scale
         grad_output = grad_output.to(lse.dtype)
-        # The gradient of softmax needs this number for each query.
+        # For each query, Σ weights · grad_weights, which the gradient of the softmax subtracts.
         delta = (grad_output * output).sum(-1, keepdim=True)
         grad_q = torch.zeros_like(scaled_q)
         grad_exchange = None
@@ -260,7 +260,7 @@ class Exchange:
         self.received = torch.empty_like(block)
         send = dist.P2POp(dist.isend, block, group=process_group, group_peer=following)
         recv = dist.P2POp(dist.irecv, self.received, group=process_group, group_peer=previous)
-        self.works = dist.batch_isend_irecv([send, recv])  # handles to wait for
+        self.works = dist.batch_isend_irecv([send, recv])  # one for each, or one for both
 
     def wait(self):
         for work in self.works:
@@ -297,7 +297,8 @@ def attend(q, kv, output, lse, tile):
     queries, keys, is_diagonal = tile
     k, v = kv[..., keys, :].to(q.dtype)
     scores = masked_scores(q[..., queries, :], k, is_diagonal)
-    tile_lse = scores.logsumexp(-1, keepdim=True).clamp(min=LOWEST)  # -inf if all scores are
+    tile_lse = scores.logsumexp(-1, keepdim=True)
+    tile_lse.clamp_(min=LOWEST)  # it is -inf if all scores of a query are
     weights = scores.sub_(tile_lse).exp_()
     merge(output[..., queries, :], lse[..., queries, :], weights @ v, tile_lse)
 
@@ -354,13 +355,16 @@ def ulysses_attention(
     zigzag=True,
     attention=local_attention,
 ):
-    """Like ring_attention, but calls `attention(q, k, v, causal=, scale=)` on whole sequences."""
+    """Return what ring_attention returns. `attention(q, k, v, causal=, scale=)` computes it.
+
+    `attention` gets whole sequences, and 1/N of the heads. The default is PyTorch's function.
+    """
     verify_attention("ulysses_attention", q, k, v, causal, scale, process_group, zigzag)
     world_size = dist.get_world_size(process_group)
     K = k.shape[1]
     G = q.shape[1] // K  # heads of queries that share a head of keys
-    # A head of keys becomes `copies` heads, because N must divide their number. The copies take
-    # equal shares of the G query heads. Padding, query heads of zeros, makes G divisible.
+    # N must divide the number of key heads, so each becomes `copies` heads. Each copy serves an
+    # equal share of the G query heads. If `copies` does not divide G, heads of zeros are added.
     copies = world_size // math.gcd(world_size, K)
     padding = -G % copies
     grouped = q.unflatten(1, (K, G))
