@@ -54,7 +54,7 @@ import signal
 import sys
 import time
 import zlib
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -62,7 +62,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-# Imported before a process group exists: its default arguments would keep that group alive.
+# Imported now, because a later import would keep the process group alive in default arguments.
 import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
@@ -196,7 +196,7 @@ class RingAttention(torch.autograd.Function):
         scaled_q = q.to(sum_dtype) * scale
         output = torch.zeros_like(scaled_q)
         lse = torch.full_like(output[..., :1], -math.inf)
-        with torch.autocast(q.device.type, enabled=False):  # autocast would round to 16 bits
+        with no_autocast(q):
             for step, block in enumerate(blocks(kv, process_group)):
                 for tile in tiles(step, q.shape[-2], causal, process_group, zigzag):
                     attend(scaled_q, block, output, lse, tile)
@@ -220,7 +220,7 @@ class RingAttention(torch.autograd.Function):
         delta = (grad_output * output).sum(-1, keepdim=True)
         grad_q = torch.zeros_like(scaled_q)
         grad_exchange = None
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q):
             for step, block in enumerate(blocks(kv, process_group)):
                 grad_kv = scaled_q.new_zeros(block.shape)
                 for tile in tiles(step, q.shape[-2], causal, process_group, zigzag):
@@ -235,6 +235,13 @@ class RingAttention(torch.autograd.Function):
             own_grad_kv += grad_exchange.wait()
         # Autograd rounds these to the dtypes of q and kv.
         return grad_q * scale, own_grad_kv, None, None, None, None
+
+
+@contextmanager
+def no_autocast(x):
+    """Keep PyTorch's autocast and that of amp.py from computing in 16 bits."""
+    with torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunction():
+        yield
 
 
 def blocks(kv, process_group):

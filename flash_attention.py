@@ -51,7 +51,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -59,7 +59,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-# Imported before a process group exists: its default arguments would keep that group alive.
+# Imported now, because a later import would keep the process group alive in default arguments.
 import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
@@ -276,8 +276,7 @@ def flash_forward(
     if runs_kernels(kernel, q, v, dropout):
         return triton_forward(q, k, v, causal, scale)
     wide = [widened(x, q) for x in (q, k, v)]
-    # The sums must stay in fp32: autocast would multiply in 16 bits.
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         output, lse = loop_forward(*wide, causal, scale, dropout, block_size)
     return output.to(q.dtype), lse
 
@@ -306,11 +305,18 @@ def flash_backward(
     if runs_kernels(kernel, q, v, dropout):
         return triton_backward(grad_output, q, k, v, output, lse, causal, scale)
     wide = [widened(x, q) for x in (grad_output, q, k, v, output)]
-    with torch.autocast(q.device.type, enabled=False):
+    with no_autocast(q):
         dq, dk, dv = loop_backward(*wide, lse, causal, scale, dropout, block_size)
     dk = sum_heads(dk, k)
     dv = sum_heads(dv, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@contextmanager
+def no_autocast(x):
+    """Keep PyTorch's autocast and that of amp.py from computing in 16 bits."""
+    with torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunction():
+        yield
 
 
 def widened(x, q):

@@ -62,7 +62,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Imported before a process group exists: its default arguments would keep that group alive.
+# Imported now, because a later import would keep the process group alive in default arguments.
 import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F

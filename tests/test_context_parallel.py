@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import amp
 import context_parallel as cp
 from context_parallel import gathered_attention, ring_attention, ulysses_attention
 
@@ -134,12 +135,15 @@ def test_a_sequence_is_split_and_joined(zigzag):
     assert torch.equal(part.grad, torch.full_like(part, N * (N + 1) / 2))  # of all ranks' losses
 
 
+@pytest.mark.parametrize("autocast", [amp.autocast, torch.autocast])
 @pool.on(2)
-def test_autocast_does_not_reach_inside():
+def test_autocast_does_not_reach_inside(autocast):
+    if autocast is torch.autocast:
+        autocast = partial(autocast, pool.device().type)
     inputs = local_inputs(dtype=torch.float32)
     results = []
     for enabled in (False, True):
-        with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=enabled):
+        with autocast(dtype=torch.bfloat16, enabled=enabled):
             output = ring_attention(*inputs, process_group=pool.group())
             gradients = torch.autograd.grad(output.sum(), inputs)
         results.append([output, *gradients])

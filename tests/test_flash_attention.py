@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import amp
 import flash_attention as flash
 
 
@@ -142,14 +143,15 @@ def test_16_bits_are_no_worse_than_pytorchs(dtype):
 
 
 @pytest.mark.cpu
-def test_autocast_does_not_reach_inside_and_a_checkpoint_draws_the_mask_again():
+@pytest.mark.parametrize("autocast", [amp.autocast, partial(torch.autocast, "cpu")])
+def test_autocast_does_not_reach_inside_and_a_checkpoint_draws_the_mask_again(autocast):
     attention = partial(flash.flash_attention, dropout_p=0.5)
     checkpointed = partial(torch.utils.checkpoint.checkpoint, attention, use_reentrant=False)
     inputs = make_inputs(S=40, Skv=40, dtype=torch.float32)
     results = []
-    for run, autocast in [(attention, False), (attention, True), (checkpointed, True)]:
+    for run, enabled in [(attention, False), (attention, True), (checkpointed, True)]:
         torch.manual_seed(2)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with autocast(dtype=torch.bfloat16, enabled=enabled):
             results.append(output_and_gradients(run, *inputs))
     for result in results:
         assert_all_equal(result, results[0], exact=True)
