@@ -245,9 +245,15 @@ class Keep(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        # Views and changes in place always run: they are never kept. Nor are casts: autocast casts
-        # a weight once, so forward may skip a cast that the second run makes.
-        if shares_memory(func) or func is torch.ops.aten._to_copy.default:
+        if func is torch.ops.aten._unsafe_view.default:  # a part of matmul
+            # A view also shares the version counter, by which outputs_of() finds changes in place.
+            with shared_versions():
+                return args[0].view(args[1])
+        # Views and changes in place always run: they are never kept. So do collectives, which
+        # write into their arguments. So do casts: autocast casts a weight once, and forward may
+        # skip a cast that the second run makes.
+        is_cast = func is torch.ops.aten._to_copy.default
+        if shares_memory(func) or func.namespace == "c10d" or is_cast:
             return func(*args, **kwargs)
         self.calls[func] += 1
         call = func, self.calls[func]
@@ -278,11 +284,15 @@ def versions_of(outputs):
 def detached(outputs):
     """Return the outputs without a graph. A graph refers to `kept`: neither would ever be freed.
 
-    They share the outputs' version counters, which count changes in place. Inside a dispatch mode,
-    detach() shares them only if the key ADInplaceOrView is not excluded.
+    They share the outputs' version counters, which count changes in place.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with shared_versions():
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+
+def shared_versions():
+    """A context in which views share version counters. A dispatch mode excludes this key."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from functools import partial
 import pool
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from claims.activation_checkpoint import plainly
 from shared import loss_of, make_batch
@@ -154,7 +155,8 @@ def test_what_policy_keeps_or_nothing_needs_is_not_computed_again(policy, again)
 
 
 @pytest.mark.parametrize("change", [None, torch.detach, lambda y: y.detach()[0]])
-def test_a_kept_output_that_changes_in_place_is_an_error_not_another_number(change):
+@pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6)])  # a product of three dimensions is a view
+def test_a_kept_output_that_changes_in_place_is_an_error_not_another_number(shape, change):
     weight = torch.randn(6, 6, requires_grad=True)
 
     def function(x):
@@ -162,7 +164,7 @@ def test_a_kept_output_that_changes_in_place_is_an_error_not_another_number(chan
         z = (y + 1).sin()
         return y if change else y.mul_(2), z.cos()
 
-    y, z = selective(function, torch.randn(4, 6))
+    y, z = selective(function, torch.randn(shape))
     if change:
         change(y).mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
@@ -224,6 +226,22 @@ def test_a_transformer_layer_keeps_the_bytes_of_the_formulas(way):
     few = l * (16 * s * b + 8 * h)
     assert abs(kept - formula * s * b * h) <= few
     assert operations == 2 * s * b * (3 * PRODUCTS * l + again)
+
+
+@pool.on(2)
+def test_a_policy_does_not_keep_collectives_because_they_write_into_their_arguments():
+    w = torch.tensor(pool.rank() + 1.0, requires_grad=True)
+
+    def function(x):
+        total = x.detach().sin()
+        dist.all_reduce(total, group=pool.group())
+        return total.mul(w).sin()
+
+    x = torch.tensor(pool.rank() / 2, requires_grad=True)
+    keep = {torch.ops.c10d.allreduce_.default}
+    (expected,) = torch.autograd.grad(function(x), w)
+    output = ac.checkpoint(function, x, policy=lambda operator, *_: operator in keep)
+    assert torch.equal(torch.autograd.grad(output, w)[0], expected)
 
 
 @pytest.mark.parametrize("technique", ["ddp", "fsdp"])
