@@ -254,7 +254,7 @@ def write(path, pieces):
     boxes = {}
     with open(path, "wb") as file:
         for name, piece in pieces:
-            tensor = piece.tensor.detach().cpu().contiguous()
+            tensor = piece.tensor.detach().cpu().resolve_conj().contiguous()
             data = tensor.view(-1).view(torch.uint8).numpy()
             entry = (file.tell(), zlib.crc32(data), piece.box)
             boxes.setdefault(name, []).append(entry)

@@ -170,7 +170,7 @@ def ring_attention(
     """
     verify_attention("ring_attention", q, k, v, causal, scale, process_group, zigzag)
     if scale is None:
-        scale = max(1, q.shape[-1]) ** -0.5  # if D = 0, any scale will do
+        scale = q.shape[-1] ** -0.5
     grouped = q.unflatten(1, (k.shape[1], -1))
     kv = torch.stack([k, v]).unsqueeze(3)
     output = RingAttention.apply(grouped, kv, causal, scale, process_group, zigzag)

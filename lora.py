@@ -471,7 +471,7 @@ class LinearNF4(torch.autograd.Function):
     def backward(ctx, gradient):
         grad_bias = None
         if ctx.needs_input_grad[1]:
-            grad_bias = gradient.flatten(0, -2).sum(0)
+            grad_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         return gradient @ dequantize_nf4(ctx.nf4, gradient.dtype), grad_bias, None
 
 

@@ -69,6 +69,7 @@ def test_any_pieces_are_read_as_any_others(written, wanted, dtype, readers, tmp_
     """Any number of ranks loads the same bits. Every element is written exactly once."""
     tensor = torch.arange(30.0).view(6, 5) * 1.7 - 9
     tensor = tensor.long() % 3 == 0 if dtype == "bool" else tensor.to(getattr(torch, dtype))
+    tensor = tensor.conj()  # a view, if it is complex
     whole = Piece(tensor, tensor.shape, [0, 0])
     extra = {"step": 3, "nested": {"scale": 0.1, "list": [1, None]}}
 

@@ -253,14 +253,15 @@ def test_nf4_rounds_to_the_nearest_value_of_each_block(weight, block_size, dtype
 
 @pytest.mark.parametrize("autocast", [amp.autocast, partial(torch.autocast, "cpu")])
 @pytest.mark.parametrize("enabled", [False, True])
-def test_a_quantized_layer_has_the_gradients_of_its_dequantized_weight(autocast, enabled):
+@pytest.mark.parametrize("shape", [(3, 5, 64), (64,)])
+def test_a_quantized_layer_has_the_gradients_of_its_dequantized_weight(autocast, enabled, shape):
     plain = nn.Linear(64, 6)
     q = lora.quantize_nf4(plain.weight)
     plain.weight.data = q.weight
     q.bias = nn.Parameter(plain.bias.detach().clone())
     gradients = []
     for layer in (plain, q):
-        x = torch.randn(3, 5, 64, generator=torch.manual_seed(0)).requires_grad_()
+        x = torch.randn(shape, generator=torch.manual_seed(0)).requires_grad_()
         with autocast(dtype=BF16, enabled=enabled):
             output = layer(x)
         output.square().sum().backward()
