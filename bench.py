@@ -497,8 +497,6 @@ def bench_expert_parallel(bench):
     x = torch.randn(shape, device=bench.device, dtype=bench.dtype, requires_grad=True)
 
     def variant(layer):
-        layer = layer.to(bench.device, bench.dtype)
-
         def step():
             layer.zero_grad()
             layer(x).sum().backward()
@@ -507,10 +505,12 @@ def bench_expert_parallel(bench):
 
     def ours(split):
         layer = expert_parallel.MoE(hidden, ffn_hidden, num_experts=8)
+        layer = layer.to(bench.device, bench.dtype)
         return variant(expert_parallel.parallelize(layer) if split else layer)
 
     def theirs():
-        return variant(library_mixture_of_experts(hidden, ffn_hidden))
+        layer = library_mixture_of_experts(hidden, ffn_hidden)
+        return variant(layer.to(bench.device, bench.dtype))
 
     return {
         "expert_parallel": partial(ours, split=True),

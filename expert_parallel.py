@@ -1,10 +1,10 @@
 """Expert parallelism: a mixture of experts (MoE) whose experts are split over N ranks.
 
 An MoE layer has E feed-forward networks, the experts, and sends each token to k of them. Its
-parameters grow with E, but its operations per token do not. In a step, the router of each rank
-chooses experts for the rank's own tokens. The rank sends a copy of the token, a row, to the rank of
-each chosen expert (all-to-all). Each rank runs its own experts on the rows that arrive, and sends
-the results back. With E = 4, N = 2 ranks and k = 2:
+parameters grow with E, but its operations per token do not. In a step, each rank's router chooses k
+experts for each of the rank's own tokens. The rank sends the token to these experts' ranks
+(all-to-all): one copy, called a row, for each expert. Each rank runs its own experts on the rows
+that it receives, and sends the results back. With E = 4, N = 2 ranks and k = 2:
 
               tokens        router               experts             combine
     rank 0    t0 t1  ───▶  t0: e0 e2  ──┐  ┌──▶  e0: t0 t3   ──┐  ┌──▶  w·e0(t0) + w·e2(t0), …
@@ -13,25 +13,28 @@ the results back. With E = 4, N = 2 ranks and k = 2:
     rank 1    t2 t3  ───▶  t2: e1 e3    │  │     e2: t0        │  │
                            t3: e0 e3  ──┘  └──▶  e3: t1 t2 t3 ─┘  └──▶  w·e1(t2) + w·e3(t2), …
 
-All other parameters are replicated, as in data parallelism. W ranks train together. W is N, or a
-multiple of N if several groups of N ranks each have all experts. The loss is the mean of the losses
-of all W ranks. Many implementations scale the experts' gradients wrongly:
+All other parameters are replicated, as in data parallelism. W ranks train together. W is a multiple
+of N: each group of N ranks has all experts. The loss is the mean of all W ranks' losses. The two
+kinds of parameters need different scales. Many implementations get the experts' scale wrong:
 
-    a replicated parameter   has the gradient of the rank's own tokens: average it over W ranks
-    an expert                has the sum over all rows that it got, from N ranks: divide it by N
-                             (if W > N, then average it over the W/N ranks with the same expert)
+    a replicated parameter   has the gradient of its rank's loss. average_gradients() averages it
+                             over the W ranks.
+    an expert                adds up the gradients of N ranks' losses, because it gets their rows.
+                             MoE.run_experts() divides the sum by N. If W > N, average_gradients()
+                             averages it over the W/N ranks that have the same expert.
 
 Cost per rank, layer and step, in elements. An expert has Ψe parameters; h is the hidden size. A
-rank has T tokens. A capacity, which is an option, limits an expert to C rows from each rank:
+rank has T tokens. An optional capacity limits an expert to C rows from each rank:
 
-                      held (4 times with Adam)   sent forward                 sent backward
-    one device        E·Ψe                       0                            0
-    expert parallel   (E/N)·Ψe                   2kTh(N-1)/N on average       the same
-    with capacity     (E/N)·Ψe                   2ECh(N-1)/N                  the same
+                      parameters   sent forward             sent backward
+    one device        E·Ψe         0                        0
+    expert parallel   (E/N)·Ψe     2kTh(N-1)/N on average   the same
+    with capacity     (E/N)·Ψe     2ECh(N-1)/N              the same
 
-Without a capacity, a rank sends exactly (a + b)h elements forward: a rows to other ranks' experts,
-and the results of the b rows that it got from other ranks. Ranks also exchange 8E(N-1)/N bytes of
-counts, and all-reduce 2E + 1 numbers for aux_loss and z_loss.
+Gradients and Adam's state take three times as much memory as the parameters. Without a capacity, a
+rank sends exactly (a + b)h elements forward: a rows to other ranks' experts, and b results back to
+other ranks. Ranks also exchange 8E(N-1)/N bytes of counts, and all-reduce 2E + 1 numbers for
+aux_loss and z_loss.
 
 Run:      torchrun --nproc-per-node 2 expert_parallel.py
 Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
@@ -70,8 +73,8 @@ from torch.utils._pytree import tree_leaves
 class AllToAllRows(torch.autograd.Function):
     """Send `send_counts[i]` rows to rank i, and receive `recv_counts[i]` rows from it.
 
-    Backward sends the gradients of the rows back, times `grad_scale`. With dist.all_to_all_single
-    alone, which has no gradient, the experts would not train.
+    Backward sends the rows' gradients back. MoE.run_experts() scales them on the way.
+    dist.all_to_all_single has no gradient: with it, the experts would not train.
     """
 
     @staticmethod
@@ -101,16 +104,16 @@ def naive_moe(x, gate, expert, process_group=None):
     """Switch Transformer's layer with one expert per rank.
 
     x is (tokens, hidden). All ranks have the same `gate`, an nn.Linear(hidden, ranks). Each rank
-    has an `expert` of its own, whose gradient is that of the sum of the ranks' losses.
+    has its own `expert`, whose gradients are those of the sum of all ranks' losses.
     """
-    probabilities = gate(x).softmax(-1)
-    probability, chosen = probabilities.max(-1)
+    probability, chosen = gate(x).softmax(-1).max(-1)
     order = chosen.argsort(stable=True)  # the tokens for rank 0 first, then those for rank 1, …
     counts = chosen.bincount(minlength=gate.out_features)
     send_counts = counts.tolist()
     recv_counts = exchange_counts(counts, process_group).tolist()
     rows = AllToAllRows.apply(x[order], send_counts, recv_counts, process_group)
     results = AllToAllRows.apply(expert(rows), recv_counts, send_counts, process_group)
+    # order.argsort() is the inverse of `order`. It puts the results into the order of the tokens.
     return results[order.argsort()] * probability[:, None]
 
 
@@ -119,7 +122,10 @@ def naive_moe(x, gate, expert, process_group=None):
 
 
 class Experts(nn.Module):
-    """E SwiGLU networks, or E/N after parallelize(). Parameters have transformers' names."""
+    """E SwiGLU networks, or E/N after parallelize().
+
+    The parameters are named as in Hugging Face's package transformers.
+    """
 
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
@@ -134,56 +140,50 @@ class Experts(nn.Module):
         parts = rows.split(counts)
         results = []
         for part, gate_up, down in zip(parts, self.gate_up_proj, self.down_proj, strict=True):
-            gate, up = F.linear(part, gate_up).chunk(2, dim=-1)
+            gate, up = F.linear(part, gate_up).chunk(2, -1)
             hidden = F.silu(gate) * up
             results.append(F.linear(hidden, down))
         return torch.cat(results)
 
 
 class Groups:
-    """The process groups of one rank."""
+    """The process groups of one rank. With an `edp_group`, all W ranks form a grid."""
 
     def __init__(self, process_group, edp_group):
-        self.process_group = process_group  # the N ranks over which the experts are split
-        self.size = dist.get_world_size(process_group)  # N
-        self.rank = dist.get_rank(process_group)
-        if self.rank < 0:
-            raise ValueError(
-                f"rank {dist.get_rank()} is not in process_group; call this on its members"
-            )
-        self.dimensions = [process_group]  # of the grid of all W ranks
+        self.axes = [process_group]  # of the grid
         if edp_group is not None:  # expert data parallel: the ranks that have the same experts
-            self.dimensions.append(edp_group)
-        self.num_ranks = math.prod(map(dist.get_world_size, self.dimensions))  # W
+            self.axes.append(edp_group)
+        self.members = []  # the global ranks of each axis
+        for group in self.axes:
+            if dist.get_rank(group) < 0:
+                raise ValueError(
+                    f"rank {dist.get_rank()} is not in process_group, or not in edp_group; "
+                    "call this on the members of both"
+                )
+            self.members.append(dist.get_process_group_ranks(group or dist.group.WORLD))
+        self.ep_group = process_group  # the N ranks over which the experts are split
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)  # N
+        self.num_ranks = math.prod(map(len, self.members))  # W
 
     def __deepcopy__(self, memo):  # a ProcessGroup cannot be copied
         return self
 
-    @torch.no_grad()
     def broadcast(self, tensors):
         """Give all W ranks the values of the first one."""
         for tensor in tensors:
-            if tensor.device.type not in dist.get_backend_config(self.process_group):
-                continue  # NCCL cannot send from the CPU
+            if tensor.is_meta:
+                continue  # has no values
+            if tensor.device.type not in dist.get_backend_config(self.ep_group):
+                raise ValueError(
+                    f"the backend of process_group cannot send from {tensor.device}; "
+                    "move the module to its device first"
+                )
             values = tensor.contiguous()
-            for group in self.dimensions:
+            # First over edp_group: then rank 0 of every process_group has the same values.
+            for group in reversed(self.axes):
                 dist.broadcast(values, group=group, group_src=0)
             tensor.copy_(values)
-
-    def sum(self, tensor):
-        """Add up `tensor` over all W ranks, in place."""
-        for group in self.dimensions:
-            dist.all_reduce(tensor, group=group)
-
-
-def order_by_expert(counts):
-    """Return the order of the received rows by expert. They come sorted by sender, then by expert.
-
-    counts[i, j] is the number of rows from rank i for expert j.
-    """
-    experts = torch.arange(counts.shape[1], device=counts.device).expand_as(counts)
-    expert = experts.flatten().repeat_interleave(counts.flatten())  # of each row
-    return expert.argsort(stable=True)
 
 
 class MoE(nn.Module):
@@ -192,11 +192,11 @@ class MoE(nn.Module):
     top_k                experts per token; their probabilities weight their results
     norm_topk_prob       divide the weights of a token by their sum (Mixtral)
     num_shared_experts   experts that see every token (DeepSeekMoE), computed as one wide expert
-    capacity_factor      limit the rows of an expert: see slots_with_capacity()
+    capacity_factor      limit the rows of an expert: see assign_slots()
     bias_update_rate     balance the experts by a bias: see update_bias()
 
-    After a forward, `aux_loss` and `z_loss` are those of the tokens of all ranks. They have no
-    gradient after a checkpoint with use_reentrant=True, which runs the forward without gradients.
+    A forward sets `aux_loss` and `z_loss`, which cover the tokens of all ranks. They have no
+    gradient under checkpoint(use_reentrant=True), whose forward runs without autograd.
     """
 
     def __init__(
@@ -228,28 +228,32 @@ class MoE(nn.Module):
         self.row_counts = None  # rows of the last forward: ([sent to each rank], [received])
         self.aux_loss = None  # Switch's load-balancing loss: 1 if balanced
         self.z_loss = None  # ST-MoE's loss that keeps logits small
-        self.load = torch.zeros(())  # 0, then (E,): assignments to each expert since update_bias()
-        uses_bias = bias_update_rate is not None
-        self.register_buffer("bias", torch.zeros(num_experts), persistent=uses_bias)
+        # How often each expert was chosen since update_bias(): 0, and after a forward (E,).
+        self.load = torch.zeros((), device="cpu")
+        bias = torch.zeros(num_experts, dtype=torch.float32)  # stays 0 if it is not used
+        self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
 
     def forward(self, x):
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens)
         slots, counts = self.assign_slots(chosen)
-        rows = self.dispatch(tokens, slots, sum(counts))
-        results = self.compute(rows, counts)
+        rows = self.fill_slots(tokens, slots, sum(counts))
+        results = self.run_experts(rows, counts)
         output = self.combine(results, slots, weights)
         if self.shared_experts is not None:
             output = output + self.shared_experts(tokens, [len(tokens)])
         return output.view_as(x)
 
     def route(self, tokens):
-        """Return the weights and the indices of each token's experts, both (tokens, k)."""
+        """Return the weights and the indices of each token's experts, both (tokens, k).
+
+        This also sets the losses, which takes an all-reduce.
+        """
         dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits would create ties
         with torch.autocast(tokens.device.type, enabled=False):
             logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
         probabilities = logits.softmax(-1)
-        chosen = (probabilities + self.bias).topk(self.top_k).indices  # an unused bias is 0
+        chosen = (probabilities + self.bias).topk(self.top_k).indices
         weights = probabilities.gather(1, chosen)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -257,69 +261,68 @@ class MoE(nn.Module):
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
-        """Give each assignment of a token to an expert a slot: its row in what the rank sends.
+        """Return a slot for each token and choice, (k, tokens), and each expert's number of slots.
 
-        Return the slot of each assignment, (k, tokens), and the number of slots of each expert.
-        Slots are sorted by expert. Within an expert, they are in GShard's order: the first choices
-        of all tokens, then the second choices.
+        A slot is a row's index in the tensor of all rows that the rank sends. Slots are sorted by
+        expert. Within an expert, they are in GShard's order: the first choices of all tokens, then
+        the second choices.
+
+        With a capacity C, each expert has C slots. Choices beyond C are dropped: they all get one
+        extra slot, and add nothing to their tokens. A token's other weights do not change.
         """
-        expert = chosen.T.flatten()  # of each assignment, in GShard's order
-        order = expert.argsort(stable=True)
-        slots = order.argsort()  # the inverse of that permutation
-        counts = expert.bincount(minlength=self.num_experts)
-        if self.capacity_factor is not None:
-            first_slots = counts.cumsum(0) - counts
-            position = slots - first_slots[expert]  # 0 for the expert's first assignment
-            return self.slots_with_capacity(expert, position, len(chosen))
-        return slots.view(self.top_k, -1), counts.tolist()
+        E = self.num_experts
+        expert = chosen.T  # (k, tokens) is GShard's order
+        order = expert.flatten().argsort(stable=True)
+        slots = order.argsort().view_as(expert)  # the inverse of that permutation
+        counts = expert.flatten().bincount(minlength=E)
+        if self.capacity_factor is None:
+            return slots, counts.tolist()
+        first_slots = counts.cumsum(0) - counts
+        position = slots - first_slots[expert]  # 0 for the expert's first choice
+        C = math.ceil(self.capacity_factor * self.top_k * len(chosen) / E)
+        return torch.where(position < C, expert * C + position, E * C), [C] * E
 
-    def dispatch(self, tokens, slots, num_slots):
+    def fill_slots(self, tokens, slots, num_slots):
         """Return the row of each slot. An empty slot has zeros."""
         rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
         rows[slots] = tokens  # slots is (k, tokens): k copies of each token
-        return rows[:-1]  # without the extra slot of all dropped assignments
+        return rows[:-1]  # without the extra slot of all dropped choices
 
-    def compute(self, rows, counts):
-        """Run each row through its expert, on any rank. The results have the order of `rows`."""
+    def run_experts(self, rows, counts):
+        """Return the results of the rows, in their order. A row's expert may be on any rank."""
         if self.groups is None:
             return self.experts(rows, counts)
-        group = self.groups.process_group
+        group = self.groups.ep_group
         N = self.groups.size
         sent_per_expert = torch.tensor(counts).view(N, -1)  # (to rank, its expert)
         received_per_expert = exchange_counts(sent_per_expert.to(rows.device), group).cpu()
         send_counts = sent_per_expert.sum(1).tolist()
         recv_counts = received_per_expert.sum(1).tolist()
         self.row_counts = (send_counts, recv_counts)
-        # An expert gets the gradients of N ranks' losses. Divided by N, they add up to the gradient
-        # of the mean loss. On its way back to a rank, a row's gradient is multiplied by N again.
+        # Backward runs the last line first. There it divides the gradients by N, because an expert
+        # adds up the gradients of N ranks' losses, and the loss is their mean. At the next line it
+        # multiplies them by N again, because a token needs the gradient of its own rank's loss.
         received = AllToAllRows.apply(rows, send_counts, recv_counts, group, N)
-        order = order_by_expert(received_per_expert).to(rows.device)
+        # Received rows are sorted by sender, then by expert. The experts need them by expert.
+        experts = torch.ones_like(received_per_expert).cumsum(1)  # 1, 2, … for each sender
+        expert_of_row = experts.flatten().repeat_interleave(received_per_expert.flatten())
+        order = expert_of_row.argsort(stable=True).to(rows.device)
         results = self.experts(received[order], received_per_expert.sum(0).tolist())
         by_sender = results[order.argsort()]
         return AllToAllRows.apply(by_sender, recv_counts, send_counts, group, 1 / N)
 
     def combine(self, results, slots, weights):
         """Add up the weighted results of each token's experts, first choice first."""
-        results = F.pad(results, (0, 0, 0, 1))  # appends zeros, for the slot of dropped assignments
-        return (results[slots] * weights.T[:, :, None]).sum(0)
+        results = F.pad(results, (0, 0, 0, 1))  # appends zeros, for the slot of dropped choices
+        return (results[slots] * weights.T[..., None]).sum(0)
 
-    # Refinements: a capacity (GShard), balance by a loss (Switch) and by a bias (DeepSeek-V3).
-
-    def slots_with_capacity(self, expert, position, num_tokens):
-        """Each expert has C slots for the tokens of this rank. Assignments beyond C are dropped.
-
-        A dropped assignment adds nothing to its token. The token's other weights do not change.
-        """
-        capacity = math.ceil(self.capacity_factor * self.top_k * num_tokens / self.num_experts)
-        num_slots = self.num_experts * capacity
-        slots = torch.where(position < capacity, expert * capacity + position, num_slots)
-        return slots.view(self.top_k, -1), [capacity] * self.num_experts
+    # Refinements: balance by a loss (Switch) and by a bias (DeepSeek-V3), and copies of the layer.
 
     def compute_losses(self, logits, probabilities, chosen):
-        """Set aux_loss and z_loss, and count the assignments to each expert, for all ranks' tokens.
+        """Set aux_loss and z_loss, and add to `load` in training, for the tokens of all ranks.
 
-        aux_loss = E Σ f P (Fedus et al., §2.2): f is the share of assignments that an expert gets,
-        P is its mean probability. Only P has a gradient.
+        aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
+        mean probability. Only P has a gradient.
         """
         E = self.num_experts
         z = logits.logsumexp(-1, keepdim=True).square()
@@ -327,147 +330,161 @@ class MoE(nn.Module):
         counts = chosen.flatten().bincount(minlength=E)
         total = torch.cat([counts, sums.detach()])
         if self.groups is not None:
-            self.groups.sum(total)
-            # The value becomes the sum over all ranks. The gradient flows only through this rank's
-            # sums. The factor W cancels the division by W in average_gradients().
+            for group in self.groups.axes:
+                dist.all_reduce(total, group=group)
+            # total[E:] has the value, without a gradient. The difference is 0, and has the gradient
+            # of this rank's sums. The factor W cancels the division by W in average_gradients().
             sums = total[E:] + self.groups.num_ranks * (sums - sums.detach())
         counts = total[:E]
-        assignments = counts.sum().clamp(min=1)
-        num_tokens = assignments / self.top_k
-        means = sums / num_tokens
-        self.aux_loss = E * (counts / assignments * means[:E]).sum()
+        num_choices = counts.sum().clamp(min=1)
+        means = sums * self.top_k / num_choices  # over all tokens
+        self.aux_loss = E * (counts / num_choices * means[:E]).sum()
         self.z_loss = means[E]
         if self.training:
             self.load = self.load + counts
 
-    @torch.no_grad()
     def update_bias(self):
         """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2). Call once a step."""
+        if self.bias_update_rate is None:
+            raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
         self.bias += self.bias_update_rate * (self.load.mean() - self.load).sign()
-        self.load = torch.zeros(())
+        self.load = 0 * self.load
 
     def _apply(self, function, recurse=True):
         """Module.to() and the like call this. The bias stays in fp32, or updates would be lost."""
         bias = self.bias
         super()._apply(function, recurse)
+        if bias.is_meta:  # has no values, and to_empty() gives it arbitrary ones
+            bias = torch.zeros_like(bias, device=self.bias.device)
         self.bias = bias.to(self.bias.device)
         return self
+
+    def __getstate__(self):
+        """copy.deepcopy() calls this. It cannot copy the losses, which have a graph."""
+        return self.__dict__ | {"aux_loss": None, "z_loss": None}
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. Split the experts over ranks, and handle their gradients and their state accordingly.
 
 
-def moe_layers(module):
-    """{path: layer} of every MoE in `module`."""
-    return {path: layer for path, layer in module.named_modules() if isinstance(layer, MoE)}
+def split_parameters(module, groups=None):
+    """Return {name: Groups} of the parameters that are split. A layer may have several names.
 
-
-def split_parameters(module):
-    """{name: Groups} of the parameters that parallelize() has split. A layer may have two names."""
+    Raise ValueError if they were split over other groups than `groups`.
+    """
     split = {}
     for path, layer in module.named_modules(remove_duplicate=False):
         if isinstance(layer, MoE) and layer.groups is not None:
+            if groups and groups.members != layer.groups.members:
+                raise ValueError(
+                    f"{groups.members} are not the ranks {layer.groups.members} that have the "
+                    "experts; pass the process_group and the edp_group that parallelize() got"
+                )
             prefix = f"{path}.experts".lstrip(".")
             for name, _ in layer.experts.named_parameters(prefix):
                 split[name] = layer.groups
     return split
 
 
+@torch.no_grad()
 def parallelize(module, process_group=None, edp_group=None):
     """Split the experts of every MoE in `module` over `process_group`, in place.
 
     As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
-    its device before, because NCCL does not send from the CPU: such tensors stay as they are. Do
-    not wrap it in DDP, which would make the ranks' different experts the same.
+    its device first. It may also be on the meta device: then call to_empty() and
+    load_full_state_dict() after this. Do not wrap `module` in DDP: it would make the ranks'
+    different experts the same.
 
-    If there are several such process groups, `edp_group` has the ranks that have the same experts
-    as this one, one of each process group.
+    If several process groups train together, `edp_group` has the ranks with this rank's experts:
+    one rank of each process group, with the same number in it.
     """
     groups = Groups(process_group, edp_group)
-    for layer in moe_layers(module).values():
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    for layer in layers:
         if layer.num_experts % groups.size:
             raise ValueError(
                 f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
                 "make process_group smaller, and use edp_group for more ranks"
             )
+    if edp_group is not None:
+        verify_grid(groups, edp_group)
     groups.broadcast([*module.parameters(), *module.buffers()])
-    for layer in moe_layers(module).values():
+    for layer in layers:
         layer.groups = groups
         for parameter in layer.experts.parameters():
-            parameter.data = parameter.data.chunk(groups.size)[groups.rank].clone()
+            parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
     return module
 
 
-def verify_groups(groups, split):
-    """Raise ValueError if these are not the groups over which the experts were split."""
-    for theirs in split.values():
-        if (groups.size, groups.num_ranks) != (theirs.size, theirs.num_ranks):
-            raise ValueError("pass the process_group and the edp_group that parallelize() got")
+def verify_grid(groups, edp_group):
+    """Raise ValueError if the ranks of `edp_group` have different experts."""
+    places = [None] * dist.get_world_size(edp_group)
+    dist.all_gather_object(places, (groups.rank, groups.size), group=edp_group)
+    if len(set(places)) > 1:
+        raise ValueError(
+            f"the ranks of edp_group have (number, size) {places} in their process_groups; "
+            "make edp_group of ranks with the same number in process_groups of the same size"
+        )
 
 
-@torch.no_grad()
 def average_gradients(module, process_group=None, edp_group=None):
-    """Turn all gradients into those of the ranks' mean loss. Call it between backward and step.
+    """Make every gradient that of the mean of the ranks' losses. Call this before optimizer.step().
 
-    It may run after every backward of a step: the average of an average changes nothing. If no rank
-    used a parameter, its gradient becomes zeros. AdamW decays it then; freeze it to prevent that.
+    If a step has several backwards, you may call this after each: averaging twice changes nothing.
+    If no rank used a parameter, its gradient becomes zeros. AdamW then decays the parameter. Freeze
+    it to prevent that.
     """
     groups = Groups(process_group, edp_group)
-    split = split_parameters(module)
-    verify_groups(groups, split)
+    split = split_parameters(module, groups)
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:  # unused here; all ranks must call the same collectives
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.contiguous()
-        if name not in split:
-            gradient /= groups.num_ranks
-            groups.sum(gradient)
-        elif edp_group is not None:
-            gradient /= dist.get_world_size(edp_group)
-            dist.all_reduce(gradient, group=edp_group)
+        axes = groups.axes[1:] if name in split else groups.axes
+        for group in axes:
+            gradient /= dist.get_world_size(group)
+            dist.all_reduce(gradient, group=group)
         parameter.grad.copy_(gradient)
 
 
-@torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
     """As torch.nn.utils.clip_grad_norm_, with the norm of the whole module. Return the norm.
 
-    The ranks of `edp_group` have the same experts, which count once. So nothing is added over it.
+    Call average_gradients() first: before it, ranks have different gradients, and the norm is
+    wrong. The ranks of `edp_group` have the same experts, so the sum is over `process_group` alone.
     """
-    split = split_parameters(module)
-    verify_groups(Groups(process_group, edp_group), split)
-    device = next(module.parameters()).device
-    total = torch.zeros((), device=device)  # of the squares of all elements
+    groups = Groups(process_group, edp_group)
+    split = split_parameters(module, groups)
+    squares = torch.zeros(())  # of all elements, added up
     for name, parameter in module.named_parameters():
         if parameter.grad is None:
             continue
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         square = parameter.grad.to(dtype).square().sum()
         if name not in split:
-            square /= dist.get_world_size(process_group)  # each rank of the group adds it
-        total = total + square
-    dist.all_reduce(total, group=process_group)
-    norm = total.sqrt()
+            square /= groups.size  # each rank of the group adds it
+        squares = squares + square
+    dist.all_reduce(squares, group=process_group)
+    norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
     return norm
 
 
-@torch.no_grad()
 def full_state_dict(module, gradients=False):
-    """The state dict, or the gradients by name, of the whole module, on every rank."""
+    """Return a copy of the whole module's state dict, or of its gradients, on every rank."""
     tensors = module.state_dict()
     if gradients:
-        parameters = module.named_parameters(remove_duplicate=False)
-        tensors = {name: parameter.grad for name, parameter in parameters}
+        tensors = {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
+    tensors = copy.deepcopy(tensors)
     for name, groups in split_parameters(module).items():
         if tensors[name] is None:  # the gradient of a frozen expert
             continue
         shard = tensors[name].contiguous()
         shards = [torch.empty_like(shard) for _ in range(groups.size)]
-        dist.all_gather(shards, shard, group=groups.process_group)
+        dist.all_gather(shards, shard, group=groups.ep_group)
         tensors[name] = torch.cat(shards)
     return tensors
 
@@ -498,9 +515,13 @@ def add_moe_layers(model, num_experts):
     """The demo's language model with a mixture of experts after its second and its fourth block."""
     hidden = model[0].embedding_dim
     layers = list(model)
-    for position in (5, 3):
+    for position in (5, 3):  # after blocks 4 and 2, because layers[0] is the embedding
         layers.insert(position, ResidualMoE(hidden, num_experts))
     return nn.Sequential(*layers).to(model[0].weight)
+
+
+def moe_layers(model):
+    return [layer for layer in model.modules() if isinstance(layer, MoE)]
 
 
 def main():
@@ -514,7 +535,7 @@ def main():
     balanced = parallelize(copy.deepcopy(demo.model))
     model = parallelize(copy.deepcopy(demo.model))
     names = [name for name, _ in model.named_parameters()]
-    before = tokens_per_expert(demo, model)
+    before = rows_per_expert(demo, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def whole():
@@ -530,11 +551,11 @@ def main():
     optimizer = torch.optim.AdamW(balanced.parameters(), lr=1e-3)
     for number in range(demo.args.steps):
         train_step(demo, balanced, optimizer, 0.1, *demo.batch(number))
-    demo.show("\nTokens per expert in the first MoE layer, summed over ranks. Ideal: all equal")
+    demo.show("\nRows per expert in the first MoE layer, summed over ranks. Ideal: all equal")
     for title, counts in (
         ("before training", before),
-        ("after training without a balance loss", tokens_per_expert(demo, model)),
-        ("after training with 0.1 · aux_loss", tokens_per_expert(demo, balanced)),
+        ("after training without a balance loss", rows_per_expert(demo, model)),
+        ("after training with 0.1 · aux_loss", rows_per_expert(demo, balanced)),
     ):
         demo.show(title)
         for expert, count in enumerate(counts):
@@ -546,7 +567,7 @@ def main():
 def train_step(demo, model, optimizer, balance, inputs, targets):
     optimizer.zero_grad()
     loss = language_loss(model(demo.part(inputs)), demo.part(targets))
-    aux_loss = sum(layer.aux_loss for layer in moe_layers(model).values())
+    aux_loss = sum(layer.aux_loss for layer in moe_layers(model))
     (loss + balance * aux_loss).backward()
     average_gradients(model)
     optimizer.step()
@@ -554,8 +575,8 @@ def train_step(demo, model, optimizer, balance, inputs, targets):
 
 
 @torch.no_grad()
-def tokens_per_expert(demo, model):
-    layer = next(iter(moe_layers(model).values()))
+def rows_per_expert(demo, model):
+    layer = moe_layers(model)[0]
     layer.load = torch.zeros(())
     model(demo.part(demo.batch(0)[0]))
     return layer.load.int().tolist()
@@ -565,12 +586,12 @@ def bytes_by_formula(demo, model):
     """What this rank sent in the last step. float64 and int64 have 8 bytes."""
     N = demo.ranks
     split = split_parameters(model)
-    numbers = sum(p.numel() for name, p in model.named_parameters() if name not in split)
-    elements = 2 * numbers * (N - 1) / N
-    for layer in moe_layers(model).values():
+    psi_r = sum(p.numel() for name, p in model.named_parameters() if name not in split)
+    elements = 2 * psi_r * (N - 1) / N  # for the replicated parameters' gradients
+    for layer in moe_layers(model):
         sent, received = layer.row_counts
-        a = sum(sent) - sent[demo.rank]
-        b = sum(received) - received[demo.rank]
+        a = sum(sent) - sent[demo.rank]  # rows to other ranks
+        b = sum(received) - received[demo.rank]  # results to other ranks
         E = layer.num_experts
         elements += 2 * (a + b) * layer.gate.in_features
         elements += 2 * (2 * E + 1) * (N - 1) / N  # for aux_loss and z_loss

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import math
 from functools import partial
+from unittest import mock
 
 import pool
 import pytest
@@ -107,6 +108,16 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
     if pool.rank() == 2:
         with pytest.raises(ValueError, match="rank 2 is not in process_group"):
             ep.parallelize(make_model(), pair)
+        with pytest.raises(ValueError, match=r"rank 2 is not in .* edp_group"):
+            ep.average_gradients(make_model(), pool.group(), pair)
+
+
+@pool.on(2)
+def test_a_model_that_the_backend_cannot_send_is_an_error():
+    model = make_model().to("cpu")
+    over_nccl = mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl")
+    with over_nccl, pytest.raises(ValueError, match="move the module to its device first"):
+        ep.parallelize(model, pool.group())
 
 
 # ---- shared experts and the bias
@@ -150,6 +161,21 @@ def test_the_bias_moves_towards_a_balance_and_changes_the_choice_alone():
     assert layer.state_dict().keys() == {"bias", *ep.MoE(H, 5, 4).state_dict()}
 
 
+def test_an_update_of_the_bias_needs_a_rate():
+    with pytest.raises(ValueError, match="give MoE a bias_update_rate"):
+        ep.MoE(H, 5, 4).update_bias()
+
+
+@pool.on(1)
+def test_the_bias_is_in_fp32_under_another_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = ep.MoE(H, 5, 4, bias_update_rate=0.25)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.bias.dtype == torch.float32
+
+
 # ---- gradients, states, 16 bits
 
 
@@ -186,6 +212,68 @@ def test_a_grid_of_two_expert_parallel_by_two_data_parallel_ranks():
     aux_loss = model[0].aux_loss
     plain(torch.cat([tokens_of(rank) for rank in range(4)]))
     assert_equal(aux_loss.detach(), plain[0].aux_loss.detach(), False)
+
+
+@pool.on(4)
+def test_groups_that_are_not_a_grid_or_not_those_of_the_experts_are_errors():
+    rows, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    columns, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    diagonals, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    with pytest.raises(ValueError, match="ranks with the same number in process_groups"):
+        ep.parallelize(make_model(), rows, diagonals)
+    model = ep.parallelize(make_model(), rows, columns)
+    for swapped in (ep.average_gradients, partial(ep.clip_grad_norm_, max_norm=1.0)):
+        with pytest.raises(ValueError, match="pass the process_group and the edp_group"):
+            swapped(model, process_group=columns, edp_group=rows)
+
+
+@pool.on(4)
+def test_all_ranks_of_a_crossed_grid_begin_with_the_same_weights():
+    """The process group of ranks 0 and 3 is the first for rank 0, and the second for rank 3."""
+    process_group, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+    edp_group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    model = make_model()
+    nn.init.constant_(model[1].weight, pool.rank())
+    ep.parallelize(model, process_group, edp_group)
+    assert not model[1].weight.any()
+
+
+@pool.on(2)
+def test_after_a_forward_a_layer_can_be_copied():
+    layer = split(make_model()[0])
+    x = tokens_of(pool.rank())
+    output = layer(x)
+    average = copy.deepcopy(layer)
+    assert layer.aux_loss.requires_grad
+    assert average.aux_loss is None
+    assert torch.equal(average(x), output)
+
+
+@pool.on(2)
+def test_a_model_may_begin_on_the_meta_device():
+    plain = make_model()
+    with torch.device("meta"):
+        model = make_model(torch.bfloat16)
+    ep.parallelize(model, pool.group())
+    model = model.double().to_empty(device=pool.device())
+    ep.load_full_state_dict(model, plain.state_dict())
+    assert_gradients_of_one_device(model, plain, [pool.group()])
+    assert model[0].bias.dtype == torch.float32
+    assert not model[0].bias.any()
+
+
+@pool.on(2)
+def test_a_whole_state_does_not_change_with_the_model():
+    model = split(make_model())
+    model(tokens_of(pool.rank())).sum().backward()
+    for gradients in (False, True):
+        state = ep.full_state_dict(model, gradients)
+        before = copy.deepcopy(state)
+        for parameter in model.parameters():
+            parameter.data += 1
+            parameter.grad += 1
+        for name, tensor in state.items():
+            assert torch.equal(tensor, before[name]), name
 
 
 @pool.on(2)

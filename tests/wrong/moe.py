@@ -55,15 +55,15 @@ class NoWeights(MoE):
 class WrongOrder(MoE):
     """Rows come back in the order in which experts have them."""
 
-    def compute(self, rows, counts):
-        return super().compute(rows, counts).roll(1, 0)
+    def run_experts(self, rows, counts):
+        return super().run_experts(rows, counts).roll(1, 0)
 
 
 class RawAllToAll(MoE):
     """The exchange has no gradient."""
 
-    def compute(self, rows, counts):
-        return super().compute(rows.detach(), counts)
+    def run_experts(self, rows, counts):
+        return super().run_experts(rows.detach(), counts)
 
 
 class NormOfThisRank(MoE):
