@@ -329,7 +329,7 @@ class MoE(nn.Module):
         sums = torch.cat([probabilities, z], dim=1).sum(0)  # over this rank's tokens
         counts = chosen.flatten().bincount(minlength=E)
         total = torch.cat([counts, sums.detach()])
-        if self.groups is not None:
+        if self.groups:
             for group in self.groups.axes:
                 dist.all_reduce(total, group=group)
             # total[E:] has the value, without a gradient. The difference is 0, and has the gradient
@@ -375,7 +375,7 @@ def split_parameters(module, groups=None):
     """
     split = {}
     for path, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, MoE) and layer.groups is not None:
+        if isinstance(layer, MoE) and layer.groups:
             if groups and groups.members != layer.groups.members:
                 raise ValueError(
                     f"{groups.members} are not the ranks {layer.groups.members} that have the "
@@ -414,6 +414,7 @@ def parallelize(module, process_group=None, edp_group=None):
         layer.groups = groups
         for parameter in layer.experts.parameters():
             parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
+            parameter.allreduce = False  # as in Megatron-LM; ddp.py and others look for this mark
     return module
 
 

@@ -17,6 +17,7 @@ from shared import assert_equal, randn
 from torch.utils.checkpoint import checkpoint
 
 import expert_parallel as ep
+from ddp import DistributedDataParallel
 
 H = 6  # hidden size
 
@@ -110,6 +111,12 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
             ep.parallelize(make_model(), pair)
         with pytest.raises(ValueError, match=r"rank 2 is not in .* edp_group"):
             ep.average_gradients(make_model(), pool.group(), pair)
+
+
+@pool.on(2)
+def test_ddp_refuses_split_experts():
+    with pytest.raises(ValueError, match="is a split expert"):
+        DistributedDataParallel(split(make_model()), process_group=pool.group())
 
 
 @pool.on(2)
