@@ -39,11 +39,11 @@ Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers 
           gather writes into the buffer that the parameters are views of. FSDP2 shards the rows of
           each parameter instead. So an optimizer has whole rows, but each gather and each reduction
           copies all elements once more.
-Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units that some ranks do
-          not call, or call in another order (FSDP2 does not allow this either); units that change
-          their input in place, for example by a first layer ReLU(inplace=True); .to() after
-          sharding; sparse gradients; hooks on parameters; second-order gradients; loading a state
-          dict that only rank 0 has
+Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units that only some ranks
+          call, that backward reaches on only some ranks, or that ranks call in another order (FSDP2
+          does not allow these either); units that change their input in place, for example by a
+          first layer ReLU(inplace=True); .to() after sharding; sparse gradients; hooks on
+          parameters; second-order gradients; loading a state dict that only rank 0 has
 """
 
 import argparse
@@ -166,7 +166,7 @@ class ShardedParameter:
         self.sharded._sharded_parameter = self
         # A later unit finds this if it is tied to the original: see find_parameters().
         original._sharded_parameter = self
-        for module, attribute in owners:
+        for module, attribute in dict.fromkeys(owners):  # a module may be registered twice
             hook = functools.partial(self.pre_load_state_dict, attribute)
             module.register_load_state_dict_pre_hook(hook)
 
@@ -225,6 +225,7 @@ NO_GRADIENT = -0.0
 
 def is_used(total):
     """Return whether any rank had a gradient for these elements of the sum."""
+    total = total.real  # a complex number has no sign bit
     return not bool(((total == 0) & total.signbit()).all())
 
 
@@ -618,10 +619,11 @@ def fully_shard(
       optimizer must be elementwise, like Adam. After backward, .grad is this rank's part of the
       mean gradient, or None if no rank has a gradient.
     - Parameters get the values of rank 0. Those on the meta device are first initialized by
-      reset_parameters() of their modules. Buffers are not synchronized.
+      reset_parameters() of their modules. If the group has only NCCL, those on the CPU move to
+      the GPU. Buffers do not move and are not synchronized.
     - Before this call, freeze parameters, so that no gradients are sent for them, and inject LoRA.
-    - Only the forward of a unit sees whole parameters. If `self.pos` is a unit, call `self.pos(x)`,
-      because `self.pos.weight` is a shard outside of it.
+    - Only the forward of a unit sees whole parameters. Values that it writes into them are lost. If
+      `self.pos` is a unit, call `self.pos(x)`, because `self.pos.weight` is a shard outside of it.
     - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_
       of this file, and GradScaler of amp.py. optimizer.state_dict() is only this rank's part. Save
       shards() with checkpoint.py on all ranks. Then any number of ranks can load it.
@@ -699,8 +701,8 @@ def find_parameters(module, process_group):
             owner, _, name = path.rpartition(".")
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
             descriptions.add(
-                f"{i} {path}: {tuple(parameter.shape)}, {parameter.dtype}, "
-                f"{parameter.requires_grad=}"
+                f"{i} {path}: {tuple(parameter.shape)}, stride {parameter.stride()}, "
+                f"{parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
             )
         elif sharded_parameter.sharded is not parameter:
             raise ValueError(
@@ -744,15 +746,20 @@ def materialize(module, device):
 
 @contextmanager
 def no_sync(module):
-    """A backward in here keeps its gradients. The next backward outside sends the sum."""
+    """A backward in here keeps its gradients. The next backward outside sends the sum.
+
+    The gradients that are kept are not in .grad, so optimizer.zero_grad() does not drop them. To
+    drop them, run a backward outside, and then call optimizer.zero_grad().
+    """
     units = reset_units(module)
+    before = [unit.sends for unit in units]  # False in another no_sync()
     for unit in units:
         unit.sends = False
     try:
         yield
     finally:
-        for unit in units:
-            unit.sends = True
+        for unit, sends in zip(units, before, strict=True):
+            unit.sends = sends
 
 
 @torch.no_grad()
@@ -761,10 +768,11 @@ def clip_grad_norm_(module, max_norm):
 
     Return the norm that they had before.
     """
+    units = reset_units(module)
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not hasattr(parameter, "_sharded_parameter"):
-            raise ValueError(f"{name}: in no unit, so its gradient is not reduced; shard the root")
-    group = reset_units(module)[0].schedule.groups[0]
+        if parameter.requires_grad:
+            check_in_unit(name, parameter)
+    group = units[0].schedule.groups[0]
     total = torch.zeros((), dtype=torch.float64, device=group.shard.device)  # sum of squares
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -774,7 +782,12 @@ def clip_grad_norm_(module, max_norm):
     dist.all_reduce(total, group=group.process_group)
     norm = total.sqrt()
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
-    return norm.to(group.shard.dtype.to_real())
+    return norm.to(torch.promote_types(group.shard.dtype.to_real(), torch.float32))
+
+
+def check_in_unit(name, parameter):
+    if not hasattr(parameter, "_sharded_parameter"):
+        raise ValueError(f"{name} is in no unit; call fully_shard on the whole model, too")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -820,7 +833,9 @@ def shards(module, optimizer):
     checkpoint.py takes these tuples, to save or load them. Before you load them, take a step in
     which each trained parameter has a gradient, so that the optimizer has its state.
     """
+    reset_units(module)
     for name, sharded in module.named_parameters():
+        check_in_unit(name, sharded)
         parameter = sharded._sharded_parameter
         group = parameter.group
         first = max(0, group.rank * group.shard_size - parameter.start)

@@ -348,6 +348,39 @@ def test_a_plain_state_dict_loads_into_the_model_and_into_parts_of_it():
         assert_equal(fsdp.full_state_dict(model), dict(plain.state_dict()))
 
 
+@pool.on(2)
+def test_a_state_dict_loads_into_a_module_that_is_registered_twice():
+    layer = nn.Linear(6, 6)
+    plain = nn.Sequential(layer, nn.ReLU(), layer)
+    ours = fully_shard(copy.deepcopy(plain))
+    nn.init.normal_(layer.weight)
+    fsdp.load_full_state_dict(ours, plain.state_dict())
+    assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
+
+
+@pool.on(2)
+def test_after_a_forward_that_raised_gradients_are_clipped_and_shards_are_saved():
+    layer = fully_shard(nn.Linear(6, 3))
+    optimizer = adamw(layer)
+    for use in (lambda: fsdp.clip_grad_norm_(layer, 1.0), lambda: pieces(layer, optimizer)):
+        with pytest.raises(RuntimeError, match="shapes"):
+            layer(torch.ones(1, 5))
+        use()
+        assert_at_rest(layer)
+
+
+@pool.on(2)
+def test_no_sync_in_no_sync_ends_with_the_outer_one():
+    layer = fully_shard(nn.Linear(6, 3))
+    with fsdp.no_sync(layer):
+        with fsdp.no_sync(layer):
+            pass
+        batch_loss(layer, pool.rank(), 0).backward()
+        assert layer.weight.grad is None
+    batch_loss(layer, pool.rank(), 1).backward()
+    assert layer.weight.grad is not None
+
+
 def hooks_and_what_they_saw(fully_shard):
     """Return (hook, whether the weight was whole) in the order of calls, and the results."""
     torch.manual_seed(0)
@@ -397,7 +430,32 @@ def test_clipping_where_a_rank_has_nothing_and_a_square_or_a_sum_would_overflow(
         assert layer.weight.grad.flatten().tolist() == [after] * (pool.rank() == 0)
 
 
-@pytest.mark.skipif(IS_TORCH_2_6, reason="gloo sends no complex numbers in torch 2.6")
+@pool.on(2)
+def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits():
+    layer = fully_shard(nn.Linear(2, 1, bias=False).bfloat16())
+    layer(torch.ones(1, 2).bfloat16()).sum().backward()
+    norm = fsdp.clip_grad_norm_(layer, 1.0)
+    assert_equal(norm, torch.tensor(2.0).sqrt())
+
+
+complex_numbers_are_sent = pytest.mark.skipif(
+    IS_TORCH_2_6, reason="gloo sends no complex numbers in torch 2.6"
+)
+
+
+@complex_numbers_are_sent
+@pool.on(2)
+def test_a_complex_parameter_that_one_rank_does_not_use_gets_the_mean_gradient():
+    layer = fully_shard(nn.Linear(6, 3, dtype=torch.complex64))
+    use = 1 - pool.rank()  # rank 1, which has the shard of the bias, does not use it
+    layer.forward = lambda x: x @ layer.weight.T + (layer.bias if use else 0)
+    layer(torch.ones(1, 6, dtype=torch.complex64)).sum().abs().backward()
+    assert (layer.bias.numel() > 0) == (not use)
+    for gradient in layer.bias.grad.abs().tolist() if layer.bias.numel() else ():
+        assert gradient == pytest.approx(0.5)
+
+
+@complex_numbers_are_sent
 @pool.on(2)
 def test_complex_gradients_are_clipped_as_torchs():
     plain = nn.Linear(6, 3, dtype=torch.complex64)
@@ -600,6 +658,9 @@ def test_errors_on_every_rank():
         buffers = nn.Sequential(nn.Linear(2, 2), nn.Module())
         buffers[1].register_buffer("frequencies", torch.ones(2))
     other_shape = nn.Linear(3 + late, 2)
+    other_order = nn.Conv2d(2, 2, 2)
+    if late:
+        other_order.to(memory_format=torch.channels_last)
     other_frozen = nn.Linear(3, 2).requires_grad_(not late)
     transposed = fully_shard(make_model("odd"))
     short = saved | {"4.bias": torch.ones(1)}
@@ -607,7 +668,8 @@ def test_errors_on_every_rank():
     for error, words, do in [
         (ValueError, "has 2 dimensions", lambda: fsdp.fully_shard(nn.Linear(2, 2), mesh=grid)),
         (ValueError, r"differ in .*weight: \(2, 3\)", lambda: fully_shard(other_shape)),
-        (ValueError, "differ in .*bias", lambda: fully_shard(other_frozen)),
+        (ValueError, r"weight: .* stride \(8, 1, 4, 2\)", lambda: fully_shard(other_order)),
+        (ValueError, "differ in .*bias.* frozen", lambda: fully_shard(other_frozen)),
         (ValueError, "bias has hooks", lambda: fully_shard(hooked)),
         (ValueError, "weight is a split expert", lambda: fully_shard(expert)),
         (ValueError, "bias has hooks", lambda: hooked_later(batch)),
@@ -624,7 +686,8 @@ def test_errors_on_every_rank():
             lambda: model(batch).sum().backward(create_graph=True),
         ),
         (RuntimeError, "PostBackward.* inplace", lambda: in_place(batch.clone().requires_grad_())),
-        (ValueError, "^weight: in no unit", lambda: fsdp.clip_grad_norm_(nn.Linear(1, 1), 1.0)),
+        (ValueError, "weight is in no unit", lambda: fsdp.clip_grad_norm_(plain, 1.0)),
+        (ValueError, "weight is in no unit", lambda: pieces(plain, adamw(plain))),
         (ValueError, r"is \(3,\), not \(1,\)", lambda: fsdp.load_full_state_dict(model, short)),
         (RuntimeError, "call full_state_dict", model.state_dict),
         (
