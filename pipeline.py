@@ -100,12 +100,13 @@ def start_transfer(operation, tensor, peer, group):
 def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_group=None):
     """Forward and backward of a batch. Return its mean loss on the last rank, None elsewhere.
 
-    like: a tensor of the shape and dtype that every stage receives.
+    like: a tensor with the shape and dtype of what each stage but the first receives.
     """
     rank = dist.get_rank(process_group)
     last = dist.get_world_size(process_group) - 1
-    micro_inputs = inputs.chunk(num_microbatches)
-    micro_targets = targets.chunk(num_microbatches)
+    sizes = (num_microbatches, -1)  # unflatten() raises an error if micro-batches are not equal
+    micro_inputs = inputs.unflatten(0, sizes)
+    micro_targets = targets.unflatten(0, sizes)
     saved = []  # (input, output) of each micro-batch, from its forward to its backward
     for micro_input, target in zip(micro_inputs, micro_targets, strict=True):
         x = micro_input
@@ -429,7 +430,8 @@ class Pipeline(nn.Module):
         own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
         self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
         ddp = nn.parallel.DistributedDataParallel
-        if any(isinstance(module, ddp) for module in self.modules()):
+        has_ddp = any(isinstance(module, ddp) for module in self.modules())
+        if any(gather(has_ddp, process_group)):
             raise ValueError(
                 "PyTorch's DistributedDataParallel averages the gradients of one micro-batch only; "
                 "pass its .module, and average the gradients after step()"
@@ -480,6 +482,8 @@ class Pipeline(nn.Module):
         grad_enabled = torch.is_grad_enabled()
         tensors = itertools.chain(*self._inputs.values(), self.parameters())
         autocast = torch.is_autocast_enabled(self.device.type)
+        if autocast:
+            autocast = torch.get_autocast_dtype(self.device.type)
         batch_meta = [grad_enabled, autocast, *map(meta_of, tensors)]
         changed = batch_meta != self._batch_meta
         self._batch_meta = batch_meta
@@ -670,27 +674,36 @@ def split_linear(parameters, x, weight, bias=None):
     if not (can_wait and needs_gradients and x.dim() > 1 and x.is_contiguous()):
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
+    version = rows._version  # how often x has been changed in place
     y = linear(rows, weight.detach(), bias)
 
     def leave_to_w(grad_y):
         if split_linear.deferred is None:
             raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
         if grad_y is not None:  # None: the loss does not depend on y
-            split_linear.deferred.append((weight, rows.detach(), grad_y))
+            split_linear.deferred.append((weight, rows.detach(), version, grad_y))
 
     # The hook is on y, not on its view: the stage may change the view in place.
     y.register_hook(leave_to_w)
     return y.unflatten(0, x.shape[:-1])
 
 
-split_linear.deferred = None  # what the running I leaves to W: (weight, rows, grad_y) per call
+split_linear.deferred = None  # what the running I leaves to W: (weight, rows, version, grad_y) per call
 
 
 def backward_for_weights(deferred):
     """W: add grad_yᵀ x to the .grad of the weight in y = x weightᵀ."""
-    weights = [weight for weight, _, _ in deferred]
-    # autocast computes in its own dtype.
-    gradients = [grad_y.T @ rows.to(grad_y.dtype) for _, rows, grad_y in deferred]
+    weights = []
+    gradients = []
+    for weight, rows, version, grad_y in deferred:
+        if rows._version != version:  # autograd checks only what it saves itself
+            raise RuntimeError(
+                "a stage changed the input of a linear layer in place after the layer had used it; "
+                "change a copy, or use a schedule without W"
+            )
+        weights.append(weight)
+        # Under autocast, rows may have another dtype than y and its gradient.
+        gradients.append(grad_y.T @ rows.to(grad_y.dtype))
     # backward() of a leaf adds to its .grad. One call for all, as in a plain backward: it sums the
     # gradients of a weight that several layers share before it adds them.
     torch.autograd.backward(weights, gradients)

@@ -346,8 +346,12 @@ def test_zero_bubble_computes_what_data_parallelism_reduces_before_it_does(wrap)
 
 
 @pool.on(2)
-def test_pytorchs_data_parallelism_is_refused_because_it_skips_micro_batches():
-    stage = nn.parallel.DistributedDataParallel(nn.Linear(6, 6), process_group=group_of_one())
+def test_pytorchs_data_parallelism_on_one_rank_is_refused_on_all():
+    """It averages the gradients of one micro-batch only."""
+    stage = nn.Linear(6, 6)
+    group = group_of_one()
+    if pool.rank() == 0:
+        stage = nn.parallel.DistributedDataParallel(stage, process_group=group)
     with pytest.raises(ValueError, match=r"one micro-batch only; pass its \.module"):
         Pipeline([nn.Sequential(stage)], "1f1b", 4, F.mse_loss, pool.group())
 
@@ -361,6 +365,16 @@ def test_autocast_may_begin_between_two_steps():
     run.assert_same("after both")
 
 
+@pytest.mark.cpu  # a GPU need not have both dtypes
+@pool.on(2)
+def test_the_dtype_of_autocast_may_change_between_two_steps():
+    run = Run(partial(nn.Linear, 6, 6), "1f1b", 4, 1)
+    for step, dtype in enumerate((torch.float16, torch.bfloat16)):
+        with torch.autocast("cpu", dtype):
+            run.step(*make_batch(step, 8))
+    run.assert_same("after both")
+
+
 @pool.on(2)
 def test_the_idea_is_right():
     torch.manual_seed(1)
@@ -371,6 +385,8 @@ def test_the_idea_is_right():
     expected = accumulate(plain, inputs, targets, 4)
     assert_equal(loss, expected if pool.rank() == 1 else None, exact=False)
     assert_same_parameters(stage, plain[pool.rank()], exact=True)
+    with pytest.raises(RuntimeError, match="size of dim 0"):  # torch.chunk would make 4 of 5
+        pipeline.gpipe_step(stage, 5, F.mse_loss, inputs, targets, inputs[:2], pool.group())
 
 
 # ---- errors
@@ -433,6 +449,14 @@ class RunsBackward(nn.Linear):
         return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
 
 
+class ChangesInput(nn.Linear):
+    def forward(self, x):
+        x = 2 * x
+        y = super().forward(x)
+        x.add_(y.detach())
+        return y
+
+
 def detached_loss(output, target):
     return F.mse_loss(output, target).detach()
 
@@ -457,6 +481,8 @@ REFUSED = [  # what rank 0 is given instead of what is right, what rank 1 is, wh
     ({"stages": Returns(())}, {}, "the stage returned []; return a"),
     ({"schedule": "zero_bubble"}, {"schedule": "zero_bubble", "stages": RunsBackward(6, 6)},
      "a stage ran a backward in its forward"),
+    ({"schedule": "zero_bubble"}, {"schedule": "zero_bubble", "stages": ChangesInput(6, 6)},
+     "a stage changed the input of a linear layer in place"),
     ({}, {"loss_fn": detached_loss}, "does not require grad"),
     ({}, {"loss_fn": nn.MSELoss(reduction="none")}, "loss_fn returned (2, 6); return the mean"),
 ]  # fmt: skip
@@ -524,6 +550,6 @@ def test_inputs_and_targets_are_moved_to_the_stages_device():
 
     ours = Pipeline(nn.Linear(6, 6, device="meta"), "gpipe", 2, loss_fn, pool.group())
     ours._transfers.device = "cpu"  # gloo sends no tensors on meta; a world of one has none to send
-    with mock.patch.object(torch, "is_autocast_enabled"):  # it does not know the meta device
+    with mock.patch.object(torch, "is_autocast_enabled", return_value=False):  # not for meta
         ours.step(*make_batch(0, 8))
     assert seen == [("meta", "meta")] * 2
