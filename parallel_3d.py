@@ -61,6 +61,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -537,7 +538,8 @@ FIXED = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "
 
 
 def save(trainer, directory):
-    # The number of steps determines the learning rate, the data and the dropout masks.
+    # The number of steps determines the learning rate, the data and, if --micro-batch-size is the
+    # same, the seeds of dropout. Another size may use seeds of earlier steps again.
     extra = {
         "fixed": {name: getattr(trainer.args, name) for name in FIXED},
         "step": trainer.steps,
@@ -873,12 +875,19 @@ class Session(ddp.Demo):
         return [(tp, pp)]
 
     def fitting_grids(self):
+        """Return the grids of all ranks that check_arguments() accepts."""
         grids = []
         sizes = range(1, self.ranks + 1)
         for tp, pp in itertools.product(sizes, sizes):
-            divides = self.ranks % (tp * pp) == 0 and self.config.heads % tp == 0
-            if divides and pp * self.args.stages_per_rank <= self.config.layers:
-                grids.append((tp, pp))
+            if self.ranks % (tp * pp) == 0:
+                grid = SimpleNamespace(tp=tp, pp=pp, dp=self.ranks // (tp * pp))
+                try:
+                    check_arguments(self.config, grid, self.args)
+                    grids.append((tp, pp))
+                except ValueError as error:
+                    reason = error
+        if not grids:
+            self.stop(f"--compare: no grid fits; {reason}")
         return grids
 
     def max_over_ranks(self, numbers):

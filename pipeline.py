@@ -688,7 +688,9 @@ def split_linear(parameters, x, weight, bias=None):
     return y.unflatten(0, x.shape[:-1])
 
 
-split_linear.deferred = None  # what the running I leaves to W: (weight, rows, version, grad_y) per call
+split_linear.deferred = (
+    None  # what the running I leaves to W: (weight, rows, version, grad_y) per call
+)
 
 
 def backward_for_weights(deferred):

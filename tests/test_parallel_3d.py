@@ -315,7 +315,12 @@ GRIDS = [  # ranks, flags, the grids (tp, pp) to train on; dp is what is left
     (4, "--tp 1", [(1, 1)]),  # data parallelism only
     (8, "--tp 4", [(4, 1)]),
     (4, "--pp 4", [(1, 4)]),
-    (8, "--compare --stages-per-rank 2", [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]),
+    (8, "--compare --stages-per-rank 2", [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]),  # 1 × 1: dp 8
+    (
+        8,
+        "--compare --sequence-parallel --sequence-length 2",
+        [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4)],
+    ),
 ]
 
 
@@ -354,6 +359,7 @@ DIFFERENT = [
 COMMANDS = [  # flags, ranks, status, and what is printed
     ("--load nowhere", 1, 2, ["error: --load nowhere: it has no checkpoint"]),
     ("--compare --save nowhere", 1, 2, ["error: --save is for one grid; leave it out, or .*"]),
+    ("--compare --global-batch-size 0", 1, 2, ["error: --compare: no grid fits; .*"]),
     ("--save-interval 0", 1, 2, ["error: --save-interval 0: give 1 or more"]),
     ("--sequence-length 100 --data short", 1, 2, ["error: --data short: 100 bytes; .* need 101"]),
     (f"--compare {STEPS} 6", 3, 0, [EQUAL, r" *1 × 1 × 3 .* ok", r" *1 × 3 × 1 .* ok"]),
