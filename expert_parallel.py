@@ -394,7 +394,8 @@ def parallelize(module, process_group=None, edp_group=None):
     As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
     its device first. It may also be on the meta device: then call to_empty() and
     load_full_state_dict() after this. Do not wrap `module` in DDP: it would make the ranks'
-    different experts the same.
+    different experts the same. ddp.py refuses split experts by their mark `allreduce = False`,
+    which copy.deepcopy() and to_empty() drop.
 
     If several process groups train together, `edp_group` has the ranks with this rank's experts:
     one rank of each process group, with the same number in it.
