@@ -647,40 +647,57 @@ class ParallelTransformerLayer(nn.Module):
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
-    ("qkv", nn.Linear): partial(ColumnParallelLinear.from_full, stack=(1, 1, 1)),
-    ("swiglu", nn.Linear): partial(ColumnParallelLinear.from_full, stack=(1, 1)),
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
     ("norm", nn.LayerNorm): ParallelLayerNorm,
     ("dropout", nn.Dropout): ParallelDropout,
 }
+STACKS = {"qkv": (1, 1, 1), "swiglu": (1, 1)}  # kinds that are "column" with equal parts
 
 
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Replace layers of `module` by this rank's shards of them, in place. Return the module.
 
-    All ranks must have the same weights, so seed them alike before the model is made. If weights
-    differ, every rank raises ValueError.
+    All ranks must have the same weights, so seed them alike before the model is made. If the plans,
+    or the names, shapes, dtypes or sums of the parameters differ, every rank raises ValueError.
 
     `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. The kinds are
 
         "column", "row"   the first and the second matrix of a pair
-        "qkv", "swiglu"   a first matrix that stacks q, k and v, or gate and up, of equal sizes
+        "qkv"             a first matrix that stacks q, k and v, of three equal sizes
+        "swiglu"          a first matrix that stacks gate and up, of two equal sizes
+        (2048, 512, 512)  a first matrix that stacks matrices of these sizes
         "vocab"           an embedding or a head
         "dropout"         a dropout inside a pair
         "norm"            a norm, only needed with `sequence_parallel`
 
-    Tied weights stay tied. With `sequence_parallel` the activations between the pairs are this
-    rank's parts of dimension 0, so name the dropouts there as well. The embedding still returns the
-    whole sequence: call scatter_to_sequence() after it.
+    For grouped-query attention give the sizes of q, k and v, because "qkv" would cut the matrix
+    into thirds without an error.
+
+    A rank has fewer heads, of the same head_dim. The model must use view(…, -1, head_dim). With
+    view(…, num_heads, -1) it would compute thinner heads without an error.
+
+    "dropout" draws another mask on each rank. Leave a dropout out of the plan if all ranks have its
+    input, as on a residual without `sequence_parallel`. Such a dropout needs the same random state
+    on all ranks: seed with manual_seed(seed), not seed + rank. In both cases different masks would
+    make the ranks' activations differ, without an error.
+
+    With `sequence_parallel` the activations between the pairs are this rank's parts of dimension 0.
+    Then name the dropouts between the pairs as well. The embedding still returns the whole
+    sequence: call scatter_to_sequence() after it.
+
+    Tied weights stay tied.
     """
     layers = dict(module.named_modules(remove_duplicate=False))
-    swaps = make_parallel_layers(
-        layers, plan, process_group=process_group, sequence_parallel=sequence_parallel
-    )
-    tie(layers, swaps)
-    check_same_model(module, process_group)
+    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+    failure = None
+    try:
+        swaps = make_parallel_layers(layers, plan, **options)
+        tie(layers, swaps)
+    except ValueError as error:  # perhaps on this rank only: the others must not go on
+        failure = error
+    check_same_model(module, process_group, plan, failure)
     for name, layer in layers.items():
         if layer in swaps:
             module.set_submodule(name, swaps[layer])
@@ -699,37 +716,54 @@ def make_parallel_layers(layers, plan, **options):
         for name in names:
             layer = layers[name]
             try:
-                swaps[layer] = KINDS[kind, type(layer)](layer, **options)
-            except (KeyError, RuntimeError, ValueError) as error:
+                swaps[layer] = make_parallel_layer(layer, kind, options)
+            except (RuntimeError, ValueError) as error:
                 raise ValueError(f"{name!r} is {layer}: it cannot be {kind!r}, {error}") from None
     return swaps
 
 
+def make_parallel_layer(plain, kind, options):
+    if isinstance(kind, tuple) and sum(kind) != getattr(plain, "out_features", None):
+        raise ValueError("its out_features must be the sum of the sizes")
+    stack = STACKS.get(kind, kind)
+    if isinstance(stack, tuple):
+        kind = "column"
+        options = options | {"stack": stack}
+    if (kind, type(plain)) not in KINDS:
+        raise ValueError(f"use one of {list(KINDS)}")
+    return KINDS[kind, type(plain)](plain, **options)
+
+
 def tie(layers, swaps):
-    """Layers that share a parameter share its shard."""
-    first_shards = {}  # whole parameter: its shard in the first layer that has it
+    """Give layers that share a parameter the same shard of it."""
+    first_shards = {}  # whole parameter: its shard in the first layer that has it, and the split
     for path, plain in layers.items():
         layer = swaps.get(plain, plain)
         for name, whole in plain.named_parameters(recurse=False):
             shard = getattr(layer, name)
-            first_shard = first_shards.setdefault(whole, shard)
-            if shard.shape != first_shard.shape:
-                raise ValueError(
-                    f"{path}.{name} is tied to a parameter that the plan splits in another way"
-                )
+            split = (shard.shape, getattr(layer, "matrix_sizes", None))
+            first_shard, first_split = first_shards.setdefault(whole, (shard, split))
+            if split != first_split:
+                raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
             layer.register_parameter(name, first_shard)
 
 
-def check_same_model(module, process_group):
-    """Raise ValueError if the parameters of the ranks differ: in name, shape, dtype or values."""
+def check_same_model(module, process_group, plan, failure):
+    """Raise ValueError if plans, or names, shapes, dtypes or sums of parameters differ.
+
+    Raise `failure` if it is not None. Then the other ranks raise ValueError.
+    """
+    _, world_size = rank_and_size(process_group)
     split = {name for name, _, _ in split_parameters(module)}  # by a call before this one
-    mine = set()
+    mine = {f"plan {plan} with error {failure}"}
     for name, parameter in module.named_parameters():
         has_values = name not in split and not parameter.is_meta
         total = parameter.detach().sum().item() if has_values else None
         mine.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
-    everyone = [None] * dist.get_world_size(process_group)
+    everyone = [None] * world_size
     dist.all_gather_object(everyone, mine, group=process_group)
+    if failure:
+        raise failure
     differ = set.union(*everyone) - set.intersection(*everyone)
     if differ:
         text = f"the ranks' models differ: {', '.join(sorted(differ))}"
@@ -751,13 +785,13 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     _, world_size = rank_and_size(process_group)
     split = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
     parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    square = 0.0
+    square = torch.zeros((), device=next(module.parameters()).device)
     for parameter in parameters:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
         # All ranks have a replicated gradient, but the sum over ranks must count it once.
         copies = 1 if parameter in split else world_size
-        square += norm.square() / copies
+        square = square + norm.square() / copies  # in float64 if a norm is
     total_norm = reduce_from_region(square, process_group).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
     return total_norm

@@ -100,13 +100,13 @@ class PlainLayer(nn.Module):
         return x + self.mlp.linear2(F.silu(gate) * up)
 
 
-PLAN = {"[04]": "vocab", "2.*.qkv": "qkv", "2.*.proj": "row"}
+PLAN = {"[04]": "vocab", "2.*.proj": "row"}
 PLAN |= {"2.*.linear2": "row", "2.norm?": "norm", "3": "norm"}
 
 
 def plain_and_ours(kv_heads, swiglu, bias, tied, V, options):
     """Our transformer layer and a plain one in shards, beside two plain ones."""
-    layers = [PlainLayer(kv_heads, swiglu, bias), PlainLayer(12, swiglu)]
+    layers = [PlainLayer(kv_heads, swiglu, bias) for bias in (bias, True)]
     plain = nn.Sequential(nn.Embedding(V, 24), *layers, nn.LayerNorm(24), nn.Linear(24, V, bias))
     if tied:
         plain[4].weight = plain[0].weight
@@ -115,7 +115,9 @@ def plain_and_ours(kv_heads, swiglu, bias, tied, V, options):
     kind = "swiglu" if swiglu else "gelu"
     first = tp.ParallelTransformerLayer(24, 12, 24, kv_heads, kind, bias=bias, **options)
     ours = nn.Sequential(plain[0], first, copy.deepcopy(plain[2]), *plain[3:])
-    tp.parallelize(ours, PLAN | {"2.*.linear1": "swiglu" if swiglu else "column"}, **options)
+    plan = PLAN | {"2.*.linear1": "swiglu" if swiglu else "column"}
+    plan["2.*.qkv"] = "qkv" if kv_heads == 12 else (24, 2 * kv_heads, 2 * kv_heads)
+    tp.parallelize(ours, plan, **options)
     if options["sequence_parallel"]:
         group = options["process_group"]
         ours[0].register_forward_hook(lambda m, _, output: tp.scatter_to_sequence(output, group))
@@ -248,9 +250,15 @@ REFUSED = {
     "tp.parallelize(nn.Sequential(nn.LayerNorm(4)), {'0': 'row'}, **g)": "'0' .*LayerNorm.* 'row'",
     "tp.parallelize(nn.Sequential(nn.Linear(4, 14)), {'0': 'qkv'}, **g)": "'0' .* 14",
     "tp.parallelize(tied, {'first': 'row'}, **g)": "second.weight is tied",
+    "tp.parallelize(tied_pair, {'0': 'column', '1': 'swiglu'}, **g)": "1.weight is tied",
+    "tp.parallelize(nn.Sequential(nn.LayerNorm(4)), {'0': (2, 1, 1)}, **g)": r"'0' .* \(2, 1, 1\)",
+    "tp.parallelize(nn.Sequential(nn.Linear(4, 8)), {'0': (5, 3)}, **g)": "5 features",
     "tp.copy_to_region(ones(2), others)": "rank [01] is not a member",
     "tp.load_full_state_dict(tp.VocabParallelEmbedding(7, 4, **g), eight)": r"\[8, 4\].* in state",
     "tp.parallelize(nn.Sequential(linear), {'0': 'column'}, **g)": r"differ: 0.bias \(4,.*\(6,",
+    "tp.parallelize(nn.Sequential(odd_on_rank_1), {'0': 'column'}, **g)": "7 features",
+    "tp.parallelize(nn.Sequential(linear), {'0': ['column', 'row'][rank]}, **g)": "plan .*'row'",
+    "tp.parallelize(tied, {}, others)": "rank [01] is not a member",
     "tp.parallelize(nn.Sequential(unseeded), {'0': 'column'}, **g)": "differ: .*seed all ranks",
 }
 
@@ -260,19 +268,29 @@ def test_what_is_wrong_is_an_error():
     groups = [dist.new_group([rank]) for rank in range(2)]
     names = {"tp": tp, "nn": nn, "ones": torch.ones, "tensor": torch.tensor}
     names |= {"g": {"process_group": pool.group()}, "others": groups[1 - pool.rank()]}
-    names |= {"linear": nn.Linear(4, 4 + 2 * pool.rank()), "tied": make_model("tied")}
+    names |= {"rank": pool.rank(), "tied": make_model("tied")}
     names |= {"eight": {"weight": torch.ones(8, 4)}}
-    torch.manual_seed(pool.rank())
-    names |= {"unseeded": nn.Linear(4, 4)}
+    names |= {"tied_pair": nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 8))}
+    names["tied_pair"][1].weight = names["tied_pair"][0].weight
     names |= {"hooked": nn.Linear(4, 4), "clamped": nn.Linear(4, 4), "optimized": nn.Linear(4, 4)}
     names["hooked"].register_forward_hook(lambda module, inputs, output: 2 * output)
     names["clamped"].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     names["optimized"].bias.register_post_accumulate_grad_hook(lambda parameter: None)
     names |= {"by_freq": nn.Embedding(8, 4, scale_grad_by_freq=True)}
+    torch.manual_seed(pool.rank())
+    names |= {"unseeded": nn.Linear(4, 4), "linear": nn.Linear(4, 4 + 2 * pool.rank())}
+    names |= {"odd_on_rank_1": nn.Linear(4, 6 + pool.rank())}
     for call, words in REFUSED.items():
         with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
             eval(call, names)
-        assert not seen.calls or words.startswith("differ"), call
+        # One rank alone may be wrong, so parallelize() gathers all ranks' errors.
+        assert not seen.calls or call.startswith("tp.parallelize"), call
+
+
+@pool.on(2)
+def test_the_norm_of_no_gradients_is_zero():
+    layer = tp.ColumnParallelLinear(4, 4, process_group=pool.group())
+    bitwise(tp.clip_grad_norm_(layer, 1.0, pool.group()), torch.zeros(()))
 
 
 @pool.on(2)
