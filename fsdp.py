@@ -5,13 +5,13 @@ are all-gathered before its forward and freed after it. They are gathered again 
 and freed after it. Then its gradients are reduce-scattered, and the optimizer updates the shard.
 The picture shows a unit with the parameters w. They are cut into w₀ and w₁ for N = 2 ranks:
 
-    forward    rank 0   w₀ ┐            ┌ w   compute   free w
-                           ├ all-gather ┤
-               rank 1   w₁ ┘            └ w   compute   free w
+    forward   rank 0  w₀ ┐            ┌ w  compute  free w
+                         ├ all-gather ┤
+              rank 1  w₁ ┘            └ w  compute  free w
 
-    backward   rank 0   w₀ ┐            ┌ w   compute g   free w   g ┐              ┌ ḡ₀  optimizer
-                           ├ all-gather ┤                            ├reduce-scatter┤
-               rank 1   w₁ ┘            └ w   compute g   free w   g ┘              └ ḡ₁  optimizer
+    backward  rank 0  w₀ ┐            ┌ w  compute g  free w  g ┐                ┌ ḡ₀  optimizer
+                         ├ all-gather ┤                         ├ reduce-scatter ┤
+              rank 1  w₁ ┘            └ w  compute g  free w  g ┘                └ ḡ₁  optimizer
 
 ḡ is the mean of the ranks' gradients g. While a unit computes, the next unit is gathered. During
 backward, the gradients of the previous unit are reduced at the same time.
@@ -27,18 +27,18 @@ largest unit has u parameters. The rows with + add to the row "between steps":
 
 2u: one unit computes while the next is gathered.
 3u: one unit's gradients are computed while another's are sent and received (two buffers). float16
-gradients take 2u more, because they are added in float32.
+gradients are added in float32, in a copy as large as 2u elements of float16.
 A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
 A frozen unit is gathered only in forward if backward does not reach it.
-Shards are padded to a multiple of 8 elements.
+Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
-Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2). A
-          gather writes into the buffer that the parameters are views of. FSDP2 shards the rows of
-          each parameter instead. So an optimizer has whole rows, but each gather and each reduction
-          copies all elements once more.
+Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2). The
+          parameters are views of the buffer that a gather fills. FSDP2 cuts each parameter by rows
+          instead. Its optimizer has whole rows, but it copies all elements once more in each gather
+          and in each reduction.
 Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units that only some ranks
           call, that backward reaches on only some ranks, or that ranks call in another order (FSDP2
           does not allow these either); units that change their input in place, for example by a
@@ -77,7 +77,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class AllGather(torch.autograd.Function):
-    """Join all ranks' shards. The gradient of a shard is its part of the mean gradient."""
+    """All-gather the shards. Backward reduce-scatters the mean gradient."""
 
     @staticmethod
     def forward(ctx, shard, group):
@@ -128,7 +128,8 @@ def forward_sharded(module, shards, *inputs, process_group=None):
 # torch 2.13 renames all_gather_into_tensor and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Parameters and shards start at multiples of this many elements. An element has 2 bytes or more.
+# Each parameter starts at a multiple of the first number of elements, and each shard at a multiple
+# of the second. An element has 2 bytes or more.
 PARAMETER_ALIGNMENT = 32  # 64 bytes: at other addresses, matrix products may round differently
 SHARD_ALIGNMENT = 8  # 16 bytes: at other addresses, NCCL is slower
 
@@ -151,8 +152,8 @@ class ShardedParameter:
         module, attribute = owners[0]
         self.name = f"{type(module).__name__}.{attribute}"  # for error messages
         self.shape = original.shape
-        # empty_like keeps the order of dimensions in memory, because with another order matrix
-        # products may round differently.
+        # empty_like keeps the order of dimensions in memory, but no gaps between elements. With
+        # another order, matrix products may round differently.
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start = start  # offset of its first element in `group.unsharded`
         # Its elements in `group.shard`: slicing cuts off what lies beyond the end of the shard. The
@@ -160,12 +161,13 @@ class ShardedParameter:
         begin = start - group.rank * group.shard_size  # negative: it begins on an earlier rank
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data gives each parameter its own version counter. With the counter of the buffer, the
-        # gather for backward would look like an in-place change of what autograd saved in forward.
+        # .data gives it its own version counter. With the buffer's counter, autograd would mistake
+        # the gather for backward for an in-place change of what it saved, and raise an error.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
-        self.sharded._sharded_parameter = self
-        # A later unit finds this if it is tied to the original: see find_parameters().
-        original._sharded_parameter = self
+        self.sharded._sharded_parameter = self  # for functions that take module.parameters()
+        original._sharded_parameter = (
+            self  # find_parameters() refuses a later unit that is tied to it
+        )
         for module, attribute in dict.fromkeys(owners):  # a module may be registered twice
             hook = functools.partial(self.pre_load_state_dict, attribute)
             module.register_load_state_dict_pre_hook(hook)
@@ -179,21 +181,21 @@ class ShardedParameter:
         # Keep the number of dimensions, by which many scripts choose the parameters to decay.
         return shard[self.slice].view([1] * (len(self.shape) - 1) + [-1])
 
-    def held(self):
+    def current(self):
         """Return the nn.Parameter that the modules hold now."""
         module, attribute = self.owners[0]
         return module._parameters.get(attribute)
 
-    def set_on_modules(self, parameter):
-        """Put `parameter`, which is `sharded` or `unsharded`, on the modules."""
+    def set_on_modules(self, form):
+        """Put `form`, which is `sharded` or `unsharded`, on the modules."""
         for module, attribute in self.owners:
-            module._parameters[attribute] = parameter
+            module._parameters[attribute] = form
 
     def check(self):
         """Raise ValueError if the user has moved or replaced `sharded`, or given it hooks."""
         memory = self.group.shard.untyped_storage().data_ptr()
         is_moved = self.sharded.untyped_storage().data_ptr() != memory
-        if is_moved or self.held() is not self.sharded:
+        if is_moved or self.current() is not self.sharded:
             raise ValueError(f"{self.name} was moved or replaced; call .to() before fully_shard")
         refuse_hooks(self.name, self.sharded)
 
@@ -213,13 +215,14 @@ class ShardedParameter:
         return self.part_of_shard(self.group.own_part(flat)).clone()
 
 
-def refuse_hooks(name, parameter):
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+def refuse_hooks(name, tensor):
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
         raise ValueError(f"{name} has hooks, which backward would not call; remove them")
 
 
 # A rank sends this for a parameter that it has no gradient for. A sum is -0.0 only if every rank
 # sent -0.0. So a rank that has no gradient itself can tell from the sum whether another rank has.
+# collect_gradients() sees to it that no gradient is -0.0.
 NO_GRADIENT = -0.0
 
 
@@ -230,7 +233,10 @@ def is_used(total):
 
 
 class ParameterGroup:
-    """Parameters that are gathered together: their shards, their buffer and their gradients."""
+    """Parameters that are gathered together: their shards, their buffer and their gradients.
+
+    `originals` is {nn.Parameter: its owners}. All have the same dtype.
+    """
 
     @torch.no_grad()
     def __init__(self, originals, process_group, device, mp_policy, offload):
@@ -263,15 +269,16 @@ class ParameterGroup:
             self.parameters.append(ShardedParameter(self, original, owners, start))
         self.unsharded.untyped_storage().resize_(0)
         self.is_sharded = True  # whether `unsharded` has no memory
-        self.take_values_of_rank_0()
+        self.fill_shard()
+        self.use_shards()
 
-    def take_values_of_rank_0(self):
+    def fill_shard(self):
+        """Broadcast the originals of rank 0. Each rank keeps its part of them in `shard`."""
         values = torch.zeros_like(self.unsharded, dtype=self.shard.dtype)
         for parameter in self.parameters:
-            parameter.view(values).copy_(parameter.held())
+            parameter.view(values).copy_(parameter.current())
         dist.broadcast(values, group=self.process_group, group_src=0)
         self.shard.copy_(self.own_part(values))
-        self.use_shards()
 
     def own_part(self, flat):
         """Return this rank's part of `flat`, which has the layout of `unsharded`."""
@@ -281,8 +288,8 @@ class ParameterGroup:
         for parameter in self.parameters:
             parameter.set_on_modules(parameter.sharded)
 
-    def unshard(self):
-        """Begin to gather all ranks' shards."""
+    def start_unshard(self):
+        """Begin to gather all ranks' shards into `unsharded`."""
         if not self.is_sharded:
             return  # the gather has already begun
         for parameter in self.parameters:
@@ -297,12 +304,13 @@ class ParameterGroup:
         )
 
     def wait_for_gather(self):
+        """Wait until `unsharded` is filled."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
 
-    def wait_for_unshard(self):
-        """Wait until the parameters are unsharded, and put them on the modules."""
+    def finish_unshard(self):
+        """Wait for the gather, and put the unsharded parameters on the modules."""
         self.wait_for_gather()
         for parameter in self.parameters:
             # The user may have frozen or unfrozen the shard.
@@ -312,51 +320,50 @@ class ParameterGroup:
     def reshard(self):
         """Free the unsharded parameters."""
         if not self.is_sharded:
-            # The gather may still be running if it began early and then the unit was not called.
+            # The gather is still running if it began early and then the unit was not called.
             self.wait_for_gather()
             self.use_shards()
             self.unsharded.untyped_storage().resize_(0)
             self.is_sharded = True
 
     @torch.no_grad()
-    def reduce(self, send):
-        """Add .grad to `gradients`. If `send`, begin to send each rank its part of them."""
+    def collect_gradients(self):
+        """Move .grad of the parameters into `gradients`, or add it to what no_sync() kept there."""
         if self.gradients is None:
             if not any(parameter.sharded.requires_grad for parameter in self.parameters):
                 return  # all are frozen
             self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
-            if parameter.unsharded.grad is not None:
-                self.collect(parameter)
+            gradient = parameter.unsharded.grad
+            total = parameter.view(self.gradients)
+            if gradient is not None:
+                if gradient.is_sparse:
+                    raise ValueError(f"{parameter.name} has a sparse gradient; use sparse=False")
+                # Adding 0.0 turns a gradient of -0.0, which would mean NO_GRADIENT, into 0.0.
+                torch.add(gradient, total if parameter in self.collected else 0.0, out=total)
+                self.collected.add(parameter)
+                parameter.unsharded.grad = None
             elif parameter not in self.collected:
-                parameter.view(self.gradients).fill_(NO_GRADIENT)
-        if send:
+                total.fill_(NO_GRADIENT)
+
+    def start_reduce(self):
+        """Begin to send each rank its part of `gradients`."""
+        if self.gradients is not None:
             self.received = torch.empty_like(self.gradients)
             self.reducing = dist.all_to_all_single(
                 self.received, self.gradients, group=self.process_group, async_op=True
             )
 
-    def collect(self, parameter):
-        """Move the gradient of `parameter` into `gradients`, and add it to what is there."""
-        gradient = parameter.unsharded.grad
-        if gradient.is_sparse:
-            raise ValueError(f"{parameter.name} has a sparse gradient; give its layer sparse=False")
-        total = parameter.view(self.gradients)
-        # Adding 0.0 turns a gradient of -0.0, which would mean NO_GRADIENT, into 0.0.
-        before = total if parameter in self.collected else 0.0
-        torch.add(gradient, before, out=total)
-        self.collected.add(parameter)
-        parameter.unsharded.grad = None
-
     @torch.no_grad()
-    def wait_for_reduce(self):
+    def finish_reduce(self):
         """Wait for the gradients, and add their mean to .grad of the shards."""
         if self.reducing is None:
             return
         self.reducing.wait()
         received = self.received
         if received.dtype == torch.float16:
-            received = received.float()  # a sum of float16 may exceed their limit, 65504
+            # A sum of float16 may exceed their limit, 65504. bfloat16 has the range of float32.
+            received = received.float()
         # In rank order, as one device adds the gradients of the ranks' parts of the batch.
         total = functools.reduce(torch.add, received.chunk(self.world_size))
         # Look into `collected` first, because is_used() makes the host wait for the GPU.
@@ -396,20 +403,22 @@ class ParameterGroup:
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The order of events, for a model of three units. "unshard" and "reduce" only begin a
-# collective, and "wait" waits until it has ended:
+# 3. The order of events, for three units. The table leaves out the root unit, which has no
+# parameters of its own here. start_unshard and start_reduce begin a collective. finish_unshard and
+# finish_reduce wait until it has ended. "unshard" is start_unshard and then finish_unshard:
 #
-#   forward    pre_forward 0       unshard 0, wait   unshard 1
+#   forward    pre_forward 0       unshard 0           start_unshard 1
 #              post_forward 0      reshard 0
-#              pre_forward 1       wait unshard 1    unshard 2
+#              pre_forward 1       finish_unshard 1    start_unshard 2
 #              post_forward 1      reshard 1
 #              …
-#   backward   pre_backward 2      unshard 2, wait   unshard 1
-#              post_backward 2     reshard 2         reduce 2
-#              pre_backward 1      wait unshard 1    unshard 0
-#              post_backward 1     wait reduce 2     reshard 1     reduce 1
-#              pre_backward 0      wait unshard 0
-#              finish_backward     wait reduce 1     reshard 0     reduce 0     wait reduce 0
+#   backward   pre_backward 2      unshard 2           start_unshard 1
+#              post_backward 2     reshard 2           start_reduce 2
+#              pre_backward 1      finish_unshard 1    start_unshard 0
+#              post_backward 1     finish_reduce 2     reshard 1          start_reduce 1
+#              pre_backward 0      finish_unshard 0
+#              finish_backward     finish_reduce 1     reshard 0          start_reduce 0
+#                                  finish_reduce 0
 #
 # The inputs of unit 0 need no gradient, so finish_backward calls post_backward 0 when the whole
 # backward has ended. The first step records which unit comes next. Later steps unshard that unit
@@ -425,9 +434,9 @@ class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward runs after the backward of the unit.
 
     Autograd runs nodes in the reverse order of their creation. This node is created before those of
-    the unit, so it runs after them. It adds up the gradients of an input that the unit uses twice,
-    before those from outside the unit. One device may add them in another order, and then the
-    results differ in rounding.
+    the unit, so it runs after them. If a unit uses its input twice, this node gets the sum of both
+    gradients. A gradient from outside the unit is added later. One device may add the three in
+    another order, and then the results differ in rounding.
     """
 
     @staticmethod
@@ -455,7 +464,7 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.input_dtype = input_dtype  # floating-point inputs are cast to this, unless it is None
         self.schedule = None  # the Schedule that all units of the model share
-        self.sends = True  # whether post_backward sends gradients: False in no_sync()
+        self.requires_gradient_sync = True  # False in no_sync(): post_backward sends no gradients
         self.needs_reduce = False  # True from pre_backward until post_backward sends the gradients
 
     def pre_forward(self, module, args, kwargs):
@@ -480,7 +489,8 @@ class Unit:
                     )
                 if torch.is_tensor(leaf) and leaf.grad_fn:
                     leaf.grad_fn.register_prehook(self.pre_backward)
-        if not in_backward():  # after a recomputation, the backward of this unit follows at once
+        # After a recomputation, the backward of this unit follows at once and needs the parameters.
+        if not in_backward():
             for group in self.groups:
                 group.use_shards()  # the user sees shards, even while the unit stays unsharded
                 if self.reshard_after_forward or not torch.is_grad_enabled():
@@ -496,18 +506,21 @@ class Unit:
         self.schedule.unshard(self)
 
     def post_backward(self):
-        """Reshard and reduce. PostBackward or finish_backward calls this."""
-        self.schedule.wait_for_reduce()  # that of the previous unit ran while this unit computed
+        """Reshard, and begin to reduce. PostBackward or finish_backward calls this."""
+        self.schedule.finish_reduce()  # that of the previous unit ran while this unit computed
         for group in self.groups:
             group.reshard()
-            group.reduce(self.sends)
-        # Inside no_sync() this stays True. The next backward then sends the gradients, even if it
-        # does not reach the unit.
-        self.needs_reduce = not self.sends
+            group.collect_gradients()
+            if self.requires_gradient_sync:
+                group.start_reduce()
+        # In no_sync() it stays True. So the next backward outside sends the gradients, even if it
+        # does not reach this unit.
+        self.needs_reduce = not self.requires_gradient_sync
 
     def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
         raise RuntimeError(
-            "a sharded model cannot be copied: copy it before fully_shard, and load_full_state_dict"
+            "a sharded model cannot be copied: copy it before fully_shard, shard the copy, "
+            "and call load_full_state_dict(copy, full_state_dict(model))"
         )
 
 
@@ -517,32 +530,30 @@ class Schedule:
     def __init__(self, units):
         self.units = units  # the outermost first
         self.groups = [group for unit in units for group in unit.groups]
-        self.outermost = None  # the unit whose forward is running and calls the other units
-        # None, or during a backward a weak reference to the callback that ends it. Only autograd
-        # holds the callback. If backward raises an error, autograd drops it, and the reference is
-        # dead.
+        self.outermost = None  # during a forward, the unit that the user called
+        # During a backward, a weak reference to the callback that autograd will call at its end. If
+        # backward raises an error, autograd drops the callback, and the reference is dead.
         self.final_callback = None
         self.previous = None  # the last call of unshard(): (unit, whether it was in backward)
         self.next_unit = {}  # {a call of unshard(): the unit of the call after it}
-        for unit in units:
-            unit.schedule = self
 
     def unshard(self, unit):
         """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
         for group in unit.groups:
-            group.unshard()
+            group.start_unshard()
         for group in unit.groups:
-            group.wait_for_unshard()
+            group.finish_unshard()
         call = (unit, in_backward())
         if call in self.next_unit:
             for group in self.next_unit[call].groups:
-                group.unshard()
-        self.next_unit[self.previous] = unit  # if the key is None, nothing reads it
+                group.start_unshard()
+        if self.previous is not None:
+            self.next_unit[self.previous] = unit
         self.previous = call
 
-    def wait_for_reduce(self):
+    def finish_reduce(self):
         for group in self.groups:
-            group.wait_for_reduce()
+            group.finish_reduce()
 
     def wait_for_copies(self):
         for group in self.groups:
@@ -562,7 +573,7 @@ class Schedule:
 
     def start_backward(self):
         """Have autograd call finish_backward when the backward that is running ends."""
-        if self.final_callback and self.final_callback() is None:
+        if self.final_callback is not None and self.final_callback() is None:
             self.reset()  # the reference is dead, because an earlier backward raised an error
         if self.final_callback is None:
             callback = self.finish_backward
@@ -574,20 +585,26 @@ class Schedule:
         for unit in self.units:
             if unit.needs_reduce:
                 unit.post_backward()
-        self.wait_for_reduce()
+        self.finish_reduce()
         self.wait_for_copies()  # the optimizer reads .grad next
-        self.final_callback = None  # tells reset() that this backward raised no error
+        self.final_callback = None  # this backward raised no error, so reset() forgets no gradients
         self.reset()
 
     def reset(self):
         """Reshard all units. If a backward raised an error, forget its gradients."""
         for group in self.groups:
-            if self.final_callback:  # a backward began, but finish_backward was not called
+            if self.final_callback is not None:  # a backward began and did not finish
                 group.forget_backward()
             group.reshard()
         self.outermost = None
         self.previous = None
         self.final_callback = None
+
+
+def share_schedule(units):
+    schedule = Schedule(units)
+    for unit in units:
+        unit.schedule = schedule
 
 
 # --------------------------------------------------------------------------------------------------
@@ -617,23 +634,22 @@ def fully_shard(
     Call it on the blocks first and then on the whole model. Make the optimizer after that.
     - `module.parameters()` become this rank's shards. A matrix becomes (1, n), and n may be 0. The
       optimizer must be elementwise, like Adam. After backward, .grad is this rank's part of the
-      mean gradient, or None if no rank has a gradient.
-    - Parameters get the values of rank 0. Those on the meta device are first initialized by
-      reset_parameters() of their modules. If the group has only NCCL, those on the CPU move to
-      the GPU. Buffers do not move and are not synchronized.
+      mean gradient. It is None if no rank has a gradient, and it may be None if n is 0.
+    - Parameters get the values of rank 0, after reset_parameters() if they are on the meta device.
+      They move to the GPU if the group has only NCCL. Buffers are neither moved nor synchronized.
     - Before this call, freeze parameters, so that no gradients are sent for them, and inject LoRA.
     - Only the forward of a unit sees whole parameters. Values that it writes into them are lost. If
       `self.pos` is a unit, call `self.pos(x)`, because `self.pos.weight` is a shard outside of it.
     - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_
       of this file, and GradScaler of amp.py. optimizer.state_dict() is only this rank's part. Save
-      shards() with checkpoint.py on all ranks. Then any number of ranks can load it.
+      shards() with checkpoint.py on all ranks instead. Any number of ranks can load them.
     """
     process_group = choose_group(mesh, process_group)
     inner = reset_units(module)
     check_module(module, inner, process_group)
     groups = make_groups(module, process_group, mp_policy, offload_policy is not None)
     unit = Unit(groups, reshard_after_forward, mp_policy.param_dtype)
-    Schedule([unit, *inner])  # sets .schedule of all these units
+    share_schedule([unit, *inner])
     module._fsdp_unit = unit
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.post_forward)
@@ -647,7 +663,9 @@ def choose_group(mesh, process_group):
             raise ValueError(f"the mesh has {mesh.ndim} dimensions; give one of them: mesh[name]")
         process_group = mesh.get_group()
     if dist.get_rank(process_group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its ranks may call")
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in process_group; call this on its ranks only"
+        )
     # A reference to the default group would keep its threads alive after the group is destroyed.
     return None if process_group is dist.group.WORLD else process_group
 
@@ -696,7 +714,7 @@ def find_parameters(module, process_group):
         sharded_parameter = getattr(parameter, "_sharded_parameter", None)
         if sharded_parameter is None:
             refuse_hooks(path, parameter)
-            if not getattr(parameter, "allreduce", True):
+            if not getattr(parameter, "allreduce", True):  # expert_parallel.py sets it to False
                 raise ValueError(f"{path} is a split expert: shard the other modules only")
             owner, _, name = path.rpartition(".")
             found.setdefault(parameter, []).append((module.get_submodule(owner), name))
@@ -730,8 +748,8 @@ def device_for(device, backends):
 
 def materialize(module, device):
     """Initialize the parameters and buffers that are on the meta device, module by module."""
-    # to_empty() replaces the tensors of a module while this loop runs. The iterators then yield the
-    # new ones, so that a module is initialized once.
+    # to_empty() replaces all tensors of their owner. The iterators yield the new ones after that,
+    # so no owner is initialized twice.
     for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if tensor.is_meta:
             owner = module.get_submodule(path.rpartition(".")[0])
@@ -746,20 +764,20 @@ def materialize(module, device):
 
 @contextmanager
 def no_sync(module):
-    """A backward in here keeps its gradients. The next backward outside sends the sum.
+    """Keep the gradients of each backward in here. The next backward outside sends the sum of all.
 
-    The gradients that are kept are not in .grad, so optimizer.zero_grad() does not drop them. To
-    drop them, run a backward outside, and then call optimizer.zero_grad().
+    Until then they are not in .grad, so optimizer.zero_grad() does not drop them. To drop them, run
+    a backward outside, and then call optimizer.zero_grad().
     """
     units = reset_units(module)
-    before = [unit.sends for unit in units]  # False in another no_sync()
+    before = [unit.requires_gradient_sync for unit in units]  # False in an outer no_sync()
     for unit in units:
-        unit.sends = False
+        unit.requires_gradient_sync = False
     try:
         yield
     finally:
-        for unit, sends in zip(units, before, strict=True):
-            unit.sends = sends
+        for unit, value in zip(units, before, strict=True):
+            unit.requires_gradient_sync = value
 
 
 @torch.no_grad()
@@ -772,7 +790,8 @@ def clip_grad_norm_(module, max_norm):
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             check_in_unit(name, parameter)
-    group = units[0].schedule.groups[0]
+    schedule = units[0].schedule
+    group = schedule.groups[0]  # any of them: all have the same ranks
     total = torch.zeros((), dtype=torch.float64, device=group.shard.device)  # sum of squares
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -795,7 +814,10 @@ def check_in_unit(name, parameter):
 
 
 def gather_full(sharded, tensor):
-    """Join the `tensor` of all ranks, which has the shape of the shard `sharded`, on the CPU."""
+    """Join the parts of all ranks, of which `tensor` is this rank's, and return them on the CPU.
+
+    `tensor` belongs to `sharded`, for example as its .grad, and has the same shape.
+    """
     parameter = sharded._sharded_parameter
     parts = [None] * parameter.group.world_size
     # A copy, because a view would be sent with the whole storage behind it.
@@ -820,8 +842,9 @@ def load_full_state_dict(module, state_dict):
     module.load_state_dict(state_dict)
 
 
-def refuse_state_dict(module, prefix, keep_vars):  # state_dict() calls this first
-    if not keep_vars:  # full_state_dict() sets keep_vars
+def refuse_state_dict(module, prefix, keep_vars):
+    """Raise an error in state_dict(), except for full_state_dict(), which sets keep_vars."""
+    if not keep_vars:
         raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
     module._fsdp_unit.schedule.reset()
 
@@ -881,63 +904,7 @@ def main():
     demo.train(step, whole)
     psi = held_bytes(demo.model.parameters())
     sent = 3 * psi * (demo.ranks - 1) / demo.ranks
-    status = demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", sent)
-    groups = {}
-    for i, layer in enumerate(model):
-        groups[f"{i} {type(layer).__name__}"] = layer._fsdp_unit.groups[0]
-    moves = record_moves(groups, lambda: step(*demo.batch(0)))
-    demo.show(timeline(moves))
-    return status
-
-
-def record_moves(groups, step):
-    """Run a step. Return [(seconds, label, sign), …].
-
-    From that time on, the group of that label does what the sign stands for.
-    """
-    signs = {"unshard": "·", "wait_for_unshard": "F", "reshard": " "}
-    signs |= {"reduce": "-", "wait_for_reduce": " "}
-    moves = []
-
-    def record(label, name, move, *arguments):
-        group = groups[label]
-        does_nothing = {
-            "unshard": not group.is_sharded,
-            "reshard": group.is_sharded,
-            "wait_for_reduce": group.reducing is None,
-        }
-        if does_nothing.get(name):
-            return
-        seconds = time.perf_counter()
-        move(*arguments)
-        if name.startswith("wait"):
-            seconds = time.perf_counter()
-        sign = "B" if name == "wait_for_unshard" and in_backward() else signs[name]
-        moves.append((seconds, label, sign))
-
-    for label, group in groups.items():
-        for name in signs:
-            move = getattr(group, name)
-            setattr(group, name, functools.partial(record, label, name, move))
-    step()
-    return moves
-
-
-def timeline(moves, width=100):
-    """Draw a line for each unit. Each thing that a unit does gets at least one column."""
-    start = moves[0][0]
-    end = moves[-1][0]
-    lines = {label: "" for _, label, _ in moves}
-    doing = dict.fromkeys(lines, " ")
-    for seconds, label, sign in moves:
-        column = round(width * (seconds - start) / (end - start))
-        # In columns. A group that does nothing needs none.
-        at_least = 0 if doing[label] == " " else 1
-        lines[label] += doing[label] * max(column - len(lines[label]), at_least)
-        doing[label] = sign
-    legend = "· gather, F forward, B backward, - reduce, each at least one column wide"
-    title = f"\nunit         a step of {1e3 * (end - start):.0f} ms: {legend}"
-    return "\n".join([title, *(f"{label:11}  {line}" for label, line in lines.items())])
+    return demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", sent)
 
 
 # --------------------------------------------------------------------------------------------------

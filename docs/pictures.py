@@ -206,7 +206,7 @@ def timeline(lines, name, colors, legend, title):
 
 
 def units(run):
-    """What fsdp.py's units do in a step."""
+    """What fsdp.py's units do in a step, as fsdp_units.py prints it."""
     took, lines = re.search(r"^unit +a step of (\d+) ms.*\n((?:.+\n)+)", run, re.MULTILINE).groups()
     rows = {line[:11].strip(): line[13:] for line in lines.splitlines()}
     colors = {"·": PURPLE, "F": BLUE, "B": ORANGE, "-": GREEN}
@@ -226,7 +226,7 @@ def in_fp32(run):
 
 def main():
     runs = demo("ddp") | demo("zero") | demo("fsdp")
-    units(runs["fsdp"])
+    units(demo("docs/fsdp_units")["fsdp"])
     took = re.search(r"a backward of (\d+) ms", runs["ddp"]).group(1)
     buckets = re.findall(r"^  (\d+\.\d MB)    (.*)$", runs["ddp"], re.MULTILINE)
     rows = {f"bucket {i}, {size}": line for i, (size, line) in enumerate(buckets)}
