@@ -32,7 +32,7 @@ hidden size h:
     held         Ψ/(tp·pp) parameters, as many gradients, and twice as many moments of Adam.
                  --zero1 divides the moments by dp.
     sent by tp   8·m·bsh (tp-1)/tp in each of L/pp blocks, 2·m·bsh (tp-1)/tp in the embedding and in
-                 the head, and 6·m·bs (tp-1)/tp in the loss
+                 the head, and 6·m·bs (tp-1)/tp in the loss (in float32 if --dtype has 16 bits)
          by pp   m·bsh to each neighbour stage. The first and the last stage also send the
                  gradient of the embedding.
          by dp   2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
@@ -40,7 +40,7 @@ hidden size h:
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
           --data PREFIX reads the files that data.py writes. --save DIR saves a checkpoint at
           intervals, at Ctrl-C and at SIGTERM. --load DIR continues from a checkpoint of any grid.
-          To continue by itself after a rank has died, a run needs --save DIR and
+          To restart by itself after a rank dies, a run needs --save DIR and
           TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts 3 … (see pytorch#135712)
 Paper:    Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using
           Megatron-LM, arXiv 2104.04473
@@ -112,7 +112,7 @@ class Block(nn.Module):
         self.linear1 = nn.Linear(h, 4 * h)
         self.linear2 = nn.Linear(4 * h, h)
         self.dropout = nn.Dropout(dropout)
-        # With tensor parallelism, a context in which each rank draws the masks of its own heads.
+        # With tensor parallelism: a context in which each rank draws masks for its own heads.
         self.dropout_region = nullcontext
 
     def forward(self, x):
@@ -157,7 +157,8 @@ def build_layer(config, number, dropout=0.0, seed=0):
         if name.endswith("bias"):
             parameter.zero_()
         elif name in ("proj.weight", "linear2.weight"):
-            # The residual adds up 2L such outputs. With this std their sum does not grow with L.
+            # The residual stream adds up the outputs of 2L such layers. With this std, the sum does
+            # not grow with L.
             parameter.normal_(std=0.02 / math.sqrt(2 * config.layers))
         elif parameter.dim() == 2:
             parameter.normal_(std=0.02)
@@ -169,8 +170,8 @@ def build_layer(config, number, dropout=0.0, seed=0):
 class Stage(nn.Sequential):
     """Consecutive layers of the model, given as {number: layer}.
 
-    For dropout, each layer has its own seed for each micro-batch, so that masks do not depend on
-    the grid. A stage computes micro-batches in order, so counting them gives their numbers.
+    For dropout, each layer has its own seed for each micro-batch, so that masks depend neither on
+    the stage nor on the pipeline. A stage computes micro-batches in order, so it can count them.
     """
 
     def __init__(self, layers, seed=None):
@@ -192,9 +193,9 @@ class Stage(nn.Sequential):
 
 
 def tie_weights(embedding, head):
-    """Let the head use the embedding's weight, if the rank has both. Return the weight of either.
+    """Let the head use the embedding's weight. Return the weight that both have.
 
-    Return None if the rank has neither.
+    A rank without one of them gives None for it. If it has neither, return None.
     """
     if embedding is not None and head is not None:
         head.linear.weight = embedding.word.weight
@@ -219,11 +220,15 @@ def learning_rate(args, step):
 
 
 def count_tokens(targets):
-    return max(1, (targets != IGNORE).sum().item())  # the loss is divided by it
+    """Return the number of unmasked tokens, or 1 if there are none: the loss is divided by it."""
+    return max(1, (targets != IGNORE).sum().item())
 
 
 def train_on_one_device(config, args, batches, device="cpu"):
-    """Yield (loss, gradient norm, model) after each step. For 16-bit formats it uses float32."""
+    """Train the plain model. Yield (loss, gradient norm, model) after each step.
+
+    If --dtype has 16 bits, train in float32.
+    """
     dtype = torch.promote_types(getattr(torch, args.dtype), torch.float32)
     model = plain_model(config, args.dropout, args.seed)
     model.to(device, dtype)
@@ -236,7 +241,7 @@ def train_on_one_device(config, args, batches, device="cpu"):
         x_parts = inputs.to(device).split(args.micro_batch_size)
         y_parts = targets.to(device).split(args.micro_batch_size)
         for x, y in zip(x_parts, y_parts, strict=True):
-            logits = model(x).flatten(0, 1)  # tokens in the order (sequence, batch), as y.T
+            logits = model(x).flatten(0, 1)  # the sequence comes first, so y is transposed
             losses = F.cross_entropy(logits, y.T.flatten(), ignore_index=IGNORE, reduction="sum")
             part = losses / count_tokens(targets)
             part.backward()
@@ -253,8 +258,8 @@ def train_on_one_device(config, args, batches, device="cpu"):
 class Grid:
     """This rank's place on the grid, and its neighbours along each axis.
 
-    It has dp = world size / (tp · pp) data-parallel ranks. If that is not a whole number,
-    it raises ValueError.
+    The number of data-parallel ranks is dp = world size / (tp · pp). Raises ValueError if that is
+    not a whole number.
     """
 
     def __init__(self, tp, pp):
@@ -268,7 +273,7 @@ class Grid:
         ranks = torch.arange(world_size).view(pp, self.dp, tp)  # consecutive ranks differ in tp
         place = (ranks == dist.get_rank()).nonzero()[0]
         self.pp_rank, self.dp_rank, self.tp_rank = place.tolist()
-        # Each row of these matrices is a group: (pp · dp, tp), (pp · tp, dp) and (dp · tp, pp).
+        # Each row is a group. Shapes: (pp · dp, tp), (pp · tp, dp) and (dp · tp, pp).
         self.tp_group = self.new_groups(ranks.flatten(0, 1))
         self.dp_group = self.new_groups(ranks.mT.flatten(0, 1))
         pipelines = ranks.flatten(1).T
@@ -317,7 +322,7 @@ def split_layer(layer, group, sequence_parallel):
 
 
 def layers_of_stage(config, stage, num_stages):
-    """Return the numbers of a stage's layers. Stages differ by at most one block."""
+    """Return the numbers of a stage's layers. Two stages differ by at most one block."""
     L = config.layers
     blocks = [1 + i for i in range(L) if i * num_stages // L == stage]
     embedding = [0] if stage == 0 else []
@@ -360,7 +365,7 @@ class Trainer:
         self.device = torch.device(device)
         self.dtype = getattr(torch, args.dtype)
         self.steps = 0  # the number of steps that are done
-        # How far the run may be from one device. load() makes it that of the run's coarsest dtype.
+        # How far the run may be from one device. load() widens it if an earlier dtype was coarser.
         self.tolerance = {"float64": 1e-9, "float32": 1e-3}.get(args.dtype, 0.05)
         self.num_microbatches = args.global_batch_size // (args.micro_batch_size * grid.dp)
         num_stages = grid.pp * args.stages_per_rank
@@ -372,7 +377,11 @@ class Trainer:
         self.tied = tie_weights(self.embedding, self.head)  # the embedding's weight, or None
         self.stages = self.build_stages(layers)
         self.parameters = list(self.stages.parameters())
-        self.split = self.find_split()  # {parameter split over tp: (its layer, its name there)}
+        # {parameter split over tp: (its layer, its name there)}
+        self.split = {
+            getattr(layer, name): (layer, name)
+            for _, layer, name in tensor_parallel.split_parameters(self.stages)
+        }
         self.counted = self.find_counted()  # the parameters that this rank adds to the norm
         self.optimizer = self.build_optimizer()
         is_fp16 = self.dtype == torch.float16
@@ -399,12 +408,6 @@ class Trainer:
             stages.append(Stage({number: layers[number] for number in numbers}, seed))
         return stages
 
-    def find_split(self):
-        split = {}
-        for _, layer, name in tensor_parallel.split_parameters(self.stages):
-            split[getattr(layer, name)] = (layer, name)
-        return split
-
     def find_counted(self):
         """Each tp rank counts its slices. The first also counts the parameters that are not split.
 
@@ -430,7 +433,7 @@ class Trainer:
         return optimizer
 
     def step(self, inputs, targets):
-        """Train on the global batch, (batch, sequence). Return its loss and its gradients' norm.
+        """Train on the global batch, (batch, sequence). Return its loss and the gradient norm.
 
         All ranks return the same. If any gradient is not finite, no rank updates its parameters.
         """
@@ -453,13 +456,13 @@ class Trainer:
         return loss, norm
 
     def start_step(self, targets):
-        # loss_fn() sums over the tokens of a micro-batch. The pipeline divides by m, and averaging
-        # over dp ranks divides by dp. The weight undoes both, and divides by the number of tokens
-        # in the whole batch instead.
+        # loss_fn() adds up the losses of a micro-batch's tokens. The pipeline then averages over m
+        # micro-batches, and reduce_gradients() over dp ranks. The factors m and dp turn both means
+        # into sums, and count_tokens() divides the sum by the tokens of the whole batch.
         m = self.num_microbatches
         self.token_weight = m * self.grid.dp / count_tokens(targets)
-        # Number the micro-batches in the order of one device, which computes the earlier steps and
-        # the parts of dp ranks before this one first. Each part has m micro-batches.
+        # Number micro-batches in the order of one device: those of earlier steps come first, then
+        # those of lower dp ranks in this step. Each rank's part of a batch has m micro-batches.
         parts_before = self.steps * self.grid.dp + self.grid.dp_rank
         for stage in self.stages:
             stage.micro_batch = parts_before * m
@@ -474,7 +477,7 @@ class Trainer:
         return self.scaler.scale(losses.sum() * self.token_weight)
 
     def mean_loss(self, loss):
-        """Return the whole batch's loss on all ranks. Each pipeline's last rank has its `loss`."""
+        """Return the whole batch's loss. The last rank of a pipeline gives its `loss`."""
         if loss is None:  # not the last rank
             loss = torch.zeros((), device=self.device)
         scale = self.scaler.get_scale()
@@ -486,7 +489,7 @@ class Trainer:
     def reduce_gradients(self):
         if self.tied is not None and self.grid.ends_group is not None:
             dist.all_reduce(self.tied.grad, group=self.grid.ends_group)
-        if not self.args.zero1:  # Zero1 averages them itself, in its clip_grad_norm_()
+        if not self.args.zero1:  # Zero1 averages them itself, before it clips them
             ddp.all_reduce_gradients(self.stages, self.grid.dp_group)
 
     @torch.no_grad()
@@ -496,14 +499,14 @@ class Trainer:
         scale = self.scaler.get_scale()
         if self.args.zero1:
             if self.scaler.is_enabled():
-                self.optimizer.unscale_(scale)  # only sets the scale: its step() divides
+                self.optimizer.unscale_(scale)  # reduces the gradients; step() divides them
             is_counted = self.counted.__contains__
             return self.optimizer.clip_grad_norm_(
                 max_norm, counted=is_counted, process_groups=groups
             )
         if self.dtype.itemsize == 2:
-            # This casts the gradients to float32, for the masters. It does not divide them, because
-            # this optimizer has no scaler. We divide below, together with clipping.
+            # Copy the gradients to the float32 masters. This does not divide them, because the
+            # optimizer was built without a scaler. `factor` divides and clips at once.
             self.optimizer.unscale_()
         weights = self.optimizer.param_groups[0]["params"]  # the parameters, or their masters
         pairs = zip(self.parameters, weights, strict=True)
@@ -560,8 +563,8 @@ def load(trainer, directory):
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {value}: the run in {directory} has {stored}")
     if any(name.startswith("step/") for name in index["wholes"]):
-        # The checkpoint has the state of AdamW (see pieces_of for the names). AdamW makes its state
-        # in its first step. Make it now, so that it can be loaded.
+        # The checkpoint has "step/NAME", so its optimizer is AdamW, which creates its state in its
+        # first step. Create it now, so that checkpoint.load() can fill it.
         for _, _, weight, state in updated_tensors(trainer):
             state["step"] = torch.zeros((), device=weight.device)
             state["exp_avg"] = torch.zeros_like(weight)
@@ -579,10 +582,10 @@ def load(trainer, directory):
 
 
 def updated_tensors(trainer):
-    """Yield (parameter, start, tensor, state) for each tensor that the optimizer updates.
+    """Yield (parameter, start, weight, state) for each weight that the optimizer updates.
 
-    The tensor is the parameter or its master, and start is 0. With ZeRO-1 the tensor is this rank's
-    range of the flattened parameter, and `start` is the index of its first element.
+    The weight is the parameter or its master, and `start` is 0. With ZeRO-1 the weight is this
+    rank's range of the flattened parameter, and `start` is the index of its first element.
     """
     if trainer.args.zero1:
         yield from trainer.optimizer.shards()
@@ -602,7 +605,7 @@ def pieces_of(trainer):
         for name, parameter in stage.named_parameters():
             names[parameter] = name
     if trainer.tied is not None:
-        names[trainer.tied] = "0.word.weight"  # also if this rank has it in the head
+        names[trainer.tied] = "0.word.weight"  # also on the last stage, which has it in the head
     pieces = {}
     for parameter, start, weight, state in updated_tensors(trainer):
         boxes = boxes_of(trainer, parameter)
@@ -614,7 +617,7 @@ def pieces_of(trainer):
             pieces[name] = []
             flat = tensor.view(-1)
             for box in boxes:
-                # flat_pieces leaves out the elements of `flat` that are before or after the box.
+                # flat[0] is this element of the box. It is negative if flat begins before the box.
                 start_in_box = start - box.first
                 pieces[name] += checkpoint.flat_pieces(
                     flat, box.shape, start_in_box, box.whole_shape, box.offset
@@ -623,7 +626,7 @@ def pieces_of(trainer):
 
 
 class Box(NamedTuple):
-    """Rows or columns of a whole parameter whose elements are consecutive in a rank's slice."""
+    """A block of a whole parameter, which is consecutive in a rank's flattened slice."""
 
     first: int  # the index of the box's first element in the flattened slice
     shape: list  # the box's shape
@@ -664,6 +667,8 @@ def boxes_of(trainer, parameter):
 
 
 class SentByAxis(ddp.SentBytes):
+    """Adds up the bytes that this rank sends along each axis of the grid."""
+
     def __init__(self, grid):
         super().__init__()
         self.by_axis = {"tp": 0.0, "pp": 0.0, "dp": 0.0}  # bytes that this rank sends
@@ -831,7 +836,7 @@ class Session(ddp.Demo):
         self.signals.append(number)
 
     def read(self, name):
-        """Return a text. Return None if NAME.idx exists, because open_samples() opens that file."""
+        """Return a text, or None if NAME.idx exists, which open_samples() opens. Set is_indexed."""
         self.is_indexed = os.path.exists(f"{name}.idx")
         if self.is_indexed:
             return None
@@ -897,18 +902,18 @@ class Session(ddp.Demo):
         return numbers.tolist()
 
     def speed(self, seconds):
-        """Return tokens per second and the share of the devices' peak, or None if it is unknown."""
+        """Return tokens per second, and the share of the devices' peak: None if it is unknown."""
         args = self.args
-        rate = args.global_batch_size * args.sequence_length / seconds
+        tokens_per_second = args.global_batch_size * args.sequence_length / seconds
         peak = args.peak
         if peak is None and self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
             peak = next((PEAKS[device] for device in PEAKS if device in name), None)
         if peak is None:
-            return rate, None
+            return tokens_per_second, None
         model = dataclasses.replace(self.config, sequence=args.sequence_length)
-        flops = rate * estimate.flops_per_token(model)
-        return rate, flops / (peak * 1e12 * self.ranks)
+        flops = tokens_per_second * estimate.flops_per_token(model)
+        return tokens_per_second, flops / (peak * 1e12 * self.ranks)
 
 
 class Run:
@@ -948,7 +953,7 @@ class Run:
             load(self.trainer, directory)
             session.show(f"loaded      {directory} after step {self.trainer.steps}")
         if session.metrics is None:
-            # A run that goes on from a checkpoint appends to the file.
+            # Append if a checkpoint was loaded.
             name = args.metrics if args.metrics and session.rank == 0 else os.devnull
             mode = "a" if self.trainer.steps > 0 else "w"
             session.metrics = open(name, mode)  # noqa: SIM115
@@ -979,13 +984,13 @@ class Run:
     def train_plain(self):
         """Return an iterator over one device's (loss, norm, model), or over None if not --check."""
         args = self.args
-        # Each tp rank draws the dropout masks of its heads, so they are not those of one device.
+        # Each tp rank draws the dropout masks of its own heads. One device would draw others.
         other_masks = self.trainer.grid.tp > 1 and args.dropout > 0
         if not args.check or other_masks:
             return itertools.repeat(None)
         batches = map(self.session.batch, range(args.steps))
         steps = train_on_one_device(self.session.config, args, batches, self.session.device)
-        # One device has no checkpoint: it trains again on the steps that the grid has loaded.
+        # One device loads no checkpoint. It computes all steps, and islice drops those loaded.
         return itertools.islice(steps, self.trainer.steps, None)
 
     def add_differences(self, loss, norm, plain_loss, plain_norm, plain):
@@ -1008,7 +1013,7 @@ class Run:
                 save(self.trainer, args.save)
                 reason = ", stopped by a signal" if stop else ""
                 show(f"saved       {args.save} after step {steps}{reason}")
-            except OSError as error:  # raised on all ranks, so training goes on
+            except OSError as error:  # all ranks raise it, and go on training
                 show(f"NOT saved   after step {steps}: {error}")
         return bool(stop)
 
@@ -1016,7 +1021,7 @@ class Run:
         """Print a line, and write the step's metrics."""
         grid = self.trainer.grid
         steps = self.trainer.steps
-        rate, share = self.session.speed(self.times[-1])
+        tokens_per_second, share_of_peak = self.session.speed(self.times[-1])
         is_gpu = self.session.device.type == "cuda"
         metrics = {
             "step": steps,
@@ -1024,8 +1029,8 @@ class Run:
             "grad_norm": norm,
             "lr": self.trainer.optimizer.param_groups[0]["lr"],
             "seconds": self.times[-1],
-            "tokens_per_second": rate,
-            "share_of_peak": share,
+            "tokens_per_second": tokens_per_second,
+            "share_of_peak": share_of_peak,
             "max_memory_allocated": torch.cuda.max_memory_allocated() if is_gpu else None,
             "tp": grid.tp,
             "pp": grid.pp,
@@ -1033,12 +1038,12 @@ class Run:
         }
         print(json.dumps(metrics), file=self.session.metrics, flush=True)
         line = f"step {steps}/{self.args.steps}   loss {loss:.3f}   grad norm {norm:.3f}"
-        line += f"   {rate:,.0f} tokens/s"
-        line += "" if share is None else f"   {share:.1%} of peak"
+        line += f"   {tokens_per_second:,.0f} tokens/s"
+        line += "" if share_of_peak is None else f"   {share_of_peak:.1%} of peak"
         self.session.show(line)
 
     def report(self, sent):
-        """Print the results and return a row of the table. Each cost is the largest on any rank."""
+        """Print the results. Return a row of the table: of each cost the maximum over all ranks."""
         session = self.session
         grid = self.trainer.grid
         formula = sum(sent_by_formula(self.trainer).values())
@@ -1058,8 +1063,9 @@ class Run:
         if session.device.type == "cuda":
             (memory,) = session.max_over_ranks([torch.cuda.max_memory_allocated()])
             session.show(f"memory/rank {memory / 1e9:.2f} GB at most, with activations")
-        rate, _ = session.speed(seconds)
-        return [f"{grid.tp} × {grid.pp} × {grid.dp}", *cells, f"{rate:,.0f}", verdict]
+        tokens_per_second, _ = session.speed(seconds)
+        sizes = f"{grid.tp} × {grid.pp} × {grid.dp}"
+        return [sizes, *cells, f"{tokens_per_second:,.0f}", verdict]
 
     def verdict(self):
         differences = torch.tensor([0.0, *self.differences]).nan_to_num(nan=math.inf)
@@ -1080,7 +1086,7 @@ def main():
     if None in rows:
         return 0
     session.show(
-        "MB on the rank that has most. Held: params, grads, optimizer. Sent per step: tp, pp, dp."
+        "MB, maximum over all ranks. Held: params, grads, optimizer. Sent per step: tp, pp, dp."
     )
     for row in (["tp × pp × dp", *COSTS, "tokens/s", "vs 1 device"], *rows):
         session.show("  ".join(f"{cell:>11}" for cell in row))

@@ -19,10 +19,11 @@ same bubble as GPipe, but keeps the activations of at most p micro-batches inste
 schedules:
 
     naive              A micro-batch goes forward and backward through all ranks before the next.
-    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. The first
-                       micro-batch reaches the last rank v times as fast.
-    zero_bubble        B is split into I, the gradient of the stage's input, and W, the gradients of
-                       its weights. The previous rank waits only for I, so W can run in the bubble.
+    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. A micro-batch
+                       reaches the last rank v times as fast.
+    zero_bubble        B is split into I and W. W computes the gradients of the weights of linear
+                       layers, and I computes all others, such as that of the stage's input. The
+                       previous rank waits only for I, so W can run in the bubble.
 
 Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
@@ -42,11 +43,11 @@ Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or:
 Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473, section 2.2;
           zero bubble, 2401.10241, section 2 (its schedule ZB-H1)
 Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file reads and writes
-Left out: Tied parameters, data parallelism, clipping and means over unmasked tokens are in
+Left out: Tied parameters, data parallelism, clipping and means over unmasked tokens: see
           parallel_3d.py. step() returns neither the outputs of the last stage nor the gradients of
-          the batch's inputs. W computes the gradients of the weights of linear layers only. I
-          computes those of all other parameters. If a schedule has I and W, its stages must not
-          call torch.autograd.grad() or backward() themselves.
+          the batch's inputs. If a schedule has I and W, its stages must not call
+          torch.autograd.grad() or backward() themselves. The inputs of their linear layers stay in
+          memory until W, also inside an activation checkpoint, and must not change in place.
 
 The demo draws two timelines. simulate() predicts the first, and the ranks have measured the second.
 If they say "bubble 20%" and "bubble 23%", the ranks waited for 23% of the step. The prediction
@@ -90,8 +91,8 @@ def start_transfer(operation, tensor, peer, group):
     """Start one send or receive (`dist.isend` or `dist.irecv`). Return the work to wait for.
 
     Over NCCL, a bare isend would create a communicator for the two ranks in the middle of a step.
-    A batch uses the group's. It holds one transfer, because sender and receiver would have to form
-    the same batches of several.
+    A batch of transfers uses the communicator of the group. Each batch has one transfer here. With
+    several, the sender and the receiver would have to form the same batches.
     """
     transfer = dist.P2POp(operation, tensor, group=group, group_peer=peer)
     return dist.batch_isend_irecv([transfer])[0]
@@ -137,7 +138,7 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
-def gpipe(stages, micro_batches):
+def forwards_then_backwards(stages, micro_batches):
     """Return all forwards, then all backwards, of the micro-batches on a rank with these stages."""
     forwards = [f"{stage}F{i}" for stage in stages for i in micro_batches]
     backwards = [f"{stage}B{i}" for stage in reversed(stages) for i in micro_batches]
@@ -157,7 +158,7 @@ def one_forward_one_backward(actions, warmup):
 def split_backwards(actions, delay):
     """Return zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
     split = []
-    waiting = collections.deque()  # the W of the last I
+    waiting = collections.deque()  # each W whose I is in `split`, but which is not there itself
     for action in actions:
         split.append(action.replace("B", "I"))
         if "B" in action:
@@ -175,54 +176,53 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             f"no schedule {name!r} of {p} ranks, {m} micro-batches and {v} stages per rank: "
             f"each number must be at least 1, and the name one of {', '.join(SCHEDULES)}"
         )
-    # Each rank runs GPipe on some micro-batches, then on the next. Such a round has about p of them
-    # in 1F1B: when rank 0 has run a stage on p, the first is ready for rank 0's next stage.
-    if name == "naive":
-        num_rounds = m
-    elif name == "gpipe":
-        num_rounds = 1
-    else:
-        num_rounds = max(1, m // p)
-    rounds = [numbers.tolist() for numbers in torch.arange(m).tensor_split(num_rounds)]
+    # A rank runs all forwards and backwards of a round of micro-batches, then those of the next. In
+    # "naive" each micro-batch is a round, and in "gpipe" all of them are one. Otherwise a round has
+    # about p: when rank 0 has run a stage on p, the first is ready for rank 0's next stage.
+    num_rounds = {"naive": m, "gpipe": 1}.get(name, max(1, m // p))
+    rounds = torch.arange(m).tensor_split(num_rounds)
     schedule = []
     for rank in range(p):
         stages = range(rank, p * v, p)
-        actions = [action for micro_batches in rounds for action in gpipe(stages, micro_batches)]
+        actions = []
+        for micro_batches in rounds:
+            actions += forwards_then_backwards(stages, micro_batches.tolist())
         if name not in ("naive", "gpipe"):
-            # A rank waits for the next rank's backward, so it first runs one forward more than that
-            # rank. If stages are interleaved it runs two more, as in Megatron-LM and PyTorch. This
-            # leaves time for transfers. Its last stage begins after v - 1 stages have run a round.
+            # A rank waits for the next rank's backward, so it first runs one forward more than the
+            # next rank. If stages are interleaved, it runs two more, as in Megatron-LM and PyTorch,
+            # to leave time for transfers. Each stage before its last also runs a round of forwards.
             forwards_per_rank = 2 if name == "interleaved_1f1b" else 1
             warmup = forwards_per_rank * (p - 1 - rank) + (v - 1) * len(rounds[0])
             actions = one_forward_one_backward(actions, warmup)
         if name == "zero_bubble":
-            # In 1F1B, rank r keeps the activations of p - r micro-batches. If r more wait for their
-            # W, every rank keeps those of p.
+            # In 1F1B, rank r keeps the activations of p - r micro-batches. With r more waiting for
+            # W, every rank keeps p.
             actions = split_backwards(actions, delay=rank)
         schedule.append(actions)
     return schedule
 
 
 def parse(action):
-    """ "2F0" -> 2, "F", 0: the stage, the kind and the micro-batch."""
+    """Return the stage, the kind and the micro-batch: 2, "F" and 0 for "2F0"."""
     stage, kind, micro_batch = re.split("([FBIW])", action)
     return int(stage), kind, int(micro_batch)
 
 
 def input_key(action):
-    """ "2F0" -> "2F0"; "2B0", "2I0" and "2W0" -> "2B0": the key under which an action's input is.
+    """Return the key of an action's input: "2F0" for "2F0", and "2B0" for "2B0", "2I0" and "2W0".
 
-    B and I share a key, because the sender of the gradients does not know which of them runs. I
-    takes the gradients, then leaves the input of W under the same key.
+    B and I share a key, so that output_key() does not need to know which of them the schedule has.
+    I takes the gradients, then leaves the input of W under the same key.
     """
     return re.sub("[IW]", "B", action)
 
 
 def output_key(action, last_stage):
-    """ "2F0" -> "3F0"; "2B0", "2I0" -> "1B0": the input_key() of the action that takes the output.
+    """Return the input_key() of the action that takes the output: "3F0" for "2F0", "1B0" for "2B0".
 
-    The last stage's forward gives its own backward the gradient to begin with. The first stage's
-    backward gets the key of a stage -1, which no rank has. W has no output: it adds to .grad.
+    The last stage's forward gives its own backward the gradient to begin with. For the first
+    stage's backward, return the key of a stage -1, which no rank has. For W, return None: it has no
+    output, but adds to .grad.
     """
     stage, kind, i = parse(action)
     if kind == "W":
@@ -244,7 +244,7 @@ class Simulation(NamedTuple):
     start: dict  # action -> time
     end: dict  # action -> time
     bubble_fraction: float  # the share of all ranks' time in which they wait
-    peak_activations: list  # by rank: the most forwards at once whose backward has not ended
+    peak_activations: list  # by rank: the most forwards that await their backward at one time
 
 
 def simulate(schedule, cost=COST):
@@ -273,14 +273,14 @@ def simulate(schedule, cost=COST):
                 available[output_key(action, last_stage)] = end[action]
         if len(end) == ended_before:
             stuck = [actions[0] for actions in waiting if actions]
-            raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} wait for ever")
+            raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} would wait forever")
     busy = sum(end.values()) - sum(start.values())
     bubble_fraction = 1 - busy / (max(free_since) * len(schedule))
     return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
 
 
 def peak_alive(actions):
-    """Return the most forwards at once that wait for the end of their backward, which is B or W.
+    """Return how many micro-batches are alive at most, from F to the end of B or W.
 
     A micro-batch counts once for each stage.
     """
@@ -293,7 +293,10 @@ def count_microbatches(schedule):
 
 
 def rank_of_stages(schedule):
-    """Return {stage: rank}. Raise ValueError unless its whole backward follows each forward."""
+    """Return {stage: rank}.
+
+    Raise ValueError unless each forward is followed by B, or by I and W, on the stage's only rank.
+    """
     rank_of = {}
     kinds = collections.defaultdict(str)  # (stage, micro-batch, rank) -> the kinds of its actions
     for rank, actions in enumerate(schedule):
@@ -321,14 +324,15 @@ def plan(schedule, rank):
 
     All ranks follow one order: actions by their simulated end, and each transfer right after its
     action. An action or a transfer waits only for those before it in this order. So the first one
-    that has not ended can always run, and nothing deadlocks. This is needed over NCCL, where a
-    rank's transfers run one after another, and a send ends only when its receiver takes it.
+    that has not ended can always run, and nothing deadlocks. NCCL needs such an order, because it
+    runs a rank's transfers one by one, and a send ends only when its receiver takes it.
     """
     rank_of = rank_of_stages(schedule)
+    last_stage = max(rank_of)
     end = simulate(schedule).end
     program = []
     for action in sorted(end, key=end.get):
-        out_key = output_key(action, max(rank_of))
+        out_key = output_key(action, last_stage)
         source = rank_of[parse(action)[0]]
         destination = rank_of.get(parse(out_key)[0]) if out_key else None
         if rank in (source, destination):
@@ -337,7 +341,7 @@ def plan(schedule, rank):
 
 
 def meta_of(tensor):
-    """Return what the receiver must know to allocate the tensor: arguments of torch.zeros.
+    """Return the arguments with which torch.zeros allocates such a tensor on the receiver.
 
     Return None for None, which is the gradient of an output that the next stage does not use.
     """
@@ -350,8 +354,8 @@ class Transfers:
     """Sends the outputs of actions, and receives them as inputs of this rank's actions."""
 
     def __init__(self, group, device):
-        # Gloo sends from the host's memory. dist.get_backend() does not tell the backend of a
-        # device: it is "undefined" after init_process_group() without a backend.
+        # Gloo sends from the host's memory. dist.get_backend_config() names each device's backend.
+        # dist.get_backend() is "undefined" after init_process_group() without a backend.
         if f"{device.type}:gloo" in dist.get_backend_config(group):
             device = torch.device("cpu")
         self.group = group
@@ -361,7 +365,7 @@ class Transfers:
         self.receives = {}  # input_key -> works to wait for before the tensors are used
         self.object_kwargs = {"group": group, "device": device}  # of send_object_list
         if "use_batch" in inspect.signature(dist.send_object_list).parameters:
-            self.object_kwargs["use_batch"] = True  # for the same reason as in start_transfer()
+            self.object_kwargs["use_batch"] = True  # start_transfer() says why
 
     def send(self, key, tensors, destination):
         """Start to send the tensors, and before them their metadata if this is the first time.
@@ -377,7 +381,7 @@ class Transfers:
             message = tensor.detach().to(self.device).contiguous()
             work = start_transfer(dist.isend, message, destination, self.group)
             self.sends.append((work, message))
-        # Messages take memory until they are received. A sender is rarely further ahead than this.
+        # A message takes memory until it is received. A sender is rarely more than 4 ahead.
         self.wait_for_sends(at_most=4)
 
     def wait_for_sends(self, at_most=0):
@@ -430,18 +434,18 @@ class Pipeline(nn.Module):
         own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
         self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
         ddp = nn.parallel.DistributedDataParallel
-        has_ddp = any(isinstance(module, ddp) for module in self.modules())
-        if any(gather(has_ddp, process_group)):
+        is_ddp = [isinstance(module, ddp) for module in self.modules()]
+        if any(gather(any(is_ddp), process_group)):
             raise ValueError(
                 "PyTorch's DistributedDataParallel averages the gradients of one micro-batch only; "
                 "pass its .module, and average the gradients after step()"
             )
         self._last_stage = max(rank_of)
-        self.device = agree_on_device(self.parameters(), process_group)  # of this rank's stages
+        self.device = agree_on_device(self.parameters(), process_group)  # of the stages
         self._transfers = Transfers(process_group, self.device)
-        # F.linear during F and I, for these weights
+        # takes the place of F.linear during F and I, for these weights
         self._split_linear = partial(split_linear, set(self.parameters()))
-        self._batch_meta = None  # of the last step: what _start() compares
+        self._batch_meta = None  # of the last step, from which _start() sees what has changed
         self.timeline = []  # (action, start, end) of the last step, in seconds
         self.clock = time.perf_counter  # of the timeline: on a GPU this times launches only
 
@@ -464,7 +468,7 @@ class Pipeline(nn.Module):
             if destination not in (source, None):
                 self._transfers.send(out_key, self._inputs.pop(out_key, []), destination)
         self._transfers.wait_for_sends()
-        self._raise_or_sum()
+        self._raise_or_count()
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
@@ -472,22 +476,21 @@ class Pipeline(nn.Module):
         self._inputs = {}  # input_key -> the tensors that an action takes, computed or received
         self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
         self._losses = []
-        self._failure = None  # or (exception, text for the other ranks)
+        self._failure = None  # after an error: (exception, text for the other ranks)
         self.timeline = []
         try:
             self._split_batch(inputs, targets)
         except Exception as error:
             self._failure = error, f"rank {self._rank}: {error}"
-        # These decide the shapes, dtypes and requires_grad of all that the stages send.
+        # All of batch_meta affects the shapes, dtypes and requires_grad of what the stages send.
         grad_enabled = torch.is_grad_enabled()
         tensors = itertools.chain(*self._inputs.values(), self.parameters())
-        autocast = torch.is_autocast_enabled(self.device.type)
-        if autocast:
-            autocast = torch.get_autocast_dtype(self.device.type)
+        device_type = self.device.type
+        autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
         batch_meta = [grad_enabled, autocast, *map(meta_of, tensors)]
         changed = batch_meta != self._batch_meta
         self._batch_meta = batch_meta
-        num_grad, num_changed = self._raise_or_sum(grad_enabled, changed)
+        num_grad, num_changed = self._raise_or_count(grad_enabled, changed)
         if num_changed:
             self._transfers.metadata = {}
         ranks = len(self.schedule)
@@ -527,7 +530,7 @@ class Pipeline(nn.Module):
                 self._keep(out_key, self._forward(stage, i, inputs))
             else:
                 self._keep(out_key, self._backward(stage, i, inputs))
-                self._inputs[in_key] = [split_linear.deferred]  # the input of W, see input_key()
+                self._inputs[in_key] = [split_linear.deferred]  # for W, if the schedule has one
         except Exception as error:
             self._failure = error, f"rank {self._rank} failed in {action} with {error!r}"
         finally:
@@ -538,7 +541,7 @@ class Pipeline(nn.Module):
     def _keep(self, out_key, outputs):
         """Keep the outputs of an action until this rank uses or sends them."""
         metadata = list(map(meta_of, outputs))
-        # The receiver allocates what the metadata says. There is none before the first send.
+        # The receiver allocates what the first send's metadata says. Before it there is none.
         expected = self._transfers.metadata.get(out_key, metadata)
         if metadata != expected:
             raise RuntimeError(
@@ -548,27 +551,30 @@ class Pipeline(nn.Module):
         self._inputs[out_key] = outputs
 
     def _forward(self, stage, i, inputs):
-        """Return the stage's outputs. For the last stage, return the loss's gradient, 1."""
+        """Return what the next action takes: the outputs, or the gradient of the loss, 1."""
         inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in inputs]
-        outputs = self.stages[str(stage)](*inputs)
+        output = self.stages[str(stage)](*inputs)
         if stage == self._last_stage:
-            target = self._targets[i].to(self.device)
-            share = len(target) / self._num_targets  # of the batch's mean loss
-            outputs = self.loss_fn(outputs, target) * share  # the only place that scales the loss
-            if outputs.numel() != 1:  # backward would take the sum, without an error
-                raise ValueError(
-                    f"loss_fn returned {tuple(outputs.shape)}; return the mean, a scalar"
-                )
-            self._losses.append(outputs.detach())
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            loss = self._weighted_loss(output, self._targets[i].to(self.device))
+            outputs = (loss,)
+            next_inputs = [torch.ones_like(loss)]
+        else:
+            outputs = output if isinstance(output, tuple) else (output,)
+            next_inputs = outputs
         if not outputs or not all(map(torch.is_tensor, outputs)):
             types = [type(output).__name__ for output in outputs]
             raise ValueError(f"the stage returned {types}; return a tensor or a tuple of tensors")
         if torch.is_grad_enabled():
             self._graphs[stage, i] = inputs, outputs
-        if stage == self._last_stage:
-            return [torch.ones_like(loss) for loss in outputs]
-        return outputs
+        return next_inputs
+
+    def _weighted_loss(self, output, target):
+        """Return the loss times the micro-batch's share of the batch. This alone scales it."""
+        loss = self.loss_fn(output, target) * (len(target) / self._num_targets)
+        if loss.numel() != 1:  # backward would take the sum, without an error
+            raise ValueError(f"loss_fn returned {tuple(loss.shape)}; return the mean, a scalar")
+        self._losses.append(loss.detach())
+        return loss
 
     def _backward(self, stage, i, gradients):
         """Return the gradients of the stage's inputs, for B and I: None for an unused input."""
@@ -580,21 +586,21 @@ class Pipeline(nn.Module):
         torch.autograd.backward(used, gradients)
         return [x.grad for x in inputs]
 
-    def _raise_or_sum(self, *numbers):
-        """Raise on every rank if one has failed. Return the sum of each number over the ranks.
+    def _raise_or_count(self, *flags):
+        """Raise on every rank if one has failed. Return on how many ranks each flag is True.
 
-        The host waits for the sums.
+        The host waits for the counts.
         """
-        numbers = [self._failure is not None, *numbers]
-        sums = torch.tensor(numbers, dtype=torch.int64, device=self._transfers.device)
-        dist.all_reduce(sums, group=self._group)
-        num_failed, *sums = sums.tolist()
+        flags = [self._failure is not None, *flags]
+        counts = torch.tensor(flags, dtype=torch.int64, device=self._transfers.device)
+        dist.all_reduce(counts, group=self._group)
+        num_failed, *counts = counts.tolist()
         if num_failed:
             self._batch_meta = None  # so that the next step begins without metadata
             error, text = self._failure or (None, None)
             texts = filter(None, gather(text, self._group))  # of the ranks that failed
             raise error or RuntimeError(next(texts))
-        return sums
+        return counts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -627,7 +633,7 @@ def agree_on_schedule(schedule, num_microbatches, num_stages, group):
 
 
 def agree_on_device(parameters, group):
-    """Return the device of the parameters. If there are none, the type of device of other ranks.
+    """Return the device of the parameters, or if there are none, the other ranks' device type.
 
     All ranks must send over the same backend, so a stage without parameters uses the GPU too.
     """
@@ -659,11 +665,11 @@ linear = F.linear
 def split_linear(parameters, x, weight, bias=None):
     """F.linear, but its backward leaves the gradient of the weight to W.
 
-    It replaces F.linear, which PyTorch's modules call, during F and I. The replacement is global:
-    activation checkpointing runs the forward again in I, on a thread of autograd.
+    PyTorch's modules call F.linear. During F and I, this function takes its place on all threads,
+    because activation checkpointing runs the forward again in I, on a thread of autograd.
 
-    If the weight has another use, which is not split, I adds that part of its gradient, and W adds
-    this one later. So the sum is not bitwise that of one device.
+    If the weight has another use, which is not split, I adds the gradient of that use, and W adds
+    the others later. So the sum is not bitwise that of one device.
     """
     # I computes the gradient if something reads it before W runs: a hook, such as DDP's, or
     # weight_norm or FSDP, which compute the weight from a parameter.
@@ -688,9 +694,8 @@ def split_linear(parameters, x, weight, bias=None):
     return y.unflatten(0, x.shape[:-1])
 
 
-split_linear.deferred = (
-    None  # what the running I leaves to W: (weight, rows, version, grad_y) per call
-)
+# In it the running I leaves to W the (weight, rows, version, grad_y) of each call.
+split_linear.deferred = None
 
 
 def backward_for_weights(deferred):
@@ -704,10 +709,10 @@ def backward_for_weights(deferred):
                 "change a copy, or use a schedule without W"
             )
         weights.append(weight)
-        # Under autocast, rows may have another dtype than y and its gradient.
+        # Under autocast, y and its gradient may have another dtype than x.
         gradients.append(grad_y.T @ rows.to(grad_y.dtype))
-    # backward() of a leaf adds to its .grad. One call for all, as in a plain backward: it sums the
-    # gradients of a weight that several layers share before it adds them.
+    # backward() of a leaf adds to its .grad. If layers share a weight, one call for all adds up its
+    # gradients first, as a plain backward does.
     torch.autograd.backward(weights, gradients)
 
 
@@ -733,7 +738,7 @@ def schedule_to_csv(schedule, path):
 def schedule_from_csv(path):
     """Read what PyTorch's _dump_csv writes, in both of its formats."""
     lines = Path(path).read_text().splitlines()
-    return compute_only(line.split(",") for line in lines)
+    return compute_only([line] for line in lines)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -785,19 +790,22 @@ def main():
     status = demo.report(held(pipeline.parameters(), optimizer), formula, sent)
     # The timelines are of one more step. In the last one, counting bytes took time.
     if demo.device.type == "cuda":
-        pipeline.clock = synchronized_clock
+        pipeline.clock = clock_after_kernels
     pipeline.step(*demo.batch(0))
     show_timelines(demo, pipeline)
     return status
 
 
-def synchronized_clock():
+def clock_after_kernels():
     torch.cuda.current_stream().synchronize()
     return time.perf_counter()
 
 
 def split(model, num_stages):
-    """Return stages of about equal size. The first has the embedding, the last norm and head."""
+    """Split the demo's model into stages with about as many blocks each.
+
+    The first stage also has the embedding, and the last one has the norm and the head.
+    """
     num_blocks = len(model) - 3
     inner = [1 + num_blocks * stage // num_stages for stage in range(1, num_stages)]
     cuts = [0, *inner, len(model)]
