@@ -165,9 +165,8 @@ class ShardedParameter:
         # the gather for backward for an in-place change of what it saved, and raise an error.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
         self.sharded._sharded_parameter = self  # for functions that take module.parameters()
-        original._sharded_parameter = (
-            self  # find_parameters() refuses a later unit that is tied to it
-        )
+        # find_parameters() refuses a later unit that holds the original, because the two are tied.
+        original._sharded_parameter = self
         for module, attribute in dict.fromkeys(owners):  # a module may be registered twice
             hook = functools.partial(self.pre_load_state_dict, attribute)
             module.register_load_state_dict_pre_hook(hook)
@@ -276,6 +275,7 @@ class ParameterGroup:
         """Broadcast the originals of rank 0. Each rank keeps its part of them in `shard`."""
         values = torch.zeros_like(self.unsharded, dtype=self.shard.dtype)
         for parameter in self.parameters:
+            # current() is the original, or what materialize() has put in its place.
             parameter.view(values).copy_(parameter.current())
         dist.broadcast(values, group=self.process_group, group_src=0)
         self.shard.copy_(self.own_part(values))
