@@ -1,4 +1,4 @@
-"""Draw the README's pictures from what the demos print and what the schedules' simulation says.
+"""Draw the README's pictures from what the demos, fsdp_units.py and a simulation of schedules say.
 
     pip install matplotlib
     python docs/pictures.py          writes docs/*.svg: in half a minute, on two ranks
