@@ -105,6 +105,18 @@ def sharded_step(parameters, shard, optimizer, process_group=None):
 # 2. Buckets: parameters that are reduced and gathered together.
 
 
+# torch 2.13 renames all_gather_into_tensor and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
+
+
+def as_bytes(tensor):
+    return tensor.view(torch.uint8)  # gloo has no int16, and in torch 2.6 no complex numbers
+
+
 class Bucket:
     """Parameters of one dtype in one flat tensor, cut into N equal shards.
 
@@ -155,8 +167,9 @@ class Bucket:
         # arrival. Others are summed over ranks, and step() divides the sum, like one device.
         self.grad = None
         self.divisor = 1 if self.is_16_bit else self.N  # grad / divisor is the mean over ranks
-        self.reducing = None  # the Exchange of gradients, during a reduce-scatter
-        self.gathering = None  # the Exchange of shards, during an all-gather
+        self.received = None  # the parts of the gradients that this rank adds, in rank order
+        self.reducing = None  # handle of the all-to-all that is running
+        self.gathering = None  # handle of the all-gather that is running
 
     def make_shard(self):
         return self.own_part  # in Zero3, a copy
@@ -173,16 +186,20 @@ class Bucket:
                 view.copy_(slot.parameter.grad.to_dense())  # nn.Embedding(sparse=True)
                 slot.parameter.grad = None
                 slot.used = True
-        sent = gradients.chunk(self.N)
-        received = [torch.empty_like(part) for part in sent]
-        received[self.rank] = sent[self.rank]
-        self.reducing = Exchange(sent, received, self.process_group)
+        # Each rank sends part r to rank r, which adds the parts in rank order. A reduce-scatter may
+        # use another order.
+        self.received = torch.empty_like(gradients)
+        self.reducing = dist.all_to_all_single(
+            as_bytes(self.received), as_bytes(gradients), group=self.process_group, async_op=True
+        )
 
     def wait_for_reduce(self):
         """Add the gradients of all ranks to `grad`, in rank order."""
         if self.reducing is None:
             return
-        parts = self.reducing.wait()
+        self.reducing.wait()
+        parts = list(self.received.chunk(self.N))
+        self.received = None
         self.reducing = None
         if self.is_16_bit:
             # In fp32, because a sum in fp16 overflows at 65504 and rounds at each addition.
@@ -194,8 +211,9 @@ class Bucket:
 
     def all_gather(self):
         """Start to fill `flat` with the shards of all ranks."""
-        shards = [self.shard] * self.N
-        self.gathering = Exchange(shards, self.flat.chunk(self.N), self.process_group)
+        self.gathering = all_gather_single(
+            as_bytes(self.flat), as_bytes(self.own_part), group=self.process_group, async_op=True
+        )
 
     def wait_for_gather(self):
         if self.gathering is not None:
@@ -274,35 +292,6 @@ class Slot:
         return torch.cat(segments).as_strided(self.parameter.shape, self.stride)
 
 
-class Exchange:
-    """Messages in flight: sent[r] goes to rank r, and received[r] comes from it.
-
-    A rank sends nothing to itself. The caller has filled received[rank].
-    """
-
-    def __init__(self, sent, received, process_group):
-        device = sent[0].device
-        if f"{device.type}:gloo" in dist.get_backend_config(process_group):
-            device = "cpu"  # gloo sends from host memory
-        self.received = received
-        # Messages arrive in these. If the device is the same, .to() returns the tensor itself.
-        self.messages = [tensor.to(device) for tensor in received]
-        operations = []
-        for peer, message in enumerate(self.messages):
-            if peer != dist.get_rank(process_group):
-                options = {"group": process_group, "group_peer": peer}
-                operations.append(dist.P2POp(dist.isend, sent[peer].to(device), **options))
-                operations.append(dist.P2POp(dist.irecv, message, **options))
-        self.works = dist.batch_isend_irecv(operations) if operations else []
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        for tensor, message in zip(self.received, self.messages, strict=True):
-            tensor.copy_(message)  # from the host; does nothing if both are the same tensor
-        return self.received
-
-
 def assign_buckets(parameters, kind_of, cap_bytes):
     """Return lists of parameters. A list has one kind, and is closed when it has `cap_bytes`.
 
@@ -317,10 +306,6 @@ def assign_buckets(parameters, kind_of, cap_bytes):
         if sum(p.nbytes for p in together) >= cap_bytes:
             closed.append(filling.pop(kind))
     return closed + list(filling.values())
-
-
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,11 +366,11 @@ class Zero1(torch.optim.Optimizer):
 
     def _segment_groups(self):
         """Return self.param_groups with segments for parameters, for the inner optimizer."""
-        groups = []
-        for group in self.param_groups:
-            segments = [self._slots[parameter].segment for parameter in group["params"]]
-            groups.append({**group, "params": segments})
-        return groups
+        return [self._with_segments(group, group["params"]) for group in self.param_groups]
+
+    def _with_segments(self, group, parameters):
+        """Return the options of `group` with the segments of these parameters."""
+        return {**group, "params": [self._slots[parameter].segment for parameter in parameters]}
 
     def step(self):
         """Reduce the gradients that are still in .grad, update this rank's shards, gather all."""
@@ -395,7 +380,7 @@ class Zero1(torch.optim.Optimizer):
                 "gradients were added to those of the last step: call the optimizer's zero_grad() "
                 "after each step; that of the module does not drop reduced gradients"
             )
-        self._stepped = True
+        self._stepped = bool(buckets)
         for bucket in buckets:
             bucket.adopt_writes()
             mean = bucket.grad.to(bucket.master) / (bucket.divisor * self._loss_scale)
@@ -406,8 +391,7 @@ class Zero1(torch.optim.Optimizer):
             # whole bucket is in one parameter group. The group's options are copied in each step,
             # because a scheduler changes them in self.param_groups.
             group = self.param_groups[self._group_index[bucket.parameters[0]]]
-            segments = [slot.segment for slot in bucket.slots]
-            self._optimizer.param_groups = [{**group, "params": segments}]
+            self._optimizer.param_groups = [self._with_segments(group, bucket.parameters)]
             self._optimizer.step()
             self._optimizer.zero_grad()
             bucket.shard.copy_(bucket.master)
@@ -440,7 +424,7 @@ class Zero1(torch.optim.Optimizer):
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
-        self._mixed |= self._stepped and bucket.grad is not None
+        self._mixed |= self._stepped
         self._finish_reduce()  # one bucket at a time, because each holds its gradients twice
         bucket.reduce_scatter()
 
@@ -809,8 +793,8 @@ class Zero3(Zero2):
     @contextmanager
     def full_parameters(self):
         """A context with whole parameters. The caller may write to them, alike on all ranks."""
-        self._full_contexts += 1
         self._unshard(tuple(self._buckets))
+        self._full_contexts += 1
         try:
             yield
         finally:
@@ -908,8 +892,7 @@ def copy_from_rank_0(module, process_group):
                 "with parameter groups"
             )
         values = tensor.detach().reshape(-1)
-        # As bytes, because gloo has no int16.
-        dist.broadcast(values.view(torch.uint8), group=process_group, group_src=0)
+        dist.broadcast(as_bytes(values), group=process_group, group_src=0)
         tensor.detach().copy_(values.view_as(tensor))
 
 
