@@ -9,7 +9,7 @@ sum of all ranks' gradients for its part. The rank updates its part, and an all-
 updated parameters to every rank. Together, the reduce-scatter and the all-gather send as much as
 DDP's all-reduce.
 
-            backward ── reduce-scatter gradients ── update own part ── all-gather parameters
+            backward →  reduce-scatter gradients →  update own part →  all-gather parameters
     rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
     rank 1   g₁ ━━━━┷━━━━ ╱╲ ━━━━ sum of the right halves ── AdamW ━━━━ ╱╲ ━━━━┷━━━━ p
 
@@ -19,8 +19,8 @@ DDP's all-reduce.
           forward and again before its backward, and frees it afterwards.
 
 The table is for Ψ parameters of 16 bits, with Adam and fp32 master weights. Its first three columns
-are the bytes that a rank holds. The others are the elements that a rank sends in a step with one
-backward, and in a step with m backwards. Multiply those by (N-1)/N.
+are the bytes that a rank holds. The others are the elements that it sends in a step of 1 or of m
+backwards, times (N-1)/N.
 
            parameters  gradients  optimizer  sent, 1 backward                sent, m backwards
     DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
@@ -28,13 +28,13 @@ backward, and in a step with m backwards. Multiply those by (N-1)/N.
     Zero2  2Ψ          2Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
     Zero3  2Ψ/N        2Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
-In fp32, DDP holds 4Ψ, 4Ψ and 8Ψ bytes. In no_sync(), Zero2 sends 2Ψ like Zero1, but holds whole
-gradients. In addition to the table, a bucket of gradients is held twice while it is reduced, and
-Zero3 holds the whole parameters of the unit that runs and of the next one. A step also sends one
-byte for each parameter tensor, a flag that says whether this rank has its gradient.
+In fp32, DDP holds 4Ψ, 4Ψ and 8Ψ bytes. In no_sync(), Zero2 sends 2Ψ and Zero3 (2m+1)Ψ, but they
+hold whole gradients. In addition to the table, a bucket of gradients is held twice while it is
+reduced, and Zero3 holds the whole parameters of the unit that runs and of the next one. step() and
+clip_grad_norm_() also all-reduce one byte for each parameter tensor.
 
-Each rank adds the gradients of all ranks in rank order. So training is bitwise equal, for any N, to
-one device that adds up the ranks' gradients in that order and then divides by N.
+Each rank adds the gradients of all ranks in rank order. So training without clipping is bitwise
+equal to one device that adds up the ranks' gradients in that order and then divides by N.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
@@ -80,7 +80,7 @@ def flatten(tensors, N):
 
 
 def sharded_step(parameters, shard, optimizer, process_group=None):
-    """Call this after backward. `optimizer` holds one tensor, this rank's `shard`.
+    """Reduce, update and gather, after backward. `optimizer` holds one tensor, this rank's `shard`.
 
     Before the first step the shard must be flatten(parameters, N).chunk(N)[rank].clone().
     """
@@ -120,14 +120,14 @@ def as_bytes(tensor):
 class Bucket:
     """Parameters of one dtype in one flat tensor, cut into N equal shards.
 
-    For the parameters weight = [1 2 3 4 5] and bias = [6 7 8] on two ranks:
+    For the parameters weight = [1 2 3 4 5] and bias = [6 7 8] on two ranks, without padding:
 
                 rank 0             rank 1
         flat    1 2 3 4 5 6 7 8    1 2 3 4 5 6 7 8    all values; the parameters are views of it
         shard   1 2 3 4            5 6 7 8            this rank's part of flat
         grad    g₁ g₂ g₃ g₄        g₅ g₆ g₇ g₈        the shard's gradients, summed over ranks
-        master  1 2 3 4            5 6 7 8            the shard itself; for 16-bit or offloaded
-                                                      parameters a copy in fp32 or in host memory
+        master  1 2 3 4            5 6 7 8            the shard itself; of 16-bit parameters a
+                                                      copy in fp32; offloaded, in host memory
         slots   weight: 1 2 3 4    weight: 5          segments of master, one per parameter,
                 bias:   -          bias:   6 7 8      which the optimizer updates
 
@@ -146,9 +146,9 @@ class Bucket:
         start = 0
         for parameter in parameters:
             self.slots.append(Slot(parameter, start))
-            # PyTorch aligns tensors to 64 bytes. Otherwise kernels are slower or round differently.
+            # As PyTorch does. At other addresses, kernels are slower or round differently.
             start = round_up(start + parameter.numel(), 64 // first.itemsize)
-        # Shards are not empty. NCCL is faster if messages are aligned to 16 bytes.
+        # No shard is empty. NCCL is faster if messages are aligned to 16 bytes.
         size = round_up(max(1, start), self.N * 16 // first.itemsize)
 
         self.flat = first.new_zeros(size)
@@ -163,8 +163,8 @@ class Bucket:
         for slot in self.slots:
             slot.make_segment(self.master, self.rank * self.shard.numel())
 
-        # The shard's gradients, summed over backwards. 16-bit gradients are averaged over ranks on
-        # arrival. Others are summed over ranks, and step() divides the sum, like one device.
+        # The shard's gradients since zero_grad(): in 16 bits, means over ranks; otherwise sums over
+        # ranks, which step() divides, like one device.
         self.grad = None
         self.divisor = 1 if self.is_16_bit else self.N  # grad / divisor is the mean over ranks
         self.received = None  # the parts of the gradients that this rank adds, in rank order
@@ -206,7 +206,7 @@ class Bucket:
             parts = [sum(part.float() for part in parts) / self.N]
         if self.grad is not None:
             parts.insert(0, self.grad)  # the first term of the sum, as on one device
-        # Unlike this, sum() would begin with an addition to 0, one more pass over the shard.
+        # Not sum(), which would first add 0, in one more pass over the shard.
         self.grad = functools.reduce(torch.add, parts).to(self.flat.dtype)
 
     def all_gather(self):
@@ -223,8 +223,8 @@ class Bucket:
     def adopt_writes(self):
         """Copy to `master` what the user wrote into the parameters since the last step.
 
-        An element was written if it differs from its master, rounded to the parameters' dtype. The
-        other elements of the master keep the digits that rounding drops.
+        An element was written if it differs from its master in the parameters' dtype. The other
+        elements of the master keep the digits that this dtype drops.
         """
         if self.master is not self.shard:
             values = self.shard.to(self.master.device)
@@ -245,8 +245,8 @@ class Slot:
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.is_contiguous = parameter.is_contiguous()
-        # Whether the bucket's `grad` has a gradient of this parameter. Until _reduce_gradients()
-        # asks the other ranks, this is about this rank's gradient only.
+        # Whether the bucket's `grad` has a gradient of this parameter: from this rank, and after
+        # _reduce_gradients(), from any rank.
         self.used = False
         self.pointer = None  # the address of the parameter's data, see check()
         self.version = None  # Zero3: PyTorch's count of writes to the parameter when it was freed
@@ -258,7 +258,7 @@ class Slot:
         # The segment's place in the shard. Slicing cuts off the elements after the shard's end.
         self.in_shard = slice(max(0, start), max(0, start + size))
         self.segment = master[self.in_shard]
-        self.offset = min(max(0, -start), size)  # of the segment in the flattened parameter
+        self.offset = min(max(0, -start), size)  # of the segment in the parameter's memory
 
     def view(self, flat):
         """Return the parameter's part of `flat`, a whole bucket, in the parameter's shape."""
@@ -321,7 +321,7 @@ class Zero1(torch.optim.Optimizer):
     it reaches `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
 
     Use this class's clip_grad_norm_() and zero_grad(). torch.nn.utils.clip_grad_norm_ clips by the
-    norm of each rank's own gradients. module.zero_grad() does not drop reduced gradients, so that
+    norm of each rank's own gradients. module.zero_grad() does not drop reduced gradients, and then
     the next step() raises an error. Buffers are not synchronized after construction.
     """
 
@@ -351,7 +351,7 @@ class Zero1(torch.optim.Optimizer):
         copy_from_rank_0(module, process_group)
         parameters = [p for p in module.parameters() if p in self._group_index]
         lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
-        # A bucket for each list, in the order in which backward fills them.
+        # A bucket for each list. Zero2 reduces them in this order.
         self._buckets = [self._bucket_class(each, process_group, offload) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
@@ -387,9 +387,8 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 if slot.used:
                     slot.segment.grad = mean[slot.in_shard]
-            # The inner optimizer updates this bucket only, while the one before is gathered. The
-            # whole bucket is in one parameter group. The group's options are copied in each step,
-            # because a scheduler changes them in self.param_groups.
+            # Update this bucket, which has one parameter group, while the one before is gathered.
+            # Copy the group's options in each step, because schedulers change them.
             group = self.param_groups[self._group_index[bucket.parameters[0]]]
             self._optimizer.param_groups = [self._with_segments(group, bucket.parameters)]
             self._optimizer.step()
@@ -413,7 +412,7 @@ class Zero1(torch.optim.Optimizer):
         own_flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
         maxima = self._buckets[0].flat.new_tensor(own_flags, dtype=torch.uint8)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.process_group)
-        # In a step, the host waits for the device only here, in tolist().
+        # tolist() makes the host wait for the device.
         flags = dict(zip(slots, maxima.tolist(), strict=True))
         for bucket in self._buckets:
             for slot in bucket.slots:
@@ -493,7 +492,7 @@ class Zero1(torch.optim.Optimizer):
         amp.GradScaler calls this. Returns 1.0 if a gradient is inf or NaN, else 0.0.
         """
         self._loss_scale = loss_scale
-        return 1.0 - self.clip_grad_norm_(torch.inf).isfinite().float()
+        return 1.0 - self.clip_grad_norm_(torch.inf).isfinite().float()  # inf clips nothing
 
     def state_dict(self):
         """Return the plain optimizer's state_dict, in host memory. All ranks must call this.
@@ -560,8 +559,8 @@ class Zero1(torch.optim.Optimizer):
 def weak_hook(method):
     """Return a hook that calls `method`, but does not keep the method's optimizer alive.
 
-    A module keeps its hooks, so that it would keep the optimizer and its state as well. Hooks run
-    outside of the code that torch.compile makes.
+    A module keeps its hooks, which would keep the optimizer and its state. Hooks run outside of the
+    code that torch.compile makes.
     """
     reference = weakref.WeakMethod(method)
 
@@ -577,7 +576,7 @@ class Zero2(Zero1):
     """Zero1 with sharded gradients: backward reduces a bucket when it is full, and frees its .grad.
 
     After backward, torch.nn.utils.clip_grad_norm_ finds no .grad and silently clips nothing. Every
-    backward must reach at least one parameter on every rank.
+    backward must reach a parameter on every rank, or the ranks wait for each other.
     """
 
     def __init__(self, *args, **kwargs):
@@ -624,7 +623,7 @@ class Zero2(Zero1):
 
 
 class FreeableBucket(Bucket):
-    """A bucket whose `flat` can be freed. Its `shard` therefore has memory of its own."""
+    """A bucket whose `flat` can be freed. So its `shard` has memory of its own."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -659,6 +658,7 @@ class FreeableBucket(Bucket):
         """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
         if not self.freed:
             self.wait_for_gather()  # in case it was prefetched but did not run
+            self.nan.fill_(torch.nan)  # all freed parameters share it, and one may be written to
             for slot in self.slots:
                 slot.attach(self.nan.expand(slot.parameter.shape))
                 slot.version = slot.parameter._version
@@ -680,7 +680,7 @@ class Zero3(Zero2):
     runs. So a parameter outside of all lists is whole during an entire forward or backward. All
     ranks must run the same modules in the same order.
 
-    Freed parameters are NaN, and some writes to them, such as .data.fill_(), are lost. So call a
+    Freed parameters are NaN. Writes outside of full_parameters() are lost or are errors. So call a
     unit instead of reading its weights from outside. Initialize parameters, load them, or compute
     with them in full_parameters(). Save module_state_dict() instead of module.state_dict().
 
@@ -709,9 +709,9 @@ class Zero3(Zero2):
             for unit in self._units[bucket.parameters[0]]:  # the same for the whole bucket
                 for child in unit.modules():
                     self._needed[child] += (bucket,)
-        # The unit that runs, as (the buckets that it needs, whether it runs in backward), or None.
+        # (buckets, whether in backward) of the unit that runs, or None.
         self._running = None
-        # For each value of _running, the buckets that were needed next, last time.
+        # For each value of _running, the buckets that were needed after it, last time.
         self._next_needed = {}
         for child in module.modules():
             child.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
@@ -725,7 +725,7 @@ class Zero3(Zero2):
 
     def _post_forward(self, module, args, kwargs, output):
         """Make backward call _enter() when it reaches an output of the module."""
-        # An output that is also an input is another module's output, and has that module's hook.
+        # An output that is also an input was made by another module, which has hooked it.
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         for leaf in tree_leaves(output):
             if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
@@ -735,7 +735,7 @@ class Zero3(Zero2):
 
     def _enter(self, module, args_or_gradient):
         """A hook. It is called when `module` is about to run forward or backward."""
-        needed = self._needed.get(module, ())  # a copy of the module needs nothing
+        needed = self._needed.get(module, ())  # a deep copy has this hook, but no buckets
         if in_backward():
             self._pre_backward()
             self._entered.update(p for bucket in needed for p in bucket.parameters)
@@ -747,7 +747,7 @@ class Zero3(Zero2):
         """Gather the needed buckets, free all others, and start to gather those needed next."""
         self._next_needed[self._running] = needed
         self._running = (needed, in_backward())
-        # The others can go, in backward too: autograd runs nodes in the reverse order of their
+        # Free the others, in backward too: autograd runs nodes in the reverse order of their
         # creation, so it has finished with a unit when it enters another.
         for bucket in self._buckets:
             if bucket in needed:
@@ -840,11 +840,11 @@ PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 def check_arguments(module, optimizer_class, process_group):
     if dist.get_rank(process_group) < 0:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group; make the optimizer on its ranks only"
+            f"rank {dist.get_rank()} is not in process_group; make it on its ranks only"
         )
     if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
         raise ValueError(
-            "module is in DistributedDataParallel, which averages as well; give the model inside it"
+            "DistributedDataParallel averages as well; give the model inside it, ddp.module"
         )
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
         raise ValueError(
@@ -872,7 +872,8 @@ def copy_from_rank_0(module, process_group):
     """Copy rank 0's parameters and buffers to all ranks, if all have the same model."""
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     mine = [
-        f"{name!r}: shape {tuple(x.shape)}, {x.dtype}, requires_grad={x.requires_grad}"
+        f"{name!r}: shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype}, "
+        f"requires_grad={x.requires_grad}"
         for name, x in tensors.items()
     ]
     everyone = [None] * dist.get_world_size(process_group)
@@ -903,35 +904,40 @@ def copy_from_rank_0(module, process_group):
 def main():
     demo = Demo()
     status = 0
-    # In a step, a stage sends `passes` times Ψ(N-1)/N elements.
     for stage, passes in ((Zero1, 2), (Zero2, 2), (Zero3, 3)):
-        model = demo.start(stage.__name__, bitwise=True)
-        optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
-        held_at_most = []
-
-        def step(inputs, targets, optimizer=optimizer, held_at_most=held_at_most):
-            optimizer.zero_grad()
-            loss = language_loss(optimizer.module(demo.part(inputs)), demo.part(targets))
-            loss.backward()
-            held_at_most[:] = held_by(optimizer)  # Zero1's gradients are still whole
-            optimizer.step()
-            return loss
-
-        demo.train(step, functools.partial(whole, optimizer))
-        sent = passes * held_bytes(demo.model.parameters()) * (demo.ranks - 1) / demo.ranks
-        status |= demo.report(held_at_most, f"{passes}Ψ(N-1)/N", sent)
+        status |= train_stage(demo, stage, passes)
         demo.show()
     return status
 
 
+def train_stage(demo, stage, passes):
+    """Train with Zero1, Zero2 or Zero3, which sends `passes` times Ψ(N-1)/N elements in a step."""
+    model = demo.start(stage.__name__, bitwise=True)
+    optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
+    held = None
+
+    def step(inputs, targets):
+        nonlocal held
+        optimizer.zero_grad()
+        loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+        loss.backward()
+        held = held_by(optimizer)  # Zero1's gradients are still whole
+        optimizer.step()
+        return loss
+
+    demo.train(step, lambda: whole(optimizer))
+    sent = passes * held_bytes(demo.model.parameters()) * (demo.ranks - 1) / demo.ranks
+    return demo.report(held, f"{passes}Ψ(N-1)/N", sent)
+
+
 def whole(optimizer):
-    """The whole gradients and parameters."""
     gradients = {}
     for bucket in optimizer._buckets:
         flat = torch.empty_like(bucket.flat)
         dist.all_gather(list(flat.chunk(bucket.N)), bucket.grad)
+        mean = flat / bucket.divisor
         for slot in bucket.slots:
-            gradients[slot.parameter] = slot.view(flat / bucket.divisor)
+            gradients[slot.parameter] = slot.view(mean)
     parameters = list(optimizer.module.parameters())
     with getattr(optimizer, "full_parameters", nullcontext)():
         copies = [parameter.clone() for parameter in parameters]

@@ -494,7 +494,9 @@ def test_whole_and_freed_parameters_of_zero3():
             part.state_dict()
         with pytest.raises(RuntimeError, match="full_parameters"):
             part.load_state_dict({})
+    model[0].bias.data.zero_()  # is lost, and does not reach other parameters
     model(make_batch(0, 0))
+    assert all(parameter.isnan().all() for parameter in model.parameters())
     nn.init.zeros_(model[0].bias)
     with pytest.raises(RuntimeError, match=r"shape \(33,\) was written .*full_parameters"):
         model(make_batch(0, 0))
@@ -606,6 +608,9 @@ def test_wrong_models_and_arguments(stage):
     plain = PLAIN()
     expert = nn.Linear(6, 6)
     expert.weight.allreduce = False
+    transposed = nn.Conv2d(2, 2, 3)
+    if rank:
+        transposed.to(memory_format=torch.channels_last)
     expanded = PLAIN()
     expanded.register_buffer("mask", torch.ones(1).expand(4))
     shuffled = nn.Module()
@@ -618,8 +623,9 @@ def test_wrong_models_and_arguments(stage):
         (differs, nn.BatchNorm1d(4 + rank), {}),
         (differs, PLAIN((torch.float32, torch.float64)[rank]), {}),
         (f"rank {1 - rank}'s differs in the order", shuffled, {}),
-        ("which averages as well", in_ddp, {}),
+        ("averages as well", in_ddp, {}),
         ("not among module.parameters", PLAIN(), {"params": plain.parameters()}),
+        (differs + ".*strides", transposed, {}),
         ("different experts", expert, {}),
         ("mask is expanded: clone", expanded, {}),
         ("LBFGS may need whole .*AdamW", plain, {"optimizer_class": torch.optim.LBFGS}),
@@ -643,6 +649,7 @@ def test_wrong_calls(stage):
         batch_loss(model, pool.rank(), 0).backward()
         optimizer.step()
 
+    optimizer.step()  # does nothing, because there are no gradients
     train_step()
     transposed = make_sgd(stage, nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
     with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\) is not contiguous"):
@@ -650,6 +657,13 @@ def test_wrong_calls(stage):
     model.zero_grad()
     with pytest.raises(RuntimeError, match=r"the optimizer's zero_grad"):
         train_step()
+    heads = Blocks(2)
+    by_heads = make_sgd(stage, heads, bucket_cap_mb=1e-4)
+    for head in (0, 1):  # buckets of the second have no gradients in the first step
+        loss_of(heads[head](make_batch(0, 0))).backward()
+        with pytest.raises(RuntimeError, match="zero_grad") if head else contextlib.nullcontext():
+            by_heads.step()
+        heads.zero_grad()
     optimizer.zero_grad()
     with pytest.raises(ValueError, match="to the constructor"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
