@@ -106,10 +106,9 @@ def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_
     rank = dist.get_rank(process_group)
     last = dist.get_world_size(process_group) - 1
     sizes = (num_microbatches, -1)  # unflatten() raises an error if micro-batches are not equal
-    micro_inputs = inputs.unflatten(0, sizes)
-    micro_targets = targets.unflatten(0, sizes)
+    micro_batches = zip(inputs.unflatten(0, sizes), targets.unflatten(0, sizes), strict=True)
     saved = []  # (input, output) of each micro-batch, from its forward to its backward
-    for micro_input, target in zip(micro_inputs, micro_targets, strict=True):
+    for micro_input, target in micro_batches:
         x = micro_input
         if rank > 0:
             x = torch.empty_like(like, requires_grad=True)
@@ -434,8 +433,8 @@ class Pipeline(nn.Module):
         own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
         self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
         ddp = nn.parallel.DistributedDataParallel
-        is_ddp = [isinstance(module, ddp) for module in self.modules()]
-        if any(gather(any(is_ddp), process_group)):
+        has_ddp = any(isinstance(module, ddp) for module in self.modules())
+        if any(gather(has_ddp, process_group)):
             raise ValueError(
                 "PyTorch's DistributedDataParallel averages the gradients of one micro-batch only; "
                 "pass its .module, and average the gradients after step()"
@@ -559,8 +558,7 @@ class Pipeline(nn.Module):
             outputs = (loss,)
             next_inputs = [torch.ones_like(loss)]
         else:
-            outputs = output if isinstance(output, tuple) else (output,)
-            next_inputs = outputs
+            outputs = next_inputs = output if isinstance(output, tuple) else (output,)
         if not outputs or not all(map(torch.is_tensor, outputs)):
             types = [type(output).__name__ for output in outputs]
             raise ValueError(f"the stage returned {types}; return a tensor or a tuple of tensors")
