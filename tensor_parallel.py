@@ -1,7 +1,7 @@
-"""Tensor parallelism: a group of ranks computes every layer together, and each holds 1/t of it.
+"""Tensor parallelism: t ranks compute every layer together, and each holds 1/t of its weights.
 
-In a step each rank multiplies by its shard of every weight matrix. The ranks add up their results
-after attention and after the MLP, in forward and in backward.
+Each rank multiplies by its shard of every weight matrix. In forward the ranks add up their outputs
+of attention and of the MLP. In backward they add up their gradients of the inputs of both.
 
 A transformer layer has two pairs of matrices: qkv and proj in attention, linear1 and linear2 in the
 MLP. The first matrix of a pair is split by its outputs: each rank computes some heads, or some
@@ -30,17 +30,18 @@ Cost per rank, for t ranks, micro-batch b, sequence s, hidden size h, a heads, v
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
     embedding, head, loss   4bsh + 6bs         4bs V/t, in the loss
 
-"sent" is in elements per layer and micro-batch, times (t-1)/t. "activations" is in bytes per layer,
-in 16 bits (Korthikanti et al., §4). 2sbh of the 34sbh are dropout masks. 5as²b are attention
-scores, which scaled_dot_product_attention does not keep. The last row is for the whole model, not
-per layer: the loss sends 3 numbers per token.
+The first three rows are per layer. The last row is per model.
+
+"sent" is in elements per micro-batch, times (t-1)/t. "activations" is in bytes, for numbers of 16
+bits (Korthikanti et al., §4). 2sbh of the 34sbh are dropout masks. 5as²b are attention scores,
+which fused attention does not keep. 6bs are three numbers per token, which the loss all-reduces.
 
 With sequence parallelism f gathers its input again in backward: 2bsh more. The gradients of the
 norms and of proj's and linear2's biases are summed over the ranks: 12h more. The embedding and the
 head together send 2bsh + 4h more.
 
-A rank keeps 1/t of the parameters, gradients and optimizer state. It keeps all of the norms and of
-proj's and linear2's biases.
+A rank keeps 1/t of the parameters, gradients and optimizer state, but all of those of the norms and
+of proj's and linear2's biases.
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
@@ -78,22 +79,38 @@ from torch.utils._pytree import tree_leaves
 # torch 2.13 renames the function, and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+
+def rank_and_size(process_group):
+    world_size = dist.get_world_size(process_group)
+    if world_size < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
+    return dist.get_rank(process_group), world_size
+
+
+def check_divides(what, size, world_size):
+    if size % world_size:
+        fit = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            f"{size} {what} are not divisible by {world_size} tensor-parallel ranks; "
+            f"use a world size in {fit}"
+        )
+
+
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: the operators f and g. Each is the other's gradient.
 
 
 class Conjugate(Function):
-    """Applies the function `forward` to x, and the function `backward` to the gradient.
+    """Applies `function` to x, and `conjugate` to the gradient.
 
-    Autograd does not see a bare collective in the middle of a model: the gradients would be wrong,
-    without an error.
+    Autograd does not see a bare collective: the gradients would be silently wrong.
     """
 
     @staticmethod
-    def forward(ctx, x, forward, backward, process_group):
-        rank_and_size(process_group)  # an error on a rank outside the group
-        ctx.swapped = (backward, forward, process_group)  # the arguments for the gradient
-        return forward(x, process_group)
+    def forward(ctx, x, function, conjugate, process_group):
+        rank_and_size(process_group)  # raises ValueError on a rank outside the group
+        ctx.swapped = (conjugate, function, process_group)
+        return function(x, process_group)
 
     @staticmethod
     def backward(ctx, grad):
@@ -111,12 +128,12 @@ def all_reduce(x, process_group):
 
 
 def copy_to_region(x, process_group=None):
-    """f: return x. Every rank uses x, so its gradient is the sum of all ranks' gradients."""
+    """f: return x. Every rank uses x, so the gradient of x is the sum of all ranks' gradients."""
     return Conjugate.apply(x, identity, all_reduce, process_group)
 
 
 def reduce_from_region(x, process_group=None):
-    """g: return the sum of all ranks' x. The gradient of the sum is also that of each x."""
+    """g: return the sum of all ranks' x. The gradient of the sum is the gradient of each x."""
     return Conjugate.apply(x, all_reduce, identity, process_group)
 
 
@@ -141,8 +158,8 @@ def all_gather(x, process_group):
 def reduce_scatter(x, process_group):
     _, world_size = rank_and_size(process_group)
     check_divides("positions", len(x), world_size)
-    # An exchange and a sum. gloo's own reduce-scatter is an all-reduce inside: it sends twice as
-    # much.
+    # The ranks exchange parts and each adds up what it receives, because gloo's own reduce-scatter
+    # is an all-reduce inside, which sends twice as much.
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, x.contiguous(), group=process_group)
     return received.unflatten(0, (world_size, -1)).sum(0)
@@ -155,7 +172,7 @@ def own_part(x, process_group):
 
 
 def gather_from_sequence(x, process_group=None):
-    """f: return the whole sequence. Every rank uses it: a part's gradient is a sum over ranks."""
+    """f: return the whole sequence. Its gradient is summed over the ranks that use it."""
     return Conjugate.apply(x, all_gather, reduce_scatter, process_group)
 
 
@@ -175,25 +192,12 @@ def scatter_to_region(x, process_group=None):
 
 
 def gather_from_region(x, process_group=None):
-    """Join all ranks' parts along the last dimension. Every rank has the gradient of the whole."""
-    x = x.movedim(-1, 0)
-    return Conjugate.apply(x, all_gather, own_part, process_group).movedim(0, -1)
+    """Return all ranks' parts, joined along the last dimension.
 
-
-def rank_and_size(process_group):
-    world_size = dist.get_world_size(process_group)
-    if world_size < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    return dist.get_rank(process_group), world_size
-
-
-def check_divides(what, size, world_size):
-    if size % world_size:
-        fit = [n for n in range(1, size + 1) if size % n == 0]
-        raise ValueError(
-            f"{size} {what} do not divide by {world_size} tensor-parallel ranks; "
-            f"use a world size in {fit}"
-        )
+    Every rank must compute the same from the result. Then every rank has the same gradient of it,
+    and backward takes this rank's part.
+    """
+    return Conjugate.apply(x.movedim(-1, 0), all_gather, own_part, process_group).movedim(0, -1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,7 +210,8 @@ class ParallelLayer(nn.Module):
     One weight may stack several matrices, such as q, k and v. Then each matrix is split by itself,
     and the shard stacks this rank's part of each.
 
-    A subclass passes its `**options` on to this constructor.
+    A subclass passes its `**options` on to this constructor. A subclass that is called with sizes
+    draws the whole weight and keeps its shard, so all ranks need the same random state.
     """
 
     split_dims = {}  # parameter: the dimension that is split; other parameters are replicated
@@ -216,7 +221,7 @@ class ParallelLayer(nn.Module):
         plain,
         process_group=None,
         sequence_parallel=False,
-        stack=(1,),  # relative sizes of the stacked matrices; (1, 1, 1) for q, k and v
+        stack=1,  # the number of stacked matrices if their sizes are equal, or else their sizes
         pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
         super().__init__()
@@ -227,21 +232,20 @@ class ParallelLayer(nn.Module):
         self.rank, self.world_size = rank_and_size(process_group)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
-        # A norm or a dropout is not split.
-        size = plain.weight.shape[self.split_dims["weight"]] if self.split_dims else 0
-        self.padding = -size % self.world_size if pad else 0  # rows in the whole weight
-        size += self.padding
-        # Rows, or columns in a row-parallel layer, of each stacked matrix over all ranks.
-        self.matrix_sizes = [size * share // sum(stack) for share in stack]
-        for matrix_size in self.matrix_sizes:
+        # The size of the weight's split dimension. The parameters of a norm are not split.
+        self.size = plain.weight.shape[self.split_dims["weight"]] if self.split_dims else 0
+        self.padding = -self.size % self.world_size if pad else 0  # in rows, over all ranks
+        if isinstance(stack, int):
+            stack = stack * [(self.size + self.padding) // stack]
+        self.matrix_sizes = stack  # the size of each stacked matrix, over all ranks
+        for matrix_size in stack:
             check_divides("features", matrix_size, self.world_size)
-        self.whole_shapes = {name: whole.shape for name, whole in plain.named_parameters()}
         self._parameters |= plain._parameters  # also a bias that is None; the loop replaces others
         for name, whole in plain.named_parameters():
             shard = self.shard(name, whole.detach())
-            self.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
-        # In evaluation, nn.TransformerEncoderLayer calls only layers that have hooks. It would take
-        # the shards of the others for whole weights.
+            setattr(self, name, nn.Parameter(shard, whole.requires_grad))
+        # In evaluation nn.TransformerEncoderLayer takes a fast path, which would take the shards
+        # for whole weights. A hook on any layer inside it turns the fast path off.
         self.register_forward_hook(do_nothing)
 
     @classmethod
@@ -254,24 +258,22 @@ class ParallelLayer(nn.Module):
         if name not in self.split_dims:
             return whole.clone()
         dim = self.split_dims[name]
-        if self.padding:
-            zeros = whole.new_zeros(self.padding, *whole.shape[1:])
-            whole = torch.cat((whole, zeros))
-        matrices = whole.split(self.matrix_sizes, dim)
+        zeros = whole.new_zeros(self.padding, *whole.shape[1:])
+        matrices = torch.cat((whole, zeros)).split(self.matrix_sizes, dim)
         parts = [matrix.chunk(self.world_size, dim)[self.rank] for matrix in matrices]
         return torch.cat(parts, dim)
 
     def unshard(self, name, shard):
         """Return the whole parameter, from the shards of all ranks."""
         dim = self.split_dims[name]
-        shards = gather_from_sequence(shard.unsqueeze(0), self.process_group)
+        shards = all_gather(shard.unsqueeze(0), self.process_group)  # (rank, *shape of a shard)
         sizes = [size // self.world_size for size in self.matrix_sizes]
-        matrices = shards.split(sizes, dim + 1)  # of each matrix, the parts of all ranks
+        matrices = shards.split(sizes, dim + 1)  # for each matrix: (rank, *shape of a part)
         whole = torch.cat([part for parts in matrices for part in parts], dim)
-        return whole.narrow(dim, 0, self.whole_shapes[name][dim])  # without the padding
+        return whole.narrow(dim, 0, self.size)  # without the padding
 
     def replicated(self, name):
-        """Return a parameter that is the same on all ranks, or None if the layer has no bias.
+        """Return a parameter that is not split. It is None if the layer has no bias.
 
         With sequence parallelism a rank's gradient comes from its part of the sequence only, so
         the gradients are summed over the ranks.
@@ -287,7 +289,10 @@ def do_nothing(module, inputs, output):
 
 
 def check_no_hooks(plain):
-    """Raise ValueError instead of dropping hooks, which old weight_norm() and prune use as well."""
+    """Raise ValueError if `plain` has hooks, which the parallel layer would not have.
+
+    nn.utils.weight_norm, nn.utils.spectral_norm and nn.utils.prune work by hooks.
+    """
     hooks = [value for name, value in vars(plain).items() if name.endswith("_hooks")]
     for parameter in plain.parameters():
         hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
@@ -295,17 +300,18 @@ def check_no_hooks(plain):
         raise ValueError("it has hooks; register hooks on the parallel layer")
 
 
-def check_first_derivative():
-    if torch.is_grad_enabled():  # in backward, under create_graph=True
+def check_no_second_derivative():
+    """Raise RuntimeError in a backward() under create_graph=True."""
+    if torch.is_grad_enabled():
         raise RuntimeError("gradients of gradients are left out; use layers that are not split")
 
 
 class ColumnLinear(Function):
-    """F.linear(f(x), weight, bias), with communication behind computation.
+    """Computes F.linear(f(x), weight, bias). Backward communicates while it computes.
 
-    Backward sums the gradient of x over the ranks while it computes the gradient of the weight.
-    Forward does not save the gathered sequence. Backward gathers it again while it computes the
-    gradient of x (Korthikanti et al., §4.2.2).
+    It sums the gradient of x over the ranks while it computes the gradient of the weight. Forward
+    does not save the gathered sequence. Backward gathers it again while it computes the gradient
+    of x (Korthikanti et al., §4.2.2).
     """
 
     @staticmethod
@@ -313,19 +319,18 @@ class ColumnLinear(Function):
         ctx.sequence_parallel = sequence_parallel
         ctx.process_group = process_group
         ctx.save_for_backward(x, weight)
-        if sequence_parallel:
-            x = gather_from_sequence(x, process_group)
-        return F.linear(x, weight, bias)
+        f = gather_from_sequence if sequence_parallel else copy_to_region
+        return F.linear(f(x, process_group), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_y):
-        check_first_derivative()
+        check_no_second_derivative()
         x, weight = ctx.saved_tensors
+        whole_x = x
         in_background = {"group": ctx.process_group, "async_op": True}
         if ctx.sequence_parallel:
-            part = x
-            x = x.new_empty(*grad_y.shape[:-1], x.shape[-1])  # the whole sequence
-            gathering = all_gather_single(x, part.contiguous(), **in_background)
+            whole_x = x.new_empty(*grad_y.shape[:-1], x.shape[-1])  # x is a part of the sequence
+            gathering = all_gather_single(whole_x, x.contiguous(), **in_background)
         # Under autocast the dtypes of grad_y, x and weight differ.
         grad_x = (grad_y @ weight.to(grad_y.dtype)).contiguous()
         if ctx.sequence_parallel:
@@ -335,11 +340,11 @@ class ColumnLinear(Function):
         else:
             reducing = dist.all_reduce(grad_x, **in_background)
         grad_y = grad_y.reshape(-1, len(weight))
-        grad_weight = grad_y.t() @ x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
+        grad_weight = grad_y.t() @ whole_x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
         grad_bias = grad_y.sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
         if ctx.sequence_parallel:
-            grad_x = received.unflatten(0, (-1, len(part))).sum(0)  # over the ranks
+            grad_x = received.unflatten(0, (-1, len(x))).sum(0)  # over the ranks
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -349,9 +354,7 @@ class ColumnParallelLinear(ParallelLayer):
     x is the same on all ranks. With `sequence_parallel` it is this rank's part of dimension 0. With
     `gather_output` every rank returns all outputs.
 
-    With `pad` the outputs beyond out_features are -inf. They are logits that softmax ignores.
-
-    All ranks need the same random state: each draws the whole weight and keeps its shard.
+    With `pad` the outputs beyond out_features are -inf: logits that softmax ignores.
     """
 
     split_dims = {"weight": 0, "bias": 0}
@@ -375,8 +378,8 @@ class ColumnParallelLinear(ParallelLayer):
         )
         if self.padding:
             rows = len(self.weight)
-            output_index = self.rank * rows + torch.arange(rows, device=y.device)
-            y = y.masked_fill(output_index >= self.out_features, -math.inf)
+            is_padding = torch.arange(rows, device=y.device) >= self.size - self.rank * rows
+            y = y.masked_fill(is_padding, -math.inf)
         if self.gather_output:
             y = gather_from_region(y, self.process_group)[..., : self.out_features]
         return y
@@ -418,9 +421,8 @@ class ParallelLayerNorm(ParallelLayer):
     """nn.LayerNorm. With `sequence_parallel` each rank normalizes its part of the sequence."""
 
     def forward(self, x):
-        weight = self.replicated("weight")
-        bias = self.replicated("bias")
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        parameters = (self.replicated("weight"), self.replicated("bias"))
+        return F.layer_norm(x, self.normalized_shape, *parameters, self.eps)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -454,7 +456,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
     def __init__(self, num_embeddings, embedding_dim, *, plain=None, **options):
         plain = plain or nn.Embedding(num_embeddings, embedding_dim)
-        if (plain.padding_idx, plain.max_norm, plain.scale_grad_by_freq) != (None, None, False):
+        if plain.scale_grad_by_freq or (plain.padding_idx, plain.max_norm) != (None, None):
             raise ValueError("padding_idx, max_norm and scale_grad_by_freq are left out")
         super().__init__(plain, pad=True, **options)
 
@@ -468,38 +470,37 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class VocabParallelCrossEntropy(Function):
-    """For each token, loss = log Σ exp(x) - x[target]. Here x is the logits minus their maximum.
+    """For each token, loss = log Σ exp(shifted) - shifted[target], shifted = logits - maximum.
 
-    The gradient of the loss is softmax(x), minus 1 at the target. The ranks reduce three numbers
-    per token: the maximum, Σ exp(x) and x[target].
+    The gradient of the logits is softmax(logits), minus 1 at the target. The ranks reduce three
+    numbers per token: the maximum, Σ exp(shifted) and shifted[target].
     """
 
     @staticmethod
     def forward(ctx, logits, target, process_group):
         rank, world_size = rank_and_size(process_group)
         shard_size = logits.shape[-1]
-        # The padding counts as vocabulary. Its logits are -inf.
         column, is_local, is_outside = locate(target, shard_size * world_size, shard_size, rank)
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        maximum = x.amax(-1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        maximum = logits.amax(-1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
         maximum.masked_fill_(is_outside, math.nan)  # makes the token's loss and gradient NaN
-        x = x - maximum.unsqueeze(-1)
-        tokens = torch.arange(len(target), device=x.device)
-        x_target = x[tokens, column].where(is_local, 0.0)
-        x.exp_()  # from here on x is exp(x)
-        sums = torch.stack((x.sum(-1), x_target))
-        total, x_target = reduce_from_region(sums, process_group)
-        grad_x = x.div_(total.unsqueeze(-1))  # in place: backward keeps one tensor of this size
-        grad_x[tokens, column] -= is_local.to(x.dtype)
-        ctx.save_for_backward(grad_x)
-        return total.log() - x_target
+        shifted = logits - maximum.unsqueeze(-1)
+        tokens = torch.arange(len(target), device=logits.device)
+        shifted_target = shifted[tokens, column].where(is_local, 0.0)
+        exp = shifted.exp_()  # in place, as below: backward keeps one tensor of this size
+        sums = torch.stack((exp.sum(-1), shifted_target))
+        total, shifted_target = reduce_from_region(sums, process_group)
+        grad_logits = exp.div_(total.unsqueeze(-1))
+        grad_logits[tokens, column] -= is_local.to(exp.dtype)
+        ctx.save_for_backward(grad_logits)
+        return total.log() - shifted_target
 
     @staticmethod
     def backward(ctx, grad):
-        check_first_derivative()
-        (grad_x,) = ctx.saved_tensors
-        return grad_x * grad.unsqueeze(-1), None, None
+        check_no_second_derivative()
+        (grad_logits,) = ctx.saved_tensors
+        return grad_logits * grad.unsqueeze(-1), None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -567,8 +568,8 @@ class ParallelMLP(nn.Module):
         super().__init__()
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
-        stack = (1, 1) if activation == "swiglu" else (1,)
-        features = len(stack) * ffn_hidden_size
+        stack = 2 if activation == "swiglu" else 1
+        features = stack * ffn_hidden_size
         self.activation = activation
         self.linear1 = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
@@ -590,29 +591,32 @@ class ParallelSelfAttention(nn.Module):
         num_kv_heads = num_kv_heads or num_heads
         check_divides("attention heads", num_heads, world_size)
         check_divides("key and value heads", num_kv_heads, world_size)
-        stack = (num_heads, num_kv_heads, num_kv_heads)
-        self.local_heads = [heads // world_size for heads in stack]  # this rank's, of q, k, v
+        all_heads = (num_heads, num_kv_heads, num_kv_heads)  # of q, k and v
+        self.local_heads = [heads // world_size for heads in all_heads]
         self.head_dim = hidden_size // num_heads
         self.dropout = dropout
-        features = sum(stack) * self.head_dim
-        self.qkv = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
+        stack = [heads * self.head_dim for heads in all_heads]
+        self.qkv = ColumnParallelLinear(hidden_size, sum(stack), stack=stack, **options)
         self.proj = RowParallelLinear(hidden_size, hidden_size, **options)
 
     def forward(self, x):
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        qkv = qkv.movedim(0, 2)  # (batch, heads, sequence, head_dim)
-        q, k, v = qkv.split(self.local_heads, 1)
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).movedim(0, 2)
+        q, k, v = qkv.split(self.local_heads, 1)  # (batch, heads, sequence, head_dim)
         p = self.dropout if self.training else 0.0
         with parallel_region(self.qkv.process_group) if p else nullcontext():
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=p, is_causal=True, enable_gqa=k.shape != q.shape
             )
-        y = y.movedim(2, 0)  # (sequence, batch, heads, head_dim)
-        return self.proj(y.flatten(2))
+        return self.proj(y.movedim(2, 0).flatten(2))
 
 
 class ParallelTransformerLayer(nn.Module):
-    """Attention and MLP, each with a norm before it, dropout after it, and a residual around it."""
+    """Attention and MLP, each with a norm before it, dropout after it, and a residual around it.
+
+    All ranks need the same random state here and in forward, as model_parallel_seed() sets it: seed
+    with `seed`, not with `seed + rank`. Without `sequence_parallel` each rank draws the dropout on
+    the residual by itself. Different masks would make the activations differ, without an error.
+    """
 
     def __init__(
         self,
@@ -634,8 +638,9 @@ class ParallelTransformerLayer(nn.Module):
         self.self_attn = ParallelSelfAttention(
             hidden_size, num_heads, num_kv_heads, dropout, bias=bias, **options
         )
-        ffn_hidden_size = ffn_hidden_size or 4 * hidden_size
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, bias=bias, **options)
+        self.mlp = ParallelMLP(
+            hidden_size, ffn_hidden_size or 4 * hidden_size, activation, bias=bias, **options
+        )
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
@@ -647,57 +652,45 @@ class ParallelTransformerLayer(nn.Module):
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
+    ("qkv", nn.Linear): partial(ColumnParallelLinear.from_full, stack=3),
+    ("swiglu", nn.Linear): partial(ColumnParallelLinear.from_full, stack=2),
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
     ("norm", nn.LayerNorm): ParallelLayerNorm,
     ("dropout", nn.Dropout): ParallelDropout,
 }
-STACKS = {"qkv": (1, 1, 1), "swiglu": (1, 1)}  # kinds that are "column" with equal parts
 
 
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Replace layers of `module` by this rank's shards of them, in place. Return the module.
 
-    All ranks must have the same weights, so seed them alike before the model is made. If the plans,
-    or the names, shapes, dtypes or sums of the parameters differ, every rank raises ValueError.
-
     `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. The kinds are
 
         "column", "row"   the first and the second matrix of a pair
-        "qkv"             a first matrix that stacks q, k and v, of three equal sizes
-        "swiglu"          a first matrix that stacks gate and up, of two equal sizes
+        "qkv"             a first matrix that stacks q, k and v, which are equal in size
+        "swiglu"          a first matrix that stacks gate and up, which are equal in size
         (2048, 512, 512)  a first matrix that stacks matrices of these sizes
         "vocab"           an embedding or a head
         "dropout"         a dropout inside a pair
         "norm"            a norm, only needed with `sequence_parallel`
 
-    For grouped-query attention give the sizes of q, k and v, because "qkv" would cut the matrix
-    into thirds without an error.
+    All ranks must have the same weights, so seed them alike before the model is made. If plans, or
+    names, shapes, dtypes or sums of parameters differ, every rank raises ValueError. Tied weights
+    stay tied. With `sequence_parallel` the activations between the pairs are this rank's parts of
+    dimension 0: name the dropouts there too, and call scatter_to_sequence() after the embedding.
 
-    A rank has fewer heads, of the same head_dim. The model must use view(…, -1, head_dim). With
-    view(…, num_heads, -1) it would compute thinner heads without an error.
-
-    "dropout" draws another mask on each rank. Leave a dropout out of the plan if all ranks have its
-    input, as on a residual without `sequence_parallel`. Such a dropout needs the same random state
-    on all ranks: seed with manual_seed(seed), not seed + rank. In both cases different masks would
-    make the ranks' activations differ, without an error.
-
-    With `sequence_parallel` the activations between the pairs are this rank's parts of dimension 0.
-    Then name the dropouts between the pairs as well. The embedding still returns the whole
-    sequence: call scatter_to_sequence() after it.
-
-    Tied weights stay tied.
+    These mistakes make no error:
+    - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
+    - view(…, num_heads, -1) makes thinner heads. A rank has fewer heads: view(…, -1, head_dim).
+    - "dropout" draws another mask on each rank. Leave out a dropout whose input all ranks have, as
+      on a residual without `sequence_parallel`. It needs the same random state on all ranks.
     """
     layers = dict(module.named_modules(remove_duplicate=False))
     options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
-    failure = None
-    try:
-        swaps = make_parallel_layers(layers, plan, **options)
+    with check_same_on_all_ranks(module, plan, process_group):
+        swaps = make_parallel_layers(layers, plan, options)
         tie(layers, swaps)
-    except ValueError as error:  # perhaps on this rank only: the others must not go on
-        failure = error
-    check_same_model(module, process_group, plan, failure)
     for name, layer in layers.items():
         if layer in swaps:
             module.set_submodule(name, swaps[layer])
@@ -706,7 +699,37 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
     return module
 
 
-def make_parallel_layers(layers, plan, **options):
+@contextmanager
+def check_same_on_all_ranks(module, plan, process_group):
+    """Raise ValueError if plans, or names, shapes, dtypes or sums of parameters differ.
+
+    If the body raises ValueError on some ranks only, the others raise one as well: they would hang.
+    """
+    _, world_size = rank_and_size(process_group)
+    failure = None
+    try:
+        yield
+    except ValueError as error:
+        failure = error
+    split = {name for name, _, _ in split_parameters(module)}  # by a call before this one
+    mine = {f"plan {plan} with error {failure}"}
+    for name, parameter in module.named_parameters():
+        has_values = name not in split and not parameter.is_meta
+        total = parameter.sum().item() if has_values else None
+        mine.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, mine, group=process_group)
+    if failure:
+        raise failure
+    differ = set.union(*everyone) - set.intersection(*everyone)
+    if differ:
+        raise ValueError(
+            f"the ranks' models differ: {', '.join(sorted(differ))}; "
+            "seed all ranks alike before the model is made"
+        )
+
+
+def make_parallel_layers(layers, plan, options):
     """Return {plain layer: its parallel layer} for all layers that the plan names."""
     swaps = {}
     for pattern, kind in plan.items():
@@ -723,15 +746,13 @@ def make_parallel_layers(layers, plan, **options):
 
 
 def make_parallel_layer(plain, kind, options):
-    if isinstance(kind, tuple) and sum(kind) != getattr(plain, "out_features", None):
-        raise ValueError("its out_features must be the sum of the sizes")
-    stack = STACKS.get(kind, kind)
-    if isinstance(stack, tuple):
+    if isinstance(kind, tuple):  # sizes
+        options = options | {"stack": kind}
         kind = "column"
-        options = options | {"stack": stack}
-    if (kind, type(plain)) not in KINDS:
+    make = KINDS.get((kind, type(plain)))
+    if make is None:
         raise ValueError(f"use one of {list(KINDS)}")
-    return KINDS[kind, type(plain)](plain, **options)
+    return make(plain, **options)
 
 
 def tie(layers, swaps):
@@ -745,29 +766,7 @@ def tie(layers, swaps):
             first_shard, first_split = first_shards.setdefault(whole, (shard, split))
             if split != first_split:
                 raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
-            layer.register_parameter(name, first_shard)
-
-
-def check_same_model(module, process_group, plan, failure):
-    """Raise ValueError if plans, or names, shapes, dtypes or sums of parameters differ.
-
-    Raise `failure` if it is not None. Then the other ranks raise ValueError.
-    """
-    _, world_size = rank_and_size(process_group)
-    split = {name for name, _, _ in split_parameters(module)}  # by a call before this one
-    mine = {f"plan {plan} with error {failure}"}
-    for name, parameter in module.named_parameters():
-        has_values = name not in split and not parameter.is_meta
-        total = parameter.detach().sum().item() if has_values else None
-        mine.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, mine, group=process_group)
-    if failure:
-        raise failure
-    differ = set.union(*everyone) - set.intersection(*everyone)
-    if differ:
-        text = f"the ranks' models differ: {', '.join(sorted(differ))}"
-        raise ValueError(f"{text}; seed all ranks alike before the model is made")
+            setattr(layer, name, first_shard)
 
 
 def split_parameters(module):
@@ -789,7 +788,7 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     for parameter in parameters:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
-        # All ranks have a replicated gradient, but the sum over ranks must count it once.
+        # Every rank has the gradient of a parameter that is not split. The sum counts it once.
         copies = 1 if parameter in split else world_size
         square = square + norm.square() / copies  # in float64 if a norm is
     total_norm = reduce_from_region(square, process_group).sqrt()
@@ -797,7 +796,6 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     return total_norm
 
 
-@torch.no_grad()
 def full_state_dict(module):
     """The plain module's state_dict(), on every rank. All ranks must call this."""
     state_dict = dict(module.state_dict())
@@ -811,9 +809,9 @@ def load_full_state_dict(module, state_dict):
     state_dict = dict(state_dict)
     for name, layer, own_name in split_parameters(module):
         whole = state_dict[name]
-        shape = layer.whole_shapes[own_name]
-        if whole.shape != shape:
-            raise ValueError(f"{name}: {whole.shape} in state_dict, not {shape}")
+        dim = layer.split_dims[own_name]
+        if whole.shape[dim] != layer.size:
+            raise ValueError(f"{name}: {whole.shape} in state_dict; {dim=} must be {layer.size}")
         state_dict[name] = layer.shard(own_name, whole)
     return module.load_state_dict(state_dict)
 
@@ -823,12 +821,12 @@ def load_full_state_dict(module, state_dict):
 
 
 def main():
-    help = "split the sequence in norms, dropout and residuals"
-    demo = Demo({"--sequence-parallel": {"action": "store_true", "help": help}})
+    text = "split the sequence in norms, dropout and residuals"
+    demo = Demo({"--sequence-parallel": {"action": "store_true", "help": text}})
     t = demo.ranks
     sequence_parallel = demo.args.sequence_parallel
     if 6 % t:
-        demo.stop(f"6 attention heads do not divide by {t} ranks; use 1, 2, 3 or 6")
+        demo.stop(f"6 attention heads are not divisible by {t} ranks; use 1, 2, 3 or 6")
     model = demo.start("tensor_parallel", parts=1)
     plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
     plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
