@@ -645,7 +645,8 @@ def boxes_of(trainer, parameter):
         return [Box(0, shape, shape, [0] * len(shape))]
     layer, name = trainer.split[parameter]
     dim = layer.split_dims[name]
-    whole = list(layer.whole_shapes[name])
+    whole = shape.copy()
+    whole[dim] = layer.size
     boxes = []
     first = 0  # where the box begins in the flattened slice
     matrix_start = 0  # where the matrix begins in the whole parameter, along dim

@@ -218,13 +218,16 @@ class ParallelLayer(nn.Module):
 
     def __init__(
         self,
-        plain,
+        plain_class,
+        *sizes,
+        plain=None,  # or a plain_class(*sizes) with parameters
         process_group=None,
         sequence_parallel=False,
         stack=1,  # the number of stacked matrices if their sizes are equal, or else their sizes
         pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
         super().__init__()
+        plain = plain or plain_class(*sizes)
         check_no_hooks(plain)
         for name, value in vars(plain).items():
             if not name.startswith("_"):  # in_features, normalized_shape, p, and so on
@@ -315,25 +318,24 @@ class ColumnLinear(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, sequence_parallel, process_group):
-        ctx.sequence_parallel = sequence_parallel
-        ctx.process_group = process_group
+    def forward(ctx, x, weight, bias, layer):
+        ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        f = gather_from_sequence if sequence_parallel else copy_to_region
-        return F.linear(f(x, process_group), weight, bias)
+        f = gather_from_sequence if layer.sequence_parallel else copy_to_region
+        return F.linear(f(x, layer.process_group), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_y):
         check_no_second_derivative()
         x, weight = ctx.saved_tensors
         whole_x = x
-        in_background = {"group": ctx.process_group, "async_op": True}
-        if ctx.sequence_parallel:
+        in_background = {"group": ctx.layer.process_group, "async_op": True}
+        if ctx.layer.sequence_parallel:
             whole_x = x.new_empty(*grad_y.shape[:-1], x.shape[-1])  # x is a part of the sequence
             gathering = all_gather_single(whole_x, x.contiguous(), **in_background)
         # Under autocast the dtypes of grad_y, x and weight differ.
         grad_x = (grad_y @ weight.to(grad_y.dtype)).contiguous()
-        if ctx.sequence_parallel:
+        if ctx.layer.sequence_parallel:
             received = torch.empty_like(grad_x)
             reducing = dist.all_to_all_single(received, grad_x, **in_background)
             gathering.wait()
@@ -343,9 +345,9 @@ class ColumnLinear(Function):
         grad_weight = grad_y.t() @ whole_x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
         grad_bias = grad_y.sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
-        if ctx.sequence_parallel:
+        if ctx.layer.sequence_parallel:
             grad_x = received.unflatten(0, (-1, len(x))).sum(0)  # over the ranks
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -366,16 +368,13 @@ class ColumnParallelLinear(ParallelLayer):
         bias=True,
         *,
         gather_output=False,
-        plain=None,
         **options,
     ):
-        super().__init__(plain or nn.Linear(in_features, out_features, bias), **options)
+        super().__init__(nn.Linear, in_features, out_features, bias, **options)
         self.gather_output = gather_output
 
     def forward(self, x):
-        y = ColumnLinear.apply(
-            x, self.weight, self.bias, self.sequence_parallel, self.process_group
-        )
+        y = ColumnLinear.apply(x, self.weight, self.bias, self)
         if self.padding:
             rows = len(self.weight)
             is_padding = torch.arange(rows, device=y.device) >= self.size - self.rank * rows
@@ -402,10 +401,9 @@ class RowParallelLinear(ParallelLayer):
         bias=True,
         *,
         input_is_parallel=True,
-        plain=None,
         **options,
     ):
-        super().__init__(plain or nn.Linear(in_features, out_features, bias), **options)
+        super().__init__(nn.Linear, in_features, out_features, bias, **options)
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x):
@@ -421,7 +419,7 @@ class ParallelLayerNorm(ParallelLayer):
     """nn.LayerNorm. With `sequence_parallel` each rank normalizes its part of the sequence."""
 
     def forward(self, x):
-        parameters = (self.replicated("weight"), self.replicated("bias"))
+        parameters = map(self.replicated, ("weight", "bias"))
         return F.layer_norm(x, self.normalized_shape, *parameters, self.eps)
 
 
@@ -454,11 +452,10 @@ class VocabParallelEmbedding(ParallelLayer):
 
     split_dims = {"weight": 0}
 
-    def __init__(self, num_embeddings, embedding_dim, *, plain=None, **options):
-        plain = plain or nn.Embedding(num_embeddings, embedding_dim)
-        if plain.scale_grad_by_freq or (plain.padding_idx, plain.max_norm) != (None, None):
+    def __init__(self, num_embeddings, embedding_dim, **options):
+        super().__init__(nn.Embedding, num_embeddings, embedding_dim, pad=True, **options)
+        if self.scale_grad_by_freq or (self.padding_idx, self.max_norm) != (None, None):
             raise ValueError("padding_idx, max_norm and scale_grad_by_freq are left out")
-        super().__init__(plain, pad=True, **options)
 
     def forward(self, tokens):
         row, is_local, is_outside = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
@@ -492,7 +489,7 @@ class VocabParallelCrossEntropy(Function):
         sums = torch.stack((exp.sum(-1), shifted_target))
         total, shifted_target = reduce_from_region(sums, process_group)
         grad_logits = exp.div_(total.unsqueeze(-1))
-        grad_logits[tokens, column] -= is_local.to(exp.dtype)
+        grad_logits[tokens, column] -= 1.0 * is_local
         ctx.save_for_backward(grad_logits)
         return total.log() - shifted_target
 
@@ -630,11 +627,11 @@ class ParallelTransformerLayer(nn.Module):
         **options,
     ):
         super().__init__()
-        self.norm1 = ParallelLayerNorm(nn.LayerNorm(hidden_size), **options)
-        self.norm2 = ParallelLayerNorm(nn.LayerNorm(hidden_size), **options)
+        self.norm1 = ParallelLayerNorm(nn.LayerNorm, hidden_size, **options)
+        self.norm2 = ParallelLayerNorm(nn.LayerNorm, hidden_size, **options)
         self.dropout = nn.Dropout(dropout)
         if options.get("sequence_parallel"):
-            self.dropout = ParallelDropout(self.dropout, **options)
+            self.dropout = ParallelDropout(nn.Dropout, dropout, **options)
         self.self_attn = ParallelSelfAttention(
             hidden_size, num_heads, num_kv_heads, dropout, bias=bias, **options
         )
@@ -657,8 +654,8 @@ KINDS = {
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
-    ("norm", nn.LayerNorm): ParallelLayerNorm,
-    ("dropout", nn.Dropout): ParallelDropout,
+    ("norm", nn.LayerNorm): ParallelLayerNorm.from_full,
+    ("dropout", nn.Dropout): ParallelDropout.from_full,
 }
 
 
@@ -739,15 +736,15 @@ def make_parallel_layers(layers, plan, options):
         for name in names:
             layer = layers[name]
             try:
-                swaps[layer] = make_parallel_layer(layer, kind, options)
+                swaps[layer] = make_parallel_layer(layer, kind, **options)
             except (RuntimeError, ValueError) as error:
                 raise ValueError(f"{name!r} is {layer}: it cannot be {kind!r}, {error}") from None
     return swaps
 
 
-def make_parallel_layer(plain, kind, options):
+def make_parallel_layer(plain, kind, **options):
     if isinstance(kind, tuple):  # sizes
-        options = options | {"stack": kind}
+        options["stack"] = kind
         kind = "column"
     make = KINDS.get((kind, type(plain)))
     if make is None:
@@ -783,9 +780,11 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     """Clip by the norm of the whole model's gradients, and return it. All ranks must call this."""
     _, world_size = rank_and_size(process_group)
     split = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
-    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    square = torch.zeros((), device=next(module.parameters()).device)
+    parameters = list(module.parameters())
+    square = torch.zeros((), device=parameters[0].device)
     for parameter in parameters:
+        if parameter.grad is None:
+            continue
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
         # Every rank has the gradient of a parameter that is not split. The sum counts it once.
