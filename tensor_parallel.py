@@ -223,7 +223,7 @@ class ParallelLayer(nn.Module):
         plain=None,  # or a plain_class(*sizes) with parameters
         process_group=None,
         sequence_parallel=False,
-        stack=1,  # the number of stacked matrices if their sizes are equal, or else their sizes
+        stack=None,  # the sizes of the stacked matrices, if the weight stacks several
         pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
         super().__init__()
@@ -238,14 +238,14 @@ class ParallelLayer(nn.Module):
         # The size of the weight's split dimension. The parameters of a norm are not split.
         self.size = plain.weight.shape[self.split_dims["weight"]] if self.split_dims else 0
         self.padding = -self.size % self.world_size if pad else 0  # in rows, over all ranks
-        if isinstance(stack, int):
-            stack = stack * [(self.size + self.padding) // stack]
-        self.matrix_sizes = stack  # the size of each stacked matrix, over all ranks
-        for matrix_size in stack:
-            check_divides("features", matrix_size, self.world_size)
+        # The size of each stacked matrix, over all ranks and in this rank's shard.
+        self.matrix_sizes = stack or [self.size + self.padding]
+        self.part_sizes = [size // self.world_size for size in self.matrix_sizes]
+        for size in self.matrix_sizes:
+            check_divides("features", size, self.world_size)
         self._parameters |= plain._parameters  # also a bias that is None; the loop replaces others
         for name, whole in plain.named_parameters():
-            shard = self.shard(name, whole.detach())
+            shard = self.shard(name, whole)
             setattr(self, name, nn.Parameter(shard, whole.requires_grad))
         # In evaluation nn.TransformerEncoderLayer takes a fast path, which would take the shards
         # for whole weights. A hook on any layer inside it turns the fast path off.
@@ -270,8 +270,7 @@ class ParallelLayer(nn.Module):
         """Return the whole parameter, from the shards of all ranks."""
         dim = self.split_dims[name]
         shards = all_gather(shard.unsqueeze(0), self.process_group)  # (rank, *shape of a shard)
-        sizes = [size // self.world_size for size in self.matrix_sizes]
-        matrices = shards.split(sizes, dim + 1)  # for each matrix: (rank, *shape of a part)
+        matrices = shards.split(self.part_sizes, dim + 1)  # each is (rank, *shape of a part)
         whole = torch.cat([part for parts in matrices for part in parts], dim)
         return whole.narrow(dim, 0, self.size)  # without the padding
 
@@ -327,15 +326,16 @@ class ColumnLinear(Function):
     @staticmethod
     def backward(ctx, grad_y):
         check_no_second_derivative()
+        layer = ctx.layer
         x, weight = ctx.saved_tensors
         whole_x = x
-        in_background = {"group": ctx.layer.process_group, "async_op": True}
-        if ctx.layer.sequence_parallel:
+        in_background = {"group": layer.process_group, "async_op": True}
+        if layer.sequence_parallel:
             whole_x = x.new_empty(*grad_y.shape[:-1], x.shape[-1])  # x is a part of the sequence
             gathering = all_gather_single(whole_x, x.contiguous(), **in_background)
         # Under autocast the dtypes of grad_y, x and weight differ.
         grad_x = (grad_y @ weight.to(grad_y.dtype)).contiguous()
-        if ctx.layer.sequence_parallel:
+        if layer.sequence_parallel:
             received = torch.empty_like(grad_x)
             reducing = dist.all_to_all_single(received, grad_x, **in_background)
             gathering.wait()
@@ -345,7 +345,7 @@ class ColumnLinear(Function):
         grad_weight = grad_y.t() @ whole_x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
         grad_bias = grad_y.sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
-        if ctx.layer.sequence_parallel:
+        if layer.sequence_parallel:
             grad_x = received.unflatten(0, (-1, len(x))).sum(0)  # over the ranks
         return grad_x, grad_weight, grad_bias, None
 
@@ -436,8 +436,9 @@ def locate(tokens, V, shard_size, rank):
     """
     is_outside = (tokens < 0) | (tokens >= V)
     if is_outside.is_cpu and is_outside.any():
-        outside = tokens[is_outside].tolist()
-        raise IndexError(f"tokens {outside} are outside the vocabulary of {V}; use 0 to {V - 1}")
+        raise IndexError(
+            f"tokens {tokens[is_outside].tolist()} are not in a vocabulary of {V}; use 0 to {V - 1}"
+        )
     index = tokens - rank * shard_size
     is_local = (index >= 0) & (index < shard_size)
     return index.where(is_local, 0), is_local, is_outside
@@ -565,10 +566,9 @@ class ParallelMLP(nn.Module):
         super().__init__()
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
-        stack = 2 if activation == "swiglu" else 1
-        features = stack * ffn_hidden_size
+        stack = [ffn_hidden_size] * (2 if activation == "swiglu" else 1)
         self.activation = activation
-        self.linear1 = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
+        self.linear1 = ColumnParallelLinear(hidden_size, sum(stack), stack=stack, **options)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
 
     def forward(self, x):
@@ -588,18 +588,17 @@ class ParallelSelfAttention(nn.Module):
         num_kv_heads = num_kv_heads or num_heads
         check_divides("attention heads", num_heads, world_size)
         check_divides("key and value heads", num_kv_heads, world_size)
-        all_heads = (num_heads, num_kv_heads, num_kv_heads)  # of q, k and v
-        self.local_heads = [heads // world_size for heads in all_heads]
         self.head_dim = hidden_size // num_heads
         self.dropout = dropout
-        stack = [heads * self.head_dim for heads in all_heads]
+        stack = [heads * self.head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
         self.qkv = ColumnParallelLinear(hidden_size, sum(stack), stack=stack, **options)
         self.proj = RowParallelLinear(hidden_size, hidden_size, **options)
 
     def forward(self, x):
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim)).movedim(0, 2)
-        q, k, v = qkv.split(self.local_heads, 1)  # (batch, heads, sequence, head_dim)
-        p = self.dropout if self.training else 0.0
+        qkv = self.qkv(x).split(self.qkv.part_sizes, -1)
+        # Each is (batch, heads, sequence, head_dim).
+        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).movedim(0, 2) for y in qkv]
+        p = self.dropout * self.training
         with parallel_region(self.qkv.process_group) if p else nullcontext():
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=p, is_causal=True, enable_gqa=k.shape != q.shape
@@ -649,14 +648,13 @@ class ParallelTransformerLayer(nn.Module):
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
-    ("qkv", nn.Linear): partial(ColumnParallelLinear.from_full, stack=3),
-    ("swiglu", nn.Linear): partial(ColumnParallelLinear.from_full, stack=2),
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
     ("norm", nn.LayerNorm): ParallelLayerNorm.from_full,
     ("dropout", nn.Dropout): ParallelDropout.from_full,
 }
+EQUAL_MATRICES = {"qkv": 3, "swiglu": 2}  # how many a column layer of this kind stacks
 
 
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
@@ -711,8 +709,9 @@ def check_same_on_all_ranks(module, plan, process_group):
     split = {name for name, _, _ in split_parameters(module)}  # by a call before this one
     mine = {f"plan {plan} with error {failure}"}
     for name, parameter in module.named_parameters():
-        has_values = name not in split and not parameter.is_meta
-        total = parameter.sum().item() if has_values else None
+        total = None
+        if name not in split and not parameter.is_meta:
+            total = parameter.sum().item()
         mine.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
     everyone = [None] * world_size
     dist.all_gather_object(everyone, mine, group=process_group)
@@ -743,11 +742,14 @@ def make_parallel_layers(layers, plan, options):
 
 
 def make_parallel_layer(plain, kind, **options):
+    number = EQUAL_MATRICES.get(kind)
+    if number:
+        kind = (getattr(plain, "out_features", 0) // number,) * number
     if isinstance(kind, tuple):  # sizes
         options["stack"] = kind
         kind = "column"
     make = KINDS.get((kind, type(plain)))
-    if make is None:
+    if not make:
         raise ValueError(f"use one of {list(KINDS)}")
     return make(plain, **options)
 
@@ -781,7 +783,7 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     _, world_size = rank_and_size(process_group)
     split = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
     parameters = list(module.parameters())
-    square = torch.zeros((), device=parameters[0].device)
+    square = parameters[0].new_zeros(())
     for parameter in parameters:
         if parameter.grad is None:
             continue
@@ -789,7 +791,7 @@ def clip_grad_norm_(module, max_norm, process_group=None):
         norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
         # Every rank has the gradient of a parameter that is not split. The sum counts it once.
         copies = 1 if parameter in split else world_size
-        square = square + norm.square() / copies  # in float64 if a norm is
+        square = square + norm**2 / copies
     total_norm = reduce_from_region(square, process_group).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
     return total_norm
@@ -808,9 +810,8 @@ def load_full_state_dict(module, state_dict):
     state_dict = dict(state_dict)
     for name, layer, own_name in split_parameters(module):
         whole = state_dict[name]
-        dim = layer.split_dims[own_name]
-        if whole.shape[dim] != layer.size:
-            raise ValueError(f"{name}: {whole.shape} in state_dict; {dim=} must be {layer.size}")
+        if whole.shape[layer.split_dims[own_name]] != layer.size:
+            raise ValueError(f"{name}: {whole.shape} in state_dict; {layer.size} must be split")
         state_dict[name] = layer.shard(own_name, whole)
     return module.load_state_dict(state_dict)
 

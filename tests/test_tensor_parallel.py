@@ -253,6 +253,7 @@ REFUSED = {
     "tp.parallelize(tied_pair, {'0': 'column', '1': 'swiglu'}, **g)": "1.weight is tied",
     "tp.parallelize(nn.Sequential(nn.LayerNorm(4)), {'0': (2, 1, 1)}, **g)": r"'0' .* \(2, 1, 1\)",
     "tp.parallelize(nn.Sequential(nn.Linear(4, 8)), {'0': (5, 3)}, **g)": "5 features",
+    "tp.parallelize(nn.Sequential(nn.Linear(4, 12)), {'0': (4, 2)}, **g)": "'0' .* exactly to 12",
     "tp.copy_to_region(ones(2), others)": "rank [01] is not a member",
     "tp.load_full_state_dict(tp.VocabParallelEmbedding(7, 4, **g), eight)": r"\[8, 4\].* in state",
     "tp.parallelize(nn.Sequential(linear), {'0': 'column'}, **g)": r"differ: 0.bias \(4,.*\(6,",
