@@ -249,10 +249,10 @@ def verify_same_model(module, process_group):
         raise ValueError(
             f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
         )
+    if any(getattr(child, "differ_between_ranks", False) for child in module.modules()):
+        raise ValueError("ranks have different experts: call average_gradients(module) instead")
     found = set()
     for i, (name, tensor) in enumerate([*module.named_parameters(), *module.named_buffers()]):
-        if not getattr(tensor, "allreduce", True):
-            raise ValueError(f"{name} is a split expert: call average_gradients(module) instead")
         shape = tuple(tensor.shape)
         found.add(f"{i} {name}: {shape}, {tensor.dtype}, {tensor.requires_grad=}")
     everyone = [None] * dist.get_world_size(process_group)

@@ -129,6 +129,7 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
+        self.differ_between_ranks = False  # ddp.py, zero.py and fsdp.py look at this
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * ffn_hidden, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, ffn_hidden))
         for weight in self.parameters():
@@ -250,7 +251,8 @@ class MoE(nn.Module):
         This also sets the losses, which takes an all-reduce.
         """
         dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits would create ties
-        with torch.autocast(tokens.device.type, enabled=False):
+        # Neither PyTorch's autocast nor that of amp.py may round.
+        with torch.autocast(tokens.device.type, enabled=False), torch._C.DisableTorchFunction():
             logits = F.linear(tokens.to(dtype), self.gate.weight.to(dtype))
         probabilities = logits.softmax(-1)
         chosen = (probabilities + self.bias).topk(self.top_k).indices
@@ -394,8 +396,7 @@ def parallelize(module, process_group=None, edp_group=None):
     As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
     its device first. It may also be on the meta device: then call to_empty() and
     load_full_state_dict() after this. Do not wrap `module` in DDP: it would make the ranks'
-    different experts the same. ddp.py refuses split experts by their mark `allreduce = False`,
-    which copy.deepcopy() and to_empty() drop.
+    different experts the same. ddp.py, zero.py and fsdp.py refuse experts that are split.
 
     If several process groups train together, `edp_group` has the ranks with this rank's experts:
     one rank of each process group, with the same number in it.
@@ -415,7 +416,7 @@ def parallelize(module, process_group=None, edp_group=None):
         layer.groups = groups
         for parameter in layer.experts.parameters():
             parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
-            parameter.allreduce = False  # as in Megatron-LM; ddp.py and others look for this mark
+        layer.experts.differ_between_ranks = groups.size > 1
     return module
 
 

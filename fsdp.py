@@ -714,10 +714,11 @@ def find_parameters(module, process_group):
         sharded_parameter = getattr(parameter, "_sharded_parameter", None)
         if sharded_parameter is None:
             refuse_hooks(path, parameter)
-            if not getattr(parameter, "allreduce", True):  # expert_parallel.py sets it to False
+            parent, _, name = path.rpartition(".")
+            owner = module.get_submodule(parent)
+            if getattr(owner, "differ_between_ranks", False):
                 raise ValueError(f"{path} is a split expert: shard the other modules only")
-            owner, _, name = path.rpartition(".")
-            found.setdefault(parameter, []).append((module.get_submodule(owner), name))
+            found.setdefault(parameter, []).append((owner, name))
             descriptions.add(
                 f"{i} {path}: {tuple(parameter.shape)}, stride {parameter.stride()}, "
                 f"{parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"

@@ -856,16 +856,20 @@ def check_arguments(module, optimizer_class, process_group):
 def check_parameters(module, trained):
     if not trained.keys() <= set(module.parameters()):
         raise ValueError("params has parameters that are not among module.parameters()")
-    if any(is_split_expert(parameter) for parameter in trained):
+    if trained.keys() & split_experts(module):
         raise ValueError(
             "ranks have different experts: give these an optimizer of their own, and give this one "
             "the other parameters as `params`"
         )
 
 
-def is_split_expert(tensor):
-    """Whether expert_parallel.py has split the experts, so that ranks have different values."""
-    return not getattr(tensor, "allreduce", True)
+def split_experts(module):
+    """Return the parameters that differ between ranks: experts split by expert_parallel.py."""
+    experts = set()
+    for child in module.modules():
+        if getattr(child, "differ_between_ranks", False):
+            experts.update(child.parameters())
+    return experts
 
 
 def copy_from_rank_0(module, process_group):
@@ -884,8 +888,9 @@ def copy_from_rank_0(module, process_group):
                 f"ranks must hold the same model; rank {rank}'s differs in "
                 f"{sorted({*mine} ^ {*theirs}) or 'the order of its parameters'}"
             )
+    differ = split_experts(module)
     for name, tensor in tensors.items():
-        if is_split_expert(tensor):
+        if tensor in differ:
             continue
         if tensor.numel() > 1 and 0 in tensor.stride():
             raise ValueError(
@@ -914,20 +919,20 @@ def train_stage(demo, stage, passes):
     """Train with Zero1, Zero2 or Zero3, which sends `passes` times Ψ(N-1)/N elements in a step."""
     model = demo.start(stage.__name__, bitwise=True)
     optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
-    held = None
+    held_now = None
 
     def step(inputs, targets):
-        nonlocal held
+        nonlocal held_now
         optimizer.zero_grad()
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         loss.backward()
-        held = held_by(optimizer)  # Zero1's gradients are still whole
+        held_now = held_by(optimizer)  # Zero1's gradients are still whole
         optimizer.step()
         return loss
 
     demo.train(step, lambda: whole(optimizer))
     sent = passes * held_bytes(demo.model.parameters()) * (demo.ranks - 1) / demo.ranks
-    return demo.report(held, f"{passes}Ψ(N-1)/N", sent)
+    return demo.report(held_now, f"{passes}Ψ(N-1)/N", sent)
 
 
 def whole(optimizer):

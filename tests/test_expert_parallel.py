@@ -16,7 +16,10 @@ from claims.moe import Ours, computes_as_one_device, plain_moe, whole_weights
 from shared import assert_equal, randn
 from torch.utils.checkpoint import checkpoint
 
+import amp
 import expert_parallel as ep
+import fsdp
+import zero
 from ddp import DistributedDataParallel
 
 H = 6  # hidden size
@@ -114,9 +117,16 @@ def test_what_does_not_fit_is_an_error_on_every_rank():
 
 
 @pool.on(2)
-def test_ddp_refuses_split_experts():
-    with pytest.raises(ValueError, match="is a split expert"):
-        DistributedDataParallel(split(make_model()), process_group=pool.group())
+def test_ddp_zero_and_fsdp_refuse_split_experts_and_their_copies():
+    group = pool.group()
+    for model in (split(make_model()), copy.deepcopy(split(make_model()))):
+        for call in (
+            lambda model: DistributedDataParallel(model, process_group=group),
+            lambda model: zero.Zero1(model, torch.optim.SGD, group),
+            lambda model: fsdp.fully_shard(model, process_group=group),
+        ):
+            with pytest.raises(ValueError, match="expert"):
+                call(model)
 
 
 @pool.on(2)
@@ -347,11 +357,14 @@ def test_bf16_is_as_close_as_on_one_device():
 
 
 @pool.on(1)
-def test_autocast_does_not_reach_the_router():
+@pytest.mark.parametrize("autocast", [amp.autocast, torch.autocast])
+def test_autocast_does_not_reach_the_router(autocast):
+    if autocast is torch.autocast:
+        autocast = partial(autocast, pool.device().type)
     layer = make_model(torch.float32)[0]
     x = tokens_of(0).float()
     weights, chosen = layer.route(x)
-    with torch.autocast(x.device.type, torch.bfloat16):
+    with autocast(dtype=torch.bfloat16):
         within = layer.route(x)
     assert torch.equal(weights, within[0])
     assert torch.equal(chosen, within[1])

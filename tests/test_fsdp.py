@@ -647,7 +647,7 @@ def test_errors_on_every_rank():
     opaque = fully_shard(Block())
     opaque.forward = lambda x: [types.SimpleNamespace(y=x)]
     expert = nn.Linear(3, 2)
-    expert.weight.allreduce = False
+    expert.differ_between_ranks = True
     hooked = nn.Linear(3, 2)
     hooked.bias.register_hook(torch.neg)
     hooked_later = fully_shard(nn.Linear(6, 2))

@@ -331,11 +331,10 @@ def test_norms_clipping_and_the_scale_of_a_loss(stage):
 @pool.on(2)
 def test_experts_keep_their_values_beside_what_is_trained(stage):
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].differ_between_ranks = True  # as expert_parallel.py marks what it splits
     expert = model[1].weight
-    expert.allreduce = False  # as expert_parallel.py marks the experts that it splits
     before = expert.detach().add_(pool.rank()).clone()
-    params = [parameter for parameter in model.parameters() if parameter is not expert]
-    optimizer = make_sgd(stage, model, params=params)
+    optimizer = make_sgd(stage, model, params=model[0].parameters())
     batch_loss(model, pool.rank(), 0).backward()
     optimizer.step()
     bitwise(expert.detach(), before)
@@ -607,7 +606,7 @@ def test_wrong_models_and_arguments(stage):
     rank = pool.rank()
     plain = PLAIN()
     expert = nn.Linear(6, 6)
-    expert.weight.allreduce = False
+    expert.differ_between_ranks = True
     transposed = nn.Conv2d(2, 2, 3)
     if rank:
         transposed.to(memory_format=torch.channels_last)
