@@ -468,10 +468,11 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class VocabParallelCrossEntropy(Function):
-    """For each token, loss = log Σ exp(shifted) - shifted[target], shifted = logits - maximum.
+    """For each token, loss = log Σ exp(shifted) - shifted[target].
 
-    The gradient of the logits is softmax(logits), minus 1 at the target. The ranks reduce three
-    numbers per token: the maximum, Σ exp(shifted) and shifted[target].
+    Here shifted is the logits minus their maximum, so that exp() does not overflow. The gradient of
+    the logits is softmax(logits), minus 1 at the target. The ranks reduce three numbers per token:
+    the maximum, Σ exp(shifted) and shifted[target].
     """
 
     @staticmethod
@@ -811,7 +812,9 @@ def load_full_state_dict(module, state_dict):
     for name, layer, own_name in split_parameters(module):
         whole = state_dict[name]
         if whole.shape[layer.split_dims[own_name]] != layer.size:
-            raise ValueError(f"{name}: {whole.shape} in state_dict; {layer.size} must be split")
+            raise ValueError(
+                f"{name}: {whole.shape} in state_dict; the split dimension must be {layer.size}"
+            )
         state_dict[name] = layer.shard(own_name, whole)
     return module.load_state_dict(state_dict)
 
