@@ -255,7 +255,9 @@ def test_buffers_are_rank_0s_in_the_forward_after_one_that_averages(implementati
     with model.no_sync():
         forward()
     forward()
-    (forward() + forward()).backward()  # the first graph has saved the buffers
+    loss = forward() + forward()
+    if implementation is ddp.DDP:  # that of torch 2.6 changes buffers that a graph has saved
+        loss.backward()
 
     assert seen == [first, first, first, *[rank] * rank, rank, first, rank, first, first]
 
