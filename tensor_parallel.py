@@ -64,6 +64,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -645,7 +646,8 @@ class ParallelTransformerLayer(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The whole model: parallelize a plain one, clip gradients, save and load.
+# 6. The whole model: parallelize a plain one, clip gradients, save and load. boxes_of() says which
+# parts of a whole parameter a rank holds.
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
@@ -817,6 +819,42 @@ def load_full_state_dict(module, state_dict):
             )
         state_dict[name] = layer.shard(own_name, whole)
     return module.load_state_dict(state_dict)
+
+
+class Box(NamedTuple):
+    """A block of a whole parameter, which is consecutive in this rank's flattened shard."""
+
+    first: int  # the index of the box's first element in the flattened shard
+    shape: list  # the box's shape
+    whole_shape: list  # the whole parameter's shape
+    offset: list  # the indices of the box's first element in the whole parameter
+
+
+def boxes_of(layer, name, shape):
+    """Return the boxes of this rank's shard, which has this `shape`, of a layer's parameter.
+
+    A parameter that is not split is one box. The shard of qkv has three boxes: rows of q, of k and
+    of v, which are apart in the whole parameter. Rows that pad the vocabulary are in no box.
+    """
+    shape = list(shape)
+    dim = getattr(layer, "split_dims", {}).get(name)
+    if dim is None:
+        return [Box(0, shape, shape, [0] * len(shape))]
+    whole_shape = shape.copy()
+    whole_shape[dim] = layer.size
+    boxes = []
+    first = 0  # where the box begins in the flattened shard
+    matrix_start = 0  # where the matrix begins in the whole parameter, along dim
+    for matrix_size, part_size in zip(layer.matrix_sizes, layer.part_sizes, strict=True):
+        offset = [0] * len(shape)
+        offset[dim] = matrix_start + layer.rank * part_size
+        box_shape = shape.copy()
+        box_shape[dim] = min(part_size, layer.size - offset[dim])  # without the padding
+        if box_shape[dim] > 0:
+            boxes.append(Box(first, box_shape, whole_shape, offset))
+        first += part_size * math.prod(shape[dim + 1 :])
+        matrix_start += matrix_size
+    return boxes
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from functools import partial
 
 import pool
@@ -406,3 +407,22 @@ def test_the_loss_sends_three_numbers_a_token_and_keeps_one_tensor_of_logits():
         loss.sum().backward()
     assert sent.total == pytest.approx(4 * 6 * 16 * 7 / 8)
     assert keeps / logits.numel() == pytest.approx(1, abs=0.01)  # and a mask
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "qkv", (18, 12, 6), "vocab"], ids=str)
+@pool.on(1, 2, 3)
+def test_the_boxes_of_all_ranks_cover_the_whole_parameter_once(kind):
+    plain = nn.Linear(6, 13 if kind == "vocab" else 36)
+    whole = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    layer = tp.parallelize(nn.Sequential(plain), {"0": kind}, pool.group())[0]
+    for name, shard in layer.named_parameters():
+        covered = torch.zeros_like(whole[name])
+        for box in tp.boxes_of(layer, name, shard.shape):
+            assert box.whole_shape == list(covered.shape)
+            begins = zip(box.offset, box.shape, strict=True)
+            block = tuple(slice(begin, begin + length) for begin, length in begins)
+            flat = shard.detach().flatten()[box.first :][: math.prod(box.shape)]
+            bitwise(flat.view(box.shape), whole[name][block])
+            covered[block] += 1
+        owners = 1 if name in layer.split_dims else pool.world_size()
+        bitwise(sum(everyone(covered)), torch.full_like(covered, owners))
