@@ -827,6 +827,9 @@ class Session(ddp.Demo):
             self.stop(f"--save-interval {args.save_interval}: give 1 or more")
         if args.save and args.compare:
             self.stop("--save is for one grid; leave it out, or leave out --compare")
+        if args.idea:
+            self.stop("--idea: this file has none of its own; run the files that it combines")
+        ddp.join_world(self.device, self.backend)
         self.metrics = None  # the file, once a run has opened it
         self.signals = []  # the signals that arrived: SIGINT or SIGTERM
         if args.save:

@@ -3,13 +3,11 @@
 import contextlib
 import os
 import sys
-import threading
 
 import environment
 import pool
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from claims import KINDS, default_group, registry, resolve
 from claims.verdicts import judge, names_of_claims
@@ -47,42 +45,6 @@ def test_a_demo_chooses(name, gpus, local_rank, local_ranks, may_share, expected
     device, backend = ddp.choose_device(name)
 
     assert (str(device), backend) == expected
-
-
-@pytest.mark.parametrize(
-    ("possible", "chosen"),
-    [
-        (["nccl", "nccl"], "nccl"),
-        (["nccl", "gloo"], "gloo"),  # the second machine has fewer GPUs than ranks
-        (["gloo", "gloo"], "gloo"),
-    ],
-)
-def test_all_ranks_of_a_demo_take_the_same_backend(possible, chosen, monkeypatch):
-    store = dist.HashStore()
-    calls = []
-    device = torch.device("cuda", 0)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, **options: calls.append((backend, options))
-    )
-    ranks = threading.local()
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, ranks.rank, 2)]))
-
-    def join(rank):
-        ranks.rank = rank
-        ddp.join_world(device, possible[rank])
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-
-    assert [backend for backend, _ in calls] == [chosen, chosen]
-    assert {options.get("device_id") for _, options in calls} == {
-        device if chosen == "nccl" else None
-    }
 
 
 @pytest.mark.parametrize(
