@@ -36,6 +36,9 @@ Bytes per rank, N ranks         extra memory    written         read      (Ψ fp
     gathered into one file      12Ψ on rank 0   12Ψ by rank 0   12Ψ
     here, sharded               one box         12Ψ/N           12Ψ/N, plus the rest of each box
 
+Read section 1 for the idea (5 minutes), to section 4 for the technique (25), and section 5 for the
+shards of ZeRO and FSDP (32).
+
 Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py runs as one rank)
 Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3
 Mirrors:  torch.distributed.checkpoint (DCP), Megatron-LM's dist_checkpointing
@@ -47,6 +50,7 @@ Left out: writing in the background; sharing out the writing of tensors that all
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
@@ -73,7 +77,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: a piece is a box of a whole tensor, and a rank reads where boxes overlap.
+# 1. The idea: a piece knows where it lies in its whole tensor, so other ranks can cut differently.
 
 
 class Piece(NamedTuple):
@@ -100,6 +104,33 @@ class Piece(NamedTuple):
         return self.tensor[tuple(slice(start - i, stop - i) for (start, stop), i in ranges)]
 
 
+def gather_and_save(path, pieces, process_group=None):
+    """Write one file of whole tensors. `pieces` is as in save() below."""
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, list(named_pieces(pieces)), group=process_group)
+    wholes = {}
+    for name, piece in itertools.chain(*everyone):
+        wholes.setdefault(name, piece.tensor.new_empty(piece.shape))
+        whole_piece(wholes[name]).at(piece.box).copy_(piece.tensor)
+    if dist.get_rank(process_group) == 0:
+        torch.save(wholes, path)
+    dist.barrier(process_group)  # the file is complete when a rank returns
+
+
+def load_and_cut(path, pieces):
+    wholes = torch.load(path)
+    for name, piece in named_pieces(pieces):
+        piece.tensor.copy_(whole_piece(wholes[name]).at(piece.box))
+
+
+def whole_piece(tensor):
+    return Piece(tensor, tensor.shape, [0] * tensor.dim())
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Boxes: a rank reads only where the saved pieces overlap with its own.
+
+
 def overlap(a, b):
     """Return the box of the elements that are in both boxes, or None."""
     box = []
@@ -112,60 +143,8 @@ def overlap(a, b):
     return tuple(box)
 
 
-def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
-    """Cut a range of a flattened tensor of `shape` into Pieces. flat[0] is element `start` of it.
-
-    `flat` may also have elements before the tensor (start < 0) and after it, as buckets do. They
-    are left out. The tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
-
-    In n dimensions, a range needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
-
-        · · 0 0
-        1 1 1 1
-        2 2 2 ·
-    """
-    flat = flat.view(-1)[max(0, -start) : max(0, math.prod(shape) - start)]
-    if 0 in shape:
-        return [Piece(flat.view(shape), whole_shape or shape, offset or [0] * len(shape))]
-    start = max(0, start)
-    sizes = [1, *shape]  # a leading dimension, because a scalar has none
-    # A row of dimension d fixes the indices up to d, and spans all dimensions after d.
-    row_sizes = [math.prod(shape[d:]) for d in range(len(sizes))]  # elements in a row of d
-    pieces = []
-    while len(flat):
-        # Take rows of the outermost dimension whose next row is whole in `flat`.
-        d = 0
-        while start % row_sizes[d] or row_sizes[d] > len(flat):
-            d += 1
-        index = numpy.unravel_index(start, sizes)
-        rows = min(len(flat) // row_sizes[d], sizes[d] - index[d])
-        size = rows * row_sizes[d]
-        tensor = flat[:size].view([1] * d + [rows, *shape[d:]])[0]
-        place = numpy.add(index[1:], offset or 0).tolist()
-        pieces.append(Piece(tensor, whole_shape or shape, place))
-        flat = flat[size:]
-        start += size
-    return pieces
-
-
-def shard_pieces(shards):
-    """Return pieces of flat shards of parameters, to save or load.
-
-    For each parameter, `shards` yields its name, its whole shape, `start`, the shard, and the
-    shard's optimizer state. shard[0] is element `start` of the flattened parameter. fsdp.shards()
-    yields these. To the tuples of Zero1.shards(), add the name and the shape, as in the README.
-    The pieces are named "weight/NAME" or "STATE/NAME", such as "exp_avg/NAME".
-    """
-    pieces = {}
-    for name, shape, start, shard, state in shards:
-        for kind, tensor in {"weight": shard.detach(), **state}.items():
-            is_scalar = tensor.dim() == 0  # such as "step": all ranks hold it
-            pieces[f"{kind}/{name}"] = tensor if is_scalar else flat_pieces(tensor, shape, start)
-    return pieces
-
-
 # --------------------------------------------------------------------------------------------------
-# 2. Save: each rank writes a file. Rank 0 writes the index, and then the checkpoint is published.
+# 3. Save: each rank writes a file. Rank 0 writes the index, and then the checkpoint is published.
 
 
 def save(directory, pieces, extra=None, process_group=None):
@@ -224,7 +203,7 @@ def named_pieces(pieces):
     for name, value in pieces.items():
         values = value if isinstance(value, list) else [value]
         if torch.is_tensor(value):
-            values = [Piece(value, value.shape, [0] * value.dim())]
+            values = [whole_piece(value)]
         for piece in values:
             if not isinstance(piece, Piece) or not isinstance(name, str):
                 raise ValueError(
@@ -295,7 +274,7 @@ def sync(*paths):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Load: each rank reads the boxes that overlap with its pieces.
+# 4. Load: each rank reads the boxes that overlap with its pieces.
 
 
 def load(directory, pieces, process_group=None):
@@ -379,6 +358,62 @@ def load_whole(directory):
 
 
 # --------------------------------------------------------------------------------------------------
+# 5. The pieces of a flattened tensor, as ZeRO and FSDP hold it.
+
+
+def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
+    """Cut a range of a flattened tensor of `shape` into Pieces. flat[0] is element `start` of it.
+
+    `flat` may also have elements before the tensor (start < 0) and after it, as buckets do. They
+    are left out. The tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
+
+    In n dimensions, a range needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
+
+        · · 0 0
+        1 1 1 1
+        2 2 2 ·
+    """
+    flat = flat.view(-1)[max(0, -start) : max(0, math.prod(shape) - start)]
+    if 0 in shape:
+        return [Piece(flat.view(shape), whole_shape or shape, offset or [0] * len(shape))]
+    start = max(0, start)
+    sizes = [1, *shape]  # a leading dimension, because a scalar has none
+    # A row of dimension d fixes the indices up to d, and spans all dimensions after d.
+    row_sizes = [math.prod(shape[d:]) for d in range(len(sizes))]  # elements in a row of d
+    pieces = []
+    while len(flat):
+        # Take rows of the outermost dimension whose next row is whole in `flat`.
+        d = 0
+        while start % row_sizes[d] or row_sizes[d] > len(flat):
+            d += 1
+        index = numpy.unravel_index(start, sizes)
+        rows = min(len(flat) // row_sizes[d], sizes[d] - index[d])
+        size = rows * row_sizes[d]
+        tensor = flat[:size].view([1] * d + [rows, *shape[d:]])[0]
+        place = numpy.add(index[1:], offset or 0).tolist()
+        pieces.append(Piece(tensor, whole_shape or shape, place))
+        flat = flat[size:]
+        start += size
+    return pieces
+
+
+def shard_pieces(shards):
+    """Return pieces of flat shards of parameters, to save or load.
+
+    For each parameter, `shards` yields its name, its whole shape, `start`, the shard, and the
+    shard's optimizer state. shard[0] is element `start` of the flattened parameter. fsdp.shards()
+    yields these. To the tuples of Zero1.shards(), add the name and the shape, as in the README.
+    The pieces are named "weight/NAME" or "STATE/NAME", such as "exp_avg/NAME".
+    """
+    pieces = {}
+    for name, shape, start, shard, state in shards:
+        for kind, tensor in {"weight": shard.detach(), **state}.items():
+            is_scalar = tensor.dim() == 0  # such as "step": all ranks hold it
+            pieces[f"{kind}/{name}"] = tensor if is_scalar else flat_pieces(tensor, shape, start)
+    return pieces
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo: sharded training that is saved twice, and loaded on one rank, then on all ranks.
 
 
@@ -456,14 +491,22 @@ def main():
     def restart(done):
         """Save, make a new model, and load: at the first stop on one rank, then on all ranks."""
         nonlocal run
-        if demo.rank < run.world_size:
+        saves = demo.rank < run.world_size
+        path = f"{directory[0]}/whole"
+        if saves and demo.args.idea:
+            gather_and_save(path, run.pieces(), run.group)
+        elif saves:
             save(directory[0], run.pieces(), {"steps": done}, run.group)
         dist.barrier()
         run = Sharded(language_model().to(run.flat), alone if done == stops[0] else None)
-        extra = load(directory[0], run.pieces(), run.group)
+        if demo.args.idea:
+            load_and_cut(path, run.pieces())
+        else:
+            done = load(directory[0], run.pieces(), run.group)["steps"]
         run.gather(run.flat, run.shard)
+        dist.barrier()  # the next save writes the same file
         ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
-        demo.show(f"saved       after step {extra['steps']}; loaded on {ranks}")
+        demo.show(f"saved       after step {done}; loaded on {ranks}")
 
     def whole():
         """Return gradients and parameters to compare. At a stop, the parameters are loaded."""

@@ -27,13 +27,15 @@ Cost of a head of size d    elements kept for backward         operations: forwa
     kernels                 the same                           4s²d + 14s²d: scores and dP twice
     both, causal            the same                           half of that, if s is many blocks
 
+Read section 1 for the idea (8 minutes), to section 3 for the technique (25), and the rest to use it
+as a library (55).
+
 Section 2 is the algorithm as a loop over blocks in PyTorch, for any device and dtype. Section 5 is
 the same loop as kernels in Triton, for GPUs: one for forward, one for dq, and one for dk and dv.
 Both kernels of backward compute the scores and dP, the gradient of P.
 
-The tests run the kernels in Triton's interpreter on a CPU, and compile them for an H100. The
-kernels have not been timed. On an H100, a prototype took 1.11 times as long as PyTorch's kernels
-in forward, and 1.46 times as long in forward and backward together.
+The tests run the kernels in Triton's interpreter on a CPU, and compile them for an H100. They have
+not run on a GPU, where the demo compares their errors with those of PyTorch's kernels.
 
 Run:      torchrun --nproc-per-node 2 flash_attention.py          (or without torchrun)
 Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867: online softmax;
@@ -99,6 +101,29 @@ def softmax_scale(q, scale):
 def hidden_keys(scores, first_sees):
     """Return the causal mask, True for hidden keys. Query i sees `first_sees` + i keys."""
     return scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(first_sees)
+
+
+def online_attention(q, k, v, causal=False, block_size=16):
+    """As naive_attention for S = Skv and H = Hkv, with the scores of one block of keys at a time.
+
+    Autograd keeps all blocks for backward. Section 2 computes them again.
+    """
+    q = q * softmax_scale(q, None)
+    m = -torch.inf  # then (B, H, S, 1), as l; O becomes (B, H, S, D)
+    l = 0.0
+    O = 0.0
+    for first in range(0, k.shape[2], block_size):
+        keys = slice(first, first + block_size)
+        scores = q @ k[:, :, keys].mT
+        if causal:  # query i sees i + 1 keys. In the first block, each query sees one or more
+            scores = scores.masked_fill(hidden_keys(scores, 1 - first), -torch.inf)
+        m_new = scores.amax(-1, keepdim=True).clamp(min=m)
+        correction = (m - m_new).exp()
+        exps = (scores - m_new).exp()
+        l = l * correction + exps.sum(-1, keepdim=True)
+        O = O * correction + exps @ v[:, :, keys]
+        m = m_new
+    return O / l
 
 
 # --------------------------------------------------------------------------------------------------
@@ -779,9 +804,10 @@ def use(attention, model):
 def main():
     demo = Demo()
     model = demo.start("flash_attention")  # in float64, so it runs the loop
-    use(functools.partial(flash_attention, block_size=24), model)
+    ours = online_attention if demo.args.idea else flash_attention
+    use(functools.partial(ours, block_size=24), model)
     use(naive_attention, demo.model)
-    demo.show("The ranks use flash_attention with blocks of 24 tokens on sequences of 64.")
+    demo.show(f"The ranks use {ours.__name__} with blocks of 24 tokens on sequences of 64.")
     demo.show("One device uses naive_attention.")
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
@@ -799,9 +825,39 @@ def main():
     demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
     sent = 2 * held_bytes(parameters) * (demo.ranks - 1) / demo.ranks
     status = demo.report(held(parameters, optimizer), "2Ψ(N-1)/N", sent)
-    if demo.rank == 0:
+    if demo.rank == 0 and not demo.args.idea:
+        status |= compare_errors(demo)
         compare_lengths(demo)
     return status
+
+
+def compare_errors(demo):
+    """Print the errors of the default kernel and of PyTorch's. Return 1 if ours are above twice."""
+    torch.manual_seed(demo.args.seed)
+    status = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [torch.randn(2, 4, 300, 64, device=demo.device, dtype=dtype) for _ in range(3)]
+        exact = output_and_gradients(naive_attention, [x.double() for x in inputs])
+        ours = largest_error(output_and_gradients(flash_attention, inputs), exact)
+        theirs = largest_error(output_and_gradients(torch_attention, inputs), exact)
+        ran = "kernels" if runs_kernels(None, inputs[0], inputs[2], dropout=None) else "loop"
+        status |= ours > 2 * theirs
+        verdict = "at most twice" if ours <= 2 * theirs else "MORE THAN twice"
+        ran += f", {dtype}".replace("torch.", "")
+        demo.show(f"error       {ran}: {ours:.1e}, {verdict} PyTorch's {theirs:.1e}")
+    return status
+
+
+def output_and_gradients(attention, inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    output = attention(*inputs, causal=True)
+    return [output, *torch.autograd.grad(output.square().sum(), inputs)]
+
+
+def largest_error(found, exact):
+    """Relative to the largest element of the output or of the gradient."""
+    pairs = zip(found, exact, strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
 def compare_lengths(demo):

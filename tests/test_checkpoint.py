@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoint
-from checkpoint import Piece, flat_pieces, load, load_whole, save
+from checkpoint import Piece, flat_pieces, gather_and_save, load, load_and_cut, load_whole, save
 
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int64", "uint8", "bool", "complex64"]
 HOW = ["whole", "flat", "rows", "columns", "flat rows"]
@@ -86,6 +86,20 @@ def test_any_pieces_are_read_as_any_others(written, wanted, dtype, readers, tmp_
         assert count == 7
         for _, piece in checkpoint.named_pieces({"a": mine}):
             assert torch.equal(piece.tensor, whole.at(piece.box))
+
+
+@pytest.mark.parametrize("wanted", ["whole", "rows", "columns"])
+@pool.on(3)
+def test_the_idea_gathers_a_file_that_other_cuts_can_load(wanted, tmp_path):
+    tensor = torch.arange(30.0).view(6, 5)
+    mine = cut(wanted, torch.zeros(6, 5), 3, pool.rank())
+
+    pieces = {"a": cut("rows", tensor, 3, pool.rank()), "count": torch.tensor(7.0)}
+    gather_and_save(tmp_path / "whole", pieces, pool.group())
+    load_and_cut(tmp_path / "whole", {"a": mine})
+
+    ((_, piece),) = checkpoint.named_pieces({"a": mine})
+    assert torch.equal(piece.tensor, Piece(tensor, tensor.shape, [0, 0]).at(piece.box))
 
 
 def test_a_state_dict_of_one_device_goes_in_and_out(tmp_path):

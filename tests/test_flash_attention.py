@@ -49,6 +49,21 @@ def assert_all_equal(ours, theirs, exact=False):
         assert_equal(a, b, exact, name)
 
 
+# ---- the idea
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4, 7, 9])
+def test_the_idea_equals_naive_attention_in_blocks_of_any_size(block_size, causal):
+    inputs = make_inputs()
+    idea = partial(flash.online_attention, block_size=block_size)
+
+    found = output_and_gradients(idea, *inputs, causal=causal)
+
+    expected = output_and_gradients(flash.naive_attention, *inputs, causal=causal)
+    assert_all_equal(found, expected)
+
+
 # ---- the loop
 
 
