@@ -11,7 +11,8 @@ bucket is all-reduced while backward computes the gradients of earlier layers. T
     rank 1   forward → backward: layer 4 │ layer 3 │ layer 2 │ layer 1 │ wait │ optimizer step
 
 The loss is a mean over samples. If ranks hold equal shares of the batch, the mean of their
-gradients is the gradient of the whole batch. Parameters are broadcast once, at construction.
+gradients is the gradient of the whole batch. With several micro-batches, each rank first adds up
+its own gradients; then the ranks average the sums. Parameters are broadcast once, at construction.
 
 Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
 
@@ -20,7 +21,10 @@ Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
     DDP                       Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
     gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad is a view
 
-Run:      torchrun --nproc-per-node 2 ddp.py
+Read section 1 for the idea (8 minutes), to section 2 for the technique (20), and the rest to use
+it as a library (30).
+
+Run:      torchrun --nproc-per-node 2 ddp.py            (--idea trains with section 1 alone)
           python ddp.py runs one rank
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 3.2
 Mirrors:  torch.nn.parallel.DistributedDataParallel
@@ -53,11 +57,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: average all gradients between loss.backward() and optimizer.step().
+# 1. The idea: average the gradients after backward, or, which takes less time, during it.
 
 
 def all_reduce_gradients(module, process_group=None):
-    """Replace each gradient of `module` by its mean over the ranks."""
+    """Replace each gradient by its mean. Call it between backward and the optimizer's step."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
@@ -71,8 +75,58 @@ def all_reduce_gradients(module, process_group=None):
         dist.all_reduce(parameter.grad, group=process_group)
 
 
+def views_of(flat, tensors):
+    """Return consecutive parts of `flat`, in the shapes of `tensors`."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return list(map(torch.Tensor.view_as, parts, tensors))
+
+
+class Bucket:
+    """Some tensors in one flat buffer, so that one collective sends them all.
+
+    In training, it has the gradients of parameters.
+    """
+
+    def __init__(self, tensors):
+        self.flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        views = views_of(self.flat, tensors)
+        self.views = dict(zip(tensors, views, strict=True))  # {tensor: its part of `flat`}
+        self.missing = set(tensors)  # parameters whose gradients are not in `flat` yet
+        self.work = None  # handle of the all-reduce while it runs
+
+    def fill(self, parameter, divisor):
+        # Divide before the sum, because the sum of N fp16 gradients may exceed their limit, 65504.
+        torch.mul(parameter.grad, 1 / divisor, out=self.views[parameter])
+        self.missing.remove(parameter)
+
+    def wait(self):
+        """Wait for the all-reduce, and copy the means into .grad."""
+        self.work.wait()
+        for parameter, mean in self.views.items():
+            parameter.grad.copy_(mean)  # does nothing if .grad is the view itself
+        self.missing = set(self.views)
+        self.work = None  # the handle would keep gloo's threads alive
+
+
+def all_reduce_when_full(bucket, process_group=None):
+    """All-reduce the bucket in each backward, as soon as backward has computed its last gradient.
+
+    Call bucket.wait() between backward and the optimizer's step. This needs what section 2 does
+    not: every backward reaches all parameters, and fills the buckets in one order on all ranks.
+    """
+
+    def hook(parameter):
+        bucket.fill(parameter, dist.get_world_size(process_group))
+        if not bucket.missing:
+            bucket.work = dist.all_reduce(bucket.flat, group=process_group, async_op=True)
+
+    for parameter in bucket.views:
+        parameter.register_post_accumulate_grad_hook(hook)
+
+
 # --------------------------------------------------------------------------------------------------
-# 2. The real one: the same mean, bucket by bucket, while backward is still running.
+# 2. The technique: buckets of about one size, all-reduced in the same order on every rank, whatever
+#    the order in which backward computes the gradients.
 
 
 def assign_buckets(tensors, cap_bytes):
@@ -83,7 +137,7 @@ def assign_buckets(tensors, cap_bytes):
     buckets = []
     size = 0  # bytes in the last list
     kind_of_bucket = None  # dtype and device of the last list
-    for tensor in reversed(tensors):
+    for tensor in reversed(list(tensors)):
         kind = tensor.dtype, tensor.device
         if kind != kind_of_bucket or size >= cap_bytes:
             buckets.append([])
@@ -94,206 +148,18 @@ def assign_buckets(tensors, cap_bytes):
     return buckets
 
 
-def views_of(flat, tensors):
-    """Return consecutive parts of `flat`, in the shapes of `tensors`."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
 def broadcast(tensors, process_group):
     """Overwrite `tensors` with those of the group's rank 0, in messages of about 25 MiB."""
-    for bucket in assign_buckets(list(tensors), 25 * 2**20):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+    for bucket in map(Bucket, assign_buckets(tensors, 25 * 2**20)):
         # As bytes, because gloo has no int16 and no float8.
-        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
-        for tensor, values in zip(bucket, views_of(flat, bucket), strict=True):
+        dist.broadcast(bucket.flat.view(torch.uint8), group=process_group, group_src=0)
+        for tensor, values in bucket.views.items():
             # Not .data: a write through it does not change the tensor's version, by which the
             # optimizer of amp.py sees that a weight was written.
             tensor.detach().copy_(values)
 
 
-class Bucket:
-    """The gradients of some parameters, in one flat buffer."""
-
-    def __init__(self, index, parameters):
-        self.index = index
-        numel = sum(parameter.numel() for parameter in parameters)
-        self.flat = parameters[0].new_zeros(numel, requires_grad=False)  # the buffer to all-reduce
-        views = views_of(self.flat, parameters)
-        self.views = dict(zip(parameters, views, strict=True))  # {parameter: its part of `flat`}
-        self.missing = len(parameters)  # number of gradients that are not in `flat` yet
-        self.work = None  # handle of the all-reduce while it runs
-
-
-class BucketedDataParallel(nn.Module):
-    """The core of DistributedDataParallel: `module`, with gradients averaged during backward."""
-
-    def __init__(self, module, process_group, bucket_cap_mb, gradient_as_bucket_view):
-        super().__init__()
-        broadcast(module.parameters(), process_group)
-        self.module = module
-        self.process_group = process_group
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        lists = assign_buckets(trained, bucket_cap_mb * 2**20)
-        self._buckets = [Bucket(index, parameters) for index, parameters in enumerate(lists)]
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
-        self._filled = set()  # parameters whose gradients are in their buckets
-        self._divisor = dist.get_world_size(process_group)
-        # "idle": hooks do nothing, and gradients stay in .grad. "expected": a forward has begun,
-        # but not its backward. "running": backward has begun. Autograd will call _finish_backward
-        # when it ends.
-        self._state = "idle"
-        self._register_hooks()
-
-    def _register_hooks(self):
-        # A weak reference, because parameters keep their hooks: `del model` must free the buckets.
-        on_gradient = weakref.WeakMethod(self._on_gradient)
-
-        def hook(parameter):
-            if on_gradient() is not None:
-                on_gradient()(parameter)
-
-        for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(hook)
-
-    def __setstate__(self, state):  # copy.deepcopy() calls it, and does not copy hooks
-        super().__setstate__(state)
-        self._register_hooks()
-
-    def forward(self, *inputs, **kwargs):
-        if torch.is_grad_enabled():  # otherwise no backward will follow
-            self._pre_forward()
-        output = self.module(*inputs, **kwargs)
-        # The outputs have hooks too, because on this rank backward may reach no parameter.
-        if self._state == "expected":
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(self._start_backward)
-        return output
-
-    def _pre_forward(self):
-        if self._filled:  # the last backward did not get to the end of _finish_backward
-            missing = self._bucket_of.keys() - self._filled
-            names = [name for name, p in self.module.named_parameters() if p in missing]
-            raise RuntimeError(
-                "Expected to have finished reduction in the prior iteration: backward raised, or "
-                f"did not reach {', '.join(names)} on rank {dist.get_rank(self.process_group)}; "
-                "try find_unused_parameters=True"
-            )
-        self._state = "expected"
-
-    def _start_backward(self, _=None):  # a tensor's hook gets its gradient
-        if self._state != "running":
-            self._state = "running"
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._finish_backward)
-
-    def _on_gradient(self, parameter):
-        if self._state == "idle":
-            return
-        self._start_backward()
-        if parameter in self._filled:
-            raise RuntimeError(
-                "Expected to mark a variable ready only once, but a parameter of shape "
-                f"{tuple(parameter.shape)} got two gradients: add the losses and call backward once"
-            )
-        self._fill(parameter)
-
-    def _fill(self, parameter):
-        """Copy parameter.grad into its bucket, and send the buckets that are full."""
-        bucket = self._bucket_of[parameter]
-        view = bucket.views[parameter]
-        parameter.grad = parameter.grad.to_dense()  # does nothing unless the gradient is sparse
-        # Divide before the sum, because the sum of N fp16 gradients may exceed their limit, 65504.
-        torch.mul(parameter.grad, 1 / self._divisor, out=view)
-        if self.gradient_as_bucket_view:
-            parameter.grad = view  # frees the tensor that autograd allocated
-        self._filled.add(parameter)
-        bucket.missing -= 1
-        # Ranks may fill buckets in different orders, so buckets are sent in the order of their
-        # index. Otherwise an all-reduce would add different buckets.
-        for next_bucket in self._buckets:
-            if next_bucket.missing:
-                break
-            if next_bucket.work is None:
-                self._send(next_bucket)
-
-    def _send(self, bucket):
-        bucket.work = dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
-
-    def _finish_backward(self):
-        """Wait for the all-reduces, and copy the means into .grad."""
-        self._state = "idle"
-        if len(self._filled) < len(self._bucket_of):
-            return  # backward did not reach every parameter: the next forward raises an error
-        for bucket in self._buckets:
-            bucket.work.wait()
-            for parameter, mean in bucket.views.items():
-                parameter.grad.copy_(mean)  # does nothing if .grad is the view itself
-            bucket.missing = len(bucket.views)
-            bucket.work = None  # the handle would keep gloo's threads alive
-        self._filled = set()
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. Refinements: checks, buffers, gradient accumulation, unused parameters, communication hooks.
-
-
-def verify_same_model(module, process_group):
-    """Raise ValueError on all ranks if their models differ, RuntimeError if nothing is trained.
-
-    An all-reduce of different sizes or dtypes would abort the process or return garbage.
-    """
-    if dist.get_rank(process_group) < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
-        )
-    if any(getattr(child, "differ_between_ranks", False) for child in module.modules()):
-        raise ValueError("ranks have different experts: call average_gradients(module) instead")
-    found = set()
-    for i, (name, tensor) in enumerate([*module.named_parameters(), *module.named_buffers()]):
-        shape = tuple(tensor.shape)
-        found.add(f"{i} {name}: {shape}, {tensor.dtype}, {tensor.requires_grad=}")
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, found, group=process_group)
-    if differ := set.union(*everyone) - set.intersection(*everyone):
-        raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter "
-            "that requires a gradient"
-        )
-
-
-class GradBucket:
-    """The argument of a communication hook: `bucket`, with the methods of dist.GradBucket."""
-
-    def __init__(self, bucket, is_last):
-        self._bucket = bucket
-        self._is_last = is_last
-        self._buffer = bucket.flat
-
-    def index(self):
-        return self._bucket.index
-
-    def is_last(self):
-        return self._is_last
-
-    def parameters(self):
-        return list(self._bucket.views)
-
-    def buffer(self):
-        return self._buffer
-
-    def set_buffer(self, buffer):  # a hook may use another buffer, for example one in 16 bits
-        self._buffer = buffer
-
-    def gradients(self):
-        return views_of(self._buffer, self.parameters())
-
-
-class DistributedDataParallel(BucketedDataParallel):
+class DistributedDataParallel(nn.Module):
     """torch.nn.parallel.DistributedDataParallel, with the same arguments in the same order.
 
     Every backward must reach all parameters, unless `find_unused_parameters` is set. Then a rank
@@ -321,31 +187,50 @@ class DistributedDataParallel(BucketedDataParallel):
         gradient_as_bucket_view=False,
         **others,
     ):
-        # Raises TypeError for an argument that PyTorch's class does not have.
-        inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
-        others["dim"] = dim
+        super().__init__()
+        others |= {"dim": dim, "init_sync": not init_sync, "check_reduction": check_reduction}
         others["output_device"] = output_device not in (None, *(device_ids or ()))
-        others["init_sync=False"] = not init_sync
-        others["check_reduction"] = check_reduction
-        for name, is_set in others.items():
-            if is_set:
-                raise ValueError(f"{name} is not supported by ddp.py; leave it out")
-        verify_same_model(module, process_group)
-        super().__init__(module, process_group, bucket_cap_mb or 25, gradient_as_bucket_view)
-        if broadcast_buffers:
-            broadcast(module.buffers(), process_group)
-        self.broadcast_buffers = broadcast_buffers
-        self.find_unused_parameters = find_unused_parameters
+        verify_arguments(module, process_group, others)
+        self.module = module
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
-        self._hook = None  # set by register_comm_hook
+        self.broadcast_buffers = broadcast_buffers
+        self.process_group = process_group
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True  # False inside no_sync()
         self.require_forward_param_sync = True  # False if the last forward will not average
+        broadcast(module.parameters(), process_group)
+        if broadcast_buffers:
+            broadcast(module.buffers(), process_group)
+        self._make_buckets((bucket_cap_mb or 25) * 2**20)
+
+    def _make_buckets(self, cap_bytes):
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._buckets = [Bucket(parameters) for parameters in assign_buckets(trained, cap_bytes)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
+        # True from a forward outside no_sync() to the end of its backward. Otherwise, gradients
+        # stay in .grad.
+        self._will_average = False
+        self._divisor = dist.get_world_size(self.process_group)
+        self._comm_hook = None  # set by register_comm_hook
+        self._register_hooks()
+
+    def _register_hooks(self):
+        # A weak reference, because parameters keep their hooks: `del model` must free the buckets.
+        reference = weakref.ref(self)
+
+        def hook(parameter):
+            if ddp := reference():
+                ddp._on_gradient(parameter)
+
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
-            device = self._buckets[0].flat.device
+            flat = self._buckets[0].flat
             inputs, kwargs = tree_map_only(
-                torch.Tensor, lambda tensor: tensor.to(device), (inputs, kwargs)
+                torch.Tensor, lambda x: x.to(flat.device), (inputs, kwargs)
             )
         if self.broadcast_buffers and self.require_forward_param_sync:
             # A write to .data keeps the version. If a graph has saved the buffer, another version
@@ -353,21 +238,60 @@ class DistributedDataParallel(BucketedDataParallel):
             broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
         will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = will_average
-        return super().forward(*inputs, **kwargs)
+        if will_average:
+            verify_ready(self)
+            self._will_average = True
+        output = self.module(*inputs, **kwargs)
+        # An evaluation or another forward may come before backward, so outputs have hooks, too.
+        for tensor in filter(torch.is_tensor, tree_leaves(output)):
+            if will_average and tensor.grad_fn:
+                tensor.register_hook(self._pre_backward)
+        return output
 
-    def _pre_forward(self):
-        super()._pre_forward()
-        for name, parameter in self.module.named_parameters():
-            bucket = self._bucket_of.get(parameter)
-            if not parameter.requires_grad:
-                continue
-            if bucket is None or bucket.flat.dtype != parameter.dtype:
-                raise RuntimeError(
-                    f"{name} was frozen, not there or of another dtype when "
-                    "DistributedDataParallel was made: wrap the module again"
-                )
-        if not self.require_backward_grad_sync:
-            self._state = "idle"  # instead of "expected"
+    def _pre_backward(self, _):  # a tensor's hook gets its gradient
+        self._will_average = True
+        if self.find_unused_parameters:  # backward may reach no parameter on this rank
+            finish = functools.partial(finish_with_unused, self)
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _on_gradient(self, parameter):
+        if not self._will_average:
+            return
+        if parameter not in self._bucket_of[parameter].missing:
+            raise RuntimeError(
+                "Expected to mark a variable ready only once, but a parameter of shape "
+                f"{tuple(parameter.shape)} got two gradients: add the losses and call backward once"
+            )
+        self._fill(parameter)
+        if self._buckets[-1].work and not self.find_unused_parameters:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _fill(self, parameter):
+        """Copy parameter.grad into its bucket, and send the buckets that are full."""
+        bucket = self._bucket_of[parameter]
+        parameter.grad = parameter.grad.to_dense()  # does nothing unless the gradient is sparse
+        bucket.fill(parameter, self._divisor)
+        if self.gradient_as_bucket_view:
+            parameter.grad = bucket.views[parameter]  # frees the tensor that autograd allocated
+        # Ranks may fill buckets in different orders, so buckets are sent in the order of their
+        # index. Otherwise an all-reduce would add different buckets.
+        for next_bucket in self._buckets:
+            if next_bucket.missing:
+                break
+            next_bucket.work = next_bucket.work or self._send(next_bucket)
+
+    def _send(self, bucket):
+        """Start the all-reduce of the bucket, and return its handle."""
+        if self._comm_hook:
+            return run_comm_hook(self._comm_hook, self._buckets, bucket)
+        return dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
+
+    def _finish_backward(self):
+        self._will_average = False
+        for bucket in self._buckets:
+            bucket.wait()
+
+    # Section 3.
 
     @contextmanager
     def no_sync(self):
@@ -382,49 +306,149 @@ class DistributedDataParallel(BucketedDataParallel):
         finally:
             self.require_backward_grad_sync = before
 
-    def _finish_backward(self):
-        if not self.find_unused_parameters:
-            super()._finish_backward()
-            return
-        unused = {}  # {parameter without a gradient on this rank: its element of `used`}
-        # For each parameter, 1 if it has a gradient on this rank, otherwise 0. The zeros are
-        # written on the device, because the host would wait for a copy of a list.
-        used = torch.ones(len(self._bucket_of), device=self._buckets[0].flat.device)
-        for flag, parameter in zip(used, self._bucket_of, strict=True):
-            if parameter.grad is None:
-                unused[parameter] = flag.zero_()
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter not in self._filled:  # this backward did not reach it
-                self._fill(parameter)
-        super()._finish_backward()
-        dist.all_reduce(used, group=self.process_group)
-        for parameter, num_ranks in unused.items():
-            if num_ranks == 0:  # the host waits for the all-reduce
-                parameter.grad = None
-
     def register_comm_hook(self, state, hook):
         """Call `hook(state, bucket)`, which returns a future of the mean, and do not all-reduce."""
-        self._hook = functools.partial(hook, state)
+        self._comm_hook = functools.partial(hook, state)
         self._divisor = 1  # because the hook divides
 
-    def _send(self, bucket):
-        if self._hook is None:
-            super()._send(bucket)
-            return
-        if bucket.index > 0:
-            # The hook of the previous bucket may issue a second collective when its first has
-            # ended. That time differs between ranks, so collectives of two buckets could mix.
-            self._buckets[bucket.index - 1].work.wait()
-        future = self._hook(GradBucket(bucket, is_last=bucket is self._buckets[-1]))
-
-        def copy(mean):
-            # Return a tensor, so that wait() also waits for the copy on the GPU.
-            return bucket.flat.copy_(mean.value().view_as(bucket.flat))
-
-        bucket.work = future.then(copy)
+    def __setstate__(self, state):  # copy.deepcopy() calls it, and does not copy hooks
+        super().__setstate__(state)
+        self._register_hooks()
 
 
 DDP = DistributedDataParallel
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. The library: unused parameters, communication hooks, checks.
+
+
+def finish_with_unused(ddp):
+    """Average the gradients at the end of a backward that may have missed parameters."""
+    if not ddp._will_average:  # each output of the module has called this
+        return
+    unused = {}  # {parameter without a gradient on this rank: its element of `used`}
+    # For each parameter, 1 if it has a gradient on this rank, otherwise 0. The zeros are written on
+    # the device, because the host would wait for a copy of a list.
+    used = torch.ones(len(ddp._bucket_of), device=ddp._buckets[0].flat.device)
+    for flag, (parameter, bucket) in zip(used, ddp._bucket_of.items(), strict=True):
+        if parameter.grad is None:
+            unused[parameter] = flag.zero_()
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter in bucket.missing:  # this backward did not reach it
+            ddp._fill(parameter)
+    ddp._finish_backward()
+    dist.all_reduce(used, group=ddp.process_group)
+    for parameter, num_ranks in unused.items():
+        if num_ranks == 0:  # the host waits for the all-reduce
+            parameter.grad = None
+
+
+class GradBucket:
+    """The argument of a communication hook, with the methods of dist.GradBucket."""
+
+    def __init__(self, buckets, bucket):
+        self._buckets = buckets
+        self._bucket = bucket
+        self._buffer = bucket.flat
+
+    def index(self):
+        return self._buckets.index(self._bucket)
+
+    def is_last(self):
+        return self._bucket is self._buckets[-1]
+
+    def parameters(self):
+        return list(self._bucket.views)
+
+    def buffer(self):
+        return self._buffer
+
+    def set_buffer(self, buffer):  # a hook may use another buffer, for example one in 16 bits
+        self._buffer = buffer
+
+    def gradients(self):
+        return views_of(self._buffer, self.parameters())
+
+
+def run_comm_hook(hook, buckets, bucket):
+    """Return a future that is done when the mean that `hook` computes is in the bucket."""
+    # The hook of an earlier bucket may issue a second collective when its first has ended. Over
+    # gloo, that time differs between ranks, so collectives of two buckets could mix. Over NCCL, a
+    # future is done as soon as its work is in a stream. To wait for it would make the rest of
+    # backward wait for the earlier bucket.
+    for earlier in buckets[: buckets.index(bucket)]:
+        if not earlier.work.done():
+            earlier.work.wait()
+
+    def copy(mean):
+        # Return a tensor, so that wait() also waits for the copy on the GPU.
+        return bucket.flat.copy_(mean.value().view_as(bucket.flat))
+
+    return hook(GradBucket(buckets, bucket)).then(copy)
+
+
+def verify_ready(ddp):
+    """Raise RuntimeError if the last backward has not ended, or if parameters have changed."""
+    missing = {parameter for bucket in ddp._buckets for parameter in bucket.missing}
+    if len(missing) < len(ddp._bucket_of):
+        names = [name for name, p in ddp.module.named_parameters() if p in missing]
+        raise RuntimeError(
+            "Expected to have finished reduction in the prior iteration: backward raised, or "
+            f"did not reach {', '.join(names)} on rank {dist.get_rank(ddp.process_group)}; "
+            "try find_unused_parameters=True"
+        )
+    for name, parameter in ddp.module.named_parameters():
+        bucket = ddp._bucket_of.get(parameter)
+        is_ready = bucket and bucket.flat.dtype == parameter.dtype
+        # torch.func.functional_call puts tensors in place of parameters. They need no bucket.
+        is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
+        if is_trained and not is_ready:
+            raise RuntimeError(
+                f"{name} was frozen, not there or of another dtype when "
+                "DistributedDataParallel was made: wrap the module again"
+            )
+
+
+def verify_arguments(module, process_group, unsupported):
+    """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
+    # Raises TypeError for an argument that PyTorch's class does not have.
+    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **unsupported)
+    for name, is_set in unsupported.items():
+        if is_set:
+            raise ValueError(f"{name} is not supported by ddp.py; leave it out")
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
+        )
+    members = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    for name, child in module.named_modules():
+        # The global ranks that hold different experts, or different slices. True: all ranks.
+        differ = getattr(child, "differ_between_ranks", False)
+        apart = members if differ is True else members.intersection(differ or ())
+        if len(apart) > 1:
+            raise ValueError(
+                f"ranks {sorted(apart)} of process_group hold different parameters of '{name}'; "
+                "give a group of ranks that hold the same ones"
+            )
+    verify_same_model(module, process_group)
+
+
+def verify_same_model(module, process_group):
+    # An all-reduce of different sizes or dtypes would abort the process or return garbage.
+    tensors = enumerate([*module.named_parameters(), *module.named_buffers()])
+    found = {
+        f"{i} {name}: {tuple(t.shape)}, {t.dtype}, {t.requires_grad=}" for i, (name, t) in tensors
+    }
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, found, group=process_group)
+    if differ := set.union(*everyone) - set.intersection(*everyone):
+        raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter "
+            "that requires a gradient"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -432,9 +456,38 @@ DDP = DistributedDataParallel
 
 
 def main():
-    demo = Demo()
+    demo = Demo({"--idea": {"action": "store_true", "help": "train with section 1 alone"}})
+    if demo.args.idea:
+        return max(train_idea_after_backward(demo), train_idea_during_backward(demo))
     module = demo.start("ddp", bitwise=demo.ranks <= 2)
     model = DDP(module, bucket_cap_mb=2, gradient_as_bucket_view=True)
+    status = train(demo, model)
+    show_overlap(demo, model)
+    return status
+
+
+def train_idea_after_backward(demo):
+    model = demo.start("ddp all_reduce_gradients", bitwise=demo.ranks <= 2)
+    status = train(demo, model, lambda: all_reduce_gradients(model))
+    demo.show()
+    return status
+
+
+def train_idea_during_backward(demo):
+    model = demo.start("ddp all_reduce_when_full", bitwise=demo.ranks <= 2)
+    buckets = [Bucket(list(layer.parameters())) for layer in model]
+    for bucket in buckets:
+        all_reduce_when_full(bucket)
+
+    def wait():
+        for bucket in buckets:
+            bucket.wait()
+
+    return train(demo, model, wait)
+
+
+def train(demo, model, finish_backward=None):
+    """Train `model`, print the result and return the exit status."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
@@ -442,6 +495,8 @@ def main():
         logits = model(demo.part(inputs))
         loss = language_loss(logits, demo.part(targets))
         loss.backward()
+        if finish_backward:
+            finish_backward()
         optimizer.step()
         return loss
 
@@ -451,9 +506,7 @@ def main():
     demo.train(step, whole)
     psi = held_bytes(demo.model.parameters())
     sent = 2 * psi * (demo.ranks - 1) / demo.ranks
-    status = demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
-    show_overlap(demo, model)
-    return status
+    return demo.report(held(model.parameters(), optimizer), "2Ψ(N-1)/N", sent)
 
 
 def show_overlap(demo, model, width=80):
@@ -464,12 +517,13 @@ def show_overlap(demo, model, width=80):
 
     def timed_send(bucket):
         sent[bucket] = mark_time(demo.device)
-        send(bucket)
+        work = send(bucket)
 
         def on_arrival(_):
             arrived[bucket] = mark_time(demo.device)
 
-        bucket.work.get_future().then(on_arrival)
+        work.get_future().then(on_arrival)
+        return work
 
     inputs, _ = demo.batch(0)
     model._send = timed_send
