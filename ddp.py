@@ -398,10 +398,13 @@ def verify_ready(ddp):
             f"did not reach {', '.join(names)} on rank {dist.get_rank(ddp.process_group)}; "
             "try find_unused_parameters=True"
         )
+    # torch.func.functional_call puts tensors, or all parameters of another module, in place of the
+    # parameters. Their gradients stay on this rank, as in PyTorch.
+    if ddp._bucket_of.keys().isdisjoint(ddp.module.parameters()):
+        return
     for name, parameter in ddp.module.named_parameters():
         bucket = ddp._bucket_of.get(parameter)
         is_ready = bucket and bucket.flat.dtype == parameter.dtype
-        # torch.func.functional_call puts tensors in place of parameters. They need no bucket.
         is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
         if is_trained and not is_ready:
             raise RuntimeError(

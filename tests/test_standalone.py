@@ -26,7 +26,7 @@ LINES = [
 ]
 
 SCALED = {  # a line of each file's technique, and the same with a gradient that is a thousandth off
-    "ddp": ("1 / self._divisor", "1.001 / self._divisor"),
+    "ddp": ("1 / divisor", "1.001 / divisor"),
     "data_parallel": ("return sum(losses) / N", "return sum(losses) * 1.001 / N"),
     "zero": ("self.grad = functools", "self.grad = 1.001 * functools"),
     "fsdp": ("total /= self.world_size", "total /= 1.001 * self.world_size"),
