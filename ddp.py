@@ -459,7 +459,7 @@ def verify_same_model(module, process_group):
 
 
 def main():
-    demo = Demo({"--idea": {"action": "store_true", "help": "train with section 1 alone"}})
+    demo = Demo()
     if demo.args.idea:
         return max(train_idea_after_backward(demo), train_idea_during_backward(demo))
     module = demo.start("ddp", bitwise=demo.ranks <= 2)
