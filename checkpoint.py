@@ -36,8 +36,8 @@ Bytes per rank, N ranks         extra memory    written         read      (Ψ fp
     gathered into one file      12Ψ on rank 0   12Ψ by rank 0   12Ψ
     here, sharded               one box         12Ψ/N           12Ψ/N, plus the rest of each box
 
-Read section 1 for the idea (5 minutes), to section 4 for the technique (25), and section 5 for the
-shards of ZeRO and FSDP (32).
+Read section 1 for the idea (5 minutes), to section 4 for the technique (25), and the rest to use it
+as a library (32).
 
 Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py runs as one rank)
 Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3
@@ -402,7 +402,7 @@ def shard_pieces(shards):
 
     For each parameter, `shards` yields its name, its whole shape, `start`, the shard, and the
     shard's optimizer state. shard[0] is element `start` of the flattened parameter. fsdp.shards()
-    yields these. To the tuples of Zero1.shards(), add the name and the shape, as in the README.
+    yields these. To the tuples of Zero1.shards(), add the name and the shape.
     The pieces are named "weight/NAME" or "STATE/NAME", such as "exp_avg/NAME".
     """
     pieces = {}
@@ -657,7 +657,7 @@ class Demo:
         return time.perf_counter()
 
     def report(self, held_here, formula, sent):
-        """Print the result (README, "What the lines mean"). Return 1 if a rank differs."""
+        """Print the result (docs/printed_lines.md). Return 1 if a rank differs."""
         largest = torch.tensor(self.differences, device=self.device).nan_to_num(torch.inf).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         agree = largest.item() <= self.tolerance

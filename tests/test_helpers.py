@@ -1,4 +1,4 @@
-"""README, "Helpers that change with the import": torch's own over sharded parameters, and ours."""
+"""docs/training_loops.md: torch's own helpers over sharded parameters, and ours."""
 
 import re
 from pathlib import Path
@@ -39,8 +39,8 @@ def norms_of_all_ranks(norm):
 
 
 def test_the_table_names_what_is_tested_here():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    table = readme.split("**Helpers that change with the import.**")[1].split("## ")[0]
+    page = Path(__file__).parent.parent / "docs" / "training_loops.md"
+    table = page.read_text().split("## Helpers that change with the import")[1].split("## ")[0]
     rows = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)
     assert rows == [
         *("ddp", "Zero1", "Zero2", "Zero3", "fsdp", "tensor_parallel", "pipeline"),

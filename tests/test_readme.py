@@ -1,4 +1,4 @@
-"""Every command of the README runs; run_all.sh does what it says."""
+"""Every command of the README and of the pages in docs/ runs; run_all.sh does what it says."""
 
 import importlib.util
 import json
@@ -27,7 +27,8 @@ import fsdp
 import zero
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+BLOCKS = re.findall(r"```bash\n(.*?)```", README + "".join(PAGES.values()), re.DOTALL)
 COMMANDS = [line for block in BLOCKS for line in block.splitlines()]
 # torchrun and python of this environment
 PATH = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -45,7 +46,8 @@ HOW = {  # where each is run
     f"torchrun --nnodes 2 --nproc-per-node 2 {C10D} parallel_3d.py --tp 2 --pp 2": (
         "test_parallel_3d"
     ),
-    "python ddp.py": "test_standalone",
+    "torchrun --nproc-per-node 2 ddp.py --idea": "here",
+    "torchrun --nproc-per-node 2 ddp.py --dtype bfloat16": "here",
     "python ddp.py --data README.md --steps 3": "here",
     "./run_all.sh tests --device cuda": "nowhere without a GPU",
     "python bench.py ddp --device cuda": "nowhere: a benchmark never runs in the suite",
@@ -71,7 +73,7 @@ def test_command(command):
     done = fork(file, *arguments, ranks=2 if "torchrun" in command else 1)
 
     assert done.returncode == 0, done.stderr
-    assert "vs 1 device" in done.stdout
+    assert "vs 1 device loss, gradients and parameters bitwise equal" in done.stdout
 
 
 @pytest.mark.cpu
@@ -180,8 +182,7 @@ def test_a_snippet_trains_after_the_import_as_before(lines):
 @pytest.mark.cpu
 def test_adding_a_technique(tmp_path):
     """As docs/adding_a_technique.md says it, literally, in an empty directory."""
-    steps = (ROOT / "docs" / "adding_a_technique.md").read_text()
-    (main,) = re.findall(r"```python\n(   def main.*?)```", steps, re.DOTALL)
+    (main,) = re.findall(r"```python\n(   def main.*?)```", PAGES["adding_a_technique"], re.DOTALL)
     text = (ROOT / "ddp.py").read_text()
     imports = text[text.index("import argparse") : text.index("# ----")]
     set_up = text[text.index("# Demo, set-up") :]
@@ -197,9 +198,18 @@ def test_adding_a_technique(tmp_path):
 
 @pytest.mark.cpu
 def test_readme_is_short_and_its_pictures_are_there():
-    assert len(README.splitlines()) <= 320
+    assert len(README.splitlines()) <= 260
     for picture in re.findall(r"!\[[^]]+\]\((\S+)\)", README):
         assert "<svg" in (ROOT / picture).read_text()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("page", ["README", *PAGES])
+def test_what_a_page_links_to_is_there(page):
+    folder = ROOT if page == "README" else ROOT / "docs"
+    text = README if page == "README" else PAGES[page]
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("http") or (folder / link).exists(), link
 
 
 MINE = """
@@ -312,7 +322,8 @@ def test_run_all_by_name(tmp_path):
     assert run_script(script, "--help").stdout.startswith("./run_all.sh [-n RANKS] [NAME ...]")
 
 
-SAVE, LOAD = re.findall(r"```python\n((?:from checkpoint|step = load).*?)```", README, re.DOTALL)
+RECIPES = r"```python\n((?:from checkpoint|step = load).*?)```"
+SAVE, LOAD = re.findall(RECIPES, PAGES["training_loops"], re.DOTALL)
 
 
 def sharded_run(kind, group):
