@@ -25,10 +25,9 @@ Run:      torchrun --nproc-per-node 2 activation_checkpoint.py    (or without to
 Papers:   Chen et al. 2016, arXiv 1604.06174: √l segments; Korthikanti et al. 2022, 2205.05198,
           sections 4 and 5: the bytes
 Mirrors:  torch.utils.checkpoint (use_reentrant=False, selective), torch.autograd.graph.save_on_cpu
-Left out: torch.compile. Functions that use several GPUs. A TorchFunctionMode around a checkpoint,
-          such as amp.py's autocast: enter it inside the function. Buffers that forward updates,
-          such as BatchNorm's: the second run updates them again. Random numbers in threads that
-          share a generator, as on a CPU under data_parallel.py
+Left out: torch.compile. Functions that use several GPUs. Buffers that forward updates, such as
+          BatchNorm's: the second run updates them again. Random numbers in threads that share a
+          generator, as on a CPU under data_parallel.py
 """
 
 import argparse
@@ -53,6 +52,7 @@ import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -93,7 +93,8 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     """Return function(*args, **kwargs) without keeping activations. Gradients are bitwise the same.
 
     Backward runs the function a second time, with the random numbers (of the CPU and the current
-    GPU) and the autocast of the first run. Nothing else that the function depends on may change.
+    GPU), torch.autocast and amp.py's autocast of the first run. Nothing else that the function
+    depends on may change.
     preserve_rng_state: if False, the second run draws other random numbers.
     policy(operator, *args, **kwargs): called for each ATen operator inside the function, except
         views, casts and changes in place. If it returns True, the operator's output is kept and not
@@ -140,6 +141,7 @@ class Segment:
         self.saved_inputs = tree_map_only(torch.Tensor, save_input, inputs)  # (args, kwargs)
         self.random_states = random_states() if preserve_rng_state else []  # when forward began
         self.autocasts = current_autocasts()
+        self.modes = _get_current_function_mode_stack()  # such as amp.py's autocast
         self.kinds = []  # shape, dtype and device of each tensor that forward saved
         self.recomputed = {}  # number -> tensor of the second run, until backward uses it
         self.kept = {}  # the outputs that the policy keeps (section 3)
@@ -187,6 +189,9 @@ class Segment:
             stack.enter_context(torch.enable_grad())
             for arguments in self.autocasts:
                 stack.enter_context(torch.autocast(*arguments))
+            for mode in self.modes:
+                if mode not in _get_current_function_mode_stack():
+                    stack.enter_context(mode)
             if self.kept:
                 stack.enter_context(Keep(None, self.kept))
             # On exit, the generators get back the states that they have now.

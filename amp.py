@@ -26,12 +26,17 @@ Bytes per parameter with Adam, for Ψ parameters on N ranks:
 step() needs 4 more bytes per parameter while it runs, for fp32 gradients. With a GradScaler, the
 ranks also all-reduce one number per optimizer and step.
 
-Run:      torchrun --nproc-per-node 2 amp.py
+Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
+it as a library (30).
+
+Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with section 1 alone)
           python amp.py runs one rank
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
 Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers;
-          autocast's cache, which saves a second cast of a weight that is used twice
+          autocast's cache, which saves a second cast of a weight that is used twice;
+          torch.utils.checkpoint inside autocast, which is an error. activation_checkpoint.py's
+          checkpoint works, and so does any checkpoint of a function that enters autocast itself
 """
 
 import argparse
@@ -57,18 +62,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea.
+# 1. The idea: scale the loss and keep fp32 masters; or keep fp32 weights and cast the inputs.
 
 
-def mixed_precision_step(model, masters, optimizer, loss_of, scale):
-    """Make one step on one device, with fp16 weights in `model` and fp32 `masters` in `optimizer`.
+def mixed_precision_step(loss, scale, model, masters, optimizer):
+    """Make one step with fp16 weights in `model`, and their fp32 `masters` in `optimizer`.
 
-    Return the scale for the next step. It only falls here; section 2 lets it grow again.
+    `loss` is in fp32. If the ranks average gradients, hooks do it during backward. Return the scale
+    for the next step. It only falls here; section 2 lets it grow again.
     """
-    loss = loss_of(model)  # in fp32
     (loss * scale).backward()  # backward is linear: every gradient is scaled
     for weight, master in zip(model.parameters(), masters, strict=True):
-        master.grad = weight.grad.float() / scale
+        master.grad = weight.grad.to(master.dtype) / scale
         weight.grad = None
     if not all(master.grad.isfinite().all() for master in masters):
         return scale / 2
@@ -76,6 +81,19 @@ def mixed_precision_step(model, masters, optimizer, loss_of, scale):
     for weight, master in zip(model.parameters(), masters, strict=True):
         weight.data.copy_(master)
     return scale
+
+
+def autocast_linear(layer, dtype):
+    """Make an nn.Linear, whose weights stay in fp32, compute in `dtype`.
+
+    Autograd records the casts, so it casts the gradients of the weights to fp32.
+    """
+
+    def forward(x):
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return F.linear(x.to(dtype), layer.weight.to(dtype), bias).to(x.dtype)
+
+    layer.forward = forward
 
 
 # --------------------------------------------------------------------------------------------------
@@ -128,19 +146,11 @@ class GradScaler:
         """Divide the gradients by the scale, and check that they are finite on all ranks."""
         if not self._enabled:
             return
-        if optimizer in self._found_inf:
-            raise RuntimeError(
-                "unscale_() or step() has been called on this optimizer since the last update()"
-            )
-        if isinstance(optimizer, MixedPrecisionOptimizer):
-            raise ValueError(
-                "MixedPrecisionOptimizer uses its scaler itself: give it scaler=, and call the "
-                "optimizer's scale() and step() instead of the scaler's"
-            )
+        verify_unscale(self, optimizer)
         if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
             found_inf = optimizer.unscale_(self._scale)
         else:
-            found_inf = self._unscale_grads(optimizer)
+            found_inf = unscale_grads(optimizer, self._scale)
         if dist.is_initialized():
             backends = dist.get_backend_config(self._process_group)  # such as "cuda:nccl"
             # Offloaded gradients are on the CPU, and NCCL cannot reduce a CPU tensor.
@@ -149,35 +159,11 @@ class GradScaler:
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._process_group)
         self._found_inf[optimizer] = found_inf.item()  # waits: the host must know whether to step
 
-    def _unscale_grads(self, optimizer):
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if torch.float16 in [gradient.dtype for gradient in gradients]:
-            raise ValueError(
-                "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
-            )
-        # The stored elements of a sparse gradient.
-        gradients = [g._values() if g.is_sparse else g for g in gradients]
-        value = 0.0 if gradients else NO_GRADIENT
-        found_inf = torch.tensor(value, dtype=torch.float32, device=parameters[0].device)
-        inverse = torch.full_like(found_inf, 1.0 / self._scale)
-        # Multiplies by `inverse`, and sets `found_inf` to 1 if an element is inf or NaN.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
-        return found_inf
-
-    def record_found_inf(self, optimizer, found_inf):
-        """Call it instead of unscale_(), if you have unscaled and checked the gradients yourself.
-
-        `found_inf` must be the same on all ranks. parallel_3d.py calls this.
-        """
-        self._found_inf[optimizer] = float(found_inf)
-
     def step(self, optimizer, *args, **kwargs):
         """Return optimizer.step(*args, **kwargs), or None if a gradient is inf or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs or optimizer in self._stepped:
-            raise RuntimeError("step() takes no closure, and only one call before each update()")
+        verify_step(self, optimizer, args, kwargs)
         if optimizer not in self._found_inf:
             self.unscale_(optimizer)
         found_inf = self._found_inf[optimizer]
@@ -214,30 +200,45 @@ class GradScaler:
         self._growth_tracker = 0
         return self._scale * self._growth_factor
 
+    # Section 5.
+
     def get_scale(self):
         return self._scale
 
     def is_enabled(self):
         return self._enabled
 
+    def record_found_inf(self, optimizer, found_inf):
+        """Call it instead of unscale_(), if you have unscaled and checked the gradients yourself.
+
+        `found_inf` must be the same on all ranks. parallel_3d.py calls this.
+        """
+        self._found_inf[optimizer] = float(found_inf)
+
     def state_dict(self):
-        if not self._enabled:
-            return {}
-        return {
-            "scale": self._scale,
-            "growth_factor": self._growth_factor,
-            "backoff_factor": self._backoff_factor,
-            "growth_interval": self._growth_interval,
-            "_growth_tracker": self._growth_tracker,
-        }
+        return {key: vars(self)["_" + key.lstrip("_")] for key in SCALER_KEYS if self._enabled}
 
     def load_state_dict(self, state_dict):
-        if self._enabled:
-            self._scale = state_dict["scale"]
-            self._growth_factor = state_dict["growth_factor"]
-            self._backoff_factor = state_dict["backoff_factor"]
-            self._growth_interval = state_dict["growth_interval"]
-            self._growth_tracker = state_dict["_growth_tracker"]
+        for key, value in state_dict.items():  # empty if it is of a disabled scaler
+            vars(self)["_" + key.lstrip("_")] = value
+
+
+def unscale_grads(optimizer, scale):
+    """Divide the optimizer's gradients by `scale`. Return found_inf of this rank."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if torch.float16 in [gradient.dtype for gradient in gradients]:
+        raise ValueError(
+            "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
+        )
+    # The stored elements of a sparse gradient.
+    gradients = [g._values() if g.is_sparse else g for g in gradients]
+    value = 0.0 if gradients else NO_GRADIENT
+    found_inf = torch.tensor(value, dtype=torch.float32, device=parameters[0].device)
+    inverse = torch.full_like(found_inf, 1.0 / scale)
+    # Multiplies by `inverse`, and sets `found_inf` to 1 if an element is inf or NaN.
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+    return found_inf
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,6 +276,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             group["params"] = [self._make_master(weight) for weight in group["params"]]
         optimizer.load_state_dict(state)  # casts any momenta to fp32, the masters' dtype
         self.write_model_params()
+        verify_frozen(self._weights, dtype)
         self._is_new = True  # until step(), load_state_dict() or write_model_params() is called
         self._grad_versions = None  # of the gradients that unscale_() has copied, until step()
 
@@ -285,11 +287,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._masters.append(master)
         weight.data = weight.data.to(self.dtype)
         return master
-
-    def __getattr__(self, name):
-        # param_groups, state, defaults and hooks are those of `optimizer`, so __init__ does not
-        # call super().__init__(). `self.optimizer` would recurse while it is not set yet.
-        return getattr(self.__dict__["optimizer"], name)
 
     def unscale_(self):
         """Copy the gradients to the masters, and divide them by the scale."""
@@ -311,9 +308,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.unscale_()
         return nn.utils.clip_grad_norm_(self._masters, max_norm)
 
-    def step(self):
+    def step(self, closure=None):
         """Update the masters, unless a gradient is inf or NaN, and round them into the model."""
-        self._adopt_written_weights()
+        if closure is not None:
+            raise ValueError("MixedPrecisionOptimizer.step() takes no closure")
+        adopt_written_weights(self)
         self.unscale_()
         gradients = [master.grad for master in self._masters if master.grad is not None]
         # An enabled scaler skips the step itself. Without one, a norm of inf or NaN skips it.
@@ -331,11 +330,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._versions = [weight._version for weight in self._weights]
         self._is_new = False
 
-    def add_param_group(self, param_group):
-        raise ValueError(
-            "give all parameter groups to the optimizer before MixedPrecisionOptimizer is made"
-        )
-
     def zero_grad(self, set_to_none=True):
         for weight in self._weights:
             if set_to_none:
@@ -345,9 +339,21 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad()  # if unscale_() was called, but not step()
         self._grad_versions = None
 
+    # Section 5.
+
+    def __getattr__(self, name):
+        # param_groups, state, defaults and hooks are those of `optimizer`, so __init__ does not
+        # call super().__init__(). `self.optimizer` would recurse while it is not set yet.
+        return getattr(self.__dict__["optimizer"], name)
+
+    def add_param_group(self, param_group):
+        raise ValueError(
+            "give all parameter groups to the optimizer before MixedPrecisionOptimizer is made"
+        )
+
     def state_dict(self):
         """Return the optimizer's state dict, with "master_weights" and "scaler" added."""
-        self._adopt_written_weights()
+        adopt_written_weights(self)
         state_dict = self.optimizer.state_dict()
         state_dict["master_weights"] = list(self._masters)
         state_dict["scaler"] = self.scaler.state_dict()
@@ -359,36 +365,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         torch._foreach_copy_(self._masters, state_dict["master_weights"])
         self.write_model_params()
 
-    # Refinement: other code, such as model.load_state_dict(), writes to the model's weights. If the
-    # masters did not follow, the next step would undo this.
-
     @torch.no_grad()
     def reload_model_params(self):
         """Copy the model's weights to the masters. Call it on all ranks, or they will differ."""
         torch._foreach_copy_(self._masters, self._weights)
-
-    @torch.no_grad()
-    def _adopt_written_weights(self):
-        """Copy to its master each weight that was written since write_model_params()."""
-        for weight, master, version in zip(
-            self._weights, self._masters, self._versions, strict=True
-        ):
-            is_written = weight._version != version  # PyTorch counts writes, but not those to .data
-            if is_written and self._is_new:
-                # DDP was made after this object, and broadcast rank 0's weights in 16 bits. All
-                # ranks' masters, even rank 0's, become these, or the ranks would differ.
-                master.copy_(weight)
-            elif is_written:
-                # The caller loaded a state dict. An element may still equal its rounded master:
-                # then the master keeps the bits that the weight does not have.
-                is_same = master.to(self.dtype) == weight
-                master.copy_(torch.where(is_same, master, weight))
-            elif self._is_new and not torch.equal(master.to(self.dtype), weight):
-                # A write to .data. Only the first step looks for one, because it takes time.
-                raise RuntimeError(
-                    "the model's weights were written through .data after MixedPrecisionOptimizer "
-                    "was made; make it afterwards, or call reload_model_params() on all ranks"
-                )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -412,7 +392,8 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
     Matrix products and convolutions compute in `dtype`. Reductions, norms, losses and exponentials
     compute in fp32. PyTorch's autocast for CPUs does not cast some of these. Call backward outside.
-    It does not reach other threads. So under DataParallel, decorate the module's forward.
+    It does not reach other threads, nor the second run of torch.utils.checkpoint. So under
+    DataParallel, decorate the module's forward, and use checkpoint of activation_checkpoint.py.
     """
 
     def __init__(self, dtype, enabled=True):
@@ -424,6 +405,8 @@ class autocast(ContextDecorator, TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__" and self.enabled:
+            verify_caller(sys._getframe(1))
         if name in LOW_PRECISION:
             dtype = self.dtype
         elif name in FP32 or name.endswith("_loss"):
@@ -443,6 +426,90 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
 
 # --------------------------------------------------------------------------------------------------
+# 5. The library: weights that other code writes, and checks.
+
+# The keys of a GradScaler's state dict. Its attributes have an underscore.
+SCALER_KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
+
+
+@torch.no_grad()
+def adopt_written_weights(optimizer):
+    """Copy to its master each weight that was written since write_model_params().
+
+    Other code, such as model.load_state_dict(), writes to the model's weights. If the masters did
+    not follow, the next step would undo this.
+    """
+    for weight, master, version in zip(
+        optimizer._weights, optimizer._masters, optimizer._versions, strict=True
+    ):
+        is_written = weight._version != version  # PyTorch counts writes, but not those to .data
+        if is_written and optimizer._is_new:
+            # DDP was made after this object, and broadcast rank 0's weights in 16 bits. All
+            # ranks' masters, even rank 0's, become these, or the ranks would differ.
+            master.copy_(weight)
+        elif is_written:
+            # The caller loaded a state dict. An element may still equal its rounded master: then
+            # the master keeps the bits that the weight does not have.
+            is_same = master.to(optimizer.dtype) == weight
+            master.copy_(torch.where(is_same, master, weight))
+        elif optimizer._is_new and not torch.equal(master.to(optimizer.dtype), weight):
+            # A write to .data. Only the first step looks for one, because it takes time.
+            raise RuntimeError(
+                "the model's weights were written through .data after MixedPrecisionOptimizer "
+                "was made; make it afterwards, or call reload_model_params() on all ranks"
+            )
+
+
+def verify_frozen(weights, dtype):
+    """Raise a ValueError in the model's first forward, if it has frozen weights in another dtype.
+
+    The optimizer does not have them, so it cannot cast them.
+    """
+    ids = set(map(id, weights))
+
+    def hook(module, _):
+        parameters = dict(module.named_parameters())
+        if ids.isdisjoint(map(id, parameters.values())):
+            return  # another model
+        handle.remove()
+        wrong = [n for n, p in parameters.items() if not p.requires_grad and p.dtype != dtype]
+        if wrong:
+            raise ValueError(
+                f"frozen parameters are not in {dtype}: {', '.join(wrong)}; call model.to({dtype}) "
+                "before you make the MixedPrecisionOptimizer"
+            )
+
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+
+
+def verify_unscale(scaler, optimizer):
+    if optimizer in scaler._found_inf:
+        raise RuntimeError(
+            "unscale_() or step() has been called on this optimizer since the last update()"
+        )
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        raise ValueError(
+            "MixedPrecisionOptimizer uses its scaler itself: give it scaler=, and call the "
+            "optimizer's scale() and step() instead of the scaler's"
+        )
+
+
+def verify_step(scaler, optimizer, args, kwargs):
+    has_closure = any(map(callable, [*args, *kwargs.values()]))
+    if has_closure or optimizer in scaler._stepped:
+        raise RuntimeError("step() takes no closure, and only one call before each update()")
+
+
+def verify_caller(frame):
+    """Raise a RuntimeError if torch.utils.checkpoint reads the device of an input."""
+    if frame.f_code.co_name == "add_device_types":
+        raise RuntimeError(
+            "torch.utils.checkpoint would compute a second time without amp.autocast: use "
+            "activation_checkpoint.checkpoint, or enter autocast in the checkpointed function"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 FORMATS = {  # name: dtype of the weights, what to expect
@@ -457,11 +524,14 @@ FORMATS = {  # name: dtype of the weights, what to expect
 def main():
     demo = Demo()
     model = demo.start("amp", bitwise=demo.ranks <= 2)
+    average_in_backward(demo, model)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # The only error of 16 bits is rounding. So with "16-bit" weights in the masters' own dtype, and
     # a scale that is a power of two, no bit may differ.
     dtype = next(model.parameters()).dtype
+    if demo.args.idea:
+        return train_idea(demo, model, adamw, dtype)
     scaler = GradScaler(demo.device.type, growth_factor=1.0)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = MixedPrecisionOptimizer(adamw, dtype, scaler)
 
     def whole():
@@ -469,7 +539,32 @@ def main():
         return gradients, model.parameters()
 
     demo.train(functools.partial(train_step, demo, model, optimizer), whole)
+    status = report(demo, model, optimizer)
+    demo.show()
+    compare_formats(demo)
+    return status
+
+
+def train_idea(demo, model, optimizer, dtype):
+    """Train with section 1. As in main(), `dtype` is that of the masters."""
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer.param_groups[0]["params"] = masters
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            autocast_linear(layer, dtype)
+
+    def step(inputs, targets):
+        loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+        mixed_precision_step(loss, 2.0**16, model, masters, optimizer)
+        return loss
+
+    demo.train(step, lambda: ([master.grad for master in masters], model.parameters()))
+    return report(demo, model, optimizer)
+
+
+def report(demo, model, optimizer):
     weights, gradients, adam = held(model.parameters(), optimizer)
+    dtype = next(model.parameters()).dtype
     masters = held_bytes(optimizer.param_groups[0]["params"])
     sent = 2 * weights * (1 - 1 / demo.ranks)
     formula = f"2·{dtype.itemsize}Ψ(N-1)/N"
@@ -477,9 +572,18 @@ def main():
     demo.show(
         f"            (here in {dtype}; 16-bit params, grads and traffic take 2 bytes per element)"
     )
-    demo.show()
-    compare_formats(demo)
     return status
+
+
+def average_in_backward(demo, model):
+    """Make backward average each gradient over the ranks, as DDP does."""
+
+    def hook(parameter):
+        parameter.grad /= demo.ranks  # before the sum, which could overflow
+        dist.all_reduce(parameter.grad)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
 
 
 def compare_formats(demo):
@@ -492,6 +596,7 @@ def compare_formats(demo):
     for name, (dtype, comment) in FORMATS.items():
         torch.manual_seed(demo.args.seed)
         model = language_model(C=64, heads=2, layers=2).to(demo.device)
+        average_in_backward(demo, model)
         adamw = torch.optim.AdamW(model.parameters(), lr=3e-3)
         scaler = GradScaler(demo.device.type, enabled=name == "fp16")
         optimizer = MixedPrecisionOptimizer(adamw, dtype, scaler)
@@ -514,9 +619,6 @@ def train_step(demo, model, optimizer, inputs, targets, divisor=1):
         logits = logits.float()
     loss = language_loss(logits, demo.part(targets))
     optimizer.scale(loss / divisor).backward()
-    for parameter in model.parameters():
-        parameter.grad /= demo.ranks  # before the sum, which could overflow
-        dist.all_reduce(parameter.grad)
     optimizer.step()
     return loss.detach()
 

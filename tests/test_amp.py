@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F  # noqa: F401 (in ALIKE and UNLIKE)
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from shared import OPTIMIZERS, Collectives, batch_loss, loss_of, make_batch, make_model
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
+import activation_checkpoint
 import amp
 import ddp
 import zero
@@ -126,16 +128,22 @@ def test_any_sequence_of_calls_does_what_pytorchs_scaler_does(calls, options):
     assert str(ours) == str(theirs)  # as text, because NaN does not equal NaN
 
 
-def test_wrong_calls_of_the_scaler_and_of_autocast():
-    scaler = amp.GradScaler()
-    low = nn.Parameter(torch.ones(2, dtype=F16))
-    low.grad = torch.ones_like(low)
+def test_gradients_in_fp16_are_not_unscaled():
+    weight = nn.Parameter(torch.ones(2, dtype=F16))
+    weight.grad = torch.ones_like(weight)
     with pytest.raises(ValueError, match="FP16"):
-        scaler.unscale_(torch.optim.SGD([low]))
-    with pytest.raises(RuntimeError, match="no closure"):
-        scaler.step(torch.optim.SGD([low]), closure=float)
-    with pytest.raises(TypeError, match="give a dtype"):
-        amp.autocast("cpu")
+        amp.GradScaler().unscale_(torch.optim.SGD([weight]))
+
+
+def test_the_scaler_takes_no_closure_but_none():
+    (weight, _), (optimizer, _) = two_optimizers()
+    scaler = amp.GradScaler(init_scale=1.0)
+    weight.grad = torch.ones(2)
+    for wrong in ([float], {}), ([], {"closure": float}):
+        with pytest.raises(RuntimeError, match="no closure"):
+            scaler.step(optimizer, *wrong[0], **wrong[1])
+    scaler.step(optimizer, None)
+    assert weight.tolist() == [0.75, 0.75]
 
 
 @pool.on(2)
@@ -216,61 +224,81 @@ def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "scaler_class"),
-    [
-        ("adamw", F16, amp.GradScaler),
-        ("adamw", F16, torch.amp.GradScaler),
-        ("momentum", BF16, None),
-        ("adamw", F32, amp.GradScaler),
-    ],
-)
+class Trainings:
+    """The same training twice: by MixedPrecisionOptimizer, and by section 1 with masters by hand.
+
+    The optimizer is wrapped after a step, and has a parameter that no loss uses.
+    """
+
+    def __init__(self, name, dtype, scaler_class):
+        plain = make_model("tied")  # its parameters are the masters by hand
+        self.model = copy.deepcopy(plain)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.masters = list(plain.parameters())
+        inner = OPTIMIZERS[name]([*self.model.parameters(), self.unused])
+        self.reference = OPTIMIZERS[name](self.masters)
+        for model, optimizer in ((self.model, inner), (plain, self.reference)):
+            batch_loss(model, 0, 0).backward()
+            optimizer.step()
+        self.low = copy.deepcopy(plain).to(dtype)
+        self.scale = 2.0**20 if scaler_class else 1.0  # too large at first
+        self.grows = not scaler_class
+        scaler = scaler_class and scaler_class("cpu", self.scale)
+        self.optimizer = amp.MixedPrecisionOptimizer(inner, dtype, scaler)
+        self.norms = []  # of the gradients by hand, before they were clipped
+        self.reference.register_step_pre_hook(self.clip)
+
+    def clip(self, *_):
+        self.norms.append(nn.utils.clip_grad_norm_(self.masters, 0.01))
+
+    def step(self, x):
+        """Return the norm."""
+        self.optimizer.zero_grad()
+        self.optimizer.scale(square_loss(x, self.model)).backward()
+        norm = self.optimizer.clip_grad_norm_(0.01)
+        self.optimizer.step()
+        loss = square_loss(x, self.low)
+        scale = amp.mixed_precision_step(loss, self.scale, self.low, self.masters, self.reference)
+        self.scale = 1.0 if self.grows else scale
+        return norm
+
+
+TRAININGS = [
+    ("adamw", F16, amp.GradScaler),
+    ("adamw", F16, torch.amp.GradScaler),
+    ("momentum", BF16, None),
+    ("adamw", F32, amp.GradScaler),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "scaler_class"), TRAININGS)
 def test_training_is_bitwise_that_of_masters_by_hand(name, dtype, scaler_class):
-    """The optimizer is wrapped after a step. Gradients are clipped, and the last one overflows."""
-    plain = make_model("tied")  # its parameters are the masters by hand
-    model = copy.deepcopy(plain)
-    unused = nn.Parameter(torch.ones(3))
-    masters = list(plain.parameters())
-    inner = OPTIMIZERS[name]([*model.parameters(), unused])
-    reference = OPTIMIZERS[name](masters)
-    for each, optimizer in ((model, inner), (plain, reference)):
-        batch_loss(each, 0, 0).backward()
-        optimizer.step()
-    low = copy.deepcopy(plain).to(dtype)
-    scale = 2.0**20 if scaler_class else 1.0  # too large at first
-    scaler = scaler_class and scaler_class("cpu", scale)
-    optimizer = amp.MixedPrecisionOptimizer(inner, dtype, scaler)
-    scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
-    norms = []
-    clip = partial(nn.utils.clip_grad_norm_, masters, 0.01)
-    reference.register_step_pre_hook(lambda *_: norms.append(clip()))
-
+    both = Trainings(name, dtype, scaler_class)
+    scheduler = LambdaLR(both.optimizer, lambda step: 0.9**step)
     for number in range(1, 15):
-        factor = INF if number == 14 else 1.0
-        loss = partial(square_loss, make_batch(0, number).to(dtype) * factor)
-        optimizer.zero_grad()
-        optimizer.scale(loss(model)).backward()
-        gradients = [parameter.grad.clone() for parameter in model.parameters()]
-        norm = optimizer.clip_grad_norm_(0.01)
-        optimizer.step()
-        next_scale = amp.mixed_precision_step(low, masters, reference, loss, scale)
-        if next_scale == scale:
-            bitwise(norm, norms[-1])
-        scale = next_scale if scaler_class else 1.0
-        assert optimizer.scaler.get_scale() == scale
-        bitwise([parameter.grad for parameter in model.parameters()], gradients)
-        bitwise(list(model.parameters()), list(low.parameters()))
-        bitwise(masters_of(optimizer), [*masters, unused.float()])
-        assert all(master.grad is None for master in masters_of(optimizer))
+        factor = INF if number == 14 else 1.0  # the last step overflows
+        steps = len(both.norms)
+        norm = both.step(make_batch(0, number).to(dtype) * factor)
+        bitwise([norm] * (len(both.norms) - steps), both.norms[steps:])
+        assert both.optimizer.scaler.get_scale() == both.scale
+        bitwise(list(both.model.parameters()), list(both.low.parameters()))
+        bitwise(masters_of(both.optimizer), [*both.masters, both.unused.float()])
         scheduler.step()
-        reference.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
-    assert 0 < len(norms) < 14  # some steps, not all, were skipped
+        both.reference.param_groups[0]["lr"] = scheduler.get_last_lr()[0]
+    assert 0 < len(both.norms) < 14  # some steps, not all, were skipped
 
-    psi = sum(master.numel() for master in masters)
-    adam = 8 * psi + 4 * len(masters) if name == "adamw" else 4 * psi  # AdamW counts its steps
-    held = amp.held(model.parameters(), optimizer)
-    assert held == (dtype.itemsize * psi, dtype.itemsize * psi, adam)
-    assert amp.held_bytes(masters_of(optimizer)) == 4 * psi + 4 * unused.numel()
+
+@pytest.mark.parametrize(("name", "adam"), [("adamw", 8), ("momentum", 4)])
+def test_weights_and_gradients_take_two_bytes_and_masters_four(name, adam):
+    both = Trainings(name, BF16, None)
+    both.step(make_batch(0, 1, BF16))
+    psi = sum(master.numel() for master in both.masters)
+    weights, gradients, state = amp.held(both.model.parameters(), both.optimizer)
+    assert (weights, gradients) == (2 * psi, 2 * psi)
+    assert state // psi == adam  # and the counts of AdamW's steps
+    masters = masters_of(both.optimizer)
+    assert amp.held_bytes(masters) == 4 * (psi + both.unused.numel())
+    assert all(master.grad is None for master in masters)
 
 
 def test_sparse_gradients_train_bitwise_as_dense_ones():
@@ -370,63 +398,172 @@ def test_under_another_default_dtype_and_with_masters_in_it(request):
     assert masters_of(optimizer)[0].tolist() == [1 - 3 * 2.0**-40] * 2
 
 
-def test_wrong_calls_of_the_mixed_precision_optimizer():
-    model = make_model("plain")
-    sgd = OPTIMIZERS["sgd"](model.parameters())
-    optimizer = amp.MixedPrecisionOptimizer(sgd, BF16, amp.GradScaler())
+def make_optimizer(model, dtype=BF16, scaler=None):
+    return amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](model.parameters()), dtype, scaler)
+
+
+def test_the_scaler_refuses_an_optimizer_that_uses_it():
+    optimizer = make_optimizer(make_model("plain"), scaler=amp.GradScaler())
     with pytest.raises(ValueError, match="uses its scaler itself"):
         optimizer.scaler.step(optimizer)
-    with pytest.raises(ValueError, match="before MixedPrecisionOptimizer is made"):
-        optimizer.add_param_group({"params": []})
-    sgd.no_sync = None  # as the optimizers of zero.py have
+
+
+def test_groups_are_added_before():
+    with pytest.raises(ValueError, match="before"):
+        make_optimizer(make_model("plain")).add_param_group({"params": []})
+
+
+def test_optimizers_of_zero_are_refused_because_they_have_masters():
+    sgd = OPTIMIZERS["sgd"](make_model("plain").parameters())
+    sgd.no_sync = None
     with pytest.raises(ValueError, match="SGD has fp32 masters"):
         amp.MixedPrecisionOptimizer(sgd, BF16)
 
+
+def test_step_takes_no_closure_but_none():
+    model = make_model("plain")
+    optimizer = make_optimizer(model, F32)
+    before = model[0].weight.detach().clone()
+    batch_loss(model, 0, 0).backward()
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(float)
+    bitwise(model[0].weight.detach(), before)
+    optimizer.step(None)
+    assert not torch.equal(model[0].weight, before)
+
+
+def trained_by(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def test_frozen_parameters_in_another_dtype_are_named_in_the_first_forward():
+    model = make_model("frozen")
+    optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](trained_by(model)), BF16)
+    other = make_model("frozen")
+    batch_loss(other, 0, 0)  # of another model, which has fp32 weights
+    with pytest.raises(ValueError, match=r"0\.bias, 2\.weight; call model\.to\(torch\.bfloat16\)"):
+        batch_loss(model, 0, 0)
+    assert optimizer.dtype == BF16
+
+
+def test_frozen_parameters_that_were_cast_first_train():
+    model = make_model("frozen", BF16)
+    optimizer = amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](trained_by(model)), BF16)
+    batch_loss(model, 0, 0).backward()
+    optimizer.step()
+    assert nn.modules.module._global_forward_pre_hooks == {}
+
+
+def test_a_write_to_data_is_an_error_until_it_is_reloaded():
+    model = make_model("plain")
+    optimizer = make_optimizer(model)
     model[0].weight.data.fill_(3.0)
-    optimizer.scale(batch_loss(model, 0, 0)).backward()
-    with pytest.raises(RuntimeError, match=r"reload_model_params\(\) on all ranks"):
+    batch_loss(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match="reload_model_params"):
         optimizer.step()
     optimizer.reload_model_params()
     assert (masters_of(optimizer)[0] == 3.0).all()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("call", ["step", "clip_grad_norm_"])
+def test_a_backward_after_clipping_is_an_error(call):
+    model = make_model("plain")
+    optimizer = make_optimizer(model)
+    batch_loss(model, 0, 0).backward()
     optimizer.clip_grad_norm_(0.1)
-    optimizer.scale(batch_loss(model, 0, 0)).backward()
-    for lost in (optimizer.step, lambda: optimizer.clip_grad_norm_(0.1)):
-        with pytest.raises(RuntimeError, match="call every backward first"):
-            lost()
+    batch_loss(model, 0, 0).backward()
+    with pytest.raises(RuntimeError, match="every backward first"):
+        getattr(optimizer, call)(*[0.1] * (call != "step"))
 
 
 # ---- autocast
 
 A = torch.tensor([[1.001, 0.3], [0.7, 1.9]])
-V = torch.tensor([0.501, 0.3])
 LABELS = torch.tensor([0, 1])
 # x is A, in fp32 or in 16 bits. Dtypes and values are torch.autocast("cpu")'s:
-ALIKE = """x @ A; A @ x; torch.mm(x, A); torch.mm(input=x, mat2=A); torch.bmm(x[None], A[None])
-    torch.addmm(A, x, A); torch.baddbmm(A[None], x[None], A[None])
-    F.linear(x, A, V); F.linear(x, weight=A, bias=V); torch.einsum("ij,jk->ik", x, A)
-    F.conv2d(x[None, None], A[:1, :1, None, None])
-    F.scaled_dot_product_attention(x[None], x[None], A[None])
-    F.gelu(x); x + A; x.max(); torch.cat([x, A]); torch.prod(x); x.clone().addmm_(x, x)
-    F.nll_loss(x, LABELS); F.cross_entropy(x, LABELS); F.mse_loss(x, A)
-    F.mse_loss(input=x, target=A); F.embedding(LABELS, x); x.double() @ A.double(); LABELS.sum()
-    torch.mm(x.float(), A, out=torch.empty(2, 2))"""
+ALIKE = {
+    "matmul": lambda x: (x @ A, A @ x),
+    "keywords": lambda x: (torch.mm(input=x, mat2=A), F.linear(x, weight=A, bias=A[0])),
+    "batches": lambda x: torch.baddbmm(A[None], x[None], A[None]),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, A),
+    "conv2d": lambda x: F.conv2d(x[None, None], A[:1, :1, None, None]),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], A[None]),
+    "elementwise": lambda x: (F.gelu(x), x + A, x.max(), torch.cat([x, A]), torch.prod(x)),
+    "in place": lambda x: x.clone().addmm_(x, x),
+    "losses": lambda x: (F.cross_entropy(x, LABELS), F.mse_loss(input=x, target=A)),
+    "indices": lambda x: (F.embedding(LABELS, x), LABELS.sum()),
+    "float64": lambda x: x.double() @ A.double(),
+    "out": lambda x: torch.mm(x.float(), A, out=torch.empty(2, 2)),
+}
 # In 16 bits PyTorch leaves these as they are on the CPU. Ours are in fp32, as PyTorch's on CUDA.
-UNLIKE = """x.softmax(-1); F.log_softmax(x, -1); F.layer_norm(x, (2,)); F.group_norm(x[None], 1)
-    x.sum(); x.mean(); x.var(); x.cumsum(0); x.norm(); torch.linalg.vector_norm(x); F.normalize(x)
-    torch.exp(x); x.log(); x**2; 2**x; torch.rsqrt(x); x.logsumexp(0)"""
+UNLIKE = {
+    "softmax": lambda x: (x.softmax(-1), F.log_softmax(x, -1), x.logsumexp(0)),
+    "norms": lambda x: (F.layer_norm(x, (2,)), F.group_norm(x[None], 1), x.norm()),
+    "sums": lambda x: (x.sum(), x.mean(), x.var(), x.cumsum(0)),
+    "powers": lambda x: (torch.exp(x), x.log(), x**2, 2**x, torch.rsqrt(x)),
+}
 
 
-@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("low", [False, True], ids=["fp32 input", "16-bit input"])
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_results_of_operations(dtype, low):
+@pytest.mark.parametrize("name", [*ALIKE, *UNLIKE])
+def test_operations_return_what_they_return_under_pytorchs_autocast(name, dtype, low):
+    unlike = low and name in UNLIKE
+    operation = (ALIKE | UNLIKE)[name]
     x = A.to(dtype) if low else A
-    for operation in f"{ALIKE};{UNLIKE}".replace("\n", ";").split(";"):
-        unlike = low and operation in UNLIKE
-        with amp.autocast(dtype):
-            ours = eval(operation.strip(), globals(), {"x": x})
-        with torch.autocast("cpu", dtype, enabled=not unlike):
-            expected = eval(operation.strip(), globals(), {"x": x.float() if unlike else x})
-        bitwise(ours, expected, msg=operation)
+    with amp.autocast(dtype):
+        ours = operation(x)
+    with torch.autocast("cpu", dtype, enabled=not unlike):
+        expected = operation(x.float() if unlike else x)
+    bitwise(ours, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_ideas_linear_layer_is_that_of_pytorchs_autocast(bias):
+    layers = [nn.Linear(2, 3, bias)]
+    layers.append(copy.deepcopy(layers[0]))
+    amp.autocast_linear(layers[0], BF16)
+    ours = layers[0](A)
+    with torch.autocast("cpu", BF16):
+        theirs = layers[1](A)
+    assert ours.dtype == F32
+    bitwise(ours, theirs.float())
+    for layer, output in zip(layers, (ours, theirs), strict=True):
+        output.sum().backward()
+        assert layer.weight.grad.dtype == F32
+    bitwise(layers[0].weight.grad, layers[1].weight.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_pytorchs_checkpoint_is_an_error_because_its_second_run_has_no_autocast(reentrant):
+    x = A.clone().requires_grad_()
+    layer = nn.Linear(2, 2)
+    with amp.autocast(BF16), pytest.raises(RuntimeError, match="activation_checkpoint"):
+        checkpoint(layer, x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("way", ["ours", "autocast inside", "autocast inside, reentrant"])
+def test_these_checkpoints_change_no_bit(way):
+    x = A.clone().requires_grad_()
+    model = nn.Sequential(nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 2))
+    inside = amp.autocast(BF16)(model.forward)
+    inside(x).square().sum().backward()
+    expected = [x.grad.clone(), *(parameter.grad.clone() for parameter in model.parameters())]
+    x.grad = None
+    model.zero_grad()
+    if way == "ours":
+        with amp.autocast(BF16):
+            y = activation_checkpoint.checkpoint(model, x)
+    else:
+        y = checkpoint(inside, x, use_reentrant="reentrant" in way)
+    y.square().sum().backward()
+    bitwise([x.grad, *(parameter.grad for parameter in model.parameters())], expected)
+
+
+def test_a_device_type_instead_of_a_dtype_is_an_error():
+    with pytest.raises(TypeError, match="give a dtype"):
+        amp.autocast("cpu")
 
 
 def test_the_innermost_region_decides_also_if_it_is_not_enabled():
