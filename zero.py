@@ -18,6 +18,9 @@ DDP's all-reduce.
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and again before its backward, and frees it afterwards.
 
+Read section 1 for the idea (10 minutes), to section 4 for the technique (40),
+and the rest to use it as a library (65).
+
 The table is for Ψ parameters of 16 bits, with Adam and fp32 master weights. Its first three columns
 are the bytes that a rank holds. The others are the elements that it sends in a step of 1 or of m
 backwards, times (N-1)/N.
@@ -25,26 +28,34 @@ backwards, times (N-1)/N.
            parameters  gradients  optimizer  sent, 1 backward                sent, m backwards
     DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
     Zero1  2Ψ          2Ψ         12Ψ/N      2Ψ: reduce-scatter, all-gather  2Ψ
-    Zero2  2Ψ          2Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
-    Zero3  2Ψ/N        2Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
+    Zero2  2Ψ          4Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
+    Zero3  0           4Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
-In fp32, DDP holds 4Ψ, 4Ψ and 8Ψ bytes. In no_sync(), Zero2 sends 2Ψ and Zero3 (2m+1)Ψ, but they
-hold whole gradients. In addition to the table, a bucket of gradients is held twice while it is
-reduced, and Zero3 holds the whole parameters of the unit that runs and of the next one. step() and
+Sharded gradients are in fp32. Zero3 gathers 16-bit parameters from the fp32 master weights. With
+fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 4Ψ/N, 4Ψ/N and 8Ψ/N. In no_sync(), Zero2
+sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. In addition to the table, a bucket of
+gradients is held twice while it is reduced, and Zero3 holds the unit that runs. step() and
 clip_grad_norm_() also all-reduce one byte for each parameter tensor.
 
-Each rank adds the gradients of all ranks in rank order. So training without clipping is bitwise
-equal to one device that adds up the ranks' gradients in that order and then divides by N.
+Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
+without clipping is bitwise equal to one device that adds in the same order. If a step has several
+backwards, Zero1 first adds up each rank's own gradients. So do Zero2 and Zero3 in no_sync();
+otherwise they add the gradients of all ranks from the first backward, then those from the second,
+and so on. The additions are N-1 kernels per bucket. One kernel, a sum over N stacked parts, adds in
+another order from N = 5 on, and is slower on CPUs.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
+          torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
           ZeRO-Offload, arXiv 2101.06840
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
           stages 1, 2 and 3
-Left out: optimizers that need whole matrices (Adafactor, Muon), closures, gradients that stay
-          sparse, offload to disk (DeepSpeed), construction on the meta device and any optimizer
-          over shards (fsdp.py), NCCL's own reduce-scatter, which adds in an order of its own; in
-          Zero3, modules that return their input changed in place, or a view of a parameter
+Left out: Muon, which needs whole matrices (muon.py: Muon, ShardedMuon), Adafactor, closures,
+          gradients that stay sparse, offload to disk (DeepSpeed), construction on the meta device
+          and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds in an order
+          of its own, and training after a forward or backward that raised; in Zero3, gathers that
+          overlap with computation (fsdp.py), modules that return their input changed in place or a
+          view of a parameter, and errors for all writes to freed parameters
 """
 
 import argparse
@@ -69,112 +80,151 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# --------------------------------------------------------------------------------------------------
-# 1. The idea: one flat tensor of all parameters, of which this rank updates 1/N.
-
-
-def flatten(tensors, N):
-    """Return all elements in one tensor, followed by zeros up to a multiple of N."""
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    return F.pad(flat, (0, -flat.numel() % N))
-
-
-def sharded_step(parameters, shard, optimizer, process_group=None):
-    """Reduce, update and gather, after backward. `optimizer` holds one tensor, this rank's `shard`.
-
-    Before the first step the shard must be flatten(parameters, N).chunk(N)[rank].clone().
-    """
-    parameters = list(parameters)
-    N = dist.get_world_size(process_group)
-
-    # Reduce-scatter: rank r receives part r of every rank's gradients, and adds them in rank order.
-    gradients = flatten([parameter.grad for parameter in parameters], N)
-    received = torch.empty_like(gradients)
-    dist.all_to_all_single(received, gradients, group=process_group)
-    shard.grad = sum(received.chunk(N)) / N
-
-    optimizer.step()
-
-    # All-gather: every rank receives all updated shards.
-    flat = torch.empty_like(gradients)
-    dist.all_gather(list(flat.chunk(N)), shard, group=process_group)
-    nn.utils.vector_to_parameters(flat, parameters)
-
-
-# --------------------------------------------------------------------------------------------------
-# 2. Buckets: parameters that are reduced and gathered together.
-
-
 # torch 2.13 renames all_gather_into_tensor and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: each rank keeps 1/N of every parameter, its shard, for an optimizer over the shards.
 
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
+
+class ShardedParameter:
+    """A parameter, and this rank's shard: part `rank` of N equal parts, after padding with zeros.
+
+    The optimizer of a rank has the shards: AdamW([each.shard for each in sharded]).
+    """
+
+    def __init__(self, parameter, process_group=None):
+        self.parameter = parameter
+        self.process_group = process_group
+        self.N = dist.get_world_size(process_group)
+        self.shard = self.flatten(parameter).chunk(self.N)[dist.get_rank(process_group)].clone()
+
+    def flatten(self, tensor):
+        flat = tensor.detach().reshape(-1)
+        return F.pad(flat, (0, -flat.numel() % self.N))
+
+    def reduce_scatter(self, _=None):
+        """Move the gradient to the shards: to each its part of the mean over ranks."""
+        gradients = self.flatten(self.parameter.grad)
+        received = torch.empty_like(gradients)
+        # Rank r receives part r of every rank's gradients, and adds them in rank order.
+        dist.all_to_all_single(received, gradients, group=self.process_group)
+        mean = sum(received.chunk(self.N)) / self.N
+        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
+        self.parameter.grad = None
+
+    def all_gather(self):
+        """Fill the parameter, which may be freed, with the shards of all ranks."""
+        self.parameter.untyped_storage().resize_(self.parameter.nbytes)
+        flat = self.shard.new_empty(self.N * self.shard.numel())
+        all_gather_single(flat, self.shard, group=self.process_group)
+        values = flat[: self.parameter.numel()].view(self.parameter.shape)
+        self.parameter.data.copy_(values)
+
+    def free(self, _=None):
+        # Autograd has saved tensors that share this storage. `parameter.data = …` would keep it.
+        self.parameter.untyped_storage().resize_(0)
 
 
-def as_bytes(tensor):
-    return tensor.view(torch.uint8)  # gloo has no int16, and in torch 2.6 no complex numbers
+def step(sharded, optimizer):
+    """A step of ZeRO-1 or ZeRO-2, after backward: reduce, update, gather."""
+    for each in sharded:
+        if each.parameter.grad is not None:  # in ZeRO-2, backward has reduced it
+            each.reduce_scatter()
+    optimizer.step()
+    for each in sharded:
+        each.all_gather()
+
+
+def zero2_hooks(sharded):
+    """Let backward reduce each gradient when it is complete, so that few are whole at a time."""
+    for each in sharded:
+        each.parameter.register_post_accumulate_grad_hook(each.reduce_scatter)
+
+
+class Zero3Unit(nn.Module):
+    """Runs `module`, whose parameters have memory only while its forward or backward runs.
+
+    A step is optimizer.step() alone. The next forward gathers the updated shards.
+    """
+
+    def __init__(self, module, process_group=None):
+        super().__init__()
+        self.module = module
+        self.sharded = [ShardedParameter(p, process_group) for p in module.parameters()]
+        zero2_hooks(self.sharded)
+        for each in self.sharded:
+            # After the hook that reduces. The rest of backward does not need the parameter.
+            each.parameter.register_post_accumulate_grad_hook(each.free)
+            each.free()
+
+    def gather(self, _=None):
+        for each in self.sharded:
+            each.all_gather()
+
+    def forward(self, x):
+        self.gather()
+        y = self.module(x)
+        if y.requires_grad:
+            y.register_hook(self.gather)  # the unit's backward begins with the gradient of y
+        for each in self.sharded:
+            each.free()
+        return y
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. ZeRO-1: the optimizer holds this rank's part of the parameters, in buckets.
 
 
 class Bucket:
-    """Parameters of one dtype in one flat tensor, cut into N equal shards.
+    """Parameters of one kind in one flat tensor, cut into N equal parts.
 
     For the parameters weight = [1 2 3 4 5] and bias = [6 7 8] on two ranks, without padding:
 
                 rank 0             rank 1
         flat    1 2 3 4 5 6 7 8    1 2 3 4 5 6 7 8    all values; the parameters are views of it
-        shard   1 2 3 4            5 6 7 8            this rank's part of flat
-        grad    g₁ g₂ g₃ g₄        g₅ g₆ g₇ g₈        the shard's gradients, summed over ranks
-        master  1 2 3 4            5 6 7 8            the shard itself; of 16-bit parameters a
-                                                      copy in fp32; offloaded, in host memory
+        part    1 2 3 4            5 6 7 8            this rank's part of flat, a view
+        grad    g₁ g₂ g₃ g₄        g₅ g₆ g₇ g₈        the part's gradients, summed over ranks
+        master  1 2 3 4            5 6 7 8            the part itself; of 16-bit parameters a copy
+                                                      in fp32; offloaded, in host memory
         slots   weight: 1 2 3 4    weight: 5          segments of master, one per parameter,
                 bias:   -          bias:   6 7 8      which the optimizer updates
 
-    Parameters are padded to multiples of 64 bytes, and shards to multiples of 16 bytes. The values
+    Parameters are padded to multiples of 64 bytes, and parts to multiples of 16 bytes. The values
     in the padding do not matter.
     """
 
-    def __init__(self, parameters, process_group, offload):
+    def __init__(self, parameters, process_group, offload=None, copy_part=False):
         first = parameters[0].data
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
-        self.rank = dist.get_rank(process_group)
 
+        # As PyTorch does. At other addresses, kernels are slower or round differently.
+        sizes = [round_up(p.numel(), 64 // first.itemsize) for p in parameters]
+        # No part is empty. NCCL is faster if messages are aligned to 16 bytes.
+        size = round_up(max(1, sum(sizes)), self.N * 16 // first.itemsize)
+        self.flat = first.new_zeros(size)
+        self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
+        is_16_bit = first.is_floating_point() and first.itemsize < 4
+        dtype = torch.float32 if is_16_bit else first.dtype
+        self.master = self.part.to(offload or first.device, dtype, copy=copy_part)
         self.slots = []
         start = 0
-        for parameter in parameters:
-            self.slots.append(Slot(parameter, start))
-            # As PyTorch does. At other addresses, kernels are slower or round differently.
-            start = round_up(start + parameter.numel(), 64 // first.itemsize)
-        # No shard is empty. NCCL is faster if messages are aligned to 16 bytes.
-        size = round_up(max(1, start), self.N * 16 // first.itemsize)
+        for parameter, size in zip(parameters, sizes, strict=True):
+            self.slots.append(Slot(parameter, start, self))
+            start += size
+        self.master.copy_(self.part)
 
-        self.flat = first.new_zeros(size)
-        for slot in self.slots:
-            slot.attach(slot.view(self.flat).copy_(slot.parameter.data))
-        self.own_part = self.flat.chunk(self.N)[self.rank]  # a view, this rank's part of flat
-        self.shard = self.make_shard()
-
-        self.is_16_bit = first.is_floating_point() and first.itemsize < 4
-        dtype = torch.float32 if self.is_16_bit else first.dtype
-        self.master = self.shard.to(offload or first.device, dtype)
-        for slot in self.slots:
-            slot.make_segment(self.master, self.rank * self.shard.numel())
-
-        # The shard's gradients since zero_grad(): in 16 bits, means over ranks; otherwise sums over
-        # ranks, which step() divides, like one device.
+        self.freed = False  # True while Zero3 has freed the memory of `flat`
+        # The part's gradients since zero_grad(), in the dtype of `master`: sums over ranks, to be
+        # divided by `divisor`, which is 1 after that.
         self.grad = None
-        self.divisor = 1 if self.is_16_bit else self.N  # grad / divisor is the mean over ranks
-        self.received = None  # the parts of the gradients that this rank adds, in rank order
-        self.reducing = None  # handle of the all-to-all that is running
-        self.gathering = None  # handle of the all-gather that is running
+        self.divisor = self.N
+        # While an all-to-all runs: its handle, and the parts of the gradients that this rank adds.
+        self.reducing = None
 
-    def make_shard(self):
-        return self.own_part  # in Zero3, a copy
-
-    def reduce_scatter(self):
+    def start_reduce(self):
         """Move the gradients out of .grad, and start to send part r of them to rank r."""
         gradients = torch.empty_like(self.flat)  # zeroing it would take 3% of a step
         for slot in self.slots:
@@ -186,39 +236,37 @@ class Bucket:
                 view.copy_(slot.parameter.grad.to_dense())  # nn.Embedding(sparse=True)
                 slot.parameter.grad = None
                 slot.used = True
-        # Each rank sends part r to rank r, which adds the parts in rank order. A reduce-scatter may
-        # use another order.
-        self.received = torch.empty_like(gradients)
-        self.reducing = dist.all_to_all_single(
-            as_bytes(self.received), as_bytes(gradients), group=self.process_group, async_op=True
+        # An all-to-all, and then additions in rank order. A reduce-scatter may use another order.
+        received = torch.empty_like(gradients)
+        handle = dist.all_to_all_single(
+            as_bytes(received), as_bytes(gradients), group=self.process_group, async_op=True
         )
+        self.reducing = (handle, received)
 
-    def wait_for_reduce(self):
+    def finish_reduce(self):
         """Add the gradients of all ranks to `grad`, in rank order."""
         if self.reducing is None:
             return
-        self.reducing.wait()
-        parts = list(self.received.chunk(self.N))
-        self.received = None
+        handle, received = self.reducing
         self.reducing = None
-        if self.is_16_bit:
-            # In fp32, because a sum in fp16 overflows at 65504 and rounds at each addition.
-            parts = [sum(part.float() for part in parts) / self.N]
+        handle.wait()
+        first, *others = received.chunk(self.N)
+        # 16-bit gradients are added in fp32. A sum in fp16 overflows at 65504.
+        parts = [first.to(self.master.dtype), *others]
         if self.grad is not None:
+            if self.divisor == 1:  # another backward after clip_grad_norm_()
+                self.grad *= self.N
             parts.insert(0, self.grad)  # the first term of the sum, as on one device
-        # Not sum(), which would first add 0, in one more pass over the shard.
-        self.grad = functools.reduce(torch.add, parts).to(self.flat.dtype)
+        # Not sum(), which would first add 0, in one more pass over the part.
+        self.grad = functools.reduce(torch.add, parts)
+        self.divisor = self.N
 
     def all_gather(self):
-        """Start to fill `flat` with the shards of all ranks."""
-        self.gathering = all_gather_single(
-            as_bytes(self.flat), as_bytes(self.own_part), group=self.process_group, async_op=True
+        """Start to fill `flat` with the masters of all ranks. Return the handle."""
+        self.part.copy_(self.master)
+        return all_gather_single(
+            as_bytes(self.flat), as_bytes(self.part), group=self.process_group, async_op=True
         )
-
-    def wait_for_gather(self):
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
 
     def adopt_writes(self):
         """Copy to `master` what the user wrote into the parameters since the last step.
@@ -226,8 +274,8 @@ class Bucket:
         An element was written if it differs from its master in the parameters' dtype. The other
         elements of the master keep the digits that this dtype drops.
         """
-        if self.master is not self.shard:
-            values = self.shard.to(self.master.device)
+        if self.master is not self.part and not self.freed:
+            values = self.part.to(self.master.device)
             unchanged = self.master.to(values.dtype) == values
             self.master.copy_(torch.where(unchanged, self.master, values))
 
@@ -236,29 +284,28 @@ class Slot:
     """The place of one parameter in its bucket.
 
     This rank updates the parameter's segment, which is the part of it that lies in this rank's
-    shard. The segment may be empty.
+    part of the bucket. The segment may be empty.
     """
 
-    def __init__(self, parameter, start):
+    def __init__(self, parameter, start, bucket):
         self.parameter = parameter
         self.start = start  # the parameter's first element in the bucket
+        self.bucket = bucket
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.is_contiguous = parameter.is_contiguous()
-        # Whether the bucket's `grad` has a gradient of this parameter: from this rank, and after
-        # _reduce_gradients(), from any rank.
-        self.used = False
         self.pointer = None  # the address of the parameter's data, see check()
-        self.version = None  # Zero3: PyTorch's count of writes to the parameter when it was freed
+        # Whether the bucket's `grad` has a gradient of this parameter: from this rank, and after
+        # _average_gradients(), from any rank.
+        self.used = False
+        self.attach(self.view(bucket.flat).copy_(parameter.data))
 
-    def make_segment(self, master, shard_start):
-        """Find the segment in `master`. The shard begins at element `shard_start` of the bucket."""
-        start = self.start - shard_start  # negative if the parameter begins before the shard
-        size = self.parameter.numel()
-        # The segment's place in the shard. Slicing cuts off the elements after the shard's end.
-        self.in_shard = slice(max(0, start), max(0, start + size))
-        self.segment = master[self.in_shard]
-        self.offset = min(max(0, -start), size)  # of the segment in the parameter's memory
+        size = parameter.numel()
+        start_in_part = start - bucket.part.storage_offset()  # negative if it begins before
+        # Slicing cuts off the elements after the end of the part.
+        self.in_part = slice(max(0, start_in_part), max(0, start_in_part + size))
+        self.segment = bucket.master[self.in_part]
+        self.offset = min(max(0, -start_in_part), size)  # of the segment in the parameter's memory
 
     def view(self, flat):
         """Return the parameter's part of `flat`, a whole bucket, in the parameter's shape."""
@@ -270,26 +317,18 @@ class Slot:
         self.pointer = data.data_ptr()
 
     def check(self):
-        """Raise an error if something else has moved the parameter's data."""
         if self.parameter.data_ptr() != self.pointer:
             raise RuntimeError(
                 "parameters are no longer where they were: make the optimizer after module.to()"
             )
 
-    def split(self, whole):
-        """Return this rank's segment of `whole`, a tensor with the parameter's shape.
 
-        load_state_dict() splits whole states, and state_dict() joins segments.
-        """
-        flat = whole.new_empty(whole.numel())
-        flat.as_strided(whole.shape, self.stride).copy_(whole)
-        return flat[self.offset :][: self.segment.numel()].clone()
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
 
-    def join(self, segment, process_group):
-        """Return a tensor with the parameter's shape, made of the segments of all ranks."""
-        segments = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(segments, segment, group=process_group)
-        return torch.cat(segments).as_strided(self.parameter.shape, self.stride)
+
+def as_bytes(tensor):
+    return tensor.view(torch.uint8)  # gloo has no int16, and in torch 2.6 no complex numbers
 
 
 def assign_buckets(parameters, kind_of, cap_bytes):
@@ -308,10 +347,6 @@ def assign_buckets(parameters, kind_of, cap_bytes):
     return closed + list(filling.values())
 
 
-# --------------------------------------------------------------------------------------------------
-# 3. ZeRO-1: the optimizer holds this rank's segments of the parameters.
-
-
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and updates the parameters, each rank 1/N of them.
 
@@ -325,7 +360,7 @@ class Zero1(torch.optim.Optimizer):
     the next step() raises an error. Buffers are not synchronized after construction.
     """
 
-    _bucket_class = Bucket  # Zero3 has another
+    _copy_part = False  # True in Zero3: the master has memory of its own
 
     def __init__(
         self,
@@ -344,19 +379,18 @@ class Zero1(torch.optim.Optimizer):
         self.module = module
         self.process_group = process_group
         # For each parameter, the index of its group. State dicts number parameters in this order.
-        self._group_index = {}
-        for index, group in enumerate(self.param_groups):
-            self._group_index.update(dict.fromkeys(group["params"], index))
-        check_parameters(module, self._group_index)
-        copy_from_rank_0(module, process_group)
+        groups = enumerate(self.param_groups)
+        self._group_index = {p: index for index, group in groups for p in group["params"]}
         parameters = [p for p in module.parameters() if p in self._group_index]
         lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
+        check_parameters(self, lists)
+        copy_from_rank_0(module, process_group)
         # A bucket for each list. Zero2 reduces them in this order.
-        self._buckets = [self._bucket_class(each, process_group, offload) for each in lists]
+        self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
         self._sync = True  # False in no_sync()
-        self._loss_scale = 1.0  # step() divides the gradients by it, see unscale_()
+        self._in_backward = False  # Zero2: True until the callback at the end of a backward
         self._stepped = False  # True from step() until zero_grad()
         self._mixed = False  # whether gradients were added to those of the last step
 
@@ -366,40 +400,34 @@ class Zero1(torch.optim.Optimizer):
 
     def _segment_groups(self):
         """Return self.param_groups with segments for parameters, for the inner optimizer."""
-        return [self._with_segments(group, group["params"]) for group in self.param_groups]
+        groups = []
+        for group in self.param_groups:
+            segments = [self._slots[parameter].segment for parameter in group["params"]]
+            groups.append({**group, "params": segments})
+        return groups
 
-    def _with_segments(self, group, parameters):
-        """Return the options of `group` with the segments of these parameters."""
-        return {**group, "params": [self._slots[parameter].segment for parameter in parameters]}
-
-    def step(self):
-        """Reduce the gradients that are still in .grad, update this rank's shards, gather all."""
-        buckets = self._reduce_gradients()
-        if self._mixed:
-            raise RuntimeError(
-                "gradients were added to those of the last step: call the optimizer's zero_grad() "
-                "after each step; that of the module does not drop reduced gradients"
-            )
+    def step(self, closure=None):
+        """Update this rank's segments with the mean gradients, and gather the parameters."""
+        buckets = self._average_gradients()
+        check_step(self, closure)
         self._stepped = bool(buckets)
         for bucket in buckets:
             bucket.adopt_writes()
-            mean = bucket.grad.to(bucket.master) / (bucket.divisor * self._loss_scale)
+            grad = bucket.grad.to(bucket.master.device)
             for slot in bucket.slots:
                 if slot.used:
-                    slot.segment.grad = mean[slot.in_shard]
-            # Update this bucket, which has one parameter group, while the one before is gathered.
-            # Copy the group's options in each step, because schedulers change them.
-            group = self.param_groups[self._group_index[bucket.parameters[0]]]
-            self._optimizer.param_groups = [self._with_segments(group, bucket.parameters)]
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            bucket.shard.copy_(bucket.master)
-            bucket.all_gather()
-        for bucket in self._buckets:
-            bucket.wait_for_gather()
+                    slot.segment.grad = grad[slot.in_part]
+        # In each step, because schedulers change the options of groups.
+        self._optimizer.param_groups = self._segment_groups()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        # Zero3 has usually freed the buckets. Then the next forward gathers them.
+        gathers = [bucket.all_gather() for bucket in buckets if not bucket.freed]
+        for gather in gathers:
+            gather.wait()
 
-    def _reduce_gradients(self):
-        """Reduce the buckets that have a .grad on any rank. Return those that have gradients.
+    def _average_gradients(self):
+        """Reduce the gradients that are still in .grad. Return the buckets that have gradients.
 
         Ranks may use different parameters, but must issue the same collectives. So each rank sets a
         flag for each parameter, and all ranks act on the maximum of their flags:
@@ -410,37 +438,34 @@ class Zero1(torch.optim.Optimizer):
         """
         slots = self._slots.values()
         own_flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
-        maxima = self._buckets[0].flat.new_tensor(own_flags, dtype=torch.uint8)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.process_group)
-        # tolist() makes the host wait for the device.
-        flags = dict(zip(slots, maxima.tolist(), strict=True))
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                slot.used = flags[slot] > 0
-            if any(flags[slot] == 2 for slot in bucket.slots):
-                self._start_reduce(bucket)
+        flags = self._buckets[0].flat.new_tensor(own_flags, dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+        to_reduce = {}  # a set that keeps the order of the buckets
+        for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits here
+            slot.used = flag > 0
+            if flag == 2:
+                to_reduce[slot.bucket] = True
+        for bucket in to_reduce:
+            self._start_reduce(bucket)
         self._finish_reduce()
-        return [bucket for bucket in self._buckets if bucket.grad is not None]
+        buckets = [bucket for bucket in self._buckets if bucket.grad is not None]
+        for bucket in buckets:
+            bucket.grad /= bucket.divisor
+            bucket.divisor = 1
+        return buckets
 
     def _start_reduce(self, bucket):
-        self._mixed |= self._stepped
         self._finish_reduce()  # one bucket at a time, because each holds its gradients twice
-        bucket.reduce_scatter()
+        self._mixed |= self._stepped
+        bucket.start_reduce()
 
     def _finish_reduce(self):
         for bucket in self._buckets:
-            bucket.wait_for_reduce()
-
-    def add_param_group(self, param_group):
-        if hasattr(self, "_buckets"):
-            raise ValueError("the buckets are made: give all parameter groups to the constructor")
-        super().add_param_group(param_group)
+            bucket.finish_reduce()
 
     def zero_grad(self, set_to_none=True):
         """Drop or zero all gradients, those in .grad and those already reduced."""
         super().zero_grad(set_to_none)
-        self._finish_reduce()  # after a backward that raised
-        self._loss_scale = 1.0
         self._stepped = False
         self._mixed = False
         for bucket in self._buckets:
@@ -464,70 +489,34 @@ class Zero1(torch.optim.Optimizer):
         finally:
             self._sync = before
 
+    # The library: see section 5.
+
     def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
         """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm.
 
         With model parallelism, `process_groups` are the groups over which the model is split. If
         several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
         """
-        buckets = self._reduce_gradients()
-        total = self._buckets[0].flat.new_zeros((), dtype=torch.float64)
-        for bucket in buckets:
-            for slot in bucket.slots:
-                if counted is None or counted(slot.parameter):
-                    # abs() makes complex numbers real.
-                    norm = bucket.grad[slot.in_shard].abs().norm(dtype=torch.float64)
-                    total += (norm / (bucket.divisor * self._loss_scale)).square()
-        for group in (self.process_group, *process_groups):
-            dist.all_reduce(total, group=group)
-        norm = total.sqrt()
-        if max_norm < torch.inf:  # otherwise an infinite norm would turn all gradients into NaN
-            for bucket in buckets:
-                bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
+        return clip_grad_norm_(self, max_norm, counted, process_groups)
 
     def unscale_(self, loss_scale):
-        """Let step() divide the gradients by `loss_scale`, in fp32, until zero_grad().
+        """Divide the averaged gradients by `loss_scale`, in fp32. amp.GradScaler calls this.
 
-        amp.GradScaler calls this. Returns 1.0 if a gradient is inf or NaN, else 0.0.
+        Returns 1.0 if a gradient is inf or NaN, else 0.0.
         """
-        self._loss_scale = loss_scale
-        return 1.0 - self.clip_grad_norm_(torch.inf).isfinite().float()  # inf clips nothing
+        norm = self.clip_grad_norm_(torch.inf)  # clips nothing
+        for bucket in self._buckets:
+            if bucket.grad is not None:
+                bucket.grad /= loss_scale
+        return 1.0 - norm.isfinite().float()
 
     def state_dict(self):
-        """Return the plain optimizer's state_dict, in host memory. All ranks must call this.
-
-        The state of a 16-bit parameter also has its "master". A name in PER_TENSOR, such as "step",
-        has one number for the whole parameter. All other entries are joined.
-        """
-        states = {}
-        for number, parameter in enumerate(self._group_index):
-            slot = self._slots[parameter]
-            state = dict(self._optimizer.state[slot.segment])
-            if slot.segment.dtype != parameter.dtype:
-                state["master"] = slot.segment
-            for name, value in state.items():
-                state[name] = value.cpu().clone()
-                if name not in PER_TENSOR:
-                    state[name] = slot.join(state[name], self.process_group)
-            if state:
-                states[number] = state
-        return {**super().state_dict(), "state": states}
+        """Return the plain optimizer's state_dict, in host memory. All ranks must call this."""
+        return whole_state_dict(self)
 
     def load_state_dict(self, state_dict):
         """Load the plain optimizer's state_dict, or one of this class at any number of ranks."""
-        super().load_state_dict({**state_dict, "state": {}})  # checks and loads the groups
-        states = {}  # by the parameter's number, the state of its segment on this rank
-        for number, parameter in enumerate(self._group_index):
-            slot = self._slots[parameter]
-            state = copy.deepcopy(state_dict["state"].get(number, {}))
-            for name in state.keys() - PER_TENSOR:
-                state[name] = slot.split(state[name])
-            if "master" in state:
-                slot.segment.copy_(state.pop("master"))
-            states[number] = state
-        self._optimizer.param_groups = self._segment_groups()
-        self._optimizer.load_state_dict({**state_dict, "state": states})
+        load_whole_state_dict(self, state_dict)
 
     def shards(self):
         """Yield (parameter, offset, segment, state) for each parameter, to save or load in pieces.
@@ -535,67 +524,61 @@ class Zero1(torch.optim.Optimizer):
         The optimizer updates `segment`: this rank's elements of the flattened parameter, from
         element `offset` on. After writing to segments, call sync_parameters().
         """
-        for parameter, slot in self._slots.items():
-            if not slot.is_contiguous:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is not contiguous, and a "
-                    "checkpoint would permute its elements; save state_dict() instead"
-                )
-            yield parameter, slot.offset, slot.segment, self._optimizer.state[slot.segment]
+        return shards_of(self)
 
     def sync_parameters(self):
         """Write the segments of all ranks into the parameters."""
         for bucket in self._buckets:
-            bucket.wait_for_gather()  # peers may still be receiving this shard
-            bucket.shard.copy_(bucket.master)
-            bucket.all_gather()
-            bucket.wait_for_gather()
+            if not bucket.freed:
+                bucket.all_gather().wait()
+
+    def add_param_group(self, param_group):
+        if hasattr(self, "_buckets"):
+            raise ValueError("the buckets are made: give all parameter groups to the constructor")
+        super().add_param_group(param_group)
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. ZeRO-2: backward reduces gradients, so that only a few buckets of them are ever whole.
-
-
-def weak_hook(method):
-    """Return a hook that calls `method`, but does not keep the method's optimizer alive.
-
-    A module keeps its hooks, which would keep the optimizer and its state. Hooks run outside of the
-    code that torch.compile makes.
-    """
-    reference = weakref.WeakMethod(method)
-
-    @torch.compiler.disable
-    def hook(*args):
-        if reference() is not None:
-            reference()(*args)
-
-    return hook
+# 3. ZeRO-2: backward reduces gradients, so that only a few buckets of them are ever whole.
 
 
 class Zero2(Zero1):
     """Zero1 with sharded gradients: backward reduces a bucket when it is full, and frees its .grad.
 
     After backward, torch.nn.utils.clip_grad_norm_ finds no .grad and silently clips nothing. Every
-    backward must reach a parameter on every rank, or the ranks wait for each other.
+    backward must begin at an output of the module, or reach a parameter, on every rank. Otherwise
+    the ranks wait for each other.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._to_reduce = None  # list of buckets that the running backward has yet to reduce
+    def __init__(self, module, *args, **kwargs):
+        super().__init__(module, *args, **kwargs)
+        self._to_reduce = []  # the buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
-        hook = weak_hook(self._post_accumulate_grad)
+        hook = WeakHook(self._post_accumulate_grad)
         for parameter in self._group_index:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(hook)
+        module.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
 
-    def _pre_backward(self):
-        """Prepare for a backward. Every hook calls this, but only the first call does anything."""
-        if self._to_reduce is not None:
+    def _post_forward(self, module, args, kwargs, output):
+        """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`.
+
+        So all of backward belongs together. The first gradient of a parameter would be too late: a
+        checkpoint with use_reentrant=True runs a backward of its own inside of backward.
+        """
+        # An output that is also an input was made by another module, which has hooked it.
+        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        for leaf in tree_leaves(output):
+            if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
+                leaf.register_hook(functools.partial(self._pre_backward, module))
+
+    def _pre_backward(self, module=None, gradient=None):
+        """Prepare for a backward. Many hooks call this, but only the first call does anything."""
+        if self._in_backward:
             return
-        self._to_reduce = []
+        self._in_backward = True
         if self._sync:
             self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
-        self._arrived = set()
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _post_accumulate_grad(self, parameter):
@@ -611,189 +594,122 @@ class Zero2(Zero1):
         for bucket in self._to_reduce:  # backward did not reach all of their parameters
             self._start_reduce(bucket)
         self._finish_reduce()
-        self._to_reduce = None
-
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad(set_to_none)
-        self._to_reduce = None  # after a backward that raised
+        self._to_reduce = []
+        self._arrived.clear()
+        self._in_backward = False
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. ZeRO-3: parameters have memory only while a unit that needs them runs.
-
-
-class FreeableBucket(Bucket):
-    """A bucket whose `flat` can be freed. So its `shard` has memory of its own."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.freed = False
-        self.nan = torch.full((), torch.nan).to(self.flat)  # the value of freed parameters
-
-    def make_shard(self):
-        return self.own_part.clone()
-
-    def unshard(self):
-        """Allocate freed parameters again, and start to gather them."""
-        if self.freed:
-            self.flat.untyped_storage().resize_(self.flat.nbytes)
-            for slot in self.slots:
-                slot.check()
-                if slot.parameter._version != slot.version:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(slot.parameter.shape)} was written while it "
-                        "was freed: write to it in `with optimizer.full_parameters():`"
-                    )
-                slot.attach(slot.view(self.flat))
-            self.freed = False
-            self.all_gather()
-
-    def all_gather(self):
-        # In step() the parameters are usually freed. Then the next forward gathers them.
-        if not self.freed:
-            self.own_part.copy_(self.shard)
-            super().all_gather()
-
-    def free(self):
-        """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
-        if not self.freed:
-            self.wait_for_gather()  # in case it was prefetched but did not run
-            self.nan.fill_(torch.nan)  # all freed parameters share it, and one may be written to
-            for slot in self.slots:
-                slot.attach(self.nan.expand(slot.parameter.shape))
-                slot.version = slot.parameter._version
-            self.flat.untyped_storage().resize_(0)
-            self.freed = True
-
-    def adopt_writes(self):
-        if not self.freed:
-            self.wait_for_gather()  # peers may still be receiving this shard
-            self.shard.copy_(self.own_part)
-        super().adopt_writes()
+# 4. ZeRO-3: parameters have memory only while a unit that needs them runs.
 
 
 class Zero3(Zero2):
     """Zero2 with sharded parameters, which are whole only while a unit that needs them runs.
 
-    Units are the members of nn.Sequential and nn.ModuleList, such as transformer blocks, and the
-    whole module. A parameter belongs to the innermost unit around it, and is whole while that unit
-    runs. So a parameter outside of all lists is whole during an entire forward or backward. All
-    ranks must run the same modules in the same order.
+    `units` are modules inside of `module`; by default, the members of nn.Sequential and
+    nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
+    to the innermost unit around it, and is whole while that unit runs. So a parameter outside of
+    all other units, and its gradient, is whole during an entire forward or backward.
+
+    All ranks must run the same units in the same order. If ranks use different members of a list,
+    such as experts, let the list be a unit: units=[*model.blocks, *experts_lists].
 
     Freed parameters are NaN. Writes outside of full_parameters() are lost or are errors. So call a
-    unit instead of reading its weights from outside. Initialize parameters, load them, or compute
-    with them in full_parameters(). Save module_state_dict() instead of module.state_dict().
+    unit instead of reading its weights from outside. Initialize parameters, load them, copy them,
+    or compute with them in full_parameters(). Save module_state_dict(), not module.state_dict().
 
-    While a unit runs, the next one is already being gathered. It is the one that came next last
-    time. "start 1" means to start to gather unit 1 without waiting:
-
-    forward   unit 0: gather 0, start 1   unit 1: free 0, start 2   unit 2: free 1       end: free 2
-    backward  unit 2: gather 2, start 1   unit 1: free 2, start 0   unit 0: free 1       end: free 0
+    forward   gather unit 0, run it   free 0, gather 1, run 1   free 1, gather 2, run 2   free 2
+    backward  gather unit 2, run it   reduce its gradients, free 2, gather 1, run 1       …
     """
 
-    _bucket_class = FreeableBucket
+    _copy_part = True
 
-    def __init__(self, module, *args, **kwargs):
-        # For each parameter, the units that it belongs to: several, if modules share it. Zero1's
-        # constructor needs this in _kind().
+    def __init__(self, module, *args, units=None, **kwargs):
+        around = units_around(module, units)
+        # For each parameter, the innermost unit around it: several, if modules share it.
         self._units = dict.fromkeys(module.parameters(), ())
-        for child, unit in innermost_units(module).items():
+        for child, outer_units in around.items():
             for parameter in child.parameters(recurse=False):
-                self._units[parameter] += (unit,)
+                self._units[parameter] += (outer_units[-1],)
         super().__init__(module, *args, **kwargs)
         self._full_contexts = 0  # how many full_parameters() are open; nothing is freed in them
-        self._entered = set()  # the parameters whose modules this backward has entered
-        # For each module, the buckets that it needs: those of all units around it.
-        self._needed = dict.fromkeys(module.modules(), ())
-        for bucket in self._buckets:
-            for unit in self._units[bucket.parameters[0]]:  # the same for the whole bucket
-                for child in unit.modules():
-                    self._needed[child] += (bucket,)
-        # (buckets, whether in backward) of the unit that runs, or None.
-        self._running = None
-        # For each value of _running, the buckets that were needed after it, last time.
-        self._next_needed = {}
-        for child in module.modules():
-            child.register_forward_pre_hook(weak_hook(self._enter), prepend=True)
-            child.register_forward_hook(weak_hook(self._post_forward), with_kwargs=True)
-            child.register_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
-            child.register_load_state_dict_pre_hook(weak_hook(self._refuse_state_dict))
-        self._free_all()
+        self._has_run = False  # whether the module's first output was checked
+        self._needed = {}  # for each module, the buckets of all units around it
+        for child, outer_units in around.items():
+            self._needed[child] = [
+                bucket
+                for bucket in self._buckets
+                if not set(outer_units).isdisjoint(self._units[bucket.parameters[0]])
+            ]
+            child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
+            if child is not module:  # which Zero2 has hooked
+                child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
+            child.register_state_dict_pre_hook(WeakHook(self._check_is_whole))
+            child.register_load_state_dict_pre_hook(WeakHook(self._check_is_whole))
+        self._unshard([])
 
     def _kind(self, parameter):
         return *super()._kind(parameter), self._units[parameter]
 
-    def _post_forward(self, module, args, kwargs, output):
-        """Make backward call _enter() when it reaches an output of the module."""
-        # An output that is also an input was made by another module, which has hooked it.
-        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        for leaf in tree_leaves(output):
-            if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
-                leaf.register_hook(functools.partial(self._enter, module))
-        if module is self.module and not in_backward():
-            self._free_all()
-
-    def _enter(self, module, args_or_gradient):
-        """A hook. It is called when `module` is about to run forward or backward."""
-        needed = self._needed.get(module, ())  # a deep copy has this hook, but no buckets
-        if in_backward():
-            self._pre_backward()
-            self._entered.update(p for bucket in needed for p in bucket.parameters)
+    def _enter(self, module, args=None):
+        """A hook. `module` is about to run forward, or has been reached by backward."""
+        needed = self._needed[module]
         # A module inside a unit that runs already finds everything gathered.
-        if any(bucket.freed or bucket.gathering for bucket in needed):
+        if any(bucket.freed for bucket in needed):
             self._unshard(needed)
 
-    def _unshard(self, needed):
-        """Gather the needed buckets, free all others, and start to gather those needed next."""
-        self._next_needed[self._running] = needed
-        self._running = (needed, in_backward())
-        # Free the others, in backward too: autograd runs nodes in the reverse order of their
-        # creation, so it has finished with a unit when it enters another.
-        for bucket in self._buckets:
-            if bucket in needed:
-                bucket.unshard()
-            else:
-                bucket.free()
-        for bucket in needed:
-            bucket.wait_for_gather()
-        for bucket in self._next_needed.get(self._running, ()):
-            bucket.unshard()
+    def _post_forward(self, module, args, kwargs, output):
+        super()._post_forward(module, args, kwargs, output)
+        if module is self.module and not (self._in_backward or self._full_contexts):
+            check_output(self, output)
+            self._unshard([])
 
-    def _free_all(self):
-        """Free the parameters at the end of a forward or backward."""
-        self._running = None
-        self._entered.clear()
-        if not self._full_contexts:
-            for bucket in self._buckets:
-                bucket.free()
+    def _pre_backward(self, module=None, gradient=None):
+        super()._pre_backward()
+        if module is not None:  # backward has reached an output of the module
+            self._enter(module)
+
+    def _unshard(self, needed):
+        """Gather these buckets, and free all others.
+
+        Autograd runs nodes in the reverse order of their creation. So in backward, too, only the
+        unit that begins now, and those around it, need their parameters.
+        """
+        past = [b for b in self._buckets if not b.freed and b not in needed]
+        self._reduce_past(past)
+        for bucket in past:
+            free(bucket)
+        gathers = [unfree(bucket) for bucket in needed if bucket.freed]
+        for gather in gathers:
+            gather.wait()
+
+    def _reduce_past(self, past):
+        """Reduce the buckets of a unit that backward has left.
+
+        They may not be full, if ranks use different members of a unit. So the order of collectives
+        must not depend on when a bucket is full, as it does in Zero2.
+        """
+        past = [bucket for bucket in past if bucket in self._to_reduce]
+        # Not when a checkpoint runs the forward of several units again, before their gradients.
+        if any(self._arrived.intersection(bucket.parameters) for bucket in past):
+            for bucket in past:
+                self._to_reduce.remove(bucket)
+                self._start_reduce(bucket)
 
     def _post_accumulate_grad(self, parameter):
         self._pre_backward()
-        if parameter not in self._entered and not self._full_contexts:
-            names = {p: name for name, p in self.module.named_parameters()}
-            raise RuntimeError(
-                f"{names[parameter]} has a gradient, but backward did not come through its module. "
-                "Zero3 gathers parameters when their module is called: call the module, "
-                "as in self.pos(positions), instead of reading self.pos.weight. "
-                "It must return tensors, or lists, tuples and dicts of them"
-            )
-        super()._post_accumulate_grad(parameter)
+        self._arrived.add(parameter)
+        check_is_entered(self, parameter)
 
     def _post_backward(self):
         super()._post_backward()
-        self._free_all()
-
-    def _refuse_state_dict(self, module, *_):
-        if module in self._needed and not self._full_contexts:
-            raise RuntimeError(
-                "these parameters are sharded: save the optimizer's module_state_dict(), and load "
-                "in `with optimizer.full_parameters():`"
-            )
+        if not self._full_contexts:
+            self._unshard([])
 
     @contextmanager
     def full_parameters(self):
         """A context with whole parameters. The caller may write to them, alike on all ranks."""
-        self._unshard(tuple(self._buckets))
+        self._unshard(self._buckets)
         self._full_contexts += 1
         try:
             yield
@@ -801,7 +717,8 @@ class Zero3(Zero2):
             self._full_contexts -= 1
             for bucket in self._buckets:
                 bucket.adopt_writes()
-            self._free_all()
+            if not self._full_contexts:
+                self._unshard([])
 
     def module_state_dict(self):
         """Return the whole state_dict of the module.
@@ -811,30 +728,155 @@ class Zero3(Zero2):
         with self.full_parameters():
             return copy.deepcopy(self.module.state_dict())
 
-
-def in_backward():
-    """Whether backward is running. It may be running the forward of a checkpointed module again."""
-    return torch._C._current_graph_task_id() != -1
+    def _check_is_whole(self, *_):
+        check_is_whole(self)
 
 
-def innermost_units(module):
-    """Return, for each module inside `module`, the innermost unit around it."""
-    units = dict.fromkeys(module.modules(), module)
-    for child in module.modules():  # an outer module comes before those inside it
-        if isinstance(child, (nn.Sequential, nn.ModuleList)):
-            for unit in child.children():
-                units.update(dict.fromkeys(unit.modules(), unit))
-    return units
+def unfree(bucket):
+    """Allocate the parameters of a freed bucket, and start to gather them. Return the handle."""
+    bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
+    bucket.freed = False
+    for slot in bucket.slots:
+        slot.check()
+        slot.attach(slot.view(bucket.flat))
+    return bucket.all_gather()
+
+
+def free(bucket):
+    """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
+    nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
+    for slot in bucket.slots:
+        slot.attach(nan.expand(slot.parameter.shape))
+    bucket.flat.untyped_storage().resize_(0)
+    bucket.freed = True
+
+
+def units_around(module, units=None):
+    """Return, for each module inside `module`, the units around it, the outermost first."""
+    if units is None:
+        lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
+        units = [member for each in lists for member in each.children()]
+    if not set(units) <= set(module.modules()):
+        raise ValueError("units has modules that are not inside the module")
+    around = dict.fromkeys(module.modules(), (module,))
+    for unit in around:  # an outer module comes before those inside it
+        if unit in units and unit is not module:
+            for child in unit.modules():
+                around[child] += (unit,)
+    return around
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Checks in the constructor.
+# 5. The library: norms, state dicts and pieces of checkpoints.
 
 # These optimizers update each element on its own. Their state has one number for each element. The
 # entries in PER_TENSOR, such as "step", are one number for the whole parameter.
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
 ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
+
+
+def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
+    buckets = optimizer._average_gradients()
+    total = optimizer._buckets[0].flat.new_zeros((), dtype=torch.float64)
+    for bucket in buckets:
+        for slot in bucket.slots:
+            if counted is None or counted(slot.parameter):
+                # abs() makes complex numbers real.
+                norm = bucket.grad[slot.in_part].abs().norm(dtype=torch.float64)
+                total += norm.square()
+    for group in (optimizer.process_group, *process_groups):
+        dist.all_reduce(total, group=group)
+    norm = total.sqrt()
+    if max_norm < torch.inf:  # otherwise an infinite norm would turn all gradients into NaN
+        for bucket in buckets:
+            bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm
+
+
+def whole_state_dict(optimizer):
+    """Join the segments' states of all ranks.
+
+    The state of a 16-bit parameter also has its "master".
+    """
+    states = {}
+    for number, parameter in enumerate(optimizer._group_index):
+        slot = optimizer._slots[parameter]
+        state = dict(optimizer._optimizer.state[slot.segment])
+        if slot.segment.dtype != parameter.dtype:
+            state["master"] = slot.segment
+        for name, value in state.items():
+            state[name] = value.cpu().clone()
+            if name not in PER_TENSOR:
+                state[name] = join(slot, state[name])
+        if state:
+            states[number] = state
+    return {**torch.optim.Optimizer.state_dict(optimizer), "state": states}
+
+
+def load_whole_state_dict(optimizer, state_dict):
+    load = torch.optim.Optimizer.load_state_dict
+    load(optimizer, {**state_dict, "state": {}})  # checks and loads the groups
+    states = {}  # by the parameter's number, the state of its segment on this rank
+    for number, parameter in enumerate(optimizer._group_index):
+        slot = optimizer._slots[parameter]
+        state = copy.deepcopy(state_dict["state"].get(number, {}))
+        for name in state.keys() - PER_TENSOR:
+            state[name] = split(slot, state[name])
+        if "master" in state:
+            slot.segment.copy_(state.pop("master"))
+        states[number] = state
+    optimizer._optimizer.param_groups = optimizer._segment_groups()
+    optimizer._optimizer.load_state_dict({**state_dict, "state": states})
+
+
+def join(slot, segment):
+    """Return a tensor with the parameter's shape, made of the segments of all ranks."""
+    segments = [None] * slot.bucket.N
+    dist.all_gather_object(segments, segment, group=slot.bucket.process_group)
+    return torch.cat(segments).as_strided(slot.parameter.shape, slot.stride)
+
+
+def split(slot, whole):
+    """Return this rank's segment of `whole`, a tensor with the parameter's shape."""
+    flat = whole.new_empty(whole.numel())
+    flat.as_strided(whole.shape, slot.stride).copy_(whole)
+    return flat[slot.offset :][: slot.segment.numel()].clone()
+
+
+def shards_of(optimizer):
+    for parameter, slot in optimizer._slots.items():
+        if not slot.is_contiguous:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is not contiguous, and a "
+                "checkpoint would permute its elements; save state_dict() instead"
+            )
+        state = optimizer._optimizer.state[slot.segment]
+        yield parameter, slot.offset, slot.segment, state
+
+
+class WeakHook:
+    """Calls a method of the optimizer, but does not keep the optimizer and its state alive.
+
+    A module keeps its hooks. They run outside of the code that torch.compile makes.
+    """
+
+    def __init__(self, method):
+        self.method = weakref.WeakMethod(method)
+
+    @torch.compiler.disable
+    def __call__(self, *args):
+        if self.method():
+            self.method()(*args)
+
+    def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
+        if self.method():
+            check_is_whole(self.method().__self__)
+        return lambda *args: None  # the copy is not the optimizer's module
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. Checks.
 
 
 def check_arguments(module, optimizer_class, process_group):
@@ -849,73 +891,134 @@ def check_arguments(module, optimizer_class, process_group):
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
         raise ValueError(
             f"{optimizer_class.__name__} may need whole parameters; use one of "
-            f"{sorted(ELEMENTWISE)}"
+            f"{sorted(ELEMENTWISE)}, or muon.py"
         )
 
 
-def check_parameters(module, trained):
-    if not trained.keys() <= set(module.parameters()):
+def check_parameters(optimizer, lists):
+    """Check that all ranks have the same model, buckets and options."""
+    module = optimizer.module
+    trained = optimizer._group_index.keys()
+    if not trained <= set(module.parameters()):
         raise ValueError("params has parameters that are not among module.parameters()")
-    if trained.keys() & split_experts(module):
+    if trained & differing_parameters(module, optimizer.process_group):
         raise ValueError(
-            "ranks have different experts: give these an optimizer of their own, and give this one "
-            "the other parameters as `params`"
+            "ranks of process_group hold different values of some parameters, such as different "
+            "experts: use a group of ranks that hold the same, or give these parameters an "
+            "optimizer of their own, and this one the others as `params`"
         )
-
-
-def split_experts(module):
-    """Return the parameters that differ between ranks: experts split by expert_parallel.py."""
-    experts = set()
-    for child in module.modules():
-        if getattr(child, "differ_between_ranks", False):
-            experts.update(child.parameters())
-    return experts
-
-
-def copy_from_rank_0(module, process_group):
-    """Copy rank 0's parameters and buffers to all ranks, if all have the same model."""
-    tensors = dict([*module.named_parameters(), *module.named_buffers()])
-    mine = [
-        f"{name!r}: shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype}, "
-        f"requires_grad={x.requires_grad}"
-        for name, x in tensors.items()
-    ]
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
+    mine = [f"{[len(each) for each in lists]} parameters in buckets"]
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if isinstance(v, (int, float, tuple))}
+        mine.append(f"options {options}")
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if x.numel() > 1 and 0 in x.stride():
+            raise ValueError(f"{name} is expanded, or another Zero3 has freed it: clone() it")
+        mine.append(
+            f"{name!r}: shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype}, "
+            f"requires_grad={x.requires_grad}"
+        )
+    everyone = [None] * dist.get_world_size(optimizer.process_group)
+    dist.all_gather_object(everyone, mine, group=optimizer.process_group)
     for rank, theirs in enumerate(everyone):
         if theirs != mine:
             raise ValueError(
                 f"ranks must hold the same model; rank {rank}'s differs in "
                 f"{sorted({*mine} ^ {*theirs}) or 'the order of its parameters'}"
             )
-    differ = split_experts(module)
-    for name, tensor in tensors.items():
+
+
+def differing_parameters(module, process_group):
+    """Return the parameters of which two ranks of the group hold different values.
+
+    These are experts of expert_parallel.py and slices of tensor_parallel.py. Their modules have the
+    list of global ranks that hold different values.
+    """
+    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    parameters = set()
+    for child in module.modules():
+        ranks = getattr(child, "differ_between_ranks", ())
+        if ranks is True or len(set(members) & set(ranks or ())) > 1:
+            parameters.update(child.parameters())
+    return parameters
+
+
+def copy_from_rank_0(module, process_group):
+    """Copy rank 0's parameters and buffers to all ranks."""
+    differ = differing_parameters(module, process_group)
+    for tensor in [*module.parameters(), *module.buffers()]:
         if tensor in differ:
             continue
-        if tensor.numel() > 1 and 0 in tensor.stride():
-            raise ValueError(
-                f"{name} is expanded: clone() it. If another Zero3 has freed it, make only one "
-                "with parameter groups"
-            )
         values = tensor.detach().reshape(-1)
         dist.broadcast(as_bytes(values), group=process_group, group_src=0)
         tensor.detach().copy_(values.view_as(tensor))
+
+
+def check_step(optimizer, closure):
+    if closure is not None:
+        raise ValueError("closures are not supported: call backward, then step() without one")
+    if optimizer._in_backward:
+        raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
+    if optimizer._mixed:
+        raise RuntimeError(
+            "gradients were added to those of the last step: call the optimizer's zero_grad() "
+            "after each step; that of the module does not drop reduced gradients"
+        )
+
+
+def check_is_whole(optimizer):
+    if any(bucket.freed for bucket in optimizer._buckets):
+        raise RuntimeError(
+            "these parameters are sharded: save the optimizer's module_state_dict(), and load, "
+            "copy or initialize them in `with optimizer.full_parameters():`"
+        )
+
+
+READS = (
+    "Zero3 gathers parameters when a module of their unit is called: call the module, as in "
+    "self.pos(positions), instead of reading self.pos.weight, or give `units` a module around both"
+)
+
+
+def check_output(optimizer, output):
+    """Look at the first output only, because the host waits for the device."""
+    if not optimizer._has_run:
+        optimizer._has_run = True
+        if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
+            raise RuntimeError(
+                f"the first output has NaN. Perhaps forward reads a freed parameter, which is NaN. "
+                f"{READS}"
+            )
+
+
+def check_is_entered(optimizer, parameter):
+    """Raise an error if a gradient was computed while the parameter's unit did not run."""
+    if optimizer._slots[parameter].bucket.freed:
+        names = {p: name for name, p in optimizer.module.named_parameters()}
+        raise RuntimeError(
+            f"{names[parameter]} has a gradient, but backward did not come through its module. "
+            f"{READS}. Modules must return tensors, or lists, tuples and dicts of them"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
 # Demo.
 
 
+STAGES = ((Zero1, 2), (Zero2, 2), (Zero3, 3))
+
+
 def main():
     demo = Demo()
+    train_stage = train_idea if demo.args.idea else train_class
     status = 0
-    for stage, passes in ((Zero1, 2), (Zero2, 2), (Zero3, 3)):
+    for stage, passes in STAGES:
         status |= train_stage(demo, stage, passes)
         demo.show()
     return status
 
 
-def train_stage(demo, stage, passes):
+def train_class(demo, stage, passes):
     """Train with Zero1, Zero2 or Zero3, which sends `passes` times Ψ(N-1)/N elements in a step."""
     model = demo.start(stage.__name__, bitwise=True)
     optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
@@ -931,18 +1034,63 @@ def train_stage(demo, stage, passes):
         return loss
 
     demo.train(step, lambda: whole(optimizer))
+    return demo.report(held_now, *cost(demo, passes))
+
+
+def train_idea(demo, stage, passes):
+    """Train with section 1. Shards are in addition to the parameters, except in ZeRO-3."""
+    model = demo.start(stage.__name__, bitwise=True)
+    if stage is Zero3:
+        model = nn.Sequential(*[Zero3Unit(layer) for layer in model])
+        sharded = [each for unit in model for each in unit.sharded]
+    else:
+        sharded = [ShardedParameter(parameter) for parameter in model.parameters()]
+    if stage is Zero2:
+        zero2_hooks(sharded)
+    parameters = [each.parameter for each in sharded]
+    shards = [each.shard for each in sharded]
+    optimizer = torch.optim.AdamW(shards, lr=1e-3)
+    held_now = None
+
+    def train_step(inputs, targets):
+        nonlocal held_now
+        optimizer.zero_grad()
+        loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+        loss.backward()
+        held_now = held([*parameters, *shards], optimizer)
+        if stage is Zero3:
+            optimizer.step()
+        else:
+            step(sharded, optimizer)
+        return loss
+
+    def whole():
+        gradients = [gathered(each, each.shard.grad) for each in sharded]
+        return gradients, [gathered(each, each.shard) for each in sharded]
+
+    demo.train(train_step, whole)
+    return demo.report(held_now, *cost(demo, passes))
+
+
+def gathered(sharded, shard):
+    """Return the whole tensor that the ranks have shards of."""
+    flat = shard.new_empty(sharded.N * shard.numel())
+    all_gather_single(flat, shard)
+    return flat[: sharded.parameter.numel()].view(sharded.parameter.shape)
+
+
+def cost(demo, passes):
     sent = passes * held_bytes(demo.model.parameters()) * (demo.ranks - 1) / demo.ranks
-    return demo.report(held_now, f"{passes}Ψ(N-1)/N", sent)
+    return f"{passes}Ψ(N-1)/N", sent
 
 
 def whole(optimizer):
     gradients = {}
     for bucket in optimizer._buckets:
-        flat = torch.empty_like(bucket.flat)
-        dist.all_gather(list(flat.chunk(bucket.N)), bucket.grad)
-        mean = flat / bucket.divisor
+        flat = bucket.grad.new_empty(bucket.flat.numel())
+        all_gather_single(flat, bucket.grad)
         for slot in bucket.slots:
-            gradients[slot.parameter] = slot.view(mean)
+            gradients[slot.parameter] = slot.view(flat)
     parameters = list(optimizer.module.parameters())
     with getattr(optimizer, "full_parameters", nullcontext)():
         copies = [parameter.clone() for parameter in parameters]
@@ -955,10 +1103,10 @@ def held_by(optimizer):
     gradients = []
     state = tree_leaves(list(optimizer._optimizer.state.values()))
     for bucket in optimizer._buckets:
-        parameters += [bucket.flat, bucket.shard]
+        parameters.append(bucket.flat)
         gradients += [bucket.grad, *(parameter.grad for parameter in bucket.parameters)]
-        if bucket.master is not bucket.shard:
-            state.append(bucket.master)
+        is_parameter = bucket.master.dtype == bucket.flat.dtype
+        (parameters if is_parameter else state).append(bucket.master)
     kinds = (parameters, gradients, state)
     return tuple(held_bytes(filter(torch.is_tensor, tensors)) for tensors in kinds)
 

@@ -2,15 +2,13 @@
 
 import contextlib
 import copy
-import functools
 import gc
-import itertools
 import math
 import weakref
+from functools import partial
 
 import pool
 import pytest
-import shared
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -19,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import (
     HOW,
-    MODELS,
     Blocks,
+    Collectives,
     Outer,
     Reader,
     Watch,
     batch_loss,
+    fake_world,
     loss_of,
     make_batch,
     make_model,
@@ -34,174 +33,142 @@ import zero
 
 STAGES = (zero.Zero1, zero.Zero2, zero.Zero3)
 each_stage = pytest.mark.parametrize("stage", STAGES)
-OPTIONS = {
-    "SGD": {"lr": 0.05, "momentum": 0.9, "nesterov": True},
-    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
-}
-PLAIN = functools.partial(make_model, "plain")
-bitwise = functools.partial(torch.testing.assert_close, rtol=0, atol=0)  # of whole structures
+
+
+def bitwise(ours, theirs):
+    """Compare whole structures."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def full(optimizer):
-    """Whole parameters, of Zero3; the others have them anyway."""
+    """Whole parameters, of Zero3. The others have them anyway."""
     return getattr(optimizer, "full_parameters", contextlib.nullcontext)()
 
 
-def whole_bytes(optimizer):
-    """The memory of whole parameters now."""
-    return sum(bucket.flat.untyped_storage().nbytes() for bucket in optimizer._buckets)
+def sgd(stage, model, **options):
+    return stage(model, torch.optim.SGD, pool.group(), lr=0.1, **options)
 
 
-def make_sgd(stage, model, **how):
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    return stage(model, sgd, pool.group(), **how)
+def batch(step=0):
+    return make_batch(pool.rank(), step)
 
 
-def assert_same_parameters(optimizer, model, plain):
-    with full(optimizer):
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            bitwise(ours, theirs.to(ours.dtype))
+def backward(model, step=0, loss=batch_loss):
+    loss(model, pool.rank(), step).backward()
 
 
-def one_device_backward(plain, rounds, dtype=None, loss=batch_loss, set_to_none=True):
+def backward_on_one_device(plain, rounds=((0,),), loss=batch_loss, dtype=None):
     """Leave the mean over ranks in .grad of `plain`, the masters of a model in `dtype`.
 
-    In each round every rank adds up the gradients of these batches before they are reduced.
+    In each round every rank adds up the gradients of these steps before they are reduced.
     """
-    low = copy.deepcopy(plain).to(dtype)
-    pairs = list(zip(plain.parameters(), low.parameters(), strict=True))
-    plain.zero_grad(set_to_none)
-    for numbers in rounds:
+    for steps in rounds:
         for rank in range(pool.world_size()):
-            for number in numbers:
-                loss(low, rank, number).backward()
-            for p, q in pairs:
+            model = copy.deepcopy(plain).to(dtype)
+            model.zero_grad()
+            for step in steps:
+                loss(model, rank, step).backward()
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
                 if q.grad is not None:
                     p.grad = q.grad.to(p.dtype) + (0 if p.grad is None else p.grad)
-                    q.grad = None
-    for p, q in pairs:
+    for p in plain.parameters():
         if p.grad is not None:
-            p.grad = (p.grad / pool.world_size()).to(q.dtype).to(p.dtype)
+            p.grad /= pool.world_size()
 
 
-def do_nothing(step, optimizer, model):
-    pass
+def assert_equal_to_one_device(ours, plain):
+    with full(ours):
+        for p, q in zip(ours.module.parameters(), plain.parameters(), strict=True):
+            bitwise(p, q.to(p.dtype))
 
 
-def train(
-    stage, make, name="AdamW", micros=(1, 0), loss=batch_loss, before=do_nothing, saved=None, **how
-):
-    """Train ours and one device, from rank 0's weights. They stay equal, and so do their states.
-
-    `micros`: the backwards in a step, and how many of them run in no_sync(), first. `saved` is
-    what to go on from, and is returned as well.
-    """
-    groups = how.pop("groups", nn.Module.parameters)
-    set_to_none = how.pop("set_to_none", True)
-    options = OPTIONS.get(name, {"lr": 0.01})
+def make_pair(stage, model, name="AdamW", groups=nn.Module.parameters, offload=None, **options):
+    """Return our optimizer, and that of one device over `plain`, an equal model."""
+    plain = copy.deepcopy(model)
+    if next(model.parameters()).itemsize == 2:
+        plain.float()
     optimizer_class = getattr(torch.optim, name)
-    model = make()
-    first = next(model.parameters())
-    low = first.dtype if first.itemsize < 4 else None
-    plain = copy.deepcopy(model).to(low and torch.float32)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        tensor.detach().add_(pool.rank())
-    ours = stage(model, optimizer_class, pool.group(), params=groups(model), **how, **options)
-    theirs = optimizer_class(groups(plain), **options)
-    both = ((ours, model), (theirs, plain))
-    bitwise(list(model.buffers()), list(plain.buffers()))
-    if saved:
-        parameters, state = saved
-        for optimizer, module in both:
-            optimizer.load_state_dict(state)
-            with full(optimizer):
-                module.load_state_dict(parameters)  # the same values in 16 bits, so masters stay
+    how = {"params": groups(model), "offload": offload, "bucket_cap_mb": 1e-3}
+    ours = stage(model, optimizer_class, pool.group(), **how, **options)
+    return ours, optimizer_class(groups(plain), **options), plain
 
-    for step, inside in enumerate((False, True, False)):
-        for optimizer, module in both:
-            before(step, optimizer, module)
-            with full(optimizer):  # a write is kept, and the rest keeps its fp32 digits
-                next(module.parameters()).data.fill_((step + 1) / 8)
+
+def train(stage, model, name="AdamW", loss=batch_loss, set_to_none=True, **options):
+    """Train ours and one device for three steps. After each they are equal."""
+    dtype = next(model.parameters()).dtype
+    ours, theirs, plain = make_pair(stage, model, name, **options)
+    for step in range(3):
         ours.zero_grad(set_to_none)
-        batches = range(step * micros[0], (step + 1) * micros[0])
-        at_once = micros[1] or stage is zero.Zero1  # a rank adds up its own gradients first
-        rounds = [batches] if at_once else [[batch] for batch in batches]
-        one_device_backward(plain, rounds, low, loss, set_to_none)
-        with full(ours) if inside else contextlib.nullcontext():
-            with ours.no_sync():
-                for batch in batches[: micros[1]]:
-                    loss(model, pool.rank(), batch).backward()
-            for batch in batches[micros[1] :]:
-                loss(model, pool.rank(), batch).backward()
-            ours.step()
+        backward(model, step, loss)
+        ours.step()
+        theirs.zero_grad(set_to_none)
+        backward_on_one_device(plain, [[step]], loss, dtype if dtype.itemsize == 2 else None)
         theirs.step()
-        assert_same_parameters(ours, model, plain)
-
-    saved = check_states(ours, model, theirs, plain, low)
-    return ours, model, plain, saved
+        assert_equal_to_one_device(ours, plain)
+    return ours, theirs, plain
 
 
-def check_states(ours, model, theirs, plain, low):
-    """They are the same. Ours is a copy. Loading it takes no memory. Return plain's and ours."""
-    held = zero.held_by(ours)
-    state = ours.state_dict()
-    expected = theirs.state_dict()
-    for number, master in enumerate(plain.parameters() if low else ()):
-        expected["state"].setdefault(number, {})["master"] = master
-    parameters, expected = copy.deepcopy((plain.state_dict(), expected))
-    ours.step()  # again, with the same gradients
-    theirs.step()
-    assert_same_parameters(ours, model, plain)
-    bitwise(state, expected)
-    for _, _, segment, _ in ours.shards() if low else ():
-        segment.add_(1)
-    ours.load_state_dict(state)
-    bitwise(ours.state_dict(), state, check_dtype=False)  # torch.optim casts NAdam's scalar
-    numbers = 8 * len(list(model.parameters()))
-    assert all(0 <= b - a <= numbers for a, b in zip(held, zero.held_by(ours), strict=True))
-    assert not isinstance(ours, zero.Zero3) or whole_bytes(ours) == 0
-    if low:
-        ours.sync_parameters()  # from the loaded masters
-        plain.load_state_dict(parameters)
-        assert_same_parameters(ours, model, plain)
-    return parameters, state
+# ---- The idea
 
 
+@pytest.mark.parametrize("hooked", [False, True], ids=["zero1", "zero2"])
 @pool.on(3)
-def test_the_naive_form():
-    ours = PLAIN()
-    plain = PLAIN()
-    shard = zero.flatten(ours.parameters(), 3).chunk(3)[pool.rank()].clone()
-    optimizer = torch.optim.AdamW([shard])
+def test_the_idea_of_zero1_and_zero2_trains_as_one_device(hooked):
+    model = make_model("plain")
+    plain = make_model("plain")
+    sharded = [zero.ShardedParameter(p, pool.group()) for p in model.parameters()]
+    if hooked:
+        zero.zero2_hooks(sharded)
+    ours = torch.optim.AdamW([each.shard for each in sharded])
     theirs = torch.optim.AdamW(plain.parameters())
     for step in range(3):
         ours.zero_grad()
-        batch_loss(ours, pool.rank(), step).backward()
-        zero.sharded_step(ours.parameters(), shard, optimizer, pool.group())
-        one_device_backward(plain, [[step]])
+        backward(model, step)
+        assert all((p.grad is None) == hooked for p in model.parameters())
+        zero.step(sharded, ours)
+        theirs.zero_grad()
+        backward_on_one_device(plain, [[step]])
         theirs.step()
-        bitwise(list(ours.parameters()), list(plain.parameters()))
+        bitwise(list(model.parameters()), list(plain.parameters()))
 
 
-def two_groups(model):
-    """One with options of its own; one bias is in none."""
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    return [{"params": matrices}, {"params": vectors[1:], "weight_decay": 0.1, "lr": 0.05}]
+@pool.on(3)
+def test_the_idea_of_zero3_trains_as_one_device_and_holds_only_shards():
+    plain = make_model("plain")
+    layers = [zero.Zero3Unit(layer, pool.group()) for layer in make_model("plain")]
+    model = nn.Sequential(*layers)
+    sharded = [each for layer in layers for each in layer.sharded]
+    ours = torch.optim.AdamW([each.shard for each in sharded])
+    theirs = torch.optim.AdamW(plain.parameters())
+    for step in range(3):
+        ours.zero_grad()
+        loss_of(model(batch(step))).backward()
+        assert zero.held_bytes(model.parameters()) == 0
+        ours.step()
+        theirs.zero_grad()
+        backward_on_one_device(plain, [[step]])
+        theirs.step()
+    for each, parameter in zip(sharded, plain.parameters(), strict=True):
+        each.all_gather()
+        bitwise(each.parameter, parameter)
 
 
-def change_groups(step, optimizer, model):
-    optimizer.param_groups[1]["weight_decay"] = 0.3 if step == 2 else 0.0
-    model[2].weight.requires_grad_(step != 1)
+@pool.on(2)
+def test_the_idea_of_zero2_adds_up_backwards():
+    model = make_model("plain")
+    sharded = zero.ShardedParameter(model[4].bias, pool.group())
+    zero.zero2_hooks([sharded])
+    backward(model)
+    once = sharded.shard.grad
+    backward(model)
+    bitwise(sharded.shard.grad, 2 * once)
 
 
-def large_loss(model, rank, step):
-    """The sum of three ranks' fp16 gradients is beyond 65504, and their mean is not."""
-    return 16000 * model(make_batch(rank, step, torch.float16)).square().sum()
+# ---- Training
 
 
 class Words(nn.Module):
-    """Calls its embedding, and reads the embedding's weight: at once, and after other units."""
+    """Calls its embedding, and reads the embedding's weight. Blocks share a weight."""
 
     def __init__(self):
         super().__init__()
@@ -209,136 +176,266 @@ class Words(nn.Module):
         self.blocks = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         self.blocks[1].weight = self.blocks[0].weight
 
-    def forward(self, x, tied=True):
-        hidden = self.embed(x.argmax(1))
-        if tied:
-            hidden = F.linear(torch.tanh(hidden), self.embed.weight)
-        hidden = self.blocks(hidden)
-        return F.linear(hidden, self.embed.weight) if tied else hidden
+    def forward(self, x):
+        hidden = F.linear(torch.tanh(self.embed(x.argmax(1))), self.embed.weight)
+        return F.linear(self.blocks(hidden), self.embed.weight)
 
 
-def sparse_loss(model, rank, step):
-    return model(make_batch(rank, step), tied=False).square().mean()
+class Scales(nn.Linear):
+    """Changes its output in place, by a parameter that backward needs first. Returns its input."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.scale = nn.Parameter(torch.full((6,), 3.0))
+
+    def forward(self, x):
+        return super().forward(x[0]).mul_(self.scale), x[0]
 
 
-def make_sparse(step, optimizer, model):
-    model.embed.sparse = isinstance(optimizer, zero.Zero1)  # ours, and not one device's
+def sum_loss(model, rank, step):
+    y, x = model([make_batch(rank, step)])
+    return y.sum() + x.sum()
 
 
-def compile_model(step, optimizer, model):
-    if step == 0 and isinstance(optimizer, zero.Zero1):
-        model.compile(backend="eager")
-
-
-def loss_by_one_block(model, rank, step):
-    return loss_of(model(make_batch(rank, step), which=[step % 2]))
-
-
-SMALL = {"bucket_cap_mb": 1e-3}
-OFFLOAD = {"offload": "cpu"}
-GROUPS = SMALL | {"groups": two_groups, "before": change_groups, "micros": (2, 0)}
-HOWS = itertools.cycle([SMALL, SMALL | OFFLOAD, OFFLOAD, {}])
-MAKES = [Outer, Words, *(functools.partial(make_model, kind) for kind in MODELS)]
-NAMES = itertools.cycle(sorted(zero.ELEMENTWISE))
-CASES = [(stage, make, next(NAMES), next(HOWS)) for stage in STAGES for make in MAKES]
-for each in STAGES:
-    CASES.append((each, PLAIN, "SGD", GROUPS))
-    CASES.append((each, Words, "SGD", {"before": make_sparse, "loss": sparse_loss}))
-    half = functools.partial(PLAIN, torch.float16)
-    CASES.append((each, half, "Adam", OFFLOAD | {"loss": large_loss}))
-    blocks = functools.partial(Blocks, 2)
-    CASES.append((each, blocks, "SGD", {"before": compile_model}))
-    CASES.append((each, blocks, "AdamW", {"set_to_none": False, "loss": loss_by_one_block}))
-
-
-@pytest.mark.parametrize(("stage", "make", "name", "how"), CASES)
+@pytest.mark.parametrize("kind", ["batchnorm", "mixed", "odd"])
+@each_stage
 @pool.on(3)
-def test_models_optimizers_and_options(stage, make, name, how):
-    """Every model by every stage, and every optimizer; groups; sparse gradients; large ones."""
-    train(stage, make, name, **how)
+def test_buffers_two_dtypes_and_odd_shapes_train_as_on_one_device(stage, kind):
+    train(stage, make_model(kind))
 
 
-def raise_in_backward(step, optimizer, model):
-    hidden = model[:2](make_batch(0, 0))
-    hidden.register_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model[2:](hidden).sum().backward()
+@pytest.mark.parametrize("make", [Words, Outer], ids=["tied in other units", "checkpointed units"])
+@each_stage
+@pool.on(3)
+def test_units_that_share_parameters_or_a_checkpoint_train_as_on_one_device(stage, make):
+    train(stage, make())
+
+
+@pool.on(2)
+def test_units_that_return_their_input_and_change_their_output_in_place():
+    train(zero.Zero3, nn.Sequential(Scales(), Scales(), Scales()), "SGD", sum_loss)
+
+
+@pytest.mark.parametrize("name", sorted(zero.ELEMENTWISE))
+@pool.on(3)
+def test_state_of_every_elementwise_optimizer_is_that_of_one_device(name):
+    ours, theirs, _ = train(zero.Zero1, make_model("plain"), name, lr=0.01)
+    bitwise(ours.state_dict(), theirs.state_dict())
 
 
 @each_stage
 @pool.on(2)
-def test_nothing_is_left_behind(stage):
-    """By a backward that raises; by an optimizer that is gone while the model is not."""
-    optimizer, model, *_ = train(stage, PLAIN, before=raise_in_backward, **SMALL)
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    if stage is not zero.Zero3:
-        batch_loss(model, pool.rank(), 0).backward()  # reduces nothing any more
-        assert all(p.grad is not None for p in model.parameters())
+def test_a_compiled_model_trains_as_on_one_device(stage):
+    def loss(model, rank, step):
+        model.compile(backend="eager", disable=model is plain)
+        return batch_loss(model, rank, step)
+
+    plain = None
+    train(stage, make_model("plain"), loss=loss)
 
 
-def body_random(stage, saved, numels, low, micros, **arguments):
-    dtype = torch.bfloat16 if low and micros != (2, 0) else torch.float32  # a mean is rounded
-    arguments |= {"micros": micros, "saved": copy.deepcopy(saved)}  # which ranks share
-    return train(stage, lambda: Reader(numels).to(dtype), loss=Reader.__call__, **arguments)[-1]
+@each_stage
+@pool.on(2)
+def test_sparse_gradients_are_made_dense(stage):
+    def loss(model, rank, step):
+        model.sparse = model is ours
+        return model(make_batch(rank, step).argmax(1)).square().sum()
+
+    ours = nn.Embedding(6, 4)
+    train(stage, ours, "SGD", loss)
 
 
-@settings(max_examples=8)
+@each_stage
+@pool.on(2)
+def test_gradients_that_are_set_to_zero_still_decay_weights(stage):
+    def loss(model, rank, step):
+        return loss_of(model(make_batch(rank, step), which=[step % 2]))
+
+    train(stage, Blocks(2), loss=loss, set_to_none=False)
+
+
+def two_groups(model):
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": matrices}, {"params": vectors[1:], "weight_decay": 0.9, "lr": 0.05}]
+
+
+@each_stage
+@pool.on(3)
+def test_groups_have_options_of_their_own_and_a_parameter_may_be_in_none(stage):
+    train(stage, make_model("plain"), groups=two_groups)
+
+
+@each_stage
+@pool.on(3)
+def test_micro_batches_are_added_in_the_order_of_the_docstring(stage):
+    model = make_model("plain")
+    ours, theirs, plain = make_pair(stage, model)
+    with ours.no_sync():
+        with ours.no_sync():
+            backward(model, 0)
+        backward(model, 1)
+    backward(model, 2)
+    backward(model, 3)
+    ours.step()
+    rounds = [[0, 1, 2, 3]] if stage is zero.Zero1 else [[0, 1, 2], [3]]
+    backward_on_one_device(plain, rounds)
+    theirs.step()
+    assert_equal_to_one_device(ours, plain)
+
+
+def body_random(stage, saved, numels, micros, name):
+    """Go on from `saved`, the parameters and the optimizer's state. Return what to go on from."""
+    torch.manual_seed(1)
+    model = Reader(numels)
+    ours, theirs, plain = make_pair(stage, model, name, lr=0.01)
+    if saved:
+        parameters, state = copy.deepcopy(saved)
+        with full(ours):
+            model.load_state_dict(parameters)
+        plain.load_state_dict(parameters)
+        ours.load_state_dict(state)
+        theirs.load_state_dict(copy.deepcopy(state))
+    for step in range(3):
+        steps = range(step * micros, (step + 1) * micros)
+        ours.zero_grad()
+        with ours.no_sync():
+            for number in steps:
+                backward(model, number, Reader.__call__)
+        ours.step()
+        theirs.zero_grad()
+        backward_on_one_device(plain, [steps], Reader.__call__)
+        theirs.step()
+        assert_equal_to_one_device(ours, plain)
+    bitwise(ours.state_dict(), theirs.state_dict())
+    return copy.deepcopy((plain.state_dict(), theirs.state_dict()))
+
+
+@settings(max_examples=6)
 @given(
     worlds=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(STAGES)), min_size=2, max_size=2),
-    low=st.booleans(),
     numels=st.lists(st.integers(0, 70), min_size=1, max_size=7),
-    bucket_cap_mb=st.sampled_from([25, 1e-4]),
+    micros=st.integers(1, 2),
     name=st.sampled_from(["SGD", "AdamW"]),
-    micros=st.sampled_from([(1, 0), (2, 0), (2, 1), (2, 2)]),
 )
-def test_what_some_ranks_use_and_other_worlds_go_on_with(worlds, **arguments):
-    """What one rank uses is averaged with the others' zeros. What no rank uses stays as it is."""
+def test_any_ranks_use_any_parameters_and_other_worlds_continue(worlds, numels, micros, name):
     saved = None
-    for N, stage in worlds:
-        saved = pool.run(N, functools.partial(body_random, stage, saved, **arguments))[-1]
+    for world_size, stage in worlds:
+        saved = pool.run(world_size, body_random, stage, saved, numels, micros, name)[0]
 
 
+# ---- Masters
+
+
+def large_loss(model, rank, step):
+    """The sum of three ranks' fp16 gradients is beyond 65504."""
+    return 16000 * model(make_batch(rank, step, torch.float16)).square().sum()
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
 @each_stage
 @pool.on(3)
-def test_norms_clipping_and_the_scale_of_a_loss(stage):
-    """The group of all ranks stands for one of model parallelism. test_amp has a GradScaler."""
-    model = PLAIN()
-    optimizer = make_sgd(stage, model)
-    norm_of = functools.partial(optimizer.clip_grad_norm_, math.inf)
-    for scale in (1024.0, 1.0):
-        optimizer.zero_grad()
-        batch_loss(model, pool.rank(), 0).backward()
-        norm = norm_of()
-        assert optimizer.unscale_(scale) == 0
-        assert norm_of() == norm / scale
-    matrices, vectors = (norm_of(counted=lambda p, dim=dim: p.dim() == dim) for dim in (2, 1))
-    assert 0 < vectors < norm
-    torch.testing.assert_close(matrices.square() + vectors.square(), norm.square())
-    thrice = norm_of(process_groups=[pool.group()])
-    torch.testing.assert_close(thrice.square(), 3 * norm.square())
-    optimizer.clip_grad_norm_(norm.item() / 2)
-    torch.testing.assert_close(norm_of(), norm / 2 * norm / (norm + 1e-6))
-    model[4].bias.register_hook(lambda gradient: gradient * math.inf)
-    batch_loss(model, pool.rank(), 1).backward()
-    assert optimizer.unscale_(1.0) == 1
-    assert norm_of().isinf()  # not NaN
+def test_16_bit_gradients_are_added_in_fp32_and_update_fp32_masters(stage, offload):
+    model = make_model("plain", torch.float16)
+    ours, theirs, plain = train(stage, model, "Adam", large_loss, lr=0.01, offload=offload)
+    state = ours.state_dict()["state"]
+    expected = theirs.state_dict()["state"]
+    for number, master in enumerate(plain.parameters()):
+        bitwise(state[number].pop("master"), master.detach())
+    bitwise(state, expected)
 
 
 @each_stage
 @pool.on(2)
-def test_experts_keep_their_values_beside_what_is_trained(stage):
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].differ_between_ranks = True  # as expert_parallel.py marks what it splits
-    expert = model[1].weight
-    before = expert.detach().add_(pool.rank()).clone()
-    optimizer = make_sgd(stage, model, params=model[0].parameters())
-    batch_loss(model, pool.rank(), 0).backward()
-    optimizer.step()
-    bitwise(expert.detach(), before)
-    assert expert.grad is not None
+def test_a_write_to_a_16_bit_parameter_reaches_its_master_and_the_rest_keeps_its_digits(stage):
+    model = make_model("plain", torch.bfloat16)
+    ours, theirs, plain = train(stage, model)
+    for optimizer, module in ((ours, model), (theirs, plain)):
+        with full(optimizer):
+            module[0].bias.data[:5] = 0.125
+    ours.step()
+    theirs.step()
+    assert_equal_to_one_device(ours, plain)
+
+
+@each_stage
+@pool.on(2)
+def test_a_loaded_state_restores_masters(stage):
+    model = make_model("plain", torch.bfloat16)
+    ours, _, plain = train(stage, model)
+    state = ours.state_dict()
+    for _, _, segment, _ in ours.shards():
+        segment.add_(1)
+    ours.load_state_dict(state)
+    ours.sync_parameters()
+    bitwise(ours.state_dict(), state)
+    assert_equal_to_one_device(ours, plain)
+
+
+@each_stage
+@pool.on(2)
+def test_a_loaded_step_count_becomes_what_a_fused_optimizer_wants(stage):
+    """As torch.optim's: in fp32, on the parameter's device. Here only the type can differ."""
+    plain = make_model("plain")
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    ours = stage(make_model("plain"), torch.optim.AdamW, pool.group(), fused=True)
+    saved = theirs.state_dict()
+    for number, p in enumerate(plain.state_dict().values()):
+        entry = {"step": torch.tensor(7), "exp_avg": p.clone(), "exp_avg_sq": p.square()}
+        saved["state"][number] = entry
+    for optimizer in (ours, theirs):
+        optimizer.load_state_dict(saved)
+    bitwise(ours.state_dict(), theirs.state_dict())
+
+
+# ---- Norms
+
+
+@each_stage
+@pool.on(3)
+def test_clipping_after_unscaling_and_an_overflow(stage):
+    """test_amp has a GradScaler."""
+    model = make_model("plain")
+    optimizer = sgd(stage, model)
+    backward(model)
+    norm = optimizer.clip_grad_norm_(math.inf)
+    assert optimizer.unscale_(1024.0) == 0
+    assert optimizer.clip_grad_norm_(math.inf) == norm / 1024
+    optimizer.clip_grad_norm_(norm / 4096)
+    assert optimizer.clip_grad_norm_(math.inf) < norm / 4000
+    model[4].bias.register_hook(lambda gradient: gradient * math.inf)
+    backward(model, 1)
+    assert optimizer.unscale_(1.0) == 1
+    assert optimizer.clip_grad_norm_(math.inf).isinf()  # not NaN
+
+
+@each_stage
+@pool.on(3)
+def test_a_backward_after_clipping_adds_to_the_mean(stage):
+    model = make_model("plain")
+    plain = make_model("plain").double()
+    optimizer = sgd(stage, model.double())
+    backward(model, 0)
+    optimizer.clip_grad_norm_(math.inf)
+    backward(model, 1)
+    norm = optimizer.clip_grad_norm_(math.inf)
+    backward_on_one_device(plain, [[0], [1]])
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), math.inf))
+
+
+@pool.on(3)
+def test_the_norm_of_a_split_model_counts_each_parameter_once():
+    """The group of all ranks stands for one of model parallelism."""
+    model = make_model("plain")
+    optimizer = sgd(zero.Zero1, model)
+    backward(model)
+    norm = optimizer.clip_grad_norm_(math.inf)
+    matrices = optimizer.clip_grad_norm_(math.inf, counted=lambda p: p.dim() == 2)
+    vectors = optimizer.clip_grad_norm_(math.inf, counted=lambda p: p.dim() == 1)
+    assert 0 < vectors < norm
+    torch.testing.assert_close(matrices.square() + vectors.square(), norm.square())
+    thrice = optimizer.clip_grad_norm_(math.inf, process_groups=[pool.group()])
+    torch.testing.assert_close(thrice.square(), 3 * norm.square())
 
 
 @each_stage
@@ -349,31 +446,40 @@ def test_complex_gradients_are_clipped(stage):
 
     model = nn.Linear(6, 5, dtype=torch.complex128)
     plain = copy.deepcopy(model)
-    optimizer = make_sgd(stage, model)
-    square_loss(model, pool.rank(), 0).backward()
+    optimizer = sgd(stage, model)
+    backward(model, 0, square_loss)
     norm = optimizer.clip_grad_norm_(1.0)
-    one_device_backward(plain, [[0]], loss=square_loss)
+    backward_on_one_device(plain, loss=square_loss)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
     torch.testing.assert_close(optimizer.clip_grad_norm_(1.0).item(), 1.0)
 
 
-@each_stage
-@pool.on(2)
-def test_a_loaded_step_count_becomes_what_a_fused_optimizer_wants(stage):
-    """As torch.optim's: in fp32, on the parameter's device. Here only the type can differ."""
-    plain = PLAIN()
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-    ours = stage(PLAIN(), torch.optim.AdamW, pool.group(), fused=True)
-    saved = theirs.state_dict()
-    for number, p in enumerate(plain.state_dict().values()):
-        entry = {"step": torch.tensor(7), "exp_avg": p.clone(), "exp_avg_sq": p.square()}
-        saved["state"][number] = entry
-    for optimizer in (ours, theirs):
-        optimizer.load_state_dict(saved)
-    bitwise(ours.state_dict(), theirs.state_dict())
-
-
 # ---- Costs
+
+
+class Costs:
+    """Eight layers of two parameters in a world of N ranks, which moves no data."""
+
+    def __init__(self, stage, N, dtype=torch.float32):
+        gc.freeze()
+        self.before = live_bytes()
+        self.x = torch.randn(4, 64, dtype=dtype)
+        layers = [nn.Linear(64, 64, dtype=dtype) for _ in range(8)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = stage(self.model, torch.optim.AdamW, bucket_cap_mb=0.01)
+        self.psi = sum(bucket.flat.nbytes for bucket in self.optimizer._buckets)
+        self.share = (N - 1) / N
+        self.flags = 2 * 16 * self.share  # a byte per tensor
+
+    def backward(self):
+        self.model(self.x).square().mean().backward()
+
+    def live(self):
+        return live_bytes() - self.before - self.x.nbytes
+
+    def whole(self):
+        """Bytes of whole parameters."""
+        return zero.held_bytes(bucket.flat for bucket in self.optimizer._buckets)
 
 
 def live_bytes():
@@ -384,72 +490,98 @@ def live_bytes():
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.fixture(params=[2, 3, 64])
+def N(request):
+    yield request.param
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each_stage
-@pytest.mark.parametrize(("N", "low", "frozen"), [(3, 0, 0), (2, 1, 0), (2, 0, 1), (64, 0, 0)])
-def test_bytes_held_and_sent_are_those_of_the_docstring(stage, N, low, frozen, request):
-    """In this process, in a world that moves no data."""
-    gc.freeze()
-    request.addfinalizer(gc.unfreeze)
-    with shared.fake_world(N, rank=N // 2):
-        check_costs(stage, N, low, frozen)
+def test_bytes_held_are_those_of_the_docstring(stage, N, dtype):
+    with fake_world(N, rank=N // 2):
+        costs = Costs(stage, N, dtype)
+        for _ in range(2):
+            costs.optimizer.zero_grad()
+            costs.backward()
+            held = costs.live()
+            held_by = zero.held_by(costs.optimizer)
+            costs.optimizer.step()
+    psi = costs.psi  # 16-bit masters and sums are in fp32, and Zero3 gathers from the masters
+    is_low = dtype == torch.bfloat16
+    gradients = sum(p.nbytes for p in costs.model.parameters())
+    if stage is not zero.Zero1:
+        gradients = psi * (2 if is_low else 1) / N
+    state = psi * (6 if is_low else 2) / N
+    parameters = psi
+    if stage is zero.Zero3:
+        parameters = 0 if is_low else psi / N
+    assert 0 <= psi - sum(p.nbytes for p in costs.model.parameters()) <= 16 * N * 8
+    for measured in (held, sum(held_by)):
+        assert 0 <= measured - parameters - gradients - state <= 600
+    assert held_by[:2] == (parameters, gradients)
 
 
-def check_costs(stage, N, low, frozen):
-    start = live_bytes()
-    x = torch.randn(4, 64).to(torch.bfloat16 if low else torch.float32)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(x.dtype)
-    for layer in model:
-        layer.weight.requires_grad_(not frozen)
-    optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=0.01, lr=1e-3)
-    buckets = optimizer._buckets
-    psi = sum(bucket.flat.nbytes for bucket in buckets)
-    trained = sum(b.flat.nbytes for b in buckets if b.parameters[0].requires_grad)
-    padding = psi - sum(p.nbytes for p in model.parameters())
-    assert 0 <= padding <= 16 * N * len(buckets)
-    grads = trained / N
-    if stage is zero.Zero1:
-        grads = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    params = psi / N if stage is zero.Zero3 else psi
-    state = (4 * trained + 2 * psi if low else 2 * trained) / N
-    passes = {zero.Zero1: 2 * trained, zero.Zero2: 3 * trained, zero.Zero3: 4 * psi + 2 * trained}
-    flags = 2 * (16 + 8 + 16)  # a byte per tensor, the norm, a byte again
+PASSES = {zero.Zero1: (2, 2, 2), zero.Zero2: (2, 3, 2), zero.Zero3: (3, 6, 5)}
 
-    def see():
-        return whole_bytes(optimizer), sum(p.grad is not None for p in model.parameters())
 
-    def backward():
-        y = model(x)
-        assert whole_bytes(optimizer) == between
-        y.square().mean().backward()
+@each_stage
+def test_bytes_sent_are_those_of_the_docstring(stage, N):
+    """With one backward, with two, and with two of which the first is in no_sync()."""
+    with fake_world(N, rank=0):
+        costs = Costs(stage, N)
+        for passes, sync in zip(PASSES[stage], [(True,), (True, True), (False, True)], strict=True):
+            costs.optimizer.zero_grad()
+            with zero.SentBytes() as sent:
+                for each in sync:
+                    with contextlib.nullcontext() if each else costs.optimizer.no_sync():
+                        costs.backward()
+                costs.optimizer.step()
+            expected = passes * costs.psi * costs.share + costs.flags
+            assert sent.total == pytest.approx(expected)
 
-    between = 0 if stage is zero.Zero3 else psi
-    for step in range(2):
-        optimizer.zero_grad()
-        with zero.SentBytes() as sent:
-            for _ in range(2):
-                with Watch(see) as watch:
-                    backward()
-            if step:
-                for measured in (live_bytes() - start - x.nbytes, sum(zero.held_by(optimizer))):
-                    assert 0 <= measured - params - grads - state <= 300
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-        assert sent.total == pytest.approx((passes[stage] + flags) * (N - 1) / N)
-    # step() has moved gradients
-    assert 0 <= live_bytes() - start - x.nbytes - params - trained / N - state <= 300
-    whole = max(whole for _, (whole, _) in watch.seen)
-    assert whole == (psi / 4 if stage is zero.Zero3 else psi)  # two units of eight
-    if stage is zero.Zero2 and not frozen:  # backward sends what it has passed, and frees .grad
-        first = next(number for number, (name, _) in enumerate(watch.seen) if "c10d" in name)
-        assert [name for name, _ in watch.seen[:first]].count("aten::mm") <= 4
-        assert max(gradients for _, (_, gradients) in watch.seen) <= 4
-    torch.autograd.grad(model(x.requires_grad_()).sum(), x)  # a backward that reaches no parameter
-    assert whole_bytes(optimizer) == between
-    with optimizer.no_sync(), zero.SentBytes() as sent:
-        with optimizer.no_sync():
-            pass
-        backward()
-    assert sent.total == pytest.approx(2 * (psi - between) * (N - 1) / N)  # Zero3 gathers
+
+def test_zero2_reduces_and_frees_gradients_in_backward(N):
+    with fake_world(N, rank=0):
+        costs = Costs(zero.Zero2, N)
+        with Watch(lambda: sum(p.grad is not None for p in costs.model.parameters())) as watch:
+            costs.backward()
+    names = [name for name, _ in watch.seen]
+    first = names.index("c10d::alltoall_base_")
+    assert names[:first].count("aten::mm") <= 4
+    assert max(gradients for _, gradients in watch.seen) <= 4
+
+
+def test_zero3_holds_one_unit_in_forward_and_backward(N):
+    with fake_world(N, rank=0):
+        costs = Costs(zero.Zero3, N)
+        with Watch(costs.whole) as watch:
+            y = costs.model(costs.x)
+            assert costs.whole() == 0
+            y.square().mean().backward()
+        assert costs.whole() == 0
+    assert max(whole for _, whole in watch.seen) == costs.psi / 8
+
+
+def test_a_backward_that_reaches_no_parameter_frees_units():
+    with fake_world(2, rank=0):
+        costs = Costs(zero.Zero3, 2)
+        torch.autograd.grad(costs.model(costs.x.requires_grad_()).sum(), costs.x)
+        assert costs.whole() == 0
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])
+@pool.on(2)
+def test_each_bucket_is_reduced_once_in_a_backward(stage, how):
+    model = Blocks(4)
+    optimizer = sgd(stage, model, bucket_cap_mb=1e-4)
+    loss = loss_of(model(make_batch(pool.rank(), 0).requires_grad_(), how=HOW[how]))
+    with Collectives() as seen:
+        loss.backward()
+    names = [name for name, _ in seen.calls]
+    assert names.count("alltoall_base_") == len(optimizer._buckets)
 
 
 def test_buckets_are_in_the_order_of_backward():
@@ -460,214 +592,326 @@ def test_buckets_are_in_the_order_of_backward():
     assert numbers == [[5, 4], [2, 0], [3], [1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_parameters_and_shards_are_aligned(dtype):
-    """Parameters to 64 bytes, as torch allocates them; shards to 16 bytes, as NCCL wants them."""
-    with shared.fake_world(3, rank=1):
-        bucket = zero.Bucket(list(PLAIN(dtype).parameters()), None, None)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_parameters_and_parts_are_aligned(dtype):
+    """Parameters to 64 bytes, as torch allocates them; parts to 16 bytes, as NCCL wants them."""
+    with fake_world(3, rank=1):
+        bucket = zero.Bucket(list(make_model("plain", dtype).parameters()), None)
     assert all(slot.start * dtype.itemsize % 64 == 0 for slot in bucket.slots)
-    assert bucket.shard.nbytes % 16 == 0
+    assert bucket.part.nbytes % 16 == 0
+
+
+@each_stage
+@pool.on(1)
+def test_an_optimizer_that_is_gone_leaves_an_ordinary_model(stage):
+    model = make_model("plain")
+    optimizer = sgd(stage, model)
+    gone = weakref.ref(optimizer)
+    with full(optimizer):
+        copied = copy.deepcopy(model)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    backward(copied)
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    if stage is not zero.Zero3:
+        backward(model)  # reduces nothing any more
+        assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 # ---- Zero3
 
 
-def forward_alone(step, optimizer, model):
-    batch_loss(model, 0, 9)
+class Experts(nn.Module):
+    """Each rank uses other experts: the first rank one, the second two, and so on."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, rank):
+        x = self.blocks[1](torch.tanh(self.blocks[0](x)))
+        for expert in self.experts[: rank + 1]:
+            x = torch.tanh(expert(x))
+        return self.blocks[2](x)
 
 
 @pool.on(3)
-def test_whole_and_freed_parameters_of_zero3():
-    """Freed, they have a shape and no values. A copy of the whole ones is an ordinary module."""
-    optimizer, model, plain, _ = train(zero.Zero3, PLAIN, before=forward_alone)
-    for parameter, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert parameter.isnan().all()
-        assert parameter.shape == theirs.shape
-    with optimizer.full_parameters():
-        average = copy.deepcopy(model)
-        nn.init.zeros_(model[0].bias)
-    bitwise(average.state_dict(), plain.state_dict())
-    bitwise([average(make_batch(0, 0))], [plain(make_batch(0, 0))])
-    for part in (model, model[0]):
-        with pytest.raises(RuntimeError, match="module_state_dict"):
-            part.state_dict()
-        with pytest.raises(RuntimeError, match="full_parameters"):
-            part.load_state_dict({})
-    model[0].bias.data.zero_()  # is lost, and does not reach other parameters
-    model(make_batch(0, 0))
-    assert all(parameter.isnan().all() for parameter in model.parameters())
-    nn.init.zeros_(model[0].bias)
-    with pytest.raises(RuntimeError, match=r"shape \(33,\) was written .*full_parameters"):
-        model(make_batch(0, 0))
+def test_ranks_may_use_different_members_of_a_list_that_is_a_unit():
+    def loss(model, rank, step):
+        return loss_of(model(make_batch(rank, step), rank))
+
+    model = Experts()
+    units = [*model.blocks, model.experts]
+    stage = partial(zero.Zero3, units=units)
+    train(stage, model, loss=loss)
 
 
-@pytest.mark.parametrize("how", HOW)
 @pool.on(2)
-def test_units_of_zero3_and_their_prefetch(how):
-    """While a unit computes, the one that came next last time is on its way, and no other."""
-
-    def loss_of(model, *number):
-        return model(make_batch(*number).requires_grad_(), how=HOW[how]).square().mean()
-
-    def ahead():
-        return [number for number, bucket in enumerate(buckets) if bucket.gathering]
-
-    optimizer, model, plain, _ = train(zero.Zero3, functools.partial(Blocks, 7), loss=loss_of)
-    buckets = optimizer._buckets[::-1]
-    psi_bytes = sum(bucket.flat.nbytes for bucket in buckets)
-    optimizer.zero_grad()
-    loss = None
-    for order in ([[1], [2], [3], [4], [5], [6], [7], []], [[6], [5], [4], [3], [2], [1], [0], []]):
-        with zero.SentBytes() as sent, Watch(ahead) as watch:
-            loss = loss.backward() if loss else loss_of(model, 0, 0)
-        products = [numbers for name, numbers in watch.seen if name in ("aten::addmm", "aten::mm")]
-        assert [numbers for numbers, _ in itertools.groupby(products)] == order
-        assert sent.total == (psi_bytes / 2 if loss else psi_bytes)
-
-    early = []
-
-    def look(inner, *_):  # at the shard that a step is about to change
-        segment = inner.param_groups[0]["params"][0]
-        early.extend(b for b in buckets if b.gathering and b.slots[0].segment is segment)
-
-    optimizer._optimizer.register_step_pre_hook(look)
+def test_a_module_inside_a_unit_runs_alone_and_a_step_updates_what_it_gathered():
+    model = Blocks(3)
+    ours, theirs, plain = make_pair(zero.Zero3, model)
+    backward(model)
+    backward_on_one_device(plain)
     x = make_batch(0, 0)
-    with torch.no_grad():
-        bitwise(model[0].one(x), plain[0].one(x))  # alone; the next unit is gathered
-    assert ahead() == [1]
-    optimizer.step()
-    assert not early
-
-
-class Scales(nn.Linear):
-    """Changes its output in place, by a parameter that backward needs first. Passes its input on.
-
-    The input's gradient is that of the unit before, which may not be freed for it.
-    """
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.scale = nn.Parameter(torch.full((6,), 3.0))
-
-    def forward(self, x):
-        return super().forward(x[0]).mul_(self.scale), x[0]
+    bitwise(model[0].one(x), plain[0].one(x))  # stays whole until another unit runs
+    ours.step()
+    theirs.step()
+    bitwise(model[0].one(x), plain[0].one(x))
 
 
 @pool.on(2)
-def test_units_that_return_their_input_and_change_their_output_in_place():
-    def loss_of(model, *number):
-        y, x = model([make_batch(*number)])
-        return y.sum() + x.sum()
+def test_in_full_parameters_the_model_is_an_ordinary_one():
+    model = make_model("plain")
+    optimizer = sgd(zero.Zero3, model)
+    with optimizer.full_parameters():
+        nn.init.ones_(model[0].bias)
+        with optimizer.full_parameters():
+            copied = copy.deepcopy(model)
+        backward(model)
+        optimizer.step()
+        assert not model[0].weight.isnan().any()
+        stepped = copy.deepcopy(model.state_dict())
+    assert model[0].weight.isnan().all()
+    assert copied[0].bias.eq(1).all()
+    bitwise(optimizer.module_state_dict(), stepped)
 
-    optimizer, model, *_ = train(
-        zero.Zero3, lambda: nn.Sequential(Scales(), Scales(), Scales()), loss=loss_of
-    )
-    psi_bytes = sum(bucket.flat.nbytes for bucket in optimizer._buckets)
-    loss = loss_of(model, 0, 0)
-    with zero.SentBytes() as sent:
-        loss.backward()
-    assert sent.total == psi_bytes / 2 + psi_bytes / 2  # parameters, gradients
+
+@pytest.mark.parametrize(
+    "use",
+    [nn.Module.state_dict, partial(nn.Module.load_state_dict, state_dict={}), copy.deepcopy],
+    ids=["state_dict", "load_state_dict", "deepcopy"],
+)
+@pool.on(1)
+def test_freed_parameters_are_neither_saved_nor_loaded_nor_copied(use):
+    model = make_model("plain")
+    optimizer = sgd(zero.Zero3, model)
+    with pytest.raises(RuntimeError, match=r"module_state_dict.*full_parameters"):
+        use(model)
+    assert optimizer.module is model
 
 
 class Positions(nn.ModuleList):
-    """Reads the weights of its position embedding, or calls it. Never uses the third."""
+    """Reads the weight of its position embedding, or calls it."""
 
     def __init__(self):
-        super().__init__(nn.Embedding(9, 4) for _ in range(3))
+        super().__init__(nn.Embedding(9, 4) for _ in range(2))
+        self.reads = True
 
-    def forward(self, tokens, reads):
-        positions = self[1].weight[:3] if reads else self[1](torch.arange(3))
+    def forward(self, tokens):
+        positions = self[1].weight[:3] if self.reads else self[1](torch.arange(3))
         return self[0](tokens) + positions
 
 
+TOKENS = [[0, 1, 2], [3, 4, 5]]
+
+
 @pool.on(2)
-def test_zero3_says_which_parameter_was_read_without_its_module():
-    """In the second step, too, when the unit may be prefetched."""
+def test_the_first_forward_says_that_a_freed_parameter_was_read():
     model = Positions()
-    optimizer = make_sgd(zero.Zero3, model)
-    tokens = torch.arange(6).view(2, 3)
-    says = r"1\.weight has a gradient.* call the module"
-    for reads in (True, False, True, False):
-        optimizer.zero_grad()
-        loss = model(tokens, reads).square().mean()
-        with pytest.raises(RuntimeError, match=says) if reads else contextlib.nullcontext():
-            loss.backward()
-    assert loss.isfinite()
+    optimizer = sgd(zero.Zero3, model)
+    with pytest.raises(RuntimeError, match=r"NaN.*call the module"):
+        model(torch.tensor(TOKENS))
     with optimizer.full_parameters():  # in which it may be read
-        model(tokens, True).sum().backward()
+        assert model(torch.tensor(TOKENS)).isfinite().all()
+
+
+@pool.on(2)
+def test_a_later_backward_says_which_freed_parameter_was_read():
+    model = Positions()
+    model.reads = False
+    optimizer = sgd(zero.Zero3, model)
+    model(torch.tensor(TOKENS)).sum().backward()
+    optimizer.step()
+    model.reads = True
+    with pytest.raises(RuntimeError, match=r"1\.weight has a gradient.*call the module"):
+        model(torch.tensor(TOKENS)).sum().backward()
+
+
+@pool.on(1)
+def test_units_must_be_inside_the_module():
+    with pytest.raises(ValueError, match="units"):
+        sgd(zero.Zero3, make_model("plain"), units=[nn.Linear(2, 2)])
+
+
+# ---- Split layers
+
+
+@each_stage
+@pool.on(2)
+def test_split_layers_keep_their_values_beside_what_is_trained(stage):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].differ_between_ranks = [0, 1]
+    expert = model[1].weight
+    before = expert.detach().add_(pool.rank()).clone()
+    optimizer = sgd(stage, model, params=model[0].parameters())
+    backward(model)
+    optimizer.step()
+    bitwise(expert.detach(), before)
+    assert expert.grad is not None
+
+
+@pytest.mark.parametrize("mark", [[0, 1, 7], True], ids=["two of the group", "True"])
+@each_stage
+@pool.on(2)
+def test_a_group_with_two_ranks_that_differ_is_refused(stage, mark):
+    model = nn.Linear(6, 6)
+    model.differ_between_ranks = mark
+    with pytest.raises(ValueError, match="different values"):
+        sgd(stage, model)
+
+
+@pytest.mark.parametrize("mark", [[0, 7], [], False], ids=["one of the group", "none", "False"])
+@pool.on(2)
+def test_a_group_with_one_rank_of_those_that_differ_is_trained(mark):
+    """As the data-parallel group of a tensor-parallel model is."""
+    model = make_model("plain")
+    model[0].differ_between_ranks = mark
+    train(zero.Zero1, model)
 
 
 # ---- Wrong use
 
 
+def expanded():
+    model = nn.Linear(6, 4)
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    return model
+
+
+def transposed_on_one_rank():
+    memory_format = (torch.contiguous_format, torch.channels_last)[pool.rank()]
+    return nn.Conv2d(2, 2, 3).to(memory_format=memory_format)
+
+
+def other_shape():
+    return nn.Linear(6, 4 + pool.rank())
+
+
+def other_order():
+    module = nn.Module()
+    for name in ("ab", "ba")[pool.rank()]:
+        module.register_parameter(name, nn.Parameter(torch.ones(2)))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (other_shape, "shape"),
+        (transposed_on_one_rank, "strides"),
+        (other_order, "order"),
+        (expanded, "mask is expanded"),
+    ],
+)
+@pool.on(2)
+def test_models_that_ranks_do_not_share_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        sgd(zero.Zero1, make())
+
+
+@pytest.mark.parametrize("name", ["weight_decay", "bucket_cap_mb"])
+@pool.on(2)
+def test_options_that_differ_between_ranks_are_refused(name):
+    value = (1e-4, 20)[pool.rank()]
+    with pytest.raises(ValueError, match=f"rank {1 - pool.rank()}'s differs"):
+        sgd(zero.Zero1, make_model("plain"), **{name: value})
+
+
+@pool.on(2)
+def test_a_model_in_ddp_is_refused():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=pool.group())
+    with pytest.raises(ValueError, match=r"ddp\.module"):
+        sgd(zero.Zero1, model)
+
+
+@pool.on(1)
+def test_parameters_of_another_module_are_refused():
+    with pytest.raises(ValueError, match="not among"):
+        sgd(zero.Zero1, nn.Linear(2, 2), params=nn.Linear(2, 2).parameters())
+
+
+@pool.on(1)
+def test_an_optimizer_that_needs_whole_matrices_is_refused():
+    with pytest.raises(ValueError, match=r"LBFGS.*AdamW"):
+        zero.Zero1(nn.Linear(2, 2), torch.optim.LBFGS, pool.group())
+
+
+@pool.on(1)
+def test_a_rank_outside_the_group_is_refused():
+    with pytest.raises(ValueError, match="not in process_group"):
+        zero.Zero1(nn.Linear(2, 2), torch.optim.SGD, dist.GroupMember.NON_GROUP_MEMBER)
+
+
 @each_stage
 @pool.on(2)
-def test_wrong_models_and_arguments(stage):
-    rank = pool.rank()
-    plain = PLAIN()
-    expert = nn.Linear(6, 6)
-    expert.differ_between_ranks = True
-    transposed = nn.Conv2d(2, 2, 3)
-    if rank:
-        transposed.to(memory_format=torch.channels_last)
-    expanded = PLAIN()
-    expanded.register_buffer("mask", torch.ones(1).expand(4))
-    shuffled = nn.Module()
-    for name in ("ab", "ba")[rank]:
-        shuffled.register_parameter(name, nn.Parameter(torch.ones(2)))
-    in_ddp = nn.parallel.DistributedDataParallel(plain, process_group=pool.group())
-    differs = f"the same model; rank {1 - rank}'s differs in .*shape"
-    cases = [
-        (differs, nn.Linear(6, 4 + rank), {}),
-        (differs, nn.BatchNorm1d(4 + rank), {}),
-        (differs, PLAIN((torch.float32, torch.float64)[rank]), {}),
-        (f"rank {1 - rank}'s differs in the order", shuffled, {}),
-        ("averages as well", in_ddp, {}),
-        ("not among module.parameters", PLAIN(), {"params": plain.parameters()}),
-        (differs + ".*strides", transposed, {}),
-        ("different experts", expert, {}),
-        ("mask is expanded: clone", expanded, {}),
-        ("LBFGS may need whole .*AdamW", plain, {"optimizer_class": torch.optim.LBFGS}),
-    ]
-    if rank:
-        outside = {"process_group": dist.GroupMember.NON_GROUP_MEMBER}
-        cases.append(("not in process_group", plain, outside))
-    for words, module, wrong in cases:
-        arguments = {"optimizer_class": torch.optim.SGD, "process_group": pool.group()} | wrong
-        with pytest.raises(ValueError, match=words):
-            stage(module, **arguments)
+def test_a_closure_is_an_error_and_none_is_not(stage):
+    model = make_model("plain")
+    optimizer = sgd(stage, model)
+    backward(model)
+    optimizer.step(None)
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)
 
 
 @each_stage
 @pool.on(2)
-def test_wrong_calls(stage):
-    model = PLAIN()
-    optimizer = make_sgd(stage, model)
+def test_a_step_without_gradients_does_nothing(stage):
+    optimizer = sgd(stage, make_model("plain"), weight_decay=0.5)
+    optimizer.step()
+    assert_equal_to_one_device(optimizer, make_model("plain"))
 
-    def train_step():
-        batch_loss(model, pool.rank(), 0).backward()
+
+@each_stage
+@pool.on(2)
+def test_gradients_that_only_the_module_dropped_are_an_error(stage):
+    """Also in buckets that had no gradients in the first step."""
+    model = Blocks(2)
+    optimizer = sgd(stage, model, bucket_cap_mb=1e-4)
+    loss_of(model[0](make_batch(0, 0))).backward()
+    optimizer.step()
+    model.zero_grad()
+    loss_of(model[1](make_batch(0, 0))).backward()
+    with pytest.raises(RuntimeError, match=r"optimizer's zero_grad\(\)"):
         optimizer.step()
 
-    optimizer.step()  # does nothing, because there are no gradients
-    train_step()
-    transposed = make_sgd(stage, nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
-    with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\) is not contiguous"):
-        list(transposed.shards())
-    model.zero_grad()
-    with pytest.raises(RuntimeError, match=r"the optimizer's zero_grad"):
-        train_step()
-    heads = Blocks(2)
-    by_heads = make_sgd(stage, heads, bucket_cap_mb=1e-4)
-    for head in (0, 1):  # buckets of the second have no gradients in the first step
-        loss_of(heads[head](make_batch(0, 0))).backward()
-        with pytest.raises(RuntimeError, match="zero_grad") if head else contextlib.nullcontext():
-            by_heads.step()
-        heads.zero_grad()
-    optimizer.zero_grad()
-    with pytest.raises(ValueError, match="to the constructor"):
+
+@pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])
+@pool.on(1)
+def test_a_step_after_a_backward_that_raised_is_an_error(stage):
+    model = make_model("plain")
+    optimizer = sgd(stage, model)
+    output = model(make_batch(0, 0))
+    model[0].bias.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    with pytest.raises(RuntimeError, match="backward"):
+        optimizer.step()
+
+
+@pool.on(1)
+def test_a_group_cannot_be_added():
+    optimizer = sgd(zero.Zero1, make_model("plain"))
+    with pytest.raises(ValueError, match="constructor"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+@pool.on(1)
+def test_pieces_of_a_permuted_parameter_are_refused():
+    model = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\) is not contiguous"):
+        list(sgd(zero.Zero1, model).shards())
+
+
+@each_stage
+@pool.on(1)
+def test_parameters_that_moved_are_an_error(stage):
+    model = make_model("plain")
+    optimizer = sgd(stage, model)
     model.float()  # moves nothing
-    train_step()
+    backward(model)
+    optimizer.step()
     model.double()
     with pytest.raises(RuntimeError, match=r"after module\.to"):
-        train_step()
+        optimizer.step(backward(model))
