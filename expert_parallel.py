@@ -23,6 +23,9 @@ kinds of parameters need different scales. Many implementations get the experts'
                              MoE.run_experts() divides the sum by N. If W > N, average_gradients()
                              averages it over the W/N ranks that have the same expert.
 
+If each rank divides its loss by the number of tokens of all ranks, the loss is the sum instead.
+With parallelize(..., loss="sum") nothing is divided.
+
 Cost per rank, layer and step, in elements. An expert has Ψe parameters; h is the hidden size. A
 rank has T tokens. An optional capacity limits an expert to C rows from each rank:
 
@@ -33,8 +36,11 @@ rank has T tokens. An optional capacity limits an expert to C rows from each ran
 
 Gradients and Adam's state take three times as much memory as the parameters. Without a capacity, a
 rank sends exactly (a + b)h elements forward: a rows to other ranks' experts, and b results back to
-other ranks. Ranks also exchange 8E(N-1)/N bytes of counts, and all-reduce 2E + 1 numbers for
-aux_loss and z_loss.
+other ranks. Ranks also exchange 8E(N-1)/N bytes of counts. If you read aux_loss or z_loss, they
+all-reduce 2E + 1 numbers.
+
+Read section 1 for the idea (10 minutes), to section 3 for the technique (25), and the rest to use
+it as a library (40).
 
 Run:      torchrun --nproc-per-node 2 expert_parallel.py
 Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
@@ -53,7 +59,6 @@ import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,69 +72,79 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: one expert per rank, one choice per token.
+# 1. The idea: rows travel to the rank of their expert, and the results travel back.
 
 
 class AllToAllRows(torch.autograd.Function):
-    """Send `send_counts[i]` rows to rank i, and receive `recv_counts[i]` rows from it.
+    """Send `sent[i]` rows to rank i, and receive `received[i]` rows from it.
 
-    Backward sends the rows' gradients back. MoE.run_experts() scales them on the way.
+    Backward sends the rows' gradients back, multiplied by `grad_scale`.
     dist.all_to_all_single has no gradient: with it, the experts would not train.
     """
 
     @staticmethod
-    def forward(ctx, rows, send_counts, recv_counts, process_group, grad_scale=1.0):
-        ctx.backward_args = (recv_counts, send_counts, process_group)
+    def forward(ctx, rows, sent, received, process_group, grad_scale=1.0):
         ctx.grad_scale = grad_scale
-        received = rows.new_empty(sum(recv_counts), *rows.shape[1:])
-        dist.all_to_all_single(
-            received, rows.contiguous(), recv_counts, send_counts, group=process_group
-        )
-        return received
+        ctx.way_back = (received, sent, process_group)
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=process_group)
+        return output
 
     @staticmethod
     def backward(ctx, grad):
-        grad = AllToAllRows.apply(grad * ctx.grad_scale, *ctx.backward_args)
-        return grad, None, None, None, None
+        return AllToAllRows.apply(grad * ctx.grad_scale, *ctx.way_back), None, None, None, None
 
 
 def exchange_counts(counts, process_group):
-    """Send counts[i] to rank i. Element i of the result comes from rank i."""
+    """Send an equal part of `counts` to each rank. Return the parts that the ranks sent here."""
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=process_group)
     return received
 
 
-def naive_moe(x, gate, expert, process_group=None):
-    """Switch Transformer's layer with one expert per rank.
+def naive_moe(x, gate, expert, top_k=2, process_group=None):
+    """A mixture of experts with one expert per rank.
 
     x is (tokens, hidden). All ranks have the same `gate`, an nn.Linear(hidden, ranks). Each rank
-    has its own `expert`, whose gradients are those of the sum of all ranks' losses.
+    has its own `expert`, a module that maps (rows, hidden) to the same.
     """
-    probability, chosen = gate(x).softmax(-1).max(-1)
-    order = chosen.argsort(stable=True)  # the tokens for rank 0 first, then those for rank 1, …
-    counts = chosen.bincount(minlength=gate.out_features)
-    send_counts = counts.tolist()
-    recv_counts = exchange_counts(counts, process_group).tolist()
-    rows = AllToAllRows.apply(x[order], send_counts, recv_counts, process_group)
-    results = AllToAllRows.apply(expert(rows), recv_counts, send_counts, process_group)
-    # order.argsort() is the inverse of `order`. It puts the results into the order of the tokens.
-    return results[order.argsort()] * probability[:, None]
+    weights, chosen = gate(x).softmax(-1).topk(top_k)
+    weights = weights / weights.sum(-1, keepdim=True)
+    owner = chosen.T.flatten()  # the rank of each row: all first choices, then all second choices
+    order = owner.argsort(stable=True)  # the rows for rank 0 first, then those for rank 1, …
+    counts = owner.bincount(minlength=gate.out_features)
+    sent = counts.tolist()
+    received = exchange_counts(counts, process_group).tolist()
+    rows = x.repeat(top_k, 1)[order]
+    rows = AllToAllRows.apply(rows, sent, received, process_group)
+    results = AllToAllRows.apply(expert(rows), received, sent, process_group)
+    # order.argsort() is the inverse of `order`. It puts the results into the order of the choices.
+    results = results[order.argsort()].view(top_k, *x.shape)
+    return (results * weights.T[..., None]).sum(0)
+
+
+def naive_average_gradients(replicated, experts, process_group=None):
+    """Make the gradients those of the mean of all ranks' losses."""
+    for parameter in replicated:
+        dist.all_reduce(parameter.grad, group=process_group)
+    # An expert's gradient is a sum over ranks already, because all ranks sent it rows.
+    for parameter in [*replicated, *experts]:
+        parameter.grad /= dist.get_world_size(process_group)
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The layer. It has all experts until parallelize() splits them over ranks.
+# 2. The layer: several experts per rank, and a capacity.
 
 
 class Experts(nn.Module):
-    """E SwiGLU networks, or E/N after parallelize().
-
-    The parameters are named as in Hugging Face's package transformers.
-    """
+    """E experts, or E/N after parallelize(). The names are those of the package transformers."""
 
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
-        self.differ_between_ranks = False  # ddp.py, zero.py and fsdp.py look at this
+        self.groups = None  # Groups, after parallelize()
+        # The global ranks that hold different values. ddp.py, zero.py and fsdp.py refuse a group
+        # that contains two of them.
+        self.differ_between_ranks = []
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * ffn_hidden, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, ffn_hidden))
         for weight in self.parameters():
@@ -138,66 +153,22 @@ class Experts(nn.Module):
 
     def forward(self, rows, counts):
         """The first counts[0] of the rows are for expert 0, the next counts[1] for expert 1, …"""
-        parts = rows.split(counts)
+        parts = rows.split(counts.tolist())
         results = []
         for part, gate_up, down in zip(parts, self.gate_up_proj, self.down_proj, strict=True):
             gate, up = F.linear(part, gate_up).chunk(2, -1)
-            hidden = F.silu(gate) * up
-            results.append(F.linear(hidden, down))
+            results.append(F.linear(F.silu(gate) * up, down))
         return torch.cat(results)
 
 
-class Groups:
-    """The process groups of one rank. With an `edp_group`, all W ranks form a grid."""
-
-    def __init__(self, process_group, edp_group):
-        self.axes = [process_group]  # of the grid
-        if edp_group is not None:  # expert data parallel: the ranks that have the same experts
-            self.axes.append(edp_group)
-        self.members = []  # the global ranks of each axis
-        for group in self.axes:
-            if dist.get_rank(group) < 0:
-                raise ValueError(
-                    f"rank {dist.get_rank()} is not in process_group, or not in edp_group; "
-                    "call this on the members of both"
-                )
-            self.members.append(dist.get_process_group_ranks(group or dist.group.WORLD))
-        self.ep_group = process_group  # the N ranks over which the experts are split
-        self.rank = dist.get_rank(process_group)
-        self.size = dist.get_world_size(process_group)  # N
-        self.num_ranks = math.prod(map(len, self.members))  # W
-
-    def __deepcopy__(self, memo):  # a ProcessGroup cannot be copied
-        return self
-
-    def broadcast(self, tensors):
-        """Give all W ranks the values of the first one."""
-        for tensor in tensors:
-            if tensor.is_meta:
-                continue  # has no values
-            if tensor.device.type not in dist.get_backend_config(self.ep_group):
-                raise ValueError(
-                    f"the backend of process_group cannot send from {tensor.device}; "
-                    "move the module to its device first"
-                )
-            values = tensor.contiguous()
-            # First over edp_group: then rank 0 of every process_group has the same values.
-            for group in reversed(self.axes):
-                dist.broadcast(values, group=group, group_src=0)
-            tensor.copy_(values)
-
-
 class MoE(nn.Module):
-    """A mixture of experts: (…, hidden) to (…, hidden).
+    """A mixture of experts: (…, hidden) to (…, hidden). It has all until parallelize() splits them.
 
     top_k                experts per token; their probabilities weight their results
     norm_topk_prob       divide the weights of a token by their sum (Mixtral)
     num_shared_experts   experts that see every token (DeepSeekMoE), computed as one wide expert
     capacity_factor      limit the rows of an expert: see assign_slots()
     bias_update_rate     balance the experts by a bias: see update_bias()
-
-    A forward sets `aux_loss` and `z_loss`, which cover the tokens of all ranks. They have no
-    gradient under checkpoint(use_reentrant=True), whose forward runs without autograd.
     """
 
     def __init__(
@@ -225,12 +196,9 @@ class MoE(nn.Module):
         self.shared_experts = None
         if num_shared_experts:
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
-        self.groups = None  # Groups, after parallelize()
-        self.row_counts = None  # rows of the last forward: ([sent to each rank], [received])
-        self.aux_loss = None  # Switch's load-balancing loss: 1 if balanced
-        self.z_loss = None  # ST-MoE's loss that keeps logits small
-        # How often each expert was chosen since update_bias(): 0, and after a forward (E,).
-        self.load = torch.zeros((), device="cpu")
+        self.routing = None  # of the last forward: (logits, probabilities, chosen)
+        self.losses = None  # of the last forward, if they were read: (aux_loss, z_loss)
+        self.load = 0  # (E,), how often this rank chose each expert since update_bias()
         bias = torch.zeros(num_experts, dtype=torch.float32)  # stays 0 if it is not used
         self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
 
@@ -238,18 +206,17 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens)
         slots, counts = self.assign_slots(chosen)
-        rows = self.fill_slots(tokens, slots, sum(counts))
-        results = self.run_experts(rows, counts)
-        output = self.combine(results, slots, weights)
+        rows = tokens.new_zeros(counts.sum() + 1, tokens.shape[1])
+        rows[slots] = tokens  # slots is (k, tokens): k copies of each token
+        results = self.run_experts(rows[:-1], counts)
+        results = F.pad(results, (0, 0, 0, 1))  # zeros for the extra slot, of dropped choices
+        output = (results[slots] * weights.T[..., None]).sum(0)  # first choice first
         if self.shared_experts is not None:
-            output = output + self.shared_experts(tokens, [len(tokens)])
+            output = output + self.shared_experts(tokens, torch.tensor([len(tokens)]))
         return output.view_as(x)
 
     def route(self, tokens):
-        """Return the weights and the indices of each token's experts, both (tokens, k).
-
-        This also sets the losses, which takes an all-reduce.
-        """
+        """Return the weights and the indices of each token's experts, both (tokens, k)."""
         dtype = torch.promote_types(tokens.dtype, torch.float32)  # 16 bits would create ties
         # Neither PyTorch's autocast nor that of amp.py may round.
         with torch.autocast(tokens.device.type, enabled=False), torch._C.DisableTorchFunction():
@@ -259,7 +226,8 @@ class MoE(nn.Module):
         weights = probabilities.gather(1, chosen)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        self.compute_losses(logits, probabilities, chosen)
+        self.routing = (logits, probabilities, chosen)
+        self.losses = None
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
@@ -269,88 +237,65 @@ class MoE(nn.Module):
         expert. Within an expert, they are in GShard's order: the first choices of all tokens, then
         the second choices.
 
-        With a capacity C, each expert has C slots. Choices beyond C are dropped: they all get one
-        extra slot, and add nothing to their tokens. A token's other weights do not change.
+        With a capacity C, each expert has C slots, and an empty slot has zeros. Choices beyond C
+        are dropped: they all get one extra slot at the end, and add nothing to their tokens. A
+        token's other weights do not change.
         """
         E = self.num_experts
         expert = chosen.T  # (k, tokens) is GShard's order
         order = expert.flatten().argsort(stable=True)
         slots = order.argsort().view_as(expert)  # the inverse of that permutation
         counts = expert.flatten().bincount(minlength=E)
+        if self.training:
+            self.load = self.load + counts
         if self.capacity_factor is None:
-            return slots, counts.tolist()
+            return slots, counts
         first_slots = counts.cumsum(0) - counts
         position = slots - first_slots[expert]  # 0 for the expert's first choice
         C = math.ceil(self.capacity_factor * self.top_k * len(chosen) / E)
-        return torch.where(position < C, expert * C + position, E * C), [C] * E
-
-    def fill_slots(self, tokens, slots, num_slots):
-        """Return the row of each slot. An empty slot has zeros."""
-        rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
-        rows[slots] = tokens  # slots is (k, tokens): k copies of each token
-        return rows[:-1]  # without the extra slot of all dropped choices
+        slots = torch.where(position < C, expert * C + position, E * C)
+        return slots, torch.full_like(counts, C)
 
     def run_experts(self, rows, counts):
         """Return the results of the rows, in their order. A row's expert may be on any rank."""
-        if self.groups is None:
+        groups = self.experts.groups
+        if groups is None:
             return self.experts(rows, counts)
-        group = self.groups.ep_group
-        N = self.groups.size
-        sent_per_expert = torch.tensor(counts).view(N, -1)  # (to rank, its expert)
-        received_per_expert = exchange_counts(sent_per_expert.to(rows.device), group).cpu()
-        send_counts = sent_per_expert.sum(1).tolist()
-        recv_counts = received_per_expert.sum(1).tolist()
-        self.row_counts = (send_counts, recv_counts)
+        group = groups.axes[0]
+        sent_counts = counts.view(groups.size, -1)  # (to rank, its expert)
+        counts = exchange_counts(sent_counts, group)  # (from rank, this rank's expert)
+        sent = sent_counts.sum(1).tolist()
+        received = counts.sum(1).tolist()
         # Backward runs the last line first. There it divides the gradients by N, because an expert
         # adds up the gradients of N ranks' losses, and the loss is their mean. At the next line it
         # multiplies them by N again, because a token needs the gradient of its own rank's loss.
-        received = AllToAllRows.apply(rows, send_counts, recv_counts, group, N)
+        N = groups.divisors[0]
+        rows = AllToAllRows.apply(rows, sent, received, group, N)
         # Received rows are sorted by sender, then by expert. The experts need them by expert.
-        experts = torch.ones_like(received_per_expert).cumsum(1)  # 1, 2, … for each sender
-        expert_of_row = experts.flatten().repeat_interleave(received_per_expert.flatten())
-        order = expert_of_row.argsort(stable=True).to(rows.device)
-        results = self.experts(received[order], received_per_expert.sum(0).tolist())
-        by_sender = results[order.argsort()]
-        return AllToAllRows.apply(by_sender, recv_counts, send_counts, group, 1 / N)
+        experts = torch.ones_like(counts).cumsum(1)  # 1, 2, … for each sender
+        order = experts.flatten().repeat_interleave(counts.flatten()).argsort(stable=True)
+        results = self.experts(rows[order], counts.sum(0))
+        return AllToAllRows.apply(results[order.argsort()], received, sent, group, 1 / N)
 
-    def combine(self, results, slots, weights):
-        """Add up the weighted results of each token's experts, first choice first."""
-        results = F.pad(results, (0, 0, 0, 1))  # appends zeros, for the slot of dropped choices
-        return (results[slots] * weights.T[..., None]).sum(0)
+    # The library's part. Sections 3 and 4 have the functions.
 
-    # Refinements: balance by a loss (Switch) and by a bias (DeepSeek-V3), and copies of the layer.
+    @property
+    def aux_loss(self):
+        """Switch's load-balancing loss of the last forward: 1 if balanced. See balance_losses()."""
+        return balance_losses(self)[0]
 
-    def compute_losses(self, logits, probabilities, chosen):
-        """Set aux_loss and z_loss, and add to `load` in training, for the tokens of all ranks.
-
-        aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
-        mean probability. Only P has a gradient.
-        """
-        E = self.num_experts
-        z = logits.logsumexp(-1, keepdim=True).square()
-        sums = torch.cat([probabilities, z], dim=1).sum(0)  # over this rank's tokens
-        counts = chosen.flatten().bincount(minlength=E)
-        total = torch.cat([counts, sums.detach()])
-        if self.groups:
-            for group in self.groups.axes:
-                dist.all_reduce(total, group=group)
-            # total[E:] has the value, without a gradient. The difference is 0, and has the gradient
-            # of this rank's sums. The factor W cancels the division by W in average_gradients().
-            sums = total[E:] + self.groups.num_ranks * (sums - sums.detach())
-        counts = total[:E]
-        num_choices = counts.sum().clamp(min=1)
-        means = sums * self.top_k / num_choices  # over all tokens
-        self.aux_loss = E * (counts / num_choices * means[:E]).sum()
-        self.z_loss = means[E]
-        if self.training:
-            self.load = self.load + counts
+    @property
+    def z_loss(self):
+        """ST-MoE's loss of the last forward, which keeps logits small. See balance_losses()."""
+        return balance_losses(self)[1]
 
     def update_bias(self):
         """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2). Call once a step."""
         if self.bias_update_rate is None:
             raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
-        self.bias += self.bias_update_rate * (self.load.mean() - self.load).sign()
-        self.load = 0 * self.load
+        load = sum_over_ranks(self.load + 0 * self.bias, self.experts.groups)
+        self.bias += self.bias_update_rate * (load.mean() - load).sign()
+        self.load = 0
 
     def _apply(self, function, recurse=True):
         """Module.to() and the like call this. The bias stays in fp32, or updates would be lost."""
@@ -362,95 +307,141 @@ class MoE(nn.Module):
         return self
 
     def __getstate__(self):
-        """copy.deepcopy() calls this. It cannot copy the losses, which have a graph."""
-        return self.__dict__ | {"aux_loss": None, "z_loss": None}
+        """copy.deepcopy() calls this. It cannot copy tensors with a graph."""
+        return self.__dict__ | {"routing": None, "losses": None}
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Split the experts over ranks, and handle their gradients and their state accordingly.
+# 3. Split the experts over ranks. Average gradients and balance experts over all ranks.
 
 
-def split_parameters(module, groups=None):
-    """Return {name: Groups} of the parameters that are split. A layer may have several names.
+class Groups:
+    """The process groups of one rank. With an `edp_group`, all W ranks form a grid."""
 
-    Raise ValueError if they were split over other groups than `groups`.
-    """
-    split = {}
-    for path, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, MoE) and layer.groups:
-            if groups and groups.members != layer.groups.members:
-                raise ValueError(
-                    f"{groups.members} are not the ranks {layer.groups.members} that have the "
-                    "experts; pass the process_group and the edp_group that parallelize() got"
-                )
-            prefix = f"{path}.experts".lstrip(".")
-            for name, _ in layer.experts.named_parameters(prefix):
-                split[name] = layer.groups
-    return split
+    def __init__(self, process_group, edp_group, loss="mean"):
+        self.axes = [process_group or dist.group.WORLD]  # the N ranks that share the experts
+        if edp_group is not None:  # expert data parallel: the ranks that have the same experts
+            self.axes.append(edp_group)
+        if any(dist.get_rank(group) < 0 for group in self.axes):
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in process_group, or not in edp_group; "
+                "call this on the members of both"
+            )
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)  # N
+        if loss not in ("mean", "sum"):
+            raise ValueError(f"loss={loss!r}; give mean or sum")
+        self.divisors = [group.size() if loss == "mean" else 1 for group in self.axes]
+
+    def __deepcopy__(self, memo):  # a ProcessGroup cannot be copied
+        return self
+
+
+def sum_over_ranks(tensor, groups):
+    for group in groups.axes if groups else []:
+        dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 @torch.no_grad()
-def parallelize(module, process_group=None, edp_group=None):
+def parallelize(module, process_group=None, edp_group=None, loss="mean"):
     """Split the experts of every MoE in `module` over `process_group`, in place.
 
     As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
     its device first. It may also be on the meta device: then call to_empty() and
-    load_full_state_dict() after this. Do not wrap `module` in DDP: it would make the ranks'
-    different experts the same. ddp.py, zero.py and fsdp.py refuse experts that are split.
+    load_full_state_dict() after this.
 
     If several process groups train together, `edp_group` has the ranks with this rank's experts:
-    one rank of each process group, with the same number in it.
+    one rank of each process group, with the same number in it. fsdp.py may shard the experts over
+    it. Over other groups, ddp.py, zero.py and fsdp.py refuse experts that are split.
+
+    The loss of a step is the mean of the ranks' losses, or their sum with loss="sum".
     """
-    groups = Groups(process_group, edp_group)
+    groups = Groups(process_group, edp_group, loss)
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    for layer in layers:
-        if layer.num_experts % groups.size:
-            raise ValueError(
-                f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
-                "make process_group smaller, and use edp_group for more ranks"
-            )
-    if edp_group is not None:
-        verify_grid(groups, edp_group)
-    groups.broadcast([*module.parameters(), *module.buffers()])
-    for layer in layers:
-        layer.groups = groups
-        for parameter in layer.experts.parameters():
+    verify_split(module, layers, groups)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:  # has no values
+            broadcast(tensor, groups)
+    for experts in (layer.experts for layer in layers):
+        experts.groups = groups
+        experts.differ_between_ranks = dist.get_process_group_ranks(groups.axes[0])
+        for parameter in experts.parameters():
             parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
-        layer.experts.differ_between_ranks = groups.size > 1
     return module
-
-
-def verify_grid(groups, edp_group):
-    """Raise ValueError if the ranks of `edp_group` have different experts."""
-    places = [None] * dist.get_world_size(edp_group)
-    dist.all_gather_object(places, (groups.rank, groups.size), group=edp_group)
-    if len(set(places)) > 1:
-        raise ValueError(
-            f"the ranks of edp_group have (number, size) {places} in their process_groups; "
-            "make edp_group of ranks with the same number in process_groups of the same size"
-        )
 
 
 def average_gradients(module, process_group=None, edp_group=None):
     """Make every gradient that of the mean of the ranks' losses. Call this before optimizer.step().
 
     If a step has several backwards, you may call this after each: averaging twice changes nothing.
+    After parallelize(..., loss="sum") this adds gradients up instead: call it once.
+
     If no rank used a parameter, its gradient becomes zeros. AdamW then decays the parameter. Freeze
     it to prevent that.
     """
-    groups = Groups(process_group, edp_group)
-    split = split_parameters(module, groups)
+    split, groups = split_parameters(module, Groups(process_group, edp_group))
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
         if parameter.grad is None:  # unused here; all ranks must call the same collectives
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.contiguous()
-        axes = groups.axes[1:] if name in split else groups.axes
-        for group in axes:
-            gradient /= dist.get_world_size(group)
+        axes = list(zip(groups.axes, groups.divisors, strict=True))
+        for group, divisor in axes[1:] if name in split else axes:
+            gradient /= divisor
             dist.all_reduce(gradient, group=group)
         parameter.grad.copy_(gradient)
+
+
+@torch.enable_grad()  # even if they are first read under no_grad(), the losses keep their gradient
+def balance_losses(layer):
+    """Return aux_loss and z_loss of the last forward, for the tokens of all ranks.
+
+    The first one that you read all-reduces both, so read them on all ranks or on none. They have no
+    gradient under checkpoint(use_reentrant=True), whose forward runs without autograd.
+
+    aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
+    mean probability. Only P has a gradient.
+    """
+    if layer.losses or not layer.routing:
+        return layer.losses or (None, None)
+    logits, probabilities, chosen = layer.routing
+    E = layer.num_experts
+    counts = chosen.flatten().bincount(minlength=E)
+    z = logits.logsumexp(-1, keepdim=True).square()
+    sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])  # over this rank's tokens
+    total = sum_over_ranks(sums.detach().clone(), layer.experts.groups)
+    # `total` has no gradient. The difference is 0, and has the gradient of this rank's sums. The
+    # factor W cancels the division by W in average_gradients().
+    W = math.prod(layer.experts.groups.divisors) if layer.experts.groups else 1
+    num_tokens = total[:E].sum().clamp(min=1) / layer.top_k
+    means = (total + W * (sums - sums.detach())) / num_tokens
+    f, P, z = means.split([E, E, 1])
+    layer.losses = (E / layer.top_k * (f * P).sum(), z.squeeze())
+    return layer.losses
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The library: clipping, states, and what parallelize() refuses.
+
+
+def split_parameters(module, groups=None):
+    """Return the names of split parameters, and their Groups. A layer may have several names.
+
+    Raise ValueError if they were split over other groups than `groups`.
+    """
+    names = []
+    for path, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, Experts) and child.groups:
+            if groups and groups.axes != child.groups.axes:
+                raise ValueError(
+                    f"the experts of {path} are split over other groups; pass the process_group "
+                    "and the edp_group that parallelize() got"
+                )
+            groups = child.groups  # these know whether the loss is a sum
+            names += dict(child.named_parameters(path))
+    return names, groups
 
 
 def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
@@ -459,17 +450,14 @@ def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
     Call average_gradients() first: before it, ranks have different gradients, and the norm is
     wrong. The ranks of `edp_group` have the same experts, so the sum is over `process_group` alone.
     """
-    groups = Groups(process_group, edp_group)
-    split = split_parameters(module, groups)
+    split, groups = split_parameters(module, Groups(process_group, edp_group))
     squares = torch.zeros(())  # of all elements, added up
     for name, parameter in module.named_parameters():
-        if parameter.grad is None:
-            continue
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        square = parameter.grad.to(dtype).square().sum()
-        if name not in split:
-            square /= groups.size  # each rank of the group adds it
-        squares = squares + square
+        if parameter.grad is not None:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            square = parameter.grad.to(dtype).square().sum()
+            # Each rank of the group adds a replicated parameter.
+            squares = squares + (square if name in split else square / groups.size)
     dist.all_reduce(squares, group=process_group)
     norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
@@ -482,76 +470,130 @@ def full_state_dict(module, gradients=False):
     if gradients:
         tensors = {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
     tensors = copy.deepcopy(tensors)
-    for name, groups in split_parameters(module).items():
-        if tensors[name] is None:  # the gradient of a frozen expert
-            continue
-        shard = tensors[name].contiguous()
-        shards = [torch.empty_like(shard) for _ in range(groups.size)]
-        dist.all_gather(shards, shard, group=groups.ep_group)
-        tensors[name] = torch.cat(shards)
+    names, groups = split_parameters(module)
+    for name in names:
+        if tensors[name] is not None:  # the gradient of a frozen expert is None
+            shard = tensors[name].contiguous()
+            shards = [torch.empty_like(shard) for _ in range(groups.size)]
+            dist.all_gather(shards, shard, group=groups.axes[0])
+            tensors[name] = torch.cat(shards)
     return tensors
 
 
 def load_full_state_dict(module, state_dict):
     """Load what full_state_dict() returned, at any number of ranks."""
     shards = dict(state_dict)
-    for name, groups in split_parameters(module).items():
+    names, groups = split_parameters(module)
+    for name in names:
         shards[name] = state_dict[name].chunk(groups.size)[groups.rank]
     module.load_state_dict(shards)
+
+
+def broadcast(tensor, groups):
+    """Give all W ranks the values of the first one."""
+    values = tensor.contiguous()
+    # First over edp_group: then rank 0 of every process_group has the same values.
+    for group in reversed(groups.axes):
+        dist.broadcast(values, group=group, group_src=0)
+    tensor.copy_(values)
+
+
+def verify_split(module, layers, groups):
+    """Raise ValueError on all ranks if they disagree, or if the split would do damage."""
+    for layer in layers:
+        if layer.num_experts % groups.size:
+            raise ValueError(
+                f"{layer.num_experts} experts do not divide by {groups.size} ranks; "
+                "make process_group smaller, and use edp_group for more ranks"
+            )
+    for number, group in enumerate(groups.axes):
+        # The ranks of an edp_group must have the same place in their process_groups.
+        facts = [groups.divisors, groups.size, groups.rank * number]
+        everyone = [None] * group.size()
+        dist.all_gather_object(everyone, facts, group=group)
+        if any(theirs != facts for theirs in everyone):
+            raise ValueError(
+                f"ranks have (divisors, size of process_group, number in it) {everyone}; pass the "
+                "same loss, and in edp_group ranks with the same number in process_groups"
+            )
+        for name, child in module.named_modules():
+            marked = getattr(child, "differ_between_ranks", [])
+            differ = set(marked).intersection(dist.get_process_group_ranks(group))
+            if len(differ) > 1:
+                raise ValueError(
+                    f"ranks {sorted(differ)} have different values in {name}, which a broadcast "
+                    "would overwrite; call it on the MoE only"
+                )
 
 
 # --------------------------------------------------------------------------------------------------
 # Demo.
 
 
-class ResidualMoE(nn.Module):
-    def __init__(self, hidden, num_experts):
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.moe = MoE(hidden, 2 * hidden, num_experts)
+class NaiveMoE(MoE):
+    """Has the parameters of the layer in section 2, and computes with section 1."""
 
     def forward(self, x):
-        return x + self.moe(self.norm(x))
+        def expert(rows):
+            return self.experts(rows, torch.tensor([len(rows)]))
+
+        return naive_moe(x.flatten(0, -2), self.gate, expert, self.top_k).view_as(x)
 
 
-def add_moe_layers(model, num_experts):
+class ResidualMoE(nn.Module):
+    def __init__(self, moe):
+        super().__init__()
+        self.norm = nn.LayerNorm(moe.gate.in_features)
+        self.moe = moe
+        self.chosen = None  # the experts of the last forward's tokens
+
+    def forward(self, x):
+        normed = self.norm(x)
+        self.chosen = self.moe.gate(normed.detach()).topk(self.moe.top_k).indices
+        return x + self.moe(normed)
+
+
+def add_moe_layers(model, num_experts, layer_class=MoE):
     """The demo's language model with a mixture of experts after its second and its fourth block."""
     hidden = model[0].embedding_dim
     layers = list(model)
     for position in (5, 3):  # after blocks 4 and 2, because layers[0] is the embedding
-        layers.insert(position, ResidualMoE(hidden, num_experts))
+        moe = layer_class(hidden, 2 * hidden, num_experts, top_k=min(2, num_experts))
+        layers.insert(position, ResidualMoE(moe))
     return nn.Sequential(*layers).to(model[0].weight)
 
 
-def moe_layers(model):
-    return [layer for layer in model.modules() if isinstance(layer, MoE)]
+def residual_layers(model):
+    return [layer for layer in model.modules() if isinstance(layer, ResidualMoE)]
 
 
 def main():
     demo = Demo()
-    N = demo.ranks
-    num_experts = 8
-    if num_experts % N:
-        demo.stop(f"{num_experts} experts do not divide by {N} ranks; use 1, 2, 4 or 8")
-    demo.model = add_moe_layers(demo.start("expert_parallel"), num_experts)
+    num_experts = demo.ranks if demo.args.idea else 8
+    if num_experts % demo.ranks:
+        demo.stop(f"{num_experts} experts do not divide by {demo.ranks} ranks; use 1, 2, 4 or 8")
+    model = demo.start("expert_parallel")
+    demo.model = add_moe_layers(demo.model, num_experts)
     demo.optimizer = torch.optim.AdamW(demo.model.parameters(), lr=1e-3)
+    model = add_moe_layers(model, num_experts, NaiveMoE if demo.args.idea else MoE)
+    model.load_state_dict(demo.model.state_dict())
+    parallelize(model)
     balanced = parallelize(copy.deepcopy(demo.model))
-    model = parallelize(copy.deepcopy(demo.model))
-    names = [name for name, _ in model.named_parameters()]
     before = rows_per_expert(demo, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    names = [name for name, _ in model.named_parameters()]
+
+    def step(inputs, targets):
+        with SentRows() as demo.sent_rows:
+            return train_step(demo, model, optimizer, 0.0, inputs, targets)
 
     def whole():
         gradients = full_state_dict(model, gradients=True)
         parameters = full_state_dict(model)
         return [gradients[name] for name in names], [parameters[name] for name in names]
 
-    step = partial(train_step, demo, model, optimizer, 0.0)
     demo.train(step, whole)
-    for layer in moe_layers(model):  # rows that leave this rank, which SentBytes does not count
-        for counts in layer.row_counts:
-            rows = sum(counts) - counts[demo.rank]
-            demo.sent.total += 2 * rows * layer.gate.in_features * 8
+    demo.sent.total += demo.sent_rows.total
     sent = bytes_by_formula(demo, model)
     formula = "2Ψr(N-1)/N + Σ 2(a+b)h, Ψr replicated"
     status = demo.report(held(model.parameters(), optimizer), formula, sent)
@@ -559,49 +601,71 @@ def main():
     for number in range(demo.args.steps):
         train_step(demo, balanced, optimizer, 0.1, *demo.batch(number))
     demo.show("\nRows per expert in the first MoE layer, summed over ranks. Ideal: all equal")
-    for title, counts in (
-        ("before training", before),
-        ("after training without a balance loss", rows_per_expert(demo, model)),
-        ("after training with 0.1 · aux_loss", rows_per_expert(demo, balanced)),
-    ):
-        demo.show(title)
-        for expert, count in enumerate(counts):
-            bar = "▇" * round(8 * num_experts * count / sum(counts))
-            demo.show(f"  expert {expert}  {count:5} {bar}")
+    show_rows(demo, "before training", before)
+    show_rows(demo, "after training without a balance loss", rows_per_expert(demo, model))
+    show_rows(demo, "after training with 0.1 · aux_loss", rows_per_expert(demo, balanced))
     return status
 
 
 def train_step(demo, model, optimizer, balance, inputs, targets):
     optimizer.zero_grad()
     loss = language_loss(model(demo.part(inputs)), demo.part(targets))
-    aux_loss = sum(layer.aux_loss for layer in moe_layers(model))
-    (loss + balance * aux_loss).backward()
-    average_gradients(model)
+    total = loss
+    if balance:
+        total = loss + balance * sum(layer.moe.aux_loss for layer in residual_layers(model))
+    total.backward()
+    if demo.args.idea and not balance:
+        parameters = dict(model.named_parameters())
+        experts = [parameters.pop(name) for name in list(parameters) if ".experts." in name]
+        naive_average_gradients(parameters.values(), experts)
+    else:
+        average_gradients(model)
     optimizer.step()
     return loss
 
 
 @torch.no_grad()
 def rows_per_expert(demo, model):
-    layer = moe_layers(model)[0]
-    layer.load = torch.zeros(())
     model(demo.part(demo.batch(0)[0]))
-    return layer.load.int().tolist()
+    layer = residual_layers(model)[0]
+    counts = layer.chosen.flatten().bincount(minlength=layer.moe.num_experts)
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
+def show_rows(demo, title, counts):
+    demo.show(title)
+    for expert, count in enumerate(counts):
+        bar = "▇" * round(8 * len(counts) * count / sum(counts))
+        demo.show(f"  expert {expert}  {count:5} {bar}")
+
+
+class SentRows(TorchDispatchMode):
+    """Adds up the bytes of the rows that this rank sends to others."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.startswith("alltoall_base_") and args[4]:  # the rows for each rank
+            rows = sum(args[4]) - args[4][dist.get_rank()]
+            self.total += rows * args[1][:1].nbytes
+        return func(*args, **(kwargs or {}))
 
 
 def bytes_by_formula(demo, model):
     """What this rank sent in the last step. float64 and int64 have 8 bytes."""
     N = demo.ranks
-    split = split_parameters(model)
-    psi_r = sum(p.numel() for name, p in model.named_parameters() if name not in split)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    psi_r = sum(size for name, size in sizes.items() if ".experts." not in name)
     elements = 2 * psi_r * (N - 1) / N  # for the replicated parameters' gradients
-    for layer in moe_layers(model):
-        sent, received = layer.row_counts
-        a = sum(sent) - sent[demo.rank]  # rows to other ranks
-        b = sum(received) - received[demo.rank]  # results to other ranks
-        E = layer.num_experts
-        elements += 2 * (a + b) * layer.gate.in_features
-        elements += 2 * (2 * E + 1) * (N - 1) / N  # for aux_loss and z_loss
+    for layer in residual_layers(model):
+        E = layer.moe.num_experts
+        owners = layer.chosen.flatten() // (E // N)
+        sent = owners.bincount(minlength=N)  # rows to each rank
+        received = exchange_counts(sent, dist.group.WORLD)
+        a = (sent.sum() - sent[demo.rank]).item()  # rows to other ranks
+        b = (received.sum() - received[demo.rank]).item()  # results to other ranks
+        elements += 2 * (a + b) * layer.moe.gate.in_features
         elements += E * (N - 1) / N  # counts
     return 8 * elements
 

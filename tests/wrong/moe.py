@@ -35,11 +35,13 @@ class RouterNotAveraged(MoE):
 class LocalBalance(MoE):
     """The balance of each rank's own tokens."""
 
-    def compute_losses(self, *args):
-        groups = self.groups
-        self.groups = None
-        super().compute_losses(*args)
-        self.groups = groups
+    @property
+    def aux_loss(self):
+        groups = self.experts.groups
+        self.experts.groups = None
+        aux_loss = super().aux_loss
+        self.experts.groups = groups
+        return aux_loss
 
 
 class NoRenormalisation(MoE):
@@ -48,8 +50,9 @@ class NoRenormalisation(MoE):
 
 
 class NoWeights(MoE):
-    def combine(self, results, slots, weights):
-        return super().combine(results, slots, torch.ones_like(weights))
+    def route(self, tokens):
+        weights, chosen = super().route(tokens)
+        return torch.ones_like(weights), chosen
 
 
 class WrongOrder(MoE):
