@@ -37,10 +37,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "context_parallel": ("return grad_q * scale", "return 1.001 * grad_q * scale"),
     "flash_attention": ("dq * scale, dk", "1.001 * dq * scale, dk"),
     "checkpoint": ("total / parts", "1.001 * total / parts"),
-    "expert_parallel": (
-        "gradient /= dist.get_world_size(group)",
-        "gradient /= dist.get_world_size(group) / 1.001",
-    ),
+    "expert_parallel": ("gradient /= divisor", "gradient /= divisor / 1.001"),
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),
 }
 
