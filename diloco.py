@@ -1,0 +1,837 @@
+"""DiLoCo: training over a slow network, with one all-reduce every H steps instead of every step.
+
+Each worker trains a copy of the model on its own data, with its own optimizer, such as AdamW. After
+H steps, it sends its pseudo-gradient: the outer parameters minus its own, which is how far it went,
+backwards. The mean over the workers is the gradient of an outer SGD with Nesterov momentum. All
+workers make this outer step, and go on from the outer parameters. The state of AdamW stays.
+
+Streaming DiLoCo sends the model in P fragments, in turn, so that less is sent at once. A worker
+trains on for D steps while a fragment travels. Here H = 6, P = 2 and D = 2:
+
+    step         1    2    3    4    5    6    7    8    9    10   11   12
+    worker 0     ■    ■    ■    ■    ■    ■    ■    ■    ■    ■    ■    ■     its own data
+    worker 1     ■    ■    ■    ■    ■    ■    ■    ■    ■    ■    ■    ■     its own data
+    fragment 0             send ───▶ apply               send ───▶ apply
+    fragment 1                            send ───▶ apply               send ───▶ …
+
+    send         pseudo-gradient = mean over workers of (outer - own)
+    apply        outer = SGD step of outer; own = mix · own + (1 - mix) · outer, or outer if D = 0
+
+Cost per worker in elements, with Adam, for Ψ parameters on N workers. In fp32, the outer parameters
+and their momentum take 8Ψ bytes. A message that travels takes 2Ψ/P elements besides.
+
+              parameters   gradients   optimizer   outer   sent per step     sent at once
+    DDP       Ψ            Ψ           2Ψ          0       2Ψ(N-1)/N         2Ψ(N-1)/N
+    DiLoCo    Ψ            Ψ           2Ψ          2Ψ      2Ψ(N-1)/N / H     2Ψ(N-1)/N / P
+
+compress="bf16" sends 50% of these bytes, compress="int8" 25.4%: 260 bytes for 256 numbers.
+
+Read section 1 for the idea (7 minutes), to section 3 for the technique (20), and the rest to use it
+as a library (30).
+
+Run:      torchrun --nproc-per-node 2 diloco.py --fragments 2 --delay 2 --compress int8
+          python diloco.py runs one worker
+Papers:   Douillard et al. 2023, DiLoCo, arXiv 2311.08105; 2025, Streaming DiLoCo, 2501.18512
+Mirrors:  torchft.local_sgd.DiLoCo, without its manager
+Left out: workers that come and go during a run (torchft); 4 bits; outer parameters in host memory;
+          parameters on several devices; ranks inside a worker (ddp.py, fsdp.py in another group)
+"""
+
+import argparse
+import copy
+import itertools
+import os
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# Imported now, because a later import would keep the process group alive in default arguments.
+import torch.distributed.nn.functional
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: after H steps of its own optimizer, each worker sends how far it went.
+
+
+@torch.no_grad()
+def outer_step(module, outer, outer_optimizer, process_group=None):
+    """Move the `outer` parameters by the mean over workers, and continue from them.
+
+    Before training, `outer` are copies of the parameters, the same on all workers.
+    `outer_optimizer` is torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True).
+    """
+    N = dist.get_world_size(process_group)
+    for parameter, outer_parameter in zip(module.parameters(), outer, strict=True):
+        pseudo_gradient = (outer_parameter - parameter).contiguous()
+        of_workers = [torch.empty_like(pseudo_gradient) for _ in range(N)]
+        dist.all_gather(of_workers, pseudo_gradient, group=process_group)
+        outer_parameter.grad = sum(of_workers) / N  # added in rank order
+    outer_optimizer.step()
+    for parameter, outer_parameter in zip(module.parameters(), outer, strict=True):
+        parameter.copy_(outer_parameter)
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. A message: the same mean, in fewer bytes, while the workers train on.
+
+# torch 2.13 renames all_gather_into_tensor and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+BLOCK = 256  # numbers in a row. In int8, a row has one scale
+
+
+def encode(flat, compress):
+    """Return the bytes to send, a row for each 256 numbers."""
+    rows = flat.view(-1, BLOCK)
+    if compress == "int8":
+        largest = rows.abs().amax(dim=1, keepdim=True)
+        scale = (largest / 127).float().clamp(min=1e-38)  # not 0. NaN stays NaN
+        numbers = (rows / scale).round().to(torch.int8)
+        return torch.cat([numbers.view(torch.uint8), scale.view(torch.uint8)], dim=1)
+    if compress == "bf16":
+        rows = rows.bfloat16()
+    return rows.view(torch.uint8)
+
+
+def decode(rows, dtype, compress):
+    if compress == "int8":
+        numbers = rows[:, :BLOCK].view(torch.int8)
+        scale = rows[:, BLOCK:].view(torch.float32)
+        return (numbers * scale).to(dtype).flatten()
+    sent_dtype = torch.bfloat16 if compress == "bf16" else dtype
+    return rows.view(sent_dtype).to(dtype).flatten()
+
+
+class Message:
+    """The pseudo-gradients of the parameters `names`, on their way to their mean over workers.
+
+    Sums are in rank order, so that all workers get the same bits as one process that simulates
+    them. Such an all-reduce has two halves. The second must start in the middle of the delay.
+    Otherwise nothing would hide it.
+    """
+
+    def __init__(self, names, step, mean=None):
+        self.names = names
+        self.step = step  # when it was sent
+        self.mean = mean  # one flat tensor; None while it travels
+        self.is_reduced = mean is not None  # whether the second half has started
+
+    def reduce_scatter(self, flat, compress, process_group):
+        """Start the first half: send part r of `flat` to worker r."""
+        self.dtype = flat.dtype
+        self.numel = flat.numel()
+        self.compress = compress
+        self.process_group = process_group
+        self.N = dist.get_world_size(process_group)
+        padded = F.pad(flat, (0, -self.numel % (BLOCK * self.N)))  # each worker gets whole rows
+        # Kept until wait(), because the backend reads and writes them in the background.
+        self.sent = encode(padded, compress)
+        self.received = torch.empty_like(self.sent)
+        self.work = dist.all_to_all_single(
+            self.received, self.sent, group=process_group, async_op=True
+        )
+
+    def all_gather(self):
+        """Start the second half: average the parts, and send the mean to every worker."""
+        if self.is_reduced:
+            return
+        self.is_reduced = True
+        self.work.wait()
+        parts = [decode(rows, self.dtype, self.compress) for rows in self.received.chunk(self.N)]
+        # Rounded a second time. This worker, too, receives the rounded mean.
+        self.sent = encode(sum(parts) / self.N, self.compress)
+        self.work = all_gather_single(
+            self.received, self.sent, group=self.process_group, async_op=True
+        )
+
+    def wait(self):
+        """Return the mean."""
+        self.all_gather()
+        if self.mean is None:
+            self.work.wait()
+            self.mean = decode(self.received, self.dtype, self.compress)[: self.numel]
+        return self.mean
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. DiLoCo: which fragment is sent when, and what a worker does with the mean.
+
+
+class DiLoCo:
+    """Synchronizes workers that train copies of `module`. Call step() after each optimizer.step().
+
+    Move `module` to its device first. All workers get the parameters and buffers of rank 0.
+    `optimizer` is the worker's own, or a list of them. It is only checked.
+
+    `sync_every` is H, the number of steps from one message of a fragment to the next. The outer
+    step is that of torch.optim.SGD. The layers form `num_fragments` fragments, which are sent H/P
+    steps apart. A mean is applied `delay` steps after it was sent. Then the worker continues from
+    mix · own + (1 - mix) · outer parameters; without a delay, from the outer parameters.
+
+    Between messages, workers differ: save and evaluate the outer parameters, in `.outer`.
+
+    If a pseudo-gradient has a NaN on one worker, the mean has it on all. So the same outer
+    parameters become NaN on every worker, in the same step. No step is skipped, because the NaN is
+    likely to be in that worker's optimizer as well. Load a state of before.
+    """
+
+    def __init__(
+        self,
+        module,
+        optimizer,
+        sync_every=100,
+        outer_lr=0.7,
+        outer_momentum=0.9,
+        num_fragments=1,
+        delay=0,
+        mix=0.5,
+        compress=None,
+        process_group=None,
+    ):
+        self.sync_every = sync_every
+        self.outer_lr = outer_lr
+        self.outer_momentum = outer_momentum
+        self.num_fragments = num_fragments
+        self.delay = delay
+        self.mix = mix
+        self.compress = compress
+        check(module, optimizer, vars(self).copy(), process_group)
+        copy_from_rank_0(module, process_group)
+        self.process_group = process_group
+        self._own = trained_parameters(module)
+        self.fragments = split_layers(module, num_fragments)  # lists of names
+        self.outer = {}  # name: outer parameter, in fp32 or fp64
+        for name, own in self._own.items():
+            dtype = torch.promote_types(own.dtype, torch.float32)
+            self.outer[name] = own.detach().to(dtype, copy=True)
+        self._outer_optimizer = torch.optim.SGD(
+            self.outer.values(), outer_lr, outer_momentum, nesterov=outer_momentum > 0
+        )
+        self._step = 0
+        self._in_flight = []  # messages, in the order in which they were sent
+
+    @torch.no_grad()
+    def step(self):
+        self._step += 1
+        interval = self.sync_every // self.num_fragments
+        if self._step % interval == 0:
+            turn = self._step // interval - 1
+            self._send(self.fragments[turn % self.num_fragments])
+        for message in list(self._in_flight):
+            age = self._step - message.step
+            if age >= self.delay:
+                self._apply(message)
+            elif age >= self.delay // 2:
+                message.all_gather()
+
+    def _send(self, fragment):
+        """Send how far this worker went, backwards. A message has one dtype."""
+        pseudo_gradients = {}  # dtype: {name: flat tensor}
+        for name in fragment:
+            pseudo_gradient = self.outer[name] - self._own[name]
+            of_dtype = pseudo_gradients.setdefault(pseudo_gradient.dtype, {})
+            of_dtype[name] = pseudo_gradient.flatten()
+        for of_dtype in pseudo_gradients.values():
+            message = Message(list(of_dtype), self._step)
+            flat = torch.cat(list(of_dtype.values()))
+            message.reduce_scatter(flat, self.compress, self.process_group)
+            self._in_flight.append(message)
+
+    def _apply(self, message):
+        """Make the outer step of these parameters, and continue from the result."""
+        self._in_flight.remove(message)
+        outer = [self.outer[name] for name in message.names]
+        parts = message.wait().split([tensor.numel() for tensor in outer])
+        for tensor, part in zip(outer, parts, strict=True):
+            tensor.grad = part.view(tensor.shape)
+        self._outer_optimizer.step()
+        # To None. With gradients of 0, the momenta of the other fragments would move.
+        self._outer_optimizer.zero_grad()
+        for name in message.names:
+            new = self.outer[name]
+            own = self._own[name]
+            if self.delay:
+                new = torch.lerp(new, own.to(new.dtype), self.mix)
+            own.copy_(new)
+
+    def state_dict(self):
+        return state_dict(self)
+
+    def load_state_dict(self, state):
+        load_state_dict(self, state)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The library: fragments, checks, and states.
+
+
+def trained_parameters(module):
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def layers_of(module):
+    """Return the parameters' names, a list for each layer: a member of a list, else a child."""
+    layers = {}
+    for name in trained_parameters(module):
+        path = name.split(".")
+        parent = module
+        length = 1  # of the layer's name, in parts
+        for depth, part in enumerate(path):
+            if isinstance(parent, (nn.ModuleList, nn.Sequential)):
+                length = depth + 1
+                break
+            parent = getattr(parent, part)
+        layers.setdefault(tuple(path[:length]), []).append(name)
+    return list(layers.values())
+
+
+def split_layers(module, num_fragments):
+    """Deal the layers out, the largest first, each to the fragment that is smallest so far.
+
+    So equal layers are dealt out in turn. The paper calls this pattern strided.
+    """
+    fragments = [[] for _ in range(num_fragments)]
+    sizes = [0] * num_fragments
+
+    def size_of(names):
+        return sum(module.get_parameter(name).numel() for name in names)
+
+    for names in sorted(layers_of(module), key=size_of, reverse=True):
+        smallest = sizes.index(min(sizes))
+        fragments[smallest] += names
+        sizes[smallest] += size_of(names)
+    return fragments
+
+
+def find_problem(module, optimizer, sync_every, num_fragments, delay, mix, compress, **_):
+    """Return what is wrong with these arguments of DiLoCo, or None."""
+    if min(sync_every, num_fragments) < 1 or sync_every % num_fragments:
+        return f"{sync_every=} must be a positive multiple of {num_fragments=}"
+    if not 0 <= delay < sync_every:
+        return f"{delay=} must be from 0 to {sync_every - 1}, less than sync_every"
+    if not 0 <= mix <= 1:
+        return f"{mix=} must be from 0 to 1"
+    if compress not in (None, "bf16", "int8"):
+        return f"{compress=} must be None, 'bf16' or 'int8'"
+    num_layers = len(layers_of(module))
+    if num_layers < num_fragments:
+        return f"{num_fragments=} are more than the {num_layers} layers that train"
+    if any(getattr(child, "differ_between_ranks", False) for child in module.modules()):
+        return "the module has layers that are split over ranks, which hold different values"
+    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    own = set(module.parameters())
+    for each in optimizers:
+        for group in each.param_groups:
+            if not own.issuperset(group["params"]):
+                return "an optimizer has parameters that the module does not have"
+    return None
+
+
+def check(module, optimizer, options, process_group):
+    """Raise ValueError on every worker if one has wrong arguments, or if workers differ."""
+    if dist.get_rank(process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    facts = {f"{name}={value}" for name, value in options.items()}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for number, (name, tensor) in enumerate(tensors):
+        shape = tuple(tensor.shape)
+        facts.add(f"{number} {name}: {shape}, {tensor.dtype}, {tensor.requires_grad=}")
+    everyone = [None] * dist.get_world_size(process_group)
+    own = find_problem(module, optimizer, **options), facts
+    dist.all_gather_object(everyone, own, group=process_group)
+    problems, facts = zip(*everyone, strict=True)
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise ValueError(f"worker {rank}: {problem}")
+    if differ := set.union(*facts) - set.intersection(*facts):
+        raise ValueError(f"workers need the same model and options, but differ in {sorted(differ)}")
+
+
+def copy_from_rank_0(module, process_group):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        flat = tensor.detach().reshape(-1).contiguous()
+        # As bytes, because gloo has no int16.
+        dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def state_dict(diloco):
+    """Return a copy of the state, the same on every worker. All workers must call this.
+
+    It has messages that travel, as means. To resume exactly, a worker also saves its own module and
+    optimizer, and loads them after constructing DiLoCo, before this.
+
+    A worker that joins late needs nothing of its own: it loads this state of any other worker, and
+    state["outer"] into its module. Its optimizer starts anew.
+    """
+    in_flight = [
+        {"names": message.names, "step": message.step, "mean": message.wait()}
+        for message in diloco._in_flight
+    ]
+    state = {
+        "step": diloco._step,
+        "outer": diloco.outer,
+        "outer_optimizer": diloco._outer_optimizer.state_dict(),
+        "in_flight": in_flight,
+    }
+    return copy.deepcopy(state)
+
+
+def load_state_dict(diloco, state):
+    state = copy.deepcopy(state)  # the optimizer would keep the tensors that it is given
+    for name, tensor in diloco.outer.items():
+        tensor.copy_(state["outer"][name].view_as(tensor))
+    diloco._outer_optimizer.load_state_dict(state["outer_optimizer"])
+    diloco._step = state["step"]
+    for message in diloco._in_flight:
+        message.wait()
+    diloco._in_flight = [Message(**saved) for saved in state["in_flight"]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Demo.
+
+
+def main():
+    flags = {
+        "--sync-every": {"type": int, "metavar": "H", "help": "default 10, or --steps if fewer"},
+        "--fragments": {"type": int, "metavar": "P", "default": 1, "help": "sent in turn"},
+        "--delay": {"type": int, "metavar": "D", "default": 0, "help": "steps of a message's way"},
+        "--compress": {"choices": ["bf16", "int8"], "help": "what is sent"},
+        "--idea": {"action": "store_true", "help": "train with section 1 alone"},
+    }
+    demo = Demo(flags, steps=50)
+    options = {"num_fragments": demo.args.fragments, "delay": demo.args.delay}
+    options |= {"compress": demo.args.compress, "mix": 0.5}
+    if demo.args.idea and options != {"num_fragments": 1, "delay": 0, "compress": None, "mix": 0.5}:
+        demo.stop("--idea has no --fragments, --delay and --compress")
+    options["sync_every"] = demo.args.sync_every
+    if options["sync_every"] is None:
+        options["sync_every"] = min(10, demo.args.steps)
+    if problem := find_problem(language_model(), [], **options):
+        demo.stop(problem)
+    return train(demo, options)
+
+
+def train(demo, options):
+    module = demo.start("diloco", bitwise=True)
+    for_ddp = copy.deepcopy(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    outer, outer_optimizer, synchronize = synchronizer(demo, module, optimizer, options)
+    simulation = SimulatedWorkers(demo, options)
+    demo.step_on_one_device = simulation.step
+    demo.model = simulation.models[demo.rank]  # what a device that simulates one worker holds
+    demo.optimizer = simulation.optimizers[demo.rank]
+    sent_in_step = []
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = language_loss(module(demo.part(inputs)), demo.part(targets))
+        loss.backward()
+        optimizer.step()
+        with SentBytes() as sent:
+            synchronize()
+        sent_in_step.append(sent.total)
+        return loss
+
+    def whole():
+        return [parameter.grad for parameter in module.parameters()], [*module.parameters(), *outer]
+
+    demo.train(step, whole)
+    H = options["sync_every"]
+    demo.sent.total = sum(sent_in_step[-H:]) / H
+    params, grads, state = held(module.parameters(), optimizer)
+    state += sum(held(outer, outer_optimizer))
+    psi = held_bytes(module.parameters())
+    sent = 2 * psi * (demo.ranks - 1) / demo.ranks / H * share_of_bytes(outer, options)
+    status = demo.report((params, grads, state), "2Ψ(N-1)/N/H", sent)
+    show_trade(demo, H, sent_in_step, *train_ddp(demo, for_ddp))
+    return status
+
+
+def synchronizer(demo, module, optimizer, options):
+    """Return the outer parameters, their optimizer, and a function to call after each step."""
+    if not demo.args.idea:
+        diloco = DiLoCo(module, optimizer, **options)
+        return list(diloco.outer.values()), diloco._outer_optimizer, diloco.step
+    outer = [parameter.detach().clone() for parameter in module.parameters()]
+    outer_optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+    steps = itertools.count(1)
+
+    def synchronize():
+        if next(steps) % options["sync_every"] == 0:
+            outer_step(module, outer, outer_optimizer)
+
+    return outer, outer_optimizer, synchronize
+
+
+def share_of_bytes(outer, options):
+    bytes_per_number = {None: outer[0].itemsize, "bf16": 2, "int8": 1 + 4 / BLOCK}
+    return bytes_per_number[options["compress"]] / outer[0].itemsize
+
+
+class SimulatedWorkers:
+    """One device that trains all workers, one after the other."""
+
+    def __init__(self, demo, options):
+        self.demo = demo
+        self.options = options
+        self.models = [copy.deepcopy(demo.model) for _ in range(demo.ranks)]
+        self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in self.models]
+        self.fragments = split_layers(demo.model, options["num_fragments"])
+        named = demo.model.named_parameters()
+        self.outer = {name: parameter.detach().clone() for name, parameter in named}
+        outer = self.outer.values()
+        self.outer_optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
+        self.number = 0  # of steps
+        self.due = {}  # step: the fragment that is applied then, and its mean
+
+    def step(self, inputs, targets):
+        """Return the loss, the gradients and parameters of this worker, the outer parameters."""
+        N = self.demo.ranks
+        losses = []
+        batches = zip(inputs.chunk(N), targets.chunk(N), strict=True)
+        for model, optimizer, (x, y) in zip(self.models, self.optimizers, batches, strict=True):
+            optimizer.zero_grad()
+            loss = language_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        self.number += 1
+        self.synchronize()
+        own = list(self.models[self.demo.rank].parameters())
+        gradients = [parameter.grad for parameter in own]
+        return [torch.stack(losses).mean().cpu(), *gradients, *own, *self.outer.values()]
+
+    @torch.no_grad()
+    def synchronize(self):
+        H = self.options["sync_every"]
+        P = self.options["num_fragments"]
+        for p, names in enumerate(self.fragments):
+            if self.number % H == (p + 1) * H // P % H:
+                mean = sum(self.pseudo_gradient(model, names) for model in self.models)
+                mean = self.rounded(mean / self.demo.ranks)
+                self.due[self.number + self.options["delay"]] = names, mean
+        if self.number in self.due:
+            self.apply(*self.due.pop(self.number))
+
+    def pseudo_gradient(self, model, names):
+        differences = [self.outer[name] - model.get_parameter(name) for name in names]
+        return self.rounded(torch.cat([difference.flatten() for difference in differences]))
+
+    def rounded(self, flat):
+        padded = F.pad(flat, (0, -len(flat) % BLOCK))
+        rows = encode(padded, self.options["compress"])
+        return decode(rows, flat.dtype, self.options["compress"])[: len(flat)]
+
+    def apply(self, names, mean):
+        parts = mean.split([self.outer[name].numel() for name in names])
+        for name, part in zip(names, parts, strict=True):
+            self.outer[name].grad = part.view_as(self.outer[name])
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
+        mix = self.options["mix"] if self.options["delay"] else 0.0
+        for model in self.models:
+            for name in names:
+                own = model.get_parameter(name)
+                own.copy_(torch.lerp(self.outer[name], own, mix))
+
+
+def train_ddp(demo, model):
+    """Return the bytes that a rank sends in each step, and the losses of the whole batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sent_in_step = []
+    losses = []
+    for number in range(demo.args.steps):
+        inputs, targets = demo.batch(number)
+        optimizer.zero_grad()
+        loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+        loss.backward()
+        with SentBytes() as sent:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad.div_(demo.ranks))
+        optimizer.step()
+        sent_in_step.append(sent.total)
+        mean = loss.detach() / demo.ranks
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return sent_in_step, losses
+
+
+def show_trade(demo, H, sent, sent_by_ddp, losses_of_ddp):
+    """Print the loss over the bytes that a worker has sent, after every H steps."""
+    demo.show(f"\nloss over MB sent by each worker      DDP             DiLoCo, H = {H}")
+    for done in sorted({1, *range(H, demo.args.steps + 1, H)}):
+        ddp = f"{sum(sent_by_ddp[:done]) / 1e6:9.1f} MB  {losses_of_ddp[done - 1]:.3f}"
+        ours = f"{sum(sent[:done]) / 1e6:9.1f} MB  {demo.losses[done - 1]:.3f}"
+        demo.show(f"  after step {done:3}          {ddp}    {ours}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, trained by all ranks and by one device.
+# This section is the same in every file.
+
+
+class Block(nn.Module):
+    def __init__(self, C, heads):
+        super().__init__()
+        self.head_dim = C // heads
+        self.norm1 = nn.LayerNorm(C)
+        self.norm2 = nn.LayerNorm(C)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.proj = nn.Linear(C, C)
+        self.linear1 = nn.Linear(C, 4 * C)
+        self.linear2 = nn.Linear(4 * C, C)
+
+    def forward(self, x):  # (batch, time, C)
+        q, k, v = map(self.split_heads, self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+    def split_heads(self, x):  # (batch, time, C) to (batch, heads, time, head_dim)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def language_model(C=192, heads=6, layers=4, V=256):
+    blocks = [Block(C, heads) for _ in range(layers)]
+    # No position embedding: the causal mask alone tells positions apart.
+    return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends. A collective counts as its ring algorithm sends."""
+
+    # operator: (how often its payload goes around the ring, which argument the payload is)
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0)}
+    RING |= {"_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1)}
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "c10d" in func.namespace:
+            self.total += self.sent_by(func.__name__.split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def sent_by(self, operator, args):
+        if operator in ("send", "recv_"):
+            return args[0][0].nbytes if operator == "send" else 0
+        rounds, payload = self.RING[operator]  # KeyError: an unknown operator is not 0 bytes
+        handle = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(handle)
+        if operator == "alltoall_base_" and args[4]:  # the rows that each rank gets
+            rows = sum(args[4]) - args[4][group.rank()]
+            return rows * args[payload][:1].nbytes
+        size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+        return rounds * size * (group.size() - 1) / group.size()
+
+
+def held_bytes(tensors):
+    """The bytes of the storages behind `tensors`. A shared storage counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def held(parameters, optimizer):
+    """The bytes of parameters, of gradients, and of optimizer state."""
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes(gradients), held_bytes(state)
+
+
+def choose_device(name):
+    """This rank's device, and the backend that it can use: NCCL wants a GPU for each local rank."""
+    if name == "cpu":
+        return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    enough = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 or newer
+    return device, "nccl" if enough or may_share else "gloo"
+
+
+def join_world(device, backend):
+    """Initialize the default group: NCCL if all ranks on all machines can use it, else gloo."""
+    timeout = timedelta(seconds=120)
+    if "RANK" in os.environ:
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
+    else:  # without torchrun
+        store, rank, ranks = dist.HashStore(), 0, 1
+    store.set(f"backend/{rank}", backend)
+    backends = {store.get(f"backend/{peer}") for peer in range(ranks)}
+    backend = "nccl" if backends == {b"nccl"} else "gloo"
+    options = {"store": store, "rank": rank, "world_size": ranks, "timeout": timeout}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend == "nccl":
+        options["device_id"] = device
+    dist.init_process_group(backend, **options)
+
+
+class Demo:
+    """Trains with a technique and, beside it, the same model on one device, and compares the two.
+
+    If the technique claims to be bitwise equal, they train in float32, otherwise in float64.
+    """
+
+    def __init__(self, flags=None, steps=30):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.error = self.stop
+        parser.add_argument("--steps", type=int, default=steps, help="of training")
+        parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="to train on")
+        for flag, options in (flags or {}).items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        self.text = self.read(self.args.data)
+        if self.args.steps < 1:
+            self.stop(f"--steps {self.args.steps}: give 1 or more")
+        self.device, backend = choose_device(self.args.device)
+        join_world(self.device, backend)
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
+
+    def read(self, name):
+        try:
+            text = Path(name).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {name}: {error.strerror.lower()}")
+        if len(text) < 66:
+            self.stop(f"--data {name}: {len(text)} bytes; a sequence and its targets need 66")
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def stop(self, message):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)  # at once: every rank finds the same error
+
+    def show(self, line="", end="\n"):
+        if self.rank == 0:
+            print(line, end=end, flush=True)
+
+    def start(self, name, bitwise=False, parts=None):
+        """Make the plain model, and return a copy of it. One device takes the batch in `parts`."""
+        self.parts = parts or self.ranks
+        self.tolerance = 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        torch.manual_seed(self.args.seed)
+        dtype = torch.float64 if self.tolerance else torch.float32
+        self.model = language_model().to(self.device, dtype)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        world += f" · {self.device.type}/{dist.get_backend()}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):
+        """Inputs and targets of step `number`, (batch, time): 8 sequences of 64 bytes a rank."""
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def part(self, batch):
+        return batch.chunk(self.ranks)[self.rank]
+
+    def step_on_one_device(self, inputs, targets):
+        """Return the loss, the gradients and the parameters, in one list."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        losses = []
+        self.optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(self.parts), targets.chunk(self.parts), strict=True):
+            loss = language_loss(self.model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: 3 parts would round differently before it
+        self.optimizer.step()
+        gradients = [parameter.grad for parameter in parameters]
+        return [torch.stack(losses).mean().cpu(), *gradients, *parameters]
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def train(self, step, whole):
+        """Compare after each `step(inputs, targets)`, which returns this rank's loss, or None.
+
+        `whole()` returns the gradients and the parameters as the plain model has them.
+        """
+        self.losses = []  # of the whole batch, one per step
+        self.times = []  # per step, in seconds: (the technique's, one device's)
+        self.differences = [0.0]
+        for number in range(self.args.steps):
+            batch = self.batch(number)
+            is_last = number + 1 == self.args.steps
+            start = self.now()
+            with SentBytes() if is_last else nullcontext() as self.sent:  # counting takes time
+                loss = step(*batch)
+            middle = self.now()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, self.now() - middle))
+            losses = [None] * self.ranks
+            dist.all_gather_object(losses, None if loss is None else loss.item())
+            losses = [loss for loss in losses if loss is not None]
+            loss = torch.tensor(losses, dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            gradients, parameters = whole()
+            for ours, theirs in zip([loss, *gradients, *parameters], plain, strict=True):
+                if not torch.equal(ours, theirs):
+                    self.differences.append((ours - theirs).abs().max().item())
+            self.show_progress(number + 1)
+
+    def show_progress(self, done):
+        line = f"step {done}/{self.args.steps}   loss {self.losses[-1]:.3f}"
+        if sys.stdout.isatty():
+            self.show(line, end="\r")
+        elif (done - 1) % -(-self.args.steps // 3) == 0:  # a log gets three lines
+            self.show(line)
+
+    def report(self, held_here, formula, sent):
+        """Print the result (README, "What the lines mean"). Return 1 if a rank differs."""
+        differences = torch.tensor(self.differences, device=self.device)
+        largest = differences.nan_to_num(nan=torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = largest.item() <= self.tolerance
+        verdict = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+        if largest == 0:
+            verdict = "bitwise equal"
+        verdict = f"loss, gradients and parameters {verdict} over {self.args.steps} steps"
+        params, grads, state = (f"{size / 1e6:.1f} MB" for size in held_here)
+        plain_held = held(self.model.parameters(), self.optimizer)
+        plain = " / ".join(f"{size / 1e6:.1f}" for size in plain_held)
+        measured = f"{self.sent.total / 1e6:.1f} MB per step"
+        ms, plain_ms = (1e3 * torch.tensor(self.times)).median(dim=0).values.tolist()
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
+        self.show(f"vs 1 device {verdict}")
+        held_line = f"params {params}   grads {grads}   optimizer {state}"
+        self.show(f"held/rank   {held_line}      (1 device: {plain})")
+        self.show(f"sent/rank   {measured}      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms:.0f} ms per step      (1 device: {plain_ms:.0f})")
+        return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()  # a rank that exits early drops its peers' connections
+    dist.destroy_process_group()
+    sys.exit(status)
