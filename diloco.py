@@ -39,7 +39,6 @@ Left out: workers that come and go during a run (torchft); 4 bits; outer paramet
 
 import argparse
 import copy
-import itertools
 import os
 import signal
 import sys
@@ -61,6 +60,9 @@ from torch.utils._pytree import tree_leaves
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: after H steps of its own optimizer, each worker sends how far it went.
 
+# torch 2.13 renames all_gather_into_tensor and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @torch.no_grad()
 def outer_step(module, outer, outer_optimizer, process_group=None):
@@ -70,21 +72,19 @@ def outer_step(module, outer, outer_optimizer, process_group=None):
     `outer_optimizer` is torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True).
     """
     N = dist.get_world_size(process_group)
-    for parameter, outer_parameter in zip(module.parameters(), outer, strict=True):
+    pairs = list(zip(outer, module.parameters(), strict=True))
+    for outer_parameter, parameter in pairs:
         pseudo_gradient = (outer_parameter - parameter).contiguous()
-        of_workers = [torch.empty_like(pseudo_gradient) for _ in range(N)]
-        dist.all_gather(of_workers, pseudo_gradient, group=process_group)
+        of_workers = pseudo_gradient.new_empty(N, *pseudo_gradient.shape)
+        all_gather_single(of_workers, pseudo_gradient, group=process_group)
         outer_parameter.grad = sum(of_workers) / N  # added in rank order
     outer_optimizer.step()
-    for parameter, outer_parameter in zip(module.parameters(), outer, strict=True):
+    for outer_parameter, parameter in pairs:
         parameter.copy_(outer_parameter)
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. A message: the same mean, in fewer bytes, while the workers train on.
-
-# torch 2.13 renames all_gather_into_tensor and warns about the old name.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 BLOCK = 256  # numbers in a row. In int8, a row has one scale
 
@@ -94,7 +94,7 @@ def encode(flat, compress):
     rows = flat.view(-1, BLOCK)
     if compress == "int8":
         largest = rows.abs().amax(dim=1, keepdim=True)
-        scale = (largest / 127).float().clamp(min=1e-38)  # not 0. NaN stays NaN
+        scale = (largest / 127).float().clamp(min=1e-37)  # not 0. NaN stays NaN
         numbers = (rows / scale).round().to(torch.int8)
         return torch.cat([numbers.view(torch.uint8), scale.view(torch.uint8)], dim=1)
     if compress == "bf16":
@@ -146,7 +146,7 @@ class Message:
             return
         self.is_reduced = True
         self.work.wait()
-        parts = [decode(rows, self.dtype, self.compress) for rows in self.received.chunk(self.N)]
+        parts = decode(self.received, self.dtype, self.compress).chunk(self.N)
         # Rounded a second time. This worker, too, receives the rounded mean.
         self.sent = encode(sum(parts) / self.N, self.compress)
         self.work = all_gather_single(
@@ -204,7 +204,7 @@ class DiLoCo:
         self.delay = delay
         self.mix = mix
         self.compress = compress
-        check(module, optimizer, vars(self).copy(), process_group)
+        check(module, optimizer, vars(self), process_group)
         copy_from_rank_0(module, process_group)
         self.process_group = process_group
         self._own = trained_parameters(module)
@@ -221,6 +221,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def step(self):
+        """Count a step. Then send, average and apply what is due."""
         self._step += 1
         interval = self.sync_every // self.num_fragments
         if self._step % interval == 0:
@@ -235,14 +236,12 @@ class DiLoCo:
 
     def _send(self, fragment):
         """Send how far this worker went, backwards. A message has one dtype."""
-        pseudo_gradients = {}  # dtype: {name: flat tensor}
+        names_of_dtype = {}
         for name in fragment:
-            pseudo_gradient = self.outer[name] - self._own[name]
-            of_dtype = pseudo_gradients.setdefault(pseudo_gradient.dtype, {})
-            of_dtype[name] = pseudo_gradient.flatten()
-        for of_dtype in pseudo_gradients.values():
-            message = Message(list(of_dtype), self._step)
-            flat = torch.cat(list(of_dtype.values()))
+            names_of_dtype.setdefault(self.outer[name].dtype, []).append(name)
+        for names in names_of_dtype.values():
+            flat = torch.cat([(self.outer[name] - self._own[name]).flatten() for name in names])
+            message = Message(names, self._step)
             message.reduce_scatter(flat, self.compress, self.process_group)
             self._in_flight.append(message)
 
@@ -252,7 +251,7 @@ class DiLoCo:
         outer = [self.outer[name] for name in message.names]
         parts = message.wait().split([tensor.numel() for tensor in outer])
         for tensor, part in zip(outer, parts, strict=True):
-            tensor.grad = part.view(tensor.shape)
+            tensor.grad = part.view_as(tensor).to(tensor.device)  # it may come from a file
         self._outer_optimizer.step()
         # To None. With gradients of 0, the momenta of the other fragments would move.
         self._outer_optimizer.zero_grad()
@@ -299,11 +298,12 @@ def split_layers(module, num_fragments):
 
     So equal layers are dealt out in turn. The paper calls this pattern strided.
     """
+    parameters = trained_parameters(module)
     fragments = [[] for _ in range(num_fragments)]
     sizes = [0] * num_fragments
 
     def size_of(names):
-        return sum(module.get_parameter(name).numel() for name in names)
+        return sum(parameters[name].numel() for name in names)
 
     for names in sorted(layers_of(module), key=size_of, reverse=True):
         smallest = sizes.index(min(sizes))
@@ -327,7 +327,7 @@ def find_problem(module, optimizer, sync_every, num_fragments, delay, mix, compr
         return f"{num_fragments=} are more than the {num_layers} layers that train"
     if any(getattr(child, "differ_between_ranks", False) for child in module.modules()):
         return "the module has layers that are split over ranks, which hold different values"
-    optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     own = set(module.parameters())
     for each in optimizers:
         for group in each.param_groups:
@@ -348,20 +348,21 @@ def check(module, optimizer, options, process_group):
     everyone = [None] * dist.get_world_size(process_group)
     own = find_problem(module, optimizer, **options), facts
     dist.all_gather_object(everyone, own, group=process_group)
-    problems, facts = zip(*everyone, strict=True)
-    for rank, problem in enumerate(problems):
+    for rank, (problem, _) in enumerate(everyone):
         if problem:
             raise ValueError(f"worker {rank}: {problem}")
-    if differ := set.union(*facts) - set.intersection(*facts):
+    sets = [facts for _, facts in everyone]
+    if differ := set.union(*sets) - set.intersection(*sets):
         raise ValueError(f"workers need the same model and options, but differ in {sorted(differ)}")
 
 
+@torch.no_grad()
 def copy_from_rank_0(module, process_group):
     for tensor in [*module.parameters(), *module.buffers()]:
-        flat = tensor.detach().reshape(-1).contiguous()
+        flat = tensor.flatten().contiguous()
         # As bytes, because gloo has no int16.
         dist.broadcast(flat.view(torch.uint8), group=process_group, group_src=0)
-        tensor.detach().copy_(flat.view(tensor.shape))
+        tensor.copy_(flat.view_as(tensor))
 
 
 def state_dict(diloco):
@@ -373,10 +374,7 @@ def state_dict(diloco):
     A worker that joins late needs nothing of its own: it loads this state of any other worker, and
     state["outer"] into its module. Its optimizer starts anew.
     """
-    in_flight = [
-        {"names": message.names, "step": message.step, "mean": message.wait()}
-        for message in diloco._in_flight
-    ]
+    in_flight = [(message.names, message.step, message.wait()) for message in diloco._in_flight]
     state = {
         "step": diloco._step,
         "outer": diloco.outer,
@@ -394,7 +392,7 @@ def load_state_dict(diloco, state):
     diloco._step = state["step"]
     for message in diloco._in_flight:
         message.wait()
-    diloco._in_flight = [Message(**saved) for saved in state["in_flight"]]
+    diloco._in_flight = [Message(*saved) for saved in state["in_flight"]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -465,10 +463,12 @@ def synchronizer(demo, module, optimizer, options):
         return list(diloco.outer.values()), diloco._outer_optimizer, diloco.step
     outer = [parameter.detach().clone() for parameter in module.parameters()]
     outer_optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
-    steps = itertools.count(1)
+    steps = 0
 
     def synchronize():
-        if next(steps) % options["sync_every"] == 0:
+        nonlocal steps
+        steps += 1
+        if steps % options["sync_every"] == 0:
             outer_step(module, outer, outer_optimizer)
 
     return outer, outer_optimizer, synchronize
