@@ -60,9 +60,6 @@ from torch.utils._pytree import tree_leaves
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: after H steps of its own optimizer, each worker sends how far it went.
 
-# torch 2.13 renames all_gather_into_tensor and warns about the old name.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 @torch.no_grad()
 def outer_step(module, outer, outer_optimizer, process_group=None):
@@ -75,8 +72,8 @@ def outer_step(module, outer, outer_optimizer, process_group=None):
     pairs = list(zip(outer, module.parameters(), strict=True))
     for outer_parameter, parameter in pairs:
         pseudo_gradient = (outer_parameter - parameter).contiguous()
-        of_workers = pseudo_gradient.new_empty(N, *pseudo_gradient.shape)
-        all_gather_single(of_workers, pseudo_gradient, group=process_group)
+        of_workers = [torch.empty_like(pseudo_gradient) for _ in range(N)]
+        dist.all_gather(of_workers, pseudo_gradient, group=process_group)
         outer_parameter.grad = sum(of_workers) / N  # added in rank order
     outer_optimizer.step()
     for outer_parameter, parameter in pairs:
@@ -85,6 +82,9 @@ def outer_step(module, outer, outer_optimizer, process_group=None):
 
 # --------------------------------------------------------------------------------------------------
 # 2. A message: the same mean, in fewer bytes, while the workers train on.
+
+# torch 2.13 renames all_gather_into_tensor and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 BLOCK = 256  # numbers in a row. In int8, a row has one scale
 
@@ -405,7 +405,6 @@ def main():
         "--fragments": {"type": int, "metavar": "P", "default": 1, "help": "sent in turn"},
         "--delay": {"type": int, "metavar": "D", "default": 0, "help": "steps of a message's way"},
         "--compress": {"choices": ["bf16", "int8"], "help": "what is sent"},
-        "--idea": {"action": "store_true", "help": "train with section 1 alone"},
     }
     demo = Demo(flags, steps=50)
     options = {"num_fragments": demo.args.fragments, "delay": demo.args.delay}
@@ -446,12 +445,13 @@ def train(demo, options):
 
     demo.train(step, whole)
     H = options["sync_every"]
+    N = demo.ranks
     demo.sent.total = sum(sent_in_step[-H:]) / H
     params, grads, state = held(module.parameters(), optimizer)
     state += sum(held(outer, outer_optimizer))
-    psi = held_bytes(module.parameters())
-    sent = 2 * psi * (demo.ranks - 1) / demo.ranks / H * share_of_bytes(outer, options)
-    status = demo.report((params, grads, state), "2Ψ(N-1)/N/H", sent)
+    formula = "Ψ(N-1)/H" if demo.args.idea else "2Ψ(N-1)/N/H"
+    sent = bytes_of_message(outer, options) * (N - 1) / H * (1 if demo.args.idea else 2 / N)
+    status = demo.report((params, grads, state), formula, sent)
     show_trade(demo, H, sent_in_step, *train_ddp(demo, for_ddp))
     return status
 
@@ -461,7 +461,7 @@ def synchronizer(demo, module, optimizer, options):
     if not demo.args.idea:
         diloco = DiLoCo(module, optimizer, **options)
         return list(diloco.outer.values()), diloco._outer_optimizer, diloco.step
-    outer = [parameter.detach().clone() for parameter in module.parameters()]
+    outer = list(outer_copies(module).values())
     outer_optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
     steps = 0
 
@@ -474,9 +474,18 @@ def synchronizer(demo, module, optimizer, options):
     return outer, outer_optimizer, synchronize
 
 
-def share_of_bytes(outer, options):
+def outer_copies(module):
+    copies = {}
+    for name, parameter in module.named_parameters():
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        copies[name] = parameter.detach().to(dtype, copy=True)
+    return copies
+
+
+def bytes_of_message(outer, options):
+    """The bytes of all pseudo-gradients. In int8, a scale of 4 bytes belongs to 256 numbers."""
     bytes_per_number = {None: outer[0].itemsize, "bf16": 2, "int8": 1 + 4 / BLOCK}
-    return bytes_per_number[options["compress"]] / outer[0].itemsize
+    return bytes_per_number[options["compress"]] * sum(tensor.numel() for tensor in outer)
 
 
 class SimulatedWorkers:
@@ -488,8 +497,7 @@ class SimulatedWorkers:
         self.models = [copy.deepcopy(demo.model) for _ in range(demo.ranks)]
         self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in self.models]
         self.fragments = split_layers(demo.model, options["num_fragments"])
-        named = demo.model.named_parameters()
-        self.outer = {name: parameter.detach().clone() for name, parameter in named}
+        self.outer = outer_copies(demo.model)
         outer = self.outer.values()
         self.outer_optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.9, nesterov=True)
         self.number = 0  # of steps
@@ -543,7 +551,8 @@ class SimulatedWorkers:
         for model in self.models:
             for name in names:
                 own = model.get_parameter(name)
-                own.copy_(torch.lerp(self.outer[name], own, mix))
+                outer = self.outer[name]
+                own.copy_(torch.lerp(outer, own.to(outer.dtype), mix))
 
 
 def train_ddp(demo, model):
@@ -581,6 +590,158 @@ def show_trade(demo, H, sent, sent_by_ddp, losses_of_ddp):
 # This section is the same in every file.
 
 
+class Demo:
+    """Trains with a technique, trains the same model on one device, and compares the two."""
+
+    def __init__(self, flags=None, steps=30):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        purpose = __doc__.partition("\n")[0]
+        parser = argparse.ArgumentParser(description=purpose, conflict_handler="resolve")
+        parser.error = self.stop
+        parser.add_argument("--idea", action="store_true", help="train with section 1 alone")
+        parser.add_argument("--steps", type=int, default=steps, help="of training")
+        parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        dtypes = ["float64", "float32", "bfloat16"]
+        parser.add_argument("--dtype", choices=dtypes, help="(default: that of the claim)")
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="to train on")
+        for flag, options in (flags or {}).items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.device, self.backend = choose_device(self.args.device)
+        self.text = self.read(self.args.data)
+        if self.args.steps < 1:
+            self.stop(f"--steps {self.args.steps}: give 1 or more")
+
+    def read(self, name):
+        try:
+            text = Path(name).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {name}: {error.strerror.lower()}")
+        if len(text) < 66:
+            self.stop(f"--data {name}: {len(text)} bytes; a sequence and its targets need 66")
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def stop(self, message):
+        """End with status 2. Every rank finds the same error, so one per machine prints it."""
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one ends
+        os._exit(2)
+
+    def show(self, line=""):
+        if self.rank == 0:
+            print(line, flush=True)
+
+    def start(self, name, bitwise=False, parts=None):
+        """Make the plain model, and return a copy of it. One device takes the batch in `parts`.
+
+        Bitwise claims are tested in float32, others in float64, unless --dtype says otherwise.
+        """
+        join_world(self.device, self.backend)
+        self.parts = parts or self.ranks
+        self.tolerance = 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        dtype = "float64" if self.tolerance else "float32"
+        if self.args.dtype not in (None, dtype, "float64"):
+            self.tolerance = torch.inf  # claims nothing
+        torch.manual_seed(self.args.seed)
+        self.model = language_model().to(self.device, getattr(torch, self.args.dtype or dtype))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        name += " idea" if self.args.idea else ""
+        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        model = f"{self.device.type}/{dist.get_backend()} · {size:.1f}M parameters"
+        self.show(f"{name} · {world} · {model} · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):
+        """Inputs and targets of step `number`, (batch, time): 8 sequences of 64 bytes a rank."""
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def part(self, batch):
+        return batch.chunk(self.ranks)[self.rank]
+
+    def train(self, step, whole):
+        """Compare after each `step(inputs, targets)`, which returns this rank's loss, or None.
+
+        `whole()` returns the gradients and the parameters as the plain model has them.
+        """
+        self.losses = []  # of the whole batch, one per step
+        self.times = []  # per step, in seconds: (the technique's, one device's)
+        self.differences = [0.0]
+        for number in range(self.args.steps):
+            batch = self.batch(number)
+            start = self.now()
+            is_last = number + 1 == self.args.steps
+            with SentBytes() if is_last else nullcontext() as self.sent:  # counting takes time
+                loss = step(*batch)
+            middle = self.now()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, self.now() - middle))
+            losses = [None] * self.ranks
+            dist.all_gather_object(losses, None if loss is None else loss.item())
+            losses = [loss for loss in losses if loss is not None]
+            loss = torch.tensor(losses, dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            gradients, parameters = whole()
+            for ours, theirs in zip([loss, *gradients, *parameters], plain, strict=True):
+                if not torch.equal(ours, theirs):
+                    self.differences.append((ours - theirs).abs().max().item())
+            if number % -(-self.args.steps // 3) == 0:  # three lines in all
+                self.show(f"step {number + 1}/{self.args.steps}   loss {loss.item():.3f}")
+
+    def step_on_one_device(self, inputs, targets):
+        """Return the loss, the gradients and the parameters, in one list."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        losses = []
+        self.optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(self.parts), targets.chunk(self.parts), strict=True):
+            loss = language_loss(self.model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: 3 parts would round differently before it
+        self.optimizer.step()
+        gradients = [parameter.grad for parameter in parameters]
+        return [torch.stack(losses).mean().cpu(), *gradients, *parameters]
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def report(self, held_here, formula, sent):
+        """Print the result (README, "What the lines mean"). Return 1 if a rank differs."""
+        largest = torch.tensor(self.differences, device=self.device).nan_to_num(torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = largest.item() <= self.tolerance
+        verdict = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+        if largest == 0:
+            verdict = "bitwise equal"
+        elif self.tolerance == torch.inf:
+            verdict = f"differ by up to {largest:.0e}"
+        verdict = f"loss, gradients and parameters {verdict} over {self.args.steps} steps"
+        params, grads, state = (f"{size / 1e6:.1f} MB" for size in held_here)
+        plain = held(self.model.parameters(), self.optimizer)
+        plain = " / ".join(f"{size / 1e6:.1f}" for size in plain)
+        held_line = f"params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        measured = f"{self.sent.total / 1e6:.1f} MB per step"
+        ms, plain_ms = (1e3 * torch.tensor(self.times)).median(dim=0).values.tolist()
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
+        self.show(f"vs 1 device {verdict}")
+        self.show(f"held/rank   {held_line}")
+        self.show(f"sent/rank   {measured}      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms:.0f} ms per step      (1 device: {plain_ms:.0f})")
+        return 0 if agree else 1
+
+
 class Block(nn.Module):
     def __init__(self, C, heads):
         super().__init__()
@@ -613,32 +774,26 @@ def language_loss(logits, targets):
 
 
 class SentBytes(TorchDispatchMode):
-    """Adds up the bytes that this rank sends. A collective counts as its ring algorithm sends."""
+    """Adds up the bytes that this rank sends. Collectives count as their ring algorithms send."""
 
     # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "_allgather_base_": (1, 0)}
-    RING |= {"_reduce_scatter_base_": (1, 1), "alltoall_base_": (1, 1)}
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0.0
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "reduce_": (1, 0), "gather_": (1, 1)}
+    RING |= {"allgather_": (1, 0), "_allgather_base_": (1, 0), "recv_": (0, 0)}
+    RING |= {"alltoall_base_": (1, 1), "_reduce_scatter_base_": (1, 1)}
+    total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in func.namespace:
-            self.total += self.sent_by(func.__name__.split(".")[0], args)
+        name = func.__name__.split(".")[0]
+        is_uneven = name == "alltoall_base_" and args[4]  # such exchanges do not count
+        if name == "send":
+            self.total += args[0][0].nbytes
+        elif "c10d" in func.namespace and not is_uneven:
+            rounds, payload = self.RING[name]  # KeyError: an unknown operator is not 0 bytes
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            N = dist.ProcessGroup.unbox(group).size()
+            size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+            self.total += rounds * size * (N - 1) / N
         return func(*args, **(kwargs or {}))
-
-    def sent_by(self, operator, args):
-        if operator in ("send", "recv_"):
-            return args[0][0].nbytes if operator == "send" else 0
-        rounds, payload = self.RING[operator]  # KeyError: an unknown operator is not 0 bytes
-        handle = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-        group = dist.ProcessGroup.unbox(handle)
-        if operator == "alltoall_base_" and args[4]:  # the rows that each rank gets
-            rows = sum(args[4]) - args[4][group.rank()]
-            return rows * args[payload][:1].nbytes
-        size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
-        return rounds * size * (group.size() - 1) / group.size()
 
 
 def held_bytes(tensors):
@@ -667,167 +822,15 @@ def choose_device(name):
 
 
 def join_world(device, backend):
-    """Initialize the default group: NCCL if all ranks on all machines can use it, else gloo."""
-    timeout = timedelta(seconds=120)
-    if "RANK" in os.environ:
-        store, rank, ranks = next(dist.rendezvous("env://", timeout=timeout))
-    else:  # without torchrun
-        store, rank, ranks = dist.HashStore(), 0, 1
-    store.set(f"backend/{rank}", backend)
-    backends = {store.get(f"backend/{peer}") for peer in range(ranks)}
-    backend = "nccl" if backends == {b"nccl"} else "gloo"
-    options = {"store": store, "rank": rank, "world_size": ranks, "timeout": timeout}
+    """Connect the ranks, unless they are connected. Without torchrun there is one."""
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    options = {} if "RANK" in os.environ else alone
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if backend == "nccl":
         options["device_id"] = device
-    dist.init_process_group(backend, **options)
-
-
-class Demo:
-    """Trains with a technique and, beside it, the same model on one device, and compares the two.
-
-    If the technique claims to be bitwise equal, they train in float32, otherwise in float64.
-    """
-
-    def __init__(self, flags=None, steps=30):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
-        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-        parser.error = self.stop
-        parser.add_argument("--steps", type=int, default=steps, help="of training")
-        parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
-        parser.add_argument("--device", choices=devices, default=devices[-1])
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="to train on")
-        for flag, options in (flags or {}).items():
-            parser.add_argument(flag, **options)
-        self.args = parser.parse_args()
-        self.text = self.read(self.args.data)
-        if self.args.steps < 1:
-            self.stop(f"--steps {self.args.steps}: give 1 or more")
-        self.device, backend = choose_device(self.args.device)
-        join_world(self.device, backend)
-        self.rank = dist.get_rank()
-        self.ranks = dist.get_world_size()
-
-    def read(self, name):
-        try:
-            text = Path(name).read_bytes()
-        except OSError as error:
-            self.stop(f"--data {name}: {error.strerror.lower()}")
-        if len(text) < 66:
-            self.stop(f"--data {name}: {len(text)} bytes; a sequence and its targets need 66")
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-    def stop(self, message):
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(2)  # at once: every rank finds the same error
-
-    def show(self, line="", end="\n"):
-        if self.rank == 0:
-            print(line, end=end, flush=True)
-
-    def start(self, name, bitwise=False, parts=None):
-        """Make the plain model, and return a copy of it. One device takes the batch in `parts`."""
-        self.parts = parts or self.ranks
-        self.tolerance = 0.0 if bitwise and self.device.type == "cpu" else 1e-9
-        torch.manual_seed(self.args.seed)
-        dtype = torch.float64 if self.tolerance else torch.float32
-        self.model = language_model().to(self.device, dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        world += f" · {self.device.type}/{dist.get_backend()}"
-        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
-        self.show(f"{name} · {world} · {size:.1f}M parameters · {self.args.steps} steps")
-        return copy.deepcopy(self.model)
-
-    def batch(self, number):
-        """Inputs and targets of step `number`, (batch, time): 8 sequences of 64 bytes a rank."""
-        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
-        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
-        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
-        return window[:, :-1], window[:, 1:]
-
-    def part(self, batch):
-        return batch.chunk(self.ranks)[self.rank]
-
-    def step_on_one_device(self, inputs, targets):
-        """Return the loss, the gradients and the parameters, in one list."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        losses = []
-        self.optimizer.zero_grad()
-        for x, y in zip(inputs.chunk(self.parts), targets.chunk(self.parts), strict=True):
-            loss = language_loss(self.model(x), y)
-            loss.backward()
-            losses.append(loss.detach())
-        for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: 3 parts would round differently before it
-        self.optimizer.step()
-        gradients = [parameter.grad for parameter in parameters]
-        return [torch.stack(losses).mean().cpu(), *gradients, *parameters]
-
-    def now(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def train(self, step, whole):
-        """Compare after each `step(inputs, targets)`, which returns this rank's loss, or None.
-
-        `whole()` returns the gradients and the parameters as the plain model has them.
-        """
-        self.losses = []  # of the whole batch, one per step
-        self.times = []  # per step, in seconds: (the technique's, one device's)
-        self.differences = [0.0]
-        for number in range(self.args.steps):
-            batch = self.batch(number)
-            is_last = number + 1 == self.args.steps
-            start = self.now()
-            with SentBytes() if is_last else nullcontext() as self.sent:  # counting takes time
-                loss = step(*batch)
-            middle = self.now()
-            plain = self.step_on_one_device(*batch)
-            self.times.append((middle - start, self.now() - middle))
-            losses = [None] * self.ranks
-            dist.all_gather_object(losses, None if loss is None else loss.item())
-            losses = [loss for loss in losses if loss is not None]
-            loss = torch.tensor(losses, dtype=plain[0].dtype).mean()
-            self.losses.append(loss.item())
-            gradients, parameters = whole()
-            for ours, theirs in zip([loss, *gradients, *parameters], plain, strict=True):
-                if not torch.equal(ours, theirs):
-                    self.differences.append((ours - theirs).abs().max().item())
-            self.show_progress(number + 1)
-
-    def show_progress(self, done):
-        line = f"step {done}/{self.args.steps}   loss {self.losses[-1]:.3f}"
-        if sys.stdout.isatty():
-            self.show(line, end="\r")
-        elif (done - 1) % -(-self.args.steps // 3) == 0:  # a log gets three lines
-            self.show(line)
-
-    def report(self, held_here, formula, sent):
-        """Print the result (README, "What the lines mean"). Return 1 if a rank differs."""
-        differences = torch.tensor(self.differences, device=self.device)
-        largest = differences.nan_to_num(nan=torch.inf).max()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        agree = largest.item() <= self.tolerance
-        verdict = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
-        if largest == 0:
-            verdict = "bitwise equal"
-        verdict = f"loss, gradients and parameters {verdict} over {self.args.steps} steps"
-        params, grads, state = (f"{size / 1e6:.1f} MB" for size in held_here)
-        plain_held = held(self.model.parameters(), self.optimizer)
-        plain = " / ".join(f"{size / 1e6:.1f}" for size in plain_held)
-        measured = f"{self.sent.total / 1e6:.1f} MB per step"
-        ms, plain_ms = (1e3 * torch.tensor(self.times)).median(dim=0).values.tolist()
-        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device {verdict}")
-        held_line = f"params {params}   grads {grads}   optimizer {state}"
-        self.show(f"held/rank   {held_line}      (1 device: {plain})")
-        self.show(f"sent/rank   {measured}      formula {formula} = {sent / 1e6:.1f} MB")
-        self.show(f"time        {ms:.0f} ms per step      (1 device: {plain_ms:.0f})")
-        return 0 if agree else 1
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), **options)
 
 
 if __name__ == "__main__":
