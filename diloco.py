@@ -343,8 +343,7 @@ def check(module, optimizer, options, process_group):
     facts = {f"{name}={value}" for name, value in options.items()}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     for number, (name, tensor) in enumerate(tensors):
-        shape = tuple(tensor.shape)
-        facts.add(f"{number} {name}: {shape}, {tensor.dtype}, {tensor.requires_grad=}")
+        facts.add(f"{number} {name}: {[*tensor.shape]}, {tensor.dtype}, {tensor.requires_grad=}")
     everyone = [None] * dist.get_world_size(process_group)
     own = find_problem(module, optimizer, **options), facts
     dist.all_gather_object(everyone, own, group=process_group)

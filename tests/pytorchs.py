@@ -1,8 +1,10 @@
-"""PyTorch's implementations, and peft's, in the form in which tests/claims call a kind."""
+"""Implementations of PyTorch, peft and torchft, in the form in which tests/claims call a kind."""
 
 from types import SimpleNamespace
 
 import environment
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import Replicate, Shard
@@ -65,3 +67,61 @@ def inject_lora(model, r, lora_alpha, target_modules):
 
     config = peft.LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules)
     return peft.get_peft_model(model, config)
+
+
+class SteadyManager:
+    """What torchft's DiLoCo asks of its manager, if no worker ever leaves."""
+
+    _use_async_quorum = False
+
+    def __init__(self, process_group):
+        self.process_group = process_group
+        self.step = 0
+
+    def current_step(self):
+        return self.step
+
+    def should_commit(self):
+        self.step += 1
+        return True
+
+    def allreduce(self, tensor, should_quantize=False):
+        dist.all_reduce(tensor, group=self.process_group)
+        tensor /= self.process_group.size()
+        return SimpleNamespace(wait=lambda: None)
+
+    def do_nothing(self, *_):
+        pass
+
+    start_quorum = allow_state_dict_read = disallow_state_dict_read = do_nothing
+    register_state_dict_fn = do_nothing
+
+
+class DiLoCo:
+    """torchft's. It has a delay of its own, which ends where ours begins."""
+
+    def __init__(
+        self,
+        module,
+        optimizer,
+        sync_every,
+        outer_lr,
+        outer_momentum,
+        num_fragments=1,
+        *,
+        process_group,
+    ):
+        from torchft import local_sgd
+
+        for tensor in module.state_dict().values():  # as its manager does at the start
+            dist.broadcast(tensor, group=process_group, group_src=0)
+        parts = [module] if num_fragments == 1 else [module[:-1], module[-1:]]
+        self.fragments = [[name for name, _ in part.named_parameters()] for part in parts]
+        options = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": outer_momentum > 0}
+        outer_optimizers = [torch.optim.SGD(part.parameters(), **options) for part in parts]
+        manager = SteadyManager(process_group)
+        inside = local_sgd.DiLoCo(manager, parts, optimizer, outer_optimizers, sync_every)
+        inside.__enter__()  # its hooks run in the optimizer's step
+
+    def step(self):
+        pass

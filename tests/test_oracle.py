@@ -147,6 +147,7 @@ def test_help_says_how_an_implementation_is_called(capsys):
 # ---- README's table
 
 
+PACKAGES = {"lora": "peft", "diloco": "torchft"}  # that have what is not in torch
 HEADER = f"| kind | claims | ours | PyTorch {torch.__version__.partition('+')[0]}, peft |"
 
 
@@ -178,8 +179,9 @@ def test_readme_says_what_holds_for_pytorchs_own(kind):
     readme = (ROOT / "README.md").read_text()
     if HEADER not in readme:
         pytest.skip(f"README's table is of another version: {HEADER}")
-    if kind == "lora" and importlib.util.find_spec("peft") is None:
-        pytest.skip("peft is not installed")
+    package = PACKAGES.get(kind, "torch")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     (line,) = re.findall(rf"^\| `--{kind}` .*$", readme, re.MULTILINE)
     _, number, *_, theirs = line.split(" | ")
 

@@ -21,6 +21,7 @@ FILES = [  # in the order of the README's table
     "context_parallel",
     "all_reduce",
     "moe",
+    "diloco",
 ]
 for _file in FILES:
     importlib.import_module(f"claims.{_file}")

@@ -19,6 +19,7 @@ FILES = [
     "context_parallel",
     "all_reduce",
     "moe",
+    "diloco",
 ]
 
 MISTAKES = []  # (kind, "wrong.file:name", the claim that does not hold)

@@ -1,0 +1,346 @@
+"""An implementation of --diloco is called as class(module, optimizer, **options).
+
+The optimizer trains the module's parameters. The options are sync_every (H), outer_lr and
+outer_momentum, and in the claims about them num_fragments (P), delay, mix and compress. It also
+gets process_group=group, if it has such a name. step() is called after each step of the optimizer.
+
+Fragment p is sent after the steps t with t mod H = (p+1)·H/P mod H, and applied `delay` steps
+later. The mean over workers of (outer parameters - own) is the gradient of torch.optim.SGD, with
+Nesterov momentum if the momentum is above 0. With a delay, a worker continues from
+mix · own + (1 - mix) · outer parameters. If P is above 1, the attribute `fragments` has a list of
+names of parameters for each fragment. Claims also use `outer`, {name: outer parameter},
+state_dict() and load_state_dict().
+"""
+
+import copy
+from datetime import timedelta
+
+import pool
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from shared import OPTIMIZERS, Collectives, loss_of, make_batch, make_model
+
+from claims.registry import (
+    NotOffered,
+    add_kind,
+    call,
+    check,
+    claim,
+    default_group,
+    error_from,
+    same,
+    same_on_all,
+    say,
+)
+from claims.training import one_device
+
+OPTIONS = {"sync_every": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+
+
+class Worker:
+    def __init__(self, implementation, module, optimizer="sgd", group=None, **options):
+        self.module = module
+        self.optimizer = OPTIMIZERS[optimizer](module.parameters())
+        self.options = OPTIONS | options
+        group = group or pool.group()
+        inputs = (module, self.optimizer)
+        self.diloco = call(implementation, *inputs, needed=self.options, process_group=group)
+
+    def step(self, batch):
+        inner_step(self.module, self.optimizer, batch)
+        self.diloco.step()
+
+    def find(self, name):
+        if not hasattr(self.diloco, name):
+            raise NotOffered(f"no {name}")
+        return getattr(self.diloco, name)
+
+    def fragments(self):
+        if self.options.get("num_fragments", 1) > 1:
+            return self.find("fragments")
+        return [[name for name, p in self.module.named_parameters() if p.requires_grad]]
+
+
+add_kind("diloco", called=__doc__, make=Worker, ours="diloco:DiLoCo", pytorchs="pytorchs:DiLoCo")
+
+
+def inner_step(model, optimizer, batch):
+    optimizer.zero_grad()
+    loss_of(model(batch)).backward()
+    optimizer.step()
+
+
+def to_bf16(flat):
+    return flat.bfloat16().to(flat.dtype)
+
+
+def to_int8(flat):
+    """In int8, with one scale for each 256 numbers."""
+    rows = F.pad(flat, (0, -len(flat) % 256)).view(-1, 256)
+    scale = (rows.abs().amax(dim=1, keepdim=True) / 127).float()
+    scale[scale == 0] = 1.0
+    numbers = (rows / scale).round().to(torch.int8)
+    return (numbers * scale).to(flat.dtype).flatten()[: len(flat)]
+
+
+ROUND = {None: lambda flat: flat, "bf16": to_bf16, "int8": to_int8}
+
+
+class Workers:
+    """One process that simulates all workers, one after the other."""
+
+    def __init__(self, module, optimizer, ranks, fragments, options):
+        self.models = {rank: copy.deepcopy(module) for rank in ranks}
+        make_optimizer = OPTIMIZERS[optimizer]
+        self.optimizers = {r: make_optimizer(self.models[r].parameters()) for r in ranks}
+        self.fragments = fragments
+        self.options = {"delay": 0, "mix": 0.5, "compress": None, **OPTIONS, **options}
+        self.outer = {}
+        for name, parameter in module.named_parameters():
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            self.outer[name] = parameter.detach().to(dtype, copy=True)
+        lr = self.options["outer_lr"]
+        momentum = self.options["outer_momentum"]
+        self.outer_optimizer = torch.optim.SGD(
+            self.outer.values(), lr=lr, momentum=momentum, nesterov=momentum > 0
+        )
+        self.number = 0  # of steps
+        self.due = {}  # step: {name: mean} of the fragment that is applied after it
+
+    def step(self, batches):
+        """`batches` has a batch for each rank."""
+        for rank, model in self.models.items():
+            inner_step(model, self.optimizers[rank], batches[rank])
+        self.number += 1
+        H = self.options["sync_every"]
+        P = len(self.fragments)
+        with torch.no_grad():
+            for p, names in enumerate(self.fragments):
+                if self.number % H == (p + 1) * H // P % H:
+                    self.due[self.number + self.options["delay"]] = self.mean(names)
+            if self.number in self.due:
+                self.apply(self.due.pop(self.number))
+
+    def mean(self, names):
+        """Each worker rounds its pseudo-gradient. The mean is rounded again."""
+        rounded = ROUND[self.options["compress"]]
+        total = 0.0
+        for model in self.models.values():
+            total = total + rounded(self.pseudo_gradient(model, names))
+        flat = rounded(total / len(self.models))
+        parts = flat.split([self.outer[name].numel() for name in names])
+        return dict(zip(names, parts, strict=True))
+
+    def pseudo_gradient(self, model, names):
+        differences = [self.outer[name] - model.get_parameter(name) for name in names]
+        return torch.cat([difference.flatten() for difference in differences])
+
+    def apply(self, means):
+        for name, mean in means.items():
+            self.outer[name].grad = mean.view_as(self.outer[name])
+        self.outer_optimizer.step()
+        self.outer_optimizer.zero_grad()
+        for model in self.models.values():
+            for name in means:
+                own = model.get_parameter(name)
+                new = self.outer[name]
+                if self.options["delay"]:
+                    new = torch.lerp(new, own.to(new.dtype), self.options["mix"])
+                own.copy_(new)
+
+
+def trains_as_workers_in_turn(
+    make, model="plain", optimizer="sgd", exact=False, start=0, group=None, **options
+):
+    """Train for ten steps, with other data on each rank in each step. Compare after each step."""
+    ranks = dist.get_process_group_ranks(group or pool.group())
+    rank = dist.get_rank()
+    dtype = torch.float32 if exact else torch.float64
+    module = make_model(model, dtype)
+    simulated = copy.deepcopy(module)
+    for parameter in module.parameters():
+        parameter.data += start * rank  # rank 0's are those that count
+    worker = make(module, optimizer, group, **options)
+    workers = Workers(simulated, optimizer, ranks, worker.fragments(), options)
+    for step in range(10):
+        batches = {r: make_batch(r, step, dtype) for r in ranks}
+        worker.step(batches[rank])
+        workers.step(batches)
+        for name, expected in workers.models[rank].named_parameters():
+            same(module.get_parameter(name), expected, f"{name} after step {step + 1}", exact)
+
+
+def trains(name, sentence, worlds, about="result", **how):
+    say(name, sentence, worlds, "diloco", trains_as_workers_in_turn, about, **how)
+
+
+trains(
+    "outer_step",
+    "Every H steps workers go on from the outer step along the mean of their pseudo-gradients.",
+    [1, 2, 3],
+)
+trains("inner_state", "The state of AdamW stays with its worker.", [2], optimizer="adamw")
+trains("without_momentum", "The outer step may have no momentum.", [2], outer_momentum=0.0)
+trains("start_of_rank_0", "All workers start from the weights of rank 0.", [3], start=1)
+trains("frozen", "Frozen parameters do not change, and the others train.", [2], model="frozen")
+trains("tied", "A parameter that two layers share stays one parameter.", [2], model="tied")
+trains("odd_shapes", "Scalar, empty, strided and one-element parameters train.", [3], model="odd")
+trains(
+    "fragments",
+    "P fragments are sent in turn, H/P steps apart. Only the fragment's momenta move.",
+    [2, 3],
+    num_fragments=2,
+)
+trains("delayed", "A mean is applied `delay` steps later, by `mix`.", [2], delay=2, mix=0.25)
+trains(
+    "several_in_flight",
+    "With a delay above H/P, several fragments travel at once.",
+    [3],
+    num_fragments=2,
+    delay=3,
+)
+trains(
+    "bitwise",
+    "Workers are bitwise those that one process simulates, because sums are in rank order.",
+    [2, 4],
+    "property",
+    optimizer="adamw",
+    exact=True,
+)
+
+
+@claim("diloco", 2, 3)
+def as_ddp(make):
+    """With H = 1, SGD inside, outer_lr=1 and no outer momentum, it is data parallelism."""
+    plain = make_model("plain", torch.float64)
+    plain_optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    worker = make(copy.deepcopy(plain), sync_every=1, outer_lr=1.0, outer_momentum=0.0)
+    for step in range(4):
+        batches = [make_batch(rank, step, torch.float64) for rank in range(pool.world_size())]
+        one_device(plain, [[batch] for batch in batches])
+        plain_optimizer.step()
+        worker.step(batches[pool.rank()])
+        for name, expected in plain.named_parameters():
+            same(worker.module.get_parameter(name), expected, f"{name} after step {step + 1}")
+
+
+def flat_parameters(worker):
+    return torch.cat([parameter.detach().flatten() for parameter in worker.module.parameters()])
+
+
+def agree_after_two_rounds(make, **options):
+    worker = make(make_model("plain"), "adamw", **options)
+    for step in range(8):
+        worker.step(make_batch(pool.rank(), step))
+    same_on_all(flat_parameters(worker), "parameters after the second round")
+    return worker
+
+
+@claim("diloco", 4)
+def replicas(make):
+    """All workers hold the same bits after each round, in float32."""
+    agree_after_two_rounds(make)
+
+
+@claim("diloco", 3)
+def compressed_replicas(make):
+    """They do so if messages are in bf16 or int8."""
+    for compress in ("bf16", "int8"):
+        agree_after_two_rounds(make, compress=compress)
+
+
+@claim("diloco", 3)
+def compressed_messages(make):
+    """An outer step is off by at most two roundings of the largest pseudo-gradient."""
+    for compress, unit in (("bf16", 2**-8), ("int8", 1 / 254)):
+        module = make_model("plain", torch.float64)
+        simulated = copy.deepcopy(module)
+        worker = make(module, compress=compress, outer_lr=1.0, outer_momentum=0.0)
+        workers = Workers(simulated, "sgd", range(3), worker.fragments(), {"sync_every": 5})
+        for step in range(4):
+            batches = [make_batch(rank, step, torch.float64) for rank in range(3)]
+            worker.step(batches[pool.rank()])
+            workers.step(batches)
+        models = workers.models.values()
+        (names,) = workers.fragments
+        gone = torch.stack([workers.pseudo_gradient(model, names) for model in models])
+        bound = 2.01 * unit * gone.abs().max()
+        for name in names:
+            mean = sum(model.get_parameter(name) for model in models) / 3
+            error = (module.get_parameter(name) - mean).abs().max()
+            check(error <= bound, f"{name} is off by {error:.1e} in {compress}")
+
+
+@claim("diloco", 2)
+def nan_on_one(make):
+    """A NaN in one worker's pseudo-gradient leaves all workers with the same parameters."""
+    worker = make(make_model("plain"))
+    for step in range(4):
+        worker.step(make_batch(pool.rank(), step))
+        if (step, pool.rank()) == (2, 1):
+            next(worker.module.parameters()).data[0, 0] = torch.nan
+    same_on_all(flat_parameters(worker).nan_to_num(nan=1e9), "parameters after the round")
+
+
+@claim("diloco", 2)
+def resumed(make):
+    """Training continues exactly from a state of between send and apply."""
+    options = {"num_fragments": 2, "delay": 3}
+    worker = make(make_model("plain"), "adamw", **options)
+    save = worker.find("state_dict")
+    for step in range(7):
+        worker.step(make_batch(pool.rank(), step))
+    saved = copy.deepcopy([worker.module.state_dict(), worker.optimizer.state_dict(), save()])
+    other = make(make_model("plain", seed=2), "adamw", **options)
+    parts = (other.module, other.optimizer, other.diloco)
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+    for step in range(7, 14):
+        worker.step(make_batch(pool.rank(), step))
+        other.step(make_batch(pool.rank(), step))
+        same(flat_parameters(other), flat_parameters(worker), f"step {step + 1}", exact=True)
+
+
+@claim("diloco", 4)
+def groups_apart(make):
+    """Two process groups train side by side and do not mix."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    trains_as_workers_in_turn(make, group=groups[dist.get_rank() % 2])
+
+
+def calls_of_each_step(worker, steps):
+    calls = []
+    for step in range(steps):
+        with Collectives() as seen:
+            worker.step(make_batch(pool.rank(), step))
+        calls.append(seen.calls)
+    return calls
+
+
+@claim("diloco", 2, about="property")
+def silent_between_messages(make):
+    """Only one step in H/P communicates."""
+    worker = make(make_model("plain"), num_fragments=2)
+    talking = [number for number, calls in enumerate(calls_of_each_step(worker, 8), 1) if calls]
+    check(talking == [2, 4, 6, 8], f"steps {talking} communicate")
+
+
+@claim("diloco", 2, about="property")
+def starts_before_it_is_due(make):
+    """With a delay, both halves of the all-reduce start before the step that applies the mean."""
+    worker = make(make_model("plain"), delay=3)
+    calls = calls_of_each_step(worker, 7)
+    check(not calls[6], f"the step that applies the mean starts {calls[6]}")
+
+
+@claim("diloco", 2, about="property")
+def different_workers(make):
+    """Other shapes or options on one worker are an error on all, at construction."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    with default_group(group):
+        with error_from("a Linear(2, 2) on one worker and a Linear(2, 3) on the other"):
+            make(nn.Linear(2, 2 + pool.rank()), group=group)
+        with error_from("H = 4 on one worker and H = 5 on the other"):
+            make(nn.Linear(2, 2), group=group, sync_every=4 + pool.rank())
