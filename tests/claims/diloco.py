@@ -68,33 +68,52 @@ add_kind("diloco", called=__doc__, make=Worker, ours="diloco:DiLoCo", pytorchs="
 
 def inner_step(model, optimizer, batch):
     optimizer.zero_grad()
-    loss_of(model(batch)).backward()
+    loss = loss_of(model(batch))
+    loss.backward()
     optimizer.step()
 
 
-def to_bf16(flat):
-    return flat.bfloat16().to(flat.dtype)
+def train(worker, first, last, dtype=torch.float32):
+    """Steps `first` to last - 1, with this rank's own data."""
+    for step in range(first, last):
+        batch = make_batch(pool.rank(), step, dtype)
+        worker.step(batch)
 
 
-def to_int8(flat):
-    """In int8, with one scale for each 256 numbers."""
-    rows = F.pad(flat, (0, -len(flat) % 256)).view(-1, 256)
-    scale = (rows.abs().amax(dim=1, keepdim=True) / 127).float()
+def unchanged(tensors):
+    return tensors
+
+
+def to_bf16(tensors):
+    return [tensor.bfloat16().to(tensor.dtype) for tensor in tensors]
+
+
+def to_int8(tensors):
+    """In int8, with one scale for each 256 numbers of the whole fragment."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    padding = -len(flat) % 256
+    rows = F.pad(flat, (0, padding)).view(-1, 256)
+    largest = rows.abs().amax(dim=1, keepdim=True)
+    scale = (largest / 127).float()
     scale[scale == 0] = 1.0
     numbers = (rows / scale).round().to(torch.int8)
-    return (numbers * scale).to(flat.dtype).flatten()[: len(flat)]
+    rounded = (numbers * scale).to(flat.dtype).flatten()
+    parts = rounded[: len(flat)].split([tensor.numel() for tensor in tensors])
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-ROUND = {None: lambda flat: flat, "bf16": to_bf16, "int8": to_int8}
+ROUND = {None: unchanged, "bf16": to_bf16, "int8": to_int8}
 
 
 class Workers:
     """One process that simulates all workers, one after the other."""
 
     def __init__(self, module, optimizer, ranks, fragments, options):
-        self.models = {rank: copy.deepcopy(module) for rank in ranks}
-        make_optimizer = OPTIMIZERS[optimizer]
-        self.optimizers = {r: make_optimizer(self.models[r].parameters()) for r in ranks}
+        self.models = {}  # by rank
+        self.optimizers = {}
+        for rank in ranks:
+            self.models[rank] = copy.deepcopy(module)
+            self.optimizers[rank] = OPTIMIZERS[optimizer](self.models[rank].parameters())
         self.fragments = fragments
         self.options = {"delay": 0, "mix": 0.5, "compress": None, **OPTIONS, **options}
         self.outer = {}
@@ -124,22 +143,19 @@ class Workers:
                 self.apply(self.due.pop(self.number))
 
     def mean(self, names):
-        """Each worker rounds its pseudo-gradient. The mean is rounded again."""
+        """Each worker rounds its pseudo-gradients. The means are rounded again."""
         rounded = ROUND[self.options["compress"]]
-        total = 0.0
+        of_workers = []
         for model in self.models.values():
-            total = total + rounded(self.pseudo_gradient(model, names))
-        flat = rounded(total / len(self.models))
-        parts = flat.split([self.outer[name].numel() for name in names])
-        return dict(zip(names, parts, strict=True))
-
-    def pseudo_gradient(self, model, names):
-        differences = [self.outer[name] - model.get_parameter(name) for name in names]
-        return torch.cat([difference.flatten() for difference in differences])
+            gone = [self.outer[name] - model.get_parameter(name) for name in names]
+            of_workers.append(rounded(gone))
+        N = len(self.models)
+        means = rounded([sum(column) / N for column in zip(*of_workers, strict=True)])
+        return dict(zip(names, means, strict=True))
 
     def apply(self, means):
         for name, mean in means.items():
-            self.outer[name].grad = mean.view_as(self.outer[name])
+            self.outer[name].grad = mean
         self.outer_optimizer.step()
         self.outer_optimizer.zero_grad()
         for model in self.models.values():
@@ -227,15 +243,13 @@ def as_ddp(make):
 
 
 def flat_parameters(worker):
-    return torch.cat([parameter.detach().flatten() for parameter in worker.module.parameters()])
+    return nn.utils.parameters_to_vector(worker.module.parameters()).detach()
 
 
 def agree_after_two_rounds(make, **options):
     worker = make(make_model("plain"), "adamw", **options)
-    for step in range(8):
-        worker.step(make_batch(pool.rank(), step))
+    train(worker, 0, 8)
     same_on_all(flat_parameters(worker), "parameters after the second round")
-    return worker
 
 
 @claim("diloco", 4)
@@ -251,25 +265,31 @@ def compressed_replicas(make):
         agree_after_two_rounds(make, compress=compress)
 
 
+def largest_distance(workers, start):
+    """How far any worker's parameters are from those of `start`."""
+    distances = []
+    for model in workers.models.values():
+        for own, before in zip(model.parameters(), start.parameters(), strict=True):
+            distances.append((own - before).abs())
+    return max(distance.max() for distance in distances)
+
+
 @claim("diloco", 3)
 def compressed_messages(make):
     """An outer step is off by at most two roundings of the largest pseudo-gradient."""
     for compress, unit in (("bf16", 2**-8), ("int8", 1 / 254)):
-        module = make_model("plain", torch.float64)
-        simulated = copy.deepcopy(module)
+        start = make_model("plain", torch.float64)
+        module = copy.deepcopy(start)
         worker = make(module, compress=compress, outer_lr=1.0, outer_momentum=0.0)
-        workers = Workers(simulated, "sgd", range(3), worker.fragments(), {"sync_every": 5})
+        workers = Workers(start, "sgd", range(3), worker.fragments(), {"sync_every": 5})
         for step in range(4):
             batches = [make_batch(rank, step, torch.float64) for rank in range(3)]
             worker.step(batches[pool.rank()])
             workers.step(batches)
-        models = workers.models.values()
-        (names,) = workers.fragments
-        gone = torch.stack([workers.pseudo_gradient(model, names) for model in models])
-        bound = 2.01 * unit * gone.abs().max()
-        for name in names:
-            mean = sum(model.get_parameter(name) for model in models) / 3
-            error = (module.get_parameter(name) - mean).abs().max()
+        bound = 2.01 * unit * largest_distance(workers, start)
+        for name, parameter in module.named_parameters():
+            mean = sum(model.get_parameter(name) for model in workers.models.values()) / 3
+            error = (parameter - mean).abs().max()
             check(error <= bound, f"{name} is off by {error:.1e} in {compress}")
 
 
@@ -277,11 +297,12 @@ def compressed_messages(make):
 def nan_on_one(make):
     """A NaN in one worker's pseudo-gradient leaves all workers with the same parameters."""
     worker = make(make_model("plain"))
-    for step in range(4):
-        worker.step(make_batch(pool.rank(), step))
-        if (step, pool.rank()) == (2, 1):
-            next(worker.module.parameters()).data[0, 0] = torch.nan
-    same_on_all(flat_parameters(worker).nan_to_num(nan=1e9), "parameters after the round")
+    train(worker, 0, 3)
+    if pool.rank() == 1:
+        worker.module[0].weight.data[0, 0] = torch.nan
+    train(worker, 3, 4)
+    found = flat_parameters(worker)
+    same_on_all(found.nan_to_num(nan=1e9), "parameters after the round")
 
 
 @claim("diloco", 2)
@@ -290,16 +311,14 @@ def resumed(make):
     options = {"num_fragments": 2, "delay": 3}
     worker = make(make_model("plain"), "adamw", **options)
     save = worker.find("state_dict")
-    for step in range(7):
-        worker.step(make_batch(pool.rank(), step))
+    train(worker, 0, 7)
     saved = copy.deepcopy([worker.module.state_dict(), worker.optimizer.state_dict(), save()])
     other = make(make_model("plain", seed=2), "adamw", **options)
-    parts = (other.module, other.optimizer, other.diloco)
-    for part, state in zip(parts, saved, strict=True):
+    for part, state in zip((other.module, other.optimizer, other.diloco), saved, strict=True):
         part.load_state_dict(state)
     for step in range(7, 14):
-        worker.step(make_batch(pool.rank(), step))
-        other.step(make_batch(pool.rank(), step))
+        train(worker, step, step + 1)
+        train(other, step, step + 1)
         same(flat_parameters(other), flat_parameters(worker), f"step {step + 1}", exact=True)
 
 
@@ -314,7 +333,7 @@ def calls_of_each_step(worker, steps):
     calls = []
     for step in range(steps):
         with Collectives() as seen:
-            worker.step(make_batch(pool.rank(), step))
+            train(worker, step, step + 1)
         calls.append(seen.calls)
     return calls
 
@@ -339,8 +358,9 @@ def starts_before_it_is_due(make):
 def different_workers(make):
     """Other shapes or options on one worker are an error on all, at construction."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    rank = pool.rank()
     with default_group(group):
         with error_from("a Linear(2, 2) on one worker and a Linear(2, 3) on the other"):
-            make(nn.Linear(2, 2 + pool.rank()), group=group)
+            make(nn.Linear(2, 2 + rank), group=group)
         with error_from("H = 4 on one worker and H = 5 on the other"):
-            make(nn.Linear(2, 2), group=group, sync_every=4 + pool.rank())
+            make(nn.Linear(2, 2), group=group, sync_every=4 + rank)
