@@ -83,9 +83,6 @@ def outer_step(module, outer, outer_optimizer, process_group=None):
 # --------------------------------------------------------------------------------------------------
 # 2. A message: the same mean, in fewer bytes, while the workers train on.
 
-# torch 2.13 renames all_gather_into_tensor and warns about the old name.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 BLOCK = 256  # numbers in a row. In int8, a row has one scale
 
 
@@ -146,12 +143,11 @@ class Message:
             return
         self.is_reduced = True
         self.work.wait()
-        parts = decode(self.received, self.dtype, self.compress).chunk(self.N)
+        parts = list(self.received.chunk(self.N))
+        total = sum(decode(part, self.dtype, self.compress) for part in parts)
         # Rounded a second time. This worker, too, receives the rounded mean.
-        self.sent = encode(sum(parts) / self.N, self.compress)
-        self.work = all_gather_single(
-            self.received, self.sent, group=self.process_group, async_op=True
-        )
+        self.sent = encode(total / self.N, self.compress)
+        self.work = dist.all_gather(parts, self.sent, group=self.process_group, async_op=True)
 
     def wait(self):
         """Return the mean."""
@@ -298,22 +294,19 @@ def split_layers(module, num_fragments):
 
     So equal layers are dealt out in turn. The paper calls this pattern strided.
     """
-    parameters = trained_parameters(module)
     fragments = [[] for _ in range(num_fragments)]
-    sizes = [0] * num_fragments
 
     def size_of(names):
-        return sum(parameters[name].numel() for name in names)
+        return sum(module.get_parameter(name).numel() for name in names)
 
     for names in sorted(layers_of(module), key=size_of, reverse=True):
-        smallest = sizes.index(min(sizes))
-        fragments[smallest] += names
-        sizes[smallest] += size_of(names)
+        smallest = min(fragments, key=size_of)
+        smallest += names
     return fragments
 
 
-def find_problem(module, optimizer, sync_every, num_fragments, delay, mix, compress, **_):
-    """Return what is wrong with these arguments of DiLoCo, or None."""
+def find_problem(module, optimizer, members, sync_every, num_fragments, delay, mix, compress, **_):
+    """Return what is wrong with these arguments of DiLoCo, or None. `members` are ranks."""
     if min(sync_every, num_fragments) < 1 or sync_every % num_fragments:
         return f"{sync_every=} must be a positive multiple of {num_fragments=}"
     if not 0 <= delay < sync_every:
@@ -322,11 +315,13 @@ def find_problem(module, optimizer, sync_every, num_fragments, delay, mix, compr
         return f"{mix=} must be from 0 to 1"
     if compress not in (None, "bf16", "int8"):
         return f"{compress=} must be None, 'bf16' or 'int8'"
-    num_layers = len(layers_of(module))
-    if num_layers < num_fragments:
-        return f"{num_fragments=} are more than the {num_layers} layers that train"
-    if any(getattr(child, "differ_between_ranks", False) for child in module.modules()):
-        return "the module has layers that are split over ranks, which hold different values"
+    layers = layers_of(module)
+    if len(layers) < num_fragments:
+        return f"{num_fragments=} are more than the {len(layers)} layers that train"
+    for child in module.modules():
+        apart = set(members).intersection(getattr(child, "differ_between_ranks", ()))
+        if len(apart) > 1:
+            return f"ranks {sorted(apart)} hold different parts of a layer"
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     own = set(module.parameters())
     for each in optimizers:
@@ -344,14 +339,14 @@ def check(module, optimizer, options, process_group):
     tensors = [*module.named_parameters(), *module.named_buffers()]
     for number, (name, tensor) in enumerate(tensors):
         facts.add(f"{number} {name}: {[*tensor.shape]}, {tensor.dtype}, {tensor.requires_grad=}")
-    everyone = [None] * dist.get_world_size(process_group)
-    own = find_problem(module, optimizer, **options), facts
+    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    everyone = [None] * len(members)
+    own = find_problem(module, optimizer, members, **options) or facts
     dist.all_gather_object(everyone, own, group=process_group)
-    for rank, (problem, _) in enumerate(everyone):
-        if problem:
-            raise ValueError(f"worker {rank}: {problem}")
-    sets = [facts for _, facts in everyone]
-    if differ := set.union(*sets) - set.intersection(*sets):
+    for rank, found in enumerate(everyone):
+        if isinstance(found, str):
+            raise ValueError(f"worker {rank}: {found}")
+    if differ := set.union(*everyone) - set.intersection(*everyone):
         raise ValueError(f"workers need the same model and options, but differ in {sorted(differ)}")
 
 
@@ -413,7 +408,7 @@ def main():
     options["sync_every"] = demo.args.sync_every
     if options["sync_every"] is None:
         options["sync_every"] = min(10, demo.args.steps)
-    if problem := find_problem(language_model(), [], **options):
+    if problem := find_problem(language_model(), [], [], **options):
         demo.stop(problem)
     return train(demo, options)
 

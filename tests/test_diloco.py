@@ -162,7 +162,7 @@ def test_the_second_half_starts_in_the_middle_of_the_delay(delay, step):
     starts = {}
     for number, calls in enumerate(calls_of_each_step(worker, 7), 1):
         starts |= {name: number for name, _ in calls}
-    assert starts == {"alltoall_base_": 4, "_allgather_base_": step}
+    assert starts == {"alltoall_base_": 4, "allgather_": step}
 
 
 def test_a_step_neither_waits_for_the_device_nor_copies_from_the_host():
@@ -386,10 +386,12 @@ def test_a_parameter_that_is_frozen_on_one_worker_is_an_error_on_all():
 
 
 @pool.on(2)
-def test_layers_that_are_split_over_ranks_are_an_error():
+def test_layers_that_are_split_over_the_groups_ranks_are_an_error():
     module = make_model("plain")
-    module[0].differ_between_ranks = True
-    with pytest.raises(ValueError, match="split over ranks"):
+    module[0].differ_between_ranks = [0, 1]
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    make_worker(module, group=alone[pool.rank()])
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\]"):
         make_worker(module)
 
 

@@ -38,7 +38,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "flash_attention": ("dq * scale, dk", "1.001 * dq * scale, dk"),
     "checkpoint": ("total / parts", "1.001 * total / parts"),
     "expert_parallel": ("gradient /= divisor", "gradient /= divisor / 1.001"),
-    "diloco": ("sum(parts) / self.N", "1.001 * sum(parts) / self.N"),
+    "diloco": ("total / self.N", "1.001 * total / self.N"),
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),
 }
 
