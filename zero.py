@@ -756,7 +756,8 @@ def units_around(module, units=None):
     if units is None:
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
         units = [member for each in lists for member in each.children()]
-    if not set(units) <= set(module.modules()):
+    units = set(units)
+    if not units <= set(module.modules()):
         raise ValueError("units has modules that are not inside the module")
     around = dict.fromkeys(module.modules(), (module,))
     for unit in around:  # an outer module comes before those inside it
