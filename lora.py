@@ -21,7 +21,11 @@ The elements sent per step are those in the column "sent" times (N-1)/N, on N ra
 fsdp.py gathers all weights in forward and again in backward, 2(Ψ + Φ). It reduce-scatters only the
 gradients of A and B, Φ.
 
-Run:      torchrun --nproc-per-node 2 lora.py          (python lora.py runs as one rank)
+Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
+it as a library (30).
+
+Run:      torchrun --nproc-per-node 2 lora.py            (--idea trains with section 1 alone)
+          python lora.py runs one rank
 Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2305.14314;
           Kalajdzievski 2023, rsLoRA, 2312.03732
 Mirrors:  peft (get_peft_model, its layer and files); bitsandbytes (quantize_4bit, dequantize_4bit)
@@ -53,12 +57,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea.
+# 1. The idea: train thin factors beside a frozen layer. QLoRA also rounds the layer to 4 bits.
 
 
-def naive_lora(x, W, A, B, scaling):
-    """Map x (…, k) to (…, d) without building the d × k matrix W + scaling · B A."""
-    return x @ W.t() + scaling * (x @ A.t() @ B.t())
+class NaiveLoRA(nn.Module):
+    """`linear`, which is frozen, plus (α/r) B A. Only A and B are trained."""
+
+    def __init__(self, linear, r=8, lora_alpha=16):
+        super().__init__()
+        d, k = linear.weight.shape
+        self.linear = linear.requires_grad_(False)
+        self.scaling = lora_alpha / r
+        self.lora_A = nn.Parameter(linear.weight.new_empty(r, k).uniform_(-(k**-0.5), k**-0.5))
+        self.lora_B = nn.Parameter(linear.weight.new_zeros(d, r))
+
+    def forward(self, x):  # (…, k) to (…, d), without building the d × k matrix B A
+        return self.linear(x) + self.scaling * (x @ self.lora_A.t() @ self.lora_B.t())
+
+
+# Quantiles of a normal distribution, so pretrained weights use all 16 about equally (Dettmers, §3).
+# A 4-bit code is an index into this table.
+NF4_TABLE = torch.tensor(
+    [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
+    + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0],
+    dtype=torch.float32,
+)
+
+
+def naive_nf4(weight, block_size=64):
+    """Round a weight to 16 multiples of the largest magnitude in each block of its elements."""
+    blocks = weight.detach().float().reshape(-1, block_size)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    table = NF4_TABLE.to(weight.device)
+    codes = ((blocks / absmax).unsqueeze(-1) - table).abs().argmin(-1)  # 4 bits each
+    return (table[codes] * absmax).view_as(weight).to(weight.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -66,11 +98,11 @@ def naive_lora(x, W, A, B, scaling):
 
 
 class LoRALinear(nn.Module):
-    """base(x) + scaling · B A dropout(x) for a frozen nn.Linear `base`. (…, k) becomes (…, d).
+    """base(x) + scaling · B A dropout(x) for a frozen linear layer. (…, k) becomes (…, d).
 
     scaling is lora_alpha/r. With use_rslora it is lora_alpha/√r, so that a large r does not shrink
     the correction. quantize="nf4" stores the base's weight in 4.5 bits per element, and
-    double_quant in 4.127 (section 5).
+    double_quant in 4.127 (section 3).
     """
 
     def __init__(
@@ -88,8 +120,8 @@ class LoRALinear(nn.Module):
             raise ValueError(
                 f"{r=} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
             )
-        weight = base.weight
-        check_is_whole(weight)
+        check_is_whole(base.weight)
+        weight = matrix_of(base)
         d, k = weight.shape
         dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits lose small updates
         A = torch.empty(r, k, dtype=dtype, device=weight.device)
@@ -138,7 +170,7 @@ class LoRALinear(nn.Module):
         Such code does not apply lora_dropout.
         """
         check_is_whole(self.lora_B)  # if it is sharded, so is W
-        W = self.base_layer.weight  # QLoRA dequantizes it here
+        W = matrix_of(self.base_layer)  # QLoRA dequantizes it here
         return (W + self.scaling * self.lora_B @ self.lora_A).to(W.dtype)
 
     @property
@@ -146,14 +178,9 @@ class LoRALinear(nn.Module):
         return self.base_layer.bias
 
 
-def check_is_whole(matrix):
-    # A shard of fsdp.py has this attribute. A matrix that zero.py has freed has strides of 0.
-    if hasattr(matrix, "_sharded_parameter") or 0 in matrix.stride():
-        raise ValueError(
-            "this rank has only a shard of the weight. Call inject_lora before Zero3 or "
-            "fully_shard, and merge in `with optimizer.full_parameters():`. Under fsdp.py, load "
-            "full_state_dict(model) into a model that is not sharded, and merge that"
-        )
+def matrix_of(layer):
+    """Return the weight as (d, k). The weight of transformers' Conv1D is (k, d)."""
+    return layer.weight.t() if type(layer).__name__ == "Conv1D" else layer.weight
 
 
 def lora_layers(model):
@@ -170,11 +197,11 @@ def inject_lora(
     quantize=None,
     double_quant=False,
 ):
-    """Replace the target nn.Linear layers by LoRALinear, freeze all else, and return the model.
+    """Replace the target linear layers by LoRALinear, freeze all else, and return the model.
 
-    target_modules is "all-linear", a regular expression that matches whole names, or a list. An
-    entry of the list is a whole name, or the last parts of one, such as "q_proj". The other
-    arguments are LoRALinear's.
+    Linear layers are nn.Linear and transformers' Conv1D. target_modules is a regular expression
+    that matches whole names; a list of names, or of their last parts, such as "q_proj"; or, as in
+    peft, "all-linear", which leaves out a transformers model's output layer.
     """
     if lora_layers(model):
         raise ValueError("the model has adapters already")
@@ -185,7 +212,7 @@ def inject_lora(
         "lora_dropout": lora_dropout,
         "use_rslora": use_rslora,
     }
-    adapted = {}  # {nn.Linear: its LoRALinear}. An nn.Linear with two names gets one LoRALinear.
+    adapted = {}  # {linear layer: its LoRALinear}. A layer with two names gets one LoRALinear.
     for layer in targets.values():
         adapted[layer] = LoRALinear(layer, **config, quantize=quantize, double_quant=double_quant)
     model.requires_grad_(False)  # not A and B, which are not in the model yet
@@ -195,29 +222,6 @@ def inject_lora(
         target_modules = pattern  # for save_adapter: peft knows "all-linear" for some models only
     model.lora_config = {**config, "target_modules": target_modules}
     return model
-
-
-def find_targets(model, target_modules):
-    """Return target_modules as a regular expression, and the layers it matches, {name: nn.Linear}.
-
-    Raise a ValueError if it matches no layer, or a layer that is not an nn.Linear.
-    """
-    layers = dict(model.named_modules(remove_duplicate=False))
-    linear_names = [name for name, layer in layers.items() if isinstance(layer, nn.Linear)]
-    if target_modules == "all-linear":
-        pattern = "|".join(map(re.escape, linear_names))
-    elif isinstance(target_modules, str):
-        pattern = target_modules
-    else:
-        pattern = "|".join(rf"(.*\.)?{re.escape(name)}" for name in target_modules)
-    # The name of the model itself is "". It cannot be replaced.
-    found = [name for name in layers if name and re.fullmatch(pattern, name)]
-    if not found or not set(found) <= set(linear_names):
-        raise ValueError(
-            f"target_modules {target_modules!r} finds {found}; "
-            f"it must find nn.Linear layers only, which are {linear_names}"
-        )
-    return pattern, {name: layers[name] for name in found}
 
 
 def trained_by(model):
@@ -252,134 +256,7 @@ def average_adapters(model, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. After training: merge.
-
-
-def merge(model):
-    """Make every LoRALinear multiply by W + scaling · B A, in W's dtype. W stays, for unmerge().
-
-    With QLoRA the sum is not quantized, because 4 bits would lose most of the correction.
-    """
-    for layer in lora_layers(model).values():
-        layer.merged = layer.weight.detach()
-
-
-def unmerge(model):
-    """Go back to W and its adapter, bit for bit."""
-    for layer in lora_layers(model).values():
-        layer.merged = None
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. Files in peft's format: adapter_config.json and adapter_model.safetensors.
-
-# The fields of adapter_config.json that load_adapter uses, with the defaults of peft. The defaults
-# of inject_lora differ.
-DEFAULTS = {
-    "r": 8,
-    "lora_alpha": 8,
-    "lora_dropout": 0.0,
-    "use_rslora": False,
-    "target_modules": None,
-}
-# Other fields, and the values that load_adapter accepts. It refuses their other values.
-SUPPORTED = {
-    "peft_type": ["LORA"],
-    "bias": ["none"],
-    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
-}
-# Fields that do not change what the adapter computes. load_adapter ignores them. It refuses a
-# field that is neither here nor above, if it is set.
-IGNORED = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "eva_config",
-    "inference_mode",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-}
-
-
-def adapter_state_dict(model, state_dict=None):
-    """Return {peft's name: tensor}. Under fsdp.py, state_dict is its full_state_dict(model)."""
-    state_dict = state_dict or model.state_dict()
-    keys = [f"{name}.{factor}" for name in lora_layers(model) for factor in ("lora_A", "lora_B")]
-    return {f"base_model.model.{key}.weight": state_dict[key] for key in keys}
-
-
-def save_adapter(model, directory, state_dict=None):
-    """Write files for peft.PeftModel.from_pretrained(base_model, directory). Call on one rank."""
-    from safetensors.torch import save_file  # pip install safetensors
-
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
-    config = directory / "adapter_config.json"
-    config.write_text(json.dumps(fields, indent=2, default=list))  # target_modules may be a set
-    save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
-
-
-def load_adapter(model, directory):
-    """Read what save_adapter or peft wrote. Inject adapters if `model` has none. Return the model.
-
-    A ValueError lists the fields that are not supported, or all that does not fit the model. It is
-    raised before anything is copied.
-    """
-    from safetensors.torch import load_file  # pip install safetensors
-
-    config = read_config(directory)
-    if not hasattr(model, "lora_config"):
-        inject_lora(model, **config)
-    saved = load_file(Path(directory) / "adapter_model.safetensors")
-    state_dict = adapter_state_dict(model)
-    in_file = describe(config, saved)
-    in_model = describe(model.lora_config, state_dict)
-    if in_file != in_model:
-        raise ValueError(
-            f"{directory} does not fit the model: {sorted(in_file - in_model)} in the files, "
-            f"{sorted(in_model - in_file)} in the model"
-        )
-    for name, tensor in state_dict.items():
-        tensor.copy_(saved[name])  # into the model: state_dict() does not copy
-    unmerge(model)  # the merged weights had the old A and B
-    return model
-
-
-def describe(config, state_dict):
-    """Return {(name, value or shape)}, which must be equal for the files and for the model."""
-    values = {(name, config[name]) for name in ("r", "lora_alpha", "use_rslora")}
-    return values | {(name, tensor.shape) for name, tensor in state_dict.items()}
-
-
-def read_config(directory):
-    """Return inject_lora's arguments. Raise a ValueError that lists the unsupported fields."""
-    path = Path(directory) / "adapter_config.json"
-    fields = json.loads(path.read_text())
-    wrong = []
-    for name, value in fields.items():
-        is_supported = name in DEFAULTS or name in IGNORED or value in SUPPORTED.get(name, [])
-        if value and not is_supported:  # false, null and empty mean that the field is not set
-            wrong.append(f"{name} {value!r}")
-    if wrong:
-        raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
-    return {name: fields.get(name, default) for name, default in DEFAULTS.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. QLoRA: frozen weights in 4 bits.
-
-# Quantiles of a normal distribution, so pretrained weights use all 16 about equally (Dettmers, §3).
-# A 4-bit code is an index into this table.
-NF4_TABLE = torch.tensor(
-    [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
-    + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0],
-    dtype=torch.float32,
-)
+# 3. QLoRA: frozen weights in 4 bits.
 
 
 def dynamic_table():
@@ -512,10 +389,170 @@ class NF4(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
+# 4. After training: merge.
+
+
+def merge(model):
+    """Make every LoRALinear multiply by W + scaling · B A, in W's dtype. W stays, for unmerge().
+
+    With QLoRA the sum is not quantized, because 4 bits would lose most of the correction.
+    """
+    for layer in lora_layers(model).values():
+        layer.merged = layer.weight.detach()
+
+
+def unmerge(model):
+    """Go back to W and its adapter, bit for bit."""
+    for layer in lora_layers(model).values():
+        layer.merged = None
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. The library: names of layers, checks, and files in peft's format, adapter_config.json and
+#    adapter_model.safetensors.
+
+
+def find_targets(model, target_modules):
+    """Return target_modules as a regular expression, and the layers it matches, {name: layer}.
+
+    Raise a ValueError if it matches no layer, or a layer that is not linear.
+    """
+    layers = dict(model.named_modules(remove_duplicate=False))
+    linear_names = []
+    for name, layer in layers.items():
+        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
+            linear_names.append(name)
+    if target_modules == "all-linear":
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        names = [re.escape(name) for name in linear_names if layers[name] is not head]
+        pattern = "|".join(names)
+    elif isinstance(target_modules, str):
+        pattern = target_modules
+    else:
+        pattern = "|".join(rf"(.*\.)?{re.escape(name)}" for name in target_modules)
+    # The name of the model itself is "". It cannot be replaced.
+    found = [name for name in layers if name and re.fullmatch(pattern, name)]
+    if not found or not set(found) <= set(linear_names):
+        raise ValueError(
+            f"target_modules {target_modules!r} finds {found}; "
+            f"it must find linear layers only, which are {linear_names}"
+        )
+    return pattern, {name: layers[name] for name in found}
+
+
+def check_is_whole(matrix):
+    # A shard of fsdp.py has this attribute. A matrix that zero.py has freed has strides of 0.
+    if hasattr(matrix, "_sharded_parameter") or 0 in matrix.stride():
+        raise ValueError(
+            "this rank has only a shard of the weight. Call inject_lora before Zero3 or "
+            "fully_shard, and merge in `with optimizer.full_parameters():`. Under fsdp.py, load "
+            "full_state_dict(model) into a model that is not sharded, and merge that"
+        )
+
+
+# The fields of adapter_config.json that load_adapter uses, with the defaults of peft. The defaults
+# of inject_lora differ.
+DEFAULTS = {
+    "r": 8,
+    "lora_alpha": 8,
+    "lora_dropout": 0.0,
+    "use_rslora": False,
+    "target_modules": None,
+}
+# Other fields, and the values that load_adapter accepts. It refuses their other values.
+SUPPORTED = {
+    "peft_type": ["LORA"],
+    "bias": ["none"],
+    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
+}
+# Fields that do not change what the adapter computes. load_adapter ignores them. It refuses a
+# field that is neither here nor above, if it is set.
+IGNORED = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "fan_in_fan_out",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+
+
+def adapter_state_dict(model, state_dict=None):
+    """Return {peft's name: tensor}. Under fsdp.py, state_dict is its full_state_dict(model)."""
+    state_dict = state_dict or model.state_dict()
+    keys = [f"{name}.{factor}" for name in lora_layers(model) for factor in ("lora_A", "lora_B")]
+    return {f"base_model.model.{key}.weight": state_dict[key] for key in keys}
+
+
+def save_adapter(model, directory, state_dict=None):
+    """Write files for peft.PeftModel.from_pretrained(base_model, directory). Call on one rank."""
+    from safetensors.torch import save_file  # pip install safetensors
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
+    config = directory / "adapter_config.json"
+    config.write_text(json.dumps(fields, indent=2, default=list))  # target_modules may be a set
+    save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
+
+
+def load_adapter(model, directory):
+    """Read what save_adapter or peft wrote. Inject adapters if `model` has none. Return the model.
+
+    A ValueError lists the fields that are not supported, or all that does not fit the model. It is
+    raised before anything is copied.
+    """
+    from safetensors.torch import load_file  # pip install safetensors
+
+    config = read_config(directory)
+    if not hasattr(model, "lora_config"):
+        inject_lora(model, **config)
+    saved = load_file(Path(directory) / "adapter_model.safetensors")
+    state_dict = adapter_state_dict(model)
+    in_file = describe(config, saved)
+    in_model = describe(model.lora_config, state_dict)
+    if in_file != in_model:
+        raise ValueError(
+            f"{directory} does not fit the model: {sorted(in_file - in_model)} in the files, "
+            f"{sorted(in_model - in_file)} in the model"
+        )
+    for name, tensor in state_dict.items():
+        tensor.copy_(saved[name])  # into the model: state_dict() does not copy
+    unmerge(model)  # the merged weights had the old A and B
+    return model
+
+
+def describe(config, state_dict):
+    """Return {(name, value or shape)}, which must be equal for the files and for the model."""
+    values = {(name, config[name]) for name in ("r", "lora_alpha", "use_rslora")}
+    return values | {(name, tensor.shape) for name, tensor in state_dict.items()}
+
+
+def read_config(directory):
+    """Return inject_lora's arguments. Raise a ValueError that lists the unsupported fields."""
+    path = Path(directory) / "adapter_config.json"
+    fields = json.loads(path.read_text())
+    wrong = []
+    for name, value in fields.items():
+        is_supported = name in DEFAULTS or name in IGNORED or value in SUPPORTED.get(name, [])
+        if value and not is_supported:  # false, null and empty mean that the field is not set
+            wrong.append(f"{name} {value!r}")
+    if wrong:
+        raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
+    return {name: fields.get(name, default) for name, default in DEFAULTS.items()}
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
-def train(demo, model, lr, title):
+def train(demo, model, lr, title, average=average_adapters):
     demo.show(f"{title}:")
     demo.model = copy.deepcopy(model)
     demo.optimizer = torch.optim.AdamW(trained_by(demo.model), lr=lr)
@@ -525,7 +562,7 @@ def train(demo, model, lr, title):
         optimizer.zero_grad()
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         loss.backward()
-        average_adapters(model)
+        average(model)
         optimizer.step()
         return loss
 
@@ -533,7 +570,11 @@ def train(demo, model, lr, title):
         return [parameter.grad for parameter in trained_by(model)], trained_by(model)
 
     demo.train(step, whole)
-    return held([*model.parameters(), *model.buffers()], optimizer)  # buffers hold the 4 bits
+    held_here = held([*model.parameters(), *model.buffers()], optimizer)  # buffers hold the 4 bits
+    weights, gradients, state = (f"{size / 1e6:.1f} MB" for size in held_here)
+    held_line = f"weights {weights}, gradients {gradients}, optimizer {state}"
+    demo.show(f"held: {held_line}; last loss {demo.losses[-1]:.3f}")
+    return held_here
 
 
 def show_merged(demo, layer):
@@ -550,31 +591,53 @@ def show_merged(demo, layer):
 
 def main():
     demo = Demo()
-    names = ["linear1", "linear2"]
     plain = demo.start("lora", bitwise=demo.ranks <= 2)
     text = demo.text
     documentation = Path(argparse.__file__).with_name("pydoc_data") / "topics.py"
     demo.text = demo.read(documentation)
-    train(demo, plain, 2e-3, "pretraining on Python's documentation")
+    train(demo, plain, 2e-3, "pretraining on Python's documentation", average_one_by_one)
     plain.zero_grad()
     demo.text = text
-    full = copy.deepcopy(plain)
+    on = f"fine-tuning on {Path(demo.args.data).name}"
+    if demo.args.idea:
+        return fine_tune_by_idea(demo, plain, on)
+    train(demo, copy.deepcopy(plain), 1e-3, f"full {on}")
+    names = ["linear1", "linear2"]
     qlora = copy.deepcopy(plain)
     inject_lora(qlora, target_modules=names, quantize="nf4", double_quant=True)
+    train(demo, qlora, 3e-3, f"QLoRA {on}")
     lora = inject_lora(plain, target_modules=names)
-    for name, model, lr in (("full", full, 1e-3), ("QLoRA", qlora, 3e-3), ("LoRA", lora, 3e-3)):
-        held_here = train(demo, model, lr, f"{name} fine-tuning on {Path(demo.args.data).name}")
-        weights, gradients, state = (f"{size / 1e6:.1f} MB" for size in held_here)
-        held_line = f"weights {weights}, gradients {gradients}, optimizer {state}"
-        demo.show(f"held: {held_line}; last loss {demo.losses[-1]:.3f}")
-    sent = 2 * held_here[1] * (demo.ranks - 1) / demo.ranks  # LoRA, the last
-    status = demo.report(held_here, "2Φ(N-1)/N", sent)
+    status = report(demo, train(demo, lora, 3e-3, f"LoRA {on}"))
     merge(lora)
     show_merged(demo, lora[1].linear1)
     counts = [f"{96 * 2 * r * (12288 + 12288):,} at r = {r}" for r in (1, 4, 8)]  # Σ r(d + k)
     demo.show("GPT-3       has 175 billion parameters. LoRA on W_q and W_v of its 96 layers trains")
     demo.show(f"            {', '.join(counts)}")
     return status
+
+
+def report(demo, held_here):
+    return demo.report(held_here, "2Φ(N-1)/N", 2 * held_here[1] * (demo.ranks - 1) / demo.ranks)
+
+
+def fine_tune_by_idea(demo, plain, on):
+    plain.requires_grad_(False)
+    qlora = copy.deepcopy(plain)
+    for model in (qlora, plain):
+        for block in model[1:-2]:
+            if model is qlora:
+                block.linear1.weight.copy_(naive_nf4(block.linear1.weight))
+                block.linear2.weight.copy_(naive_nf4(block.linear2.weight))
+            block.linear1 = NaiveLoRA(block.linear1)
+            block.linear2 = NaiveLoRA(block.linear2)
+    status = report(demo, train(demo, qlora, 3e-3, f"QLoRA {on}", average_one_by_one))
+    return max(status, report(demo, train(demo, plain, 3e-3, f"LoRA {on}", average_one_by_one)))
+
+
+def average_one_by_one(model):
+    for parameter in trained_by(model):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -65,8 +65,6 @@ def test_a_layer_has_the_dense_weight_beside_or_merged(sizes, alpha, dropout, rs
         within(y, expected)
         for ours, theirs in zip(*(gradients(z, x, A, B) for z in (y, expected)), strict=True):
             within(ours, theirs)
-    naive = lora.naive_lora(x, W, A, B, scaling)
-    within(naive + base.bias if bias else naive, expected)
 
     lora.merge(layer)
     lora.merge(layer)  # changes nothing
@@ -190,6 +188,79 @@ def test_files_that_do_not_fit_are_refused_and_nothing_is_copied(
 
 def changed(old, new):
     return {name: value for name, value in (old | new).items() if value is not None}
+
+
+def gpt2():
+    """Its linear layers are Conv1D, and its output layer is tied to the embedding."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 8}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(1)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **tokens)).double().eval()
+
+
+ATTENTION = "transformer.h.0.attn.c_attn"
+OTHERS = ["transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"]
+TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
+TARGETS = [(["c_attn"], [ATTENTION]), ("all-linear", [ATTENTION, *OTHERS])]
+
+
+@pytest.mark.parametrize(("targets", "expected"), TARGETS, ids=["c_attn", "all-linear"])
+def test_gpt2s_layers_are_adapted_as_by_peft_which_loads_them_and_is_loaded(
+    tmp_path, targets, expected
+):
+    peft = pytest.importorskip("peft")
+    model = trained(lora.inject_lora(gpt2(), r=2, target_modules=targets)).double().eval()
+    output = model(TOKENS).logits
+    assert sorted(lora.lora_layers(model)) == sorted(expected)
+
+    lora.save_adapter(model, tmp_path)
+    with pytest.warns(UserWarning, match="Conv1D"):  # peft notes that it transposes
+        theirs = peft.PeftModel.from_pretrained(gpt2(), tmp_path).eval()
+    within(theirs(TOKENS).logits, output)
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = lora.load_adapter(gpt2(), tmp_path / "theirs").double()
+    bitwise(back.eval()(TOKENS).logits, output)
+
+    lora.merge(model)
+    within(model(TOKENS).logits, output)
+
+
+def test_the_output_layer_is_left_out_by_all_linear_if_it_is_not_tied_either():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 20, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    layers = lora.lora_layers(lora.inject_lora(model))
+    assert len(layers) == 7
+    assert "lm_head" not in layers
+
+
+def test_the_idea_is_a_layer_that_starts_alike_and_trains_alike():
+    torch.manual_seed(0)
+    naive = lora.NaiveLoRA(nn.Linear(6, 4).double(), r=2, lora_alpha=3)
+    layer = lora.LoRALinear(copy.deepcopy(naive.linear), r=2, lora_alpha=3)
+    bitwise(naive(INPUT), naive.linear(INPUT))
+    assert naive.lora_A.abs().max() <= 6**-0.5
+    trained(naive)
+    layer.load_state_dict({"lora_A": naive.lora_A, "lora_B": naive.lora_B}, strict=False)
+    within(naive(INPUT), layer(INPUT))
+    for ours, theirs in zip(
+        gradients(naive(INPUT), naive.lora_A, naive.lora_B),
+        gradients(layer(INPUT), layer.lora_A, layer.lora_B),
+        strict=True,
+    ):
+        within(ours, theirs)
+    assert lora.trained_by(naive) == [naive.lora_A, naive.lora_B]
+
+
+@pytest.mark.parametrize("block_size", [64, 32])
+def test_the_idea_rounds_to_the_nf4_values_that_the_packed_weight_has(block_size):
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(0), dtype=F64)
+    packed = lora.quantize_nf4(weight, block_size)
+    torch.testing.assert_close(lora.naive_nf4(weight, block_size), packed.weight)
+    assert (lora.naive_nf4(weight, block_size) != weight).any()
 
 
 TABLE = lora.NF4_TABLE
