@@ -20,7 +20,11 @@ Cost for Ψ parameters, with Adam, on N devices, in elements:
 DDP has replaced DataParallel. It runs one process for each device. In DataParallel all traffic goes
 through device 0, and the threads share one interpreter lock.
 
+Read section 1 for the idea (5 minutes), to section 2 for the technique (12), and the rest to use
+it as a library (15).
+
 Run:      python data_parallel.py                                 two devices, or the CPU as two
+          python data_parallel.py --idea                          trains with section 1 alone
           torchrun --nproc-per-node 3 data_parallel.py            each of 3 ranks uses 3 devices
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 2.2
 Mirrors:  torch.nn.DataParallel
@@ -47,6 +51,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -67,7 +72,7 @@ def data_parallel(module, x, devices):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The real one: all devices work at the same time, each with a module of its own, a replica.
+# 2. The technique: all devices work at the same time, each with a module of its own, a replica.
 # Inputs and outputs are tensors, or lists, tuples and dicts of tensors.
 
 
@@ -96,21 +101,6 @@ def scatter(inputs, devices, dim=0):
     return [tree_unflatten(chunks, structure) for chunks in by_device]
 
 
-def rebuild(module, copy_of):
-    """Return a copy of `module` that has `copy_of[x]` in place of each parameter or buffer x."""
-    clones = {part: part._replicate_for_data_parallel() for part in module.modules()}  # shallow
-    for original, clone in clones.items():
-        if isinstance(original, nn.Embedding | nn.EmbeddingBag) and original.sparse:
-            raise ValueError(f"{original}: gradients between devices are dense, set sparse=False")
-        for name, child in original._modules.items():
-            clone._modules[name] = clones.get(child)  # a child may be None
-        for name, tensor in (original._parameters | original._buffers).items():
-            # The copy stays a plain tensor. At a Parameter, a leaf, backward would stop.
-            # setattr is needed because nn.LSTM then updates its own list of weights.
-            setattr(clone, name, copy_of.get(tensor))
-    return clones[module]
-
-
 def replicate(module, devices):
     """Return a replica of `module`, which is on devices[0], for each device.
 
@@ -127,13 +117,6 @@ def replicate(module, devices):
         copy_of = dict(zip(tensors, copies, strict=True))
         replicas.append(rebuild(module, copy_of))
     return replicas[::-1]
-
-
-def device_of(inputs):
-    for leaf in tree_leaves(inputs):
-        if torch.is_tensor(leaf):
-            return leaf.device
-    raise ValueError("parallel_apply needs `devices` if the inputs of a module have no tensor")
 
 
 def parallel_apply(modules, inputs, kwargs_tup=None, devices=None):
@@ -217,6 +200,32 @@ class DataParallel(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
+# 3. The library: how a replica is made, and where inputs are.
+
+
+def rebuild(module, copy_of):
+    """Return a copy of `module` that has `copy_of[x]` in place of each parameter or buffer x."""
+    clones = {part: part._replicate_for_data_parallel() for part in module.modules()}  # shallow
+    for original, clone in clones.items():
+        if isinstance(original, nn.Embedding | nn.EmbeddingBag) and original.sparse:
+            raise ValueError(f"{original}: gradients between devices are dense, set sparse=False")
+        for name, child in original._modules.items():
+            clone._modules[name] = clones.get(child)  # a child may be None
+        for name, tensor in (original._parameters | original._buffers).items():
+            # The copy stays a plain tensor. At a Parameter, a leaf, backward would stop.
+            # setattr is needed because nn.LSTM then updates its own list of weights.
+            setattr(clone, name, copy_of.get(tensor))
+    return clones[module]
+
+
+def device_of(inputs):
+    for leaf in tree_leaves(inputs):
+        if torch.is_tensor(leaf):
+            return leaf.device
+    raise ValueError("parallel_apply needs `devices` if the inputs of a module have no tensor")
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo. Without torchrun it uses 2 devices. With it, each of N ranks does all the work on N devices.
 
 
@@ -227,8 +236,9 @@ def main():
     if demo.device.type == "cuda":
         first = demo.device.index
         devices = [(first + number) % torch.cuda.device_count() for number in range(N)]
-    model = DataParallel(demo.start("data_parallel", bitwise=N == 2, parts=N), devices)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    module = demo.start("data_parallel", bitwise=N == 2, parts=N)
+    model = DataParallel(module, devices)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
     def mean_loss(outputs, targets):
         losses = map(language_loss, outputs.chunk(N), targets.chunk(N))
@@ -236,16 +246,40 @@ def main():
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        loss = mean_loss(model(inputs), targets)
+        outputs = data_parallel(module, inputs, devices) if demo.args.idea else model(inputs)
+        loss = mean_loss(outputs, targets)
         loss.backward()
         optimizer.step()
         return loss
 
     def whole():
-        return [parameter.grad for parameter in model.parameters()], model.parameters()
+        return [parameter.grad for parameter in module.parameters()], module.parameters()
 
     demo.train(step, whole)
-    return report_one_step(demo, model.module, devices, optimizer, mean_loss)
+    if demo.args.idea:
+        return report_idea(demo, module, devices, optimizer)
+    return report_one_step(demo, module, devices, optimizer, mean_loss)
+
+
+class MovedBytes(TorchFunctionMode):
+    """Adds up the bytes of the parameters that .to() gets, which may be on the device already."""
+
+    total = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to and isinstance(args[0], nn.Parameter):
+            self.total += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def report_idea(demo, module, devices, optimizer):
+    N = len(devices)
+    here = held(module.parameters(), optimizer)
+    with MovedBytes() as moved:
+        data_parallel(module, demo.batch(0)[0], devices)
+    # Parameters go out and gradients come back, except for device 0, which keeps its own.
+    demo.sent.total = 2 * moved.total * (N - 1) / N
+    return demo.report(here, "2Ψ(N-1)", 2 * here[0] * (N - 1))
 
 
 def report_one_step(demo, module, devices, optimizer, mean_loss):

@@ -119,6 +119,18 @@ def test_the_idea_is_right_without_dropout_and_a_function_may_call_backward(how,
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
+def test_the_idea_has_the_gradients_and_next_random_numbers_of_no_checkpoint():
+    results = []
+    for how in (ac.NaiveCheckpoint.apply, plainly):
+        layers = make_layers(3)
+        x = make_batch(0, 0).requires_grad_()
+        y = each(how)(layers, x)
+        loss_of(y).backward()
+        gradients = [parameter.grad for parameter in layers.parameters()]
+        results.append([y.detach(), x.grad, *gradients, torch.rand(3)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_under_no_grad_a_function_may_still_compute_gradients_inside():
     function = torch.enable_grad()(gradient_inside)
     x = torch.randn(4, requires_grad=True)
