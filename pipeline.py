@@ -39,15 +39,24 @@ Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
 The first rank sends no gradients and the last no activations, so each of them sends m·bsh less.
 
+Read section 1 for the idea (10 minutes), to section 4 for the technique (35), and the rest to use
+it as a library (50).
+
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
+          --idea trains with section 1 alone, which has the schedules gpipe and 1f1b.
 Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473, section 2.2;
           zero bubble, 2401.10241, section 2 (its schedule ZB-H1)
 Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file reads and writes
-Left out: Tied parameters, data parallelism, clipping and means over unmasked tokens: see
-          parallel_3d.py. step() returns neither the outputs of the last stage nor the gradients of
-          the batch's inputs. If a schedule has I and W, its stages must not call
-          torch.autograd.grad() or backward() themselves. The inputs of their linear layers stay in
-          memory until W, also inside an activation checkpoint, and must not change in place.
+Left out: Tied parameters, clipping and means over unmasked tokens: see parallel_3d.py. step()
+          returns neither the outputs of the last stage nor the gradients of the batch's inputs.
+          Messages of other shapes than in the first step are an error, and so are other dtypes and
+          newly frozen stages: make another Pipeline. After an error on one rank the others wait for
+          it, until torchrun or the timeout of the process group ends them.
+          If a schedule has I and W, its stages must not call torch.autograd.grad() or backward()
+          themselves. The inputs of their linear layers stay in memory until W, also inside an
+          activation checkpoint, and must not change in place. Under DDP or FSDP, W has nothing to
+          compute, because they need the gradients of weights in I: results are right, but the
+          bubble is that of 1f1b.
 
 The demo draws two timelines. simulate() predicts the first, and the ranks have measured the second.
 If they say "bubble 20%" and "bubble 23%", the ranks waited for 23% of the step. The prediction
@@ -59,7 +68,6 @@ share a processor. More micro-batches or another schedule lower both numbers.
 import argparse
 import collections
 import copy
-import inspect
 import itertools
 import json
 import os
@@ -67,7 +75,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -84,330 +92,197 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: GPipe with blocking sends.
+# 1. The idea: GPipe and 1F1B with blocking transfers. They differ in one number.
 
 
-def start_transfer(operation, tensor, peer, group):
-    """Start one send or receive (`dist.isend` or `dist.irecv`). Return the work to wait for.
+def start_transfers(operation, tensors, peer, group):
+    """Send or receive each tensor (`dist.isend` or `dist.irecv`). Return the works to wait for.
 
     Over NCCL, a bare isend would create a communicator for the two ranks in the middle of a step.
     A batch of transfers uses the communicator of the group. Each batch has one transfer here. With
     several, the sender and the receiver would have to form the same batches.
     """
-    transfer = dist.P2POp(operation, tensor, group=group, group_peer=peer)
-    return dist.batch_isend_irecv([transfer])[0]
+    works = []
+    for tensor in tensors:
+        # a view of the memory, whatever the strides, which are the same on both ranks
+        message = tensor.detach().as_strided([tensor.numel()], [1])
+        transfer = dist.P2POp(operation, message, group=group, group_peer=peer)
+        works += dist.batch_isend_irecv([transfer])
+    return works
 
 
-def gpipe_step(stage, num_microbatches, loss_fn, inputs, targets, like, process_group=None):
-    """Forward and backward of a batch. Return its mean loss on the last rank, None elsewhere.
+def transfer(operation, tensor, peer, group):
+    """Send or receive, and wait. Return the tensor, unchanged if there is no such rank."""
+    if 0 <= peer < dist.get_world_size(group):
+        (work,) = start_transfers(operation, [tensor], peer, group)
+        work.wait()
+    return tensor
 
-    like: a tensor with the shape and dtype of what each stage but the first receives.
+
+def gpipe_step(stage, micro_batches, loss_fn, like, process_group=None):
+    """All forwards, then all backwards."""
+    return blocking_step(stage, micro_batches, loss_fn, like, process_group, len(micro_batches))
+
+
+def one_f_one_b_step(stage, micro_batches, loss_fn, like, process_group=None):
+    """A rank runs one forward more than the next rank before it waits for the first gradient."""
+    warmup = dist.get_world_size(process_group) - 1 - dist.get_rank(process_group)
+    return blocking_step(stage, micro_batches, loss_fn, like, process_group, warmup)
+
+
+def blocking_step(stage, micro_batches, loss_fn, like, group, warmup):
+    """Run `warmup` forwards, then a forward and a backward in turn, then the other backwards.
+
+    micro_batches: a list of (input, target), all of the same size
+    like: a tensor with the shape and dtype of what each stage but the first receives
+    Return the mean loss on the last rank, None elsewhere.
     """
-    rank = dist.get_rank(process_group)
-    last = dist.get_world_size(process_group) - 1
-    sizes = (num_microbatches, -1)  # unflatten() raises an error if micro-batches are not equal
-    micro_batches = zip(inputs.unflatten(0, sizes), targets.unflatten(0, sizes), strict=True)
-    saved = []  # (input, output) of each micro-batch, from its forward to its backward
-    for micro_input, target in micro_batches:
+    rank = dist.get_rank(group)
+    is_last = rank == dist.get_world_size(group) - 1
+    saved = collections.deque()  # (input, output) of each micro-batch that awaits its backward
+    losses = []
+    for number, (micro_input, target) in enumerate(micro_batches):
         x = micro_input
         if rank > 0:
-            x = torch.empty_like(like, requires_grad=True)
-            # detach() shares x's memory. Autograd does not see that the message is written there.
-            start_transfer(dist.irecv, x.detach(), rank - 1, process_group).wait()
-        y = stage(x)
-        if rank < last:
-            start_transfer(dist.isend, y.detach(), rank + 1, process_group).wait()
-        else:
-            y = loss_fn(y, target) / num_microbatches
+            x = transfer(dist.irecv, torch.empty_like(like), rank - 1, group).requires_grad_()
+        y = stage(x).contiguous()
+        if is_last:
+            y = loss_fn(y, target) / len(micro_batches)
+            losses.append(y.detach())
         saved.append((x, y))
+        if number < warmup:
+            transfer(dist.isend, y, rank + 1, group)
+            continue
+        old_x, old_y = saved.popleft()
+        # Receive before you send. The next rank sends this gradient before it receives y. If this
+        # rank sent y first, both would wait forever. On the last rank the gradient stays 1.
+        gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, group)
+        transfer(dist.isend, y, rank + 1, group)
+        old_y.backward(gradient)
+        transfer(dist.isend, old_x.grad, rank - 1, group)
     for x, y in saved:
-        gradient = torch.ones_like(y)  # on the last rank y is the loss, and its gradient is 1
-        if rank < last:
-            start_transfer(dist.irecv, gradient, rank + 1, process_group).wait()
-        y.backward(gradient)
-        if rank > 0:
-            start_transfer(dist.isend, x.grad, rank - 1, process_group).wait()
-    return sum(y.detach() for _, y in saved) if rank == last else None
+        y.backward(transfer(dist.irecv, torch.ones_like(y), rank + 1, group))
+        transfer(dist.isend, x.grad, rank - 1, group)
+    return torch.stack(losses).sum() if is_last else None
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Schedules. A schedule is a list of actions for each rank. An action is a string of the stage,
-#    the kind (F, B, I or W) and the micro-batch: "2F0" is the forward of stage 2 on micro-batch 0.
+# 2. Schedules. A schedule is a list of actions for each rank. Functions that users call take and
+#    return actions as strings, in PyTorch's notation: "2F0" is the forward of stage 2 on
+#    micro-batch 0.
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
-def forwards_then_backwards(stages, micro_batches):
-    """Return all forwards, then all backwards, of the micro-batches on a rank with these stages."""
-    forwards = [f"{stage}F{i}" for stage in stages for i in micro_batches]
-    backwards = [f"{stage}B{i}" for stage in reversed(stages) for i in micro_batches]
-    return forwards + backwards
+class Action(NamedTuple):
+    stage: int
+    kind: str  # F: forward, B: whole backward, I: backward for the input, W: for the weights
+    micro_batch: int
+
+    def __str__(self):
+        return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-def one_forward_one_backward(actions, warmup):
-    """Return `warmup` forwards, then forwards and backwards in turn, then the other backwards."""
-    forwards = [action for action in actions if "F" in action]
-    backwards = (action for action in actions if "B" in action)
-    reordered = forwards[:warmup]
-    for forward in forwards[warmup:]:
-        reordered += [forward, next(backwards)]
-    return [*reordered, *backwards]
+def in_rounds(kind, stages, rounds):
+    """Return actions of one kind: each stage on a round of micro-batches, then on the next."""
+    return [
+        Action(stage, kind, i)
+        for micro_batches in rounds
+        for stage in stages
+        for i in micro_batches.tolist()
+    ]
+
+
+def alternate(forwards, backwards, ahead):
+    """Return `ahead` forwards, then backwards and forwards in turn, then the other backwards."""
+    actions = []
+    remaining = iter(backwards)
+    for number, forward in enumerate(forwards, start=1):
+        actions.append(forward)
+        if number >= ahead:
+            actions.append(next(remaining))
+    return [*actions, *remaining]
 
 
 def split_backwards(actions, delay):
     """Return zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
     split = []
-    waiting = collections.deque()  # each W whose I is in `split`, but which is not there itself
+    waiting = []  # each W whose I is in `split`, but which is not there itself
     for action in actions:
-        split.append(action.replace("B", "I"))
-        if "B" in action:
-            waiting.append(action.replace("B", "W"))
+        is_forward = action.kind == "F"
+        split.append(action if is_forward else action._replace(kind="I"))
+        if not is_forward:
+            waiting.append(action._replace(kind="W"))
         if len(waiting) > delay:
-            split.append(waiting.popleft())
+            split.append(waiting.pop(0))
     return [*split, *waiting]
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
-    """Return a list of actions for each rank. Stage s is on rank s % num_ranks."""
+    """Return a list of actions, as strings, for each rank. Stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(
             f"no schedule {name!r} of {p} ranks, {m} micro-batches and {v} stages per rank: "
             f"each number must be at least 1, and the name one of {', '.join(SCHEDULES)}"
         )
-    # A rank runs all forwards and backwards of a round of micro-batches, then those of the next. In
-    # "naive" each micro-batch is a round, and in "gpipe" all of them are one. Otherwise a round has
-    # about p: when rank 0 has run a stage on p, the first is ready for rank 0's next stage.
-    num_rounds = {"naive": m, "gpipe": 1}.get(name, max(1, m // p))
-    rounds = torch.arange(m).tensor_split(num_rounds)
+    # A rank runs a stage on a round of about p micro-batches before it runs its next stage. After p
+    # of them, the first is ready for the next stage.
+    rounds = torch.arange(m).tensor_split(max(1, m // p))
+    before_last_stage = (v - 1) * len(rounds[0])  # forwards before the first of the last stage
     schedule = []
     for rank in range(p):
+        # Schedules differ in how many forwards a rank runs before its first backward. A rank of
+        # 1F1B waits for the next rank's backward, so it runs one forward more than the next rank.
+        # If stages are interleaved, it runs two more, as in Megatron-LM and PyTorch, to leave time
+        # for transfers.
+        ahead = {"naive": 1, "gpipe": m * v, "interleaved_1f1b": 2 * (p - rank) - 1}
         stages = range(rank, p * v, p)
-        actions = []
-        for micro_batches in rounds:
-            actions += forwards_then_backwards(stages, micro_batches.tolist())
-        if name not in ("naive", "gpipe"):
-            # A rank waits for the next rank's backward, so it first runs one forward more than the
-            # next rank. If stages are interleaved, it runs two more, as in Megatron-LM and PyTorch,
-            # to leave time for transfers. Each stage before its last also runs a round of forwards.
-            forwards_per_rank = 2 if name == "interleaved_1f1b" else 1
-            warmup = forwards_per_rank * (p - 1 - rank) + (v - 1) * len(rounds[0])
-            actions = one_forward_one_backward(actions, warmup)
+        actions = alternate(
+            in_rounds("F", stages, rounds),
+            in_rounds("B", stages[::-1], rounds),
+            ahead.get(name, p - rank) + before_last_stage,
+        )
         if name == "zero_bubble":
             # In 1F1B, rank r keeps the activations of p - r micro-batches. With r more waiting for
             # W, every rank keeps p.
             actions = split_backwards(actions, delay=rank)
-        schedule.append(actions)
+        schedule.append(list(map(str, actions)))
     return schedule
 
 
-def parse(action):
-    """Return the stage, the kind and the micro-batch: 2, "F" and 0 for "2F0"."""
-    stage, kind, micro_batch = re.split("([FBIW])", action)
-    return int(stage), kind, int(micro_batch)
+# --------------------------------------------------------------------------------------------------
+# 3. The pipeline, which runs any schedule. An action takes a message and gives another one. If the
+#    next action is on another rank, the message is sent.
 
 
-def input_key(action):
-    """Return the key of an action's input: "2F0" for "2F0", and "2B0" for "2B0", "2I0" and "2W0".
+class Message(NamedTuple):
+    stage: int  # which takes it
+    # "activations" or "gradients". An Action with the same three values would be equal to it.
+    kind: str
+    micro_batch: int
 
-    B and I share a key, so that output_key() does not need to know which of them the schedule has.
-    I takes the gradients, then leaves the input of W under the same key.
+
+def input_of(action):
+    """Return the message that an action takes. W takes none itself: its I has taken it."""
+    kind = "activations" if action.kind == "F" else "gradients"
+    return Message(action.stage, kind, action.micro_batch)
+
+
+def output_of(action, last_stage):
+    """Return the message that an action gives, or None for W, which adds to .grad.
+
+    The last stage's forward gives its own backward the gradient to begin with. The first stage's
+    backward gives gradients to a stage -1, which no rank has.
     """
-    return re.sub("[IW]", "B", action)
-
-
-def output_key(action, last_stage):
-    """Return the input_key() of the action that takes the output: "3F0" for "2F0", "1B0" for "2B0".
-
-    The last stage's forward gives its own backward the gradient to begin with. For the first
-    stage's backward, return the key of a stage -1, which no rank has. For W, return None: it has no
-    output, but adds to .grad.
-    """
-    stage, kind, i = parse(action)
+    stage, kind, i = action
     if kind == "W":
         return None
     if kind != "F":
-        return f"{stage - 1}B{i}"
+        return Message(stage - 1, "gradients", i)
     if stage < last_stage:
-        return f"{stage + 1}F{i}"
-    return f"{stage}B{i}"
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. What a schedule costs, without running it.
-
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}
-
-
-class Simulation(NamedTuple):
-    start: dict  # action -> time
-    end: dict  # action -> time
-    bubble_fraction: float  # the share of all ranks' time in which they wait
-    peak_activations: list  # by rank: the most forwards that await their backward at one time
-
-
-def simulate(schedule, cost=COST):
-    """Compute when each action starts and ends, if each starts as soon as it can.
-
-    A rank keeps the order of its actions. Transfers take no time. Raises ValueError if the schedule
-    is incomplete or deadlocks.
-    """
-    schedule = compute_only(schedule)
-    last_stage = max(rank_of_stages(schedule))
-    cost = COST | cost
-    start = {}
-    end = {}
-    # input_key -> the time since when the input is there
-    available = {f"0F{i}": 0 for i in range(count_microbatches(schedule))}
-    free_since = [0] * len(schedule)  # by rank: the end of its last action
-    waiting = [collections.deque(actions) for actions in schedule]
-    while any(waiting):
-        ended_before = len(end)
-        for rank, actions in enumerate(waiting):
-            while actions and input_key(actions[0]) in available:
-                action = actions.popleft()
-                start[action] = max(free_since[rank], available[input_key(action)])
-                end[action] = start[action] + cost[parse(action)[1]]
-                free_since[rank] = end[action]
-                available[output_key(action, last_stage)] = end[action]
-        if len(end) == ended_before:
-            stuck = [actions[0] for actions in waiting if actions]
-            raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} would wait forever")
-    busy = sum(end.values()) - sum(start.values())
-    bubble_fraction = 1 - busy / (max(free_since) * len(schedule))
-    return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
-
-
-def peak_alive(actions):
-    """Return how many micro-batches are alive at most, from F to the end of B or W.
-
-    A micro-batch counts once for each stage.
-    """
-    changes = [1 if "F" in action else -1 for action in actions if "I" not in action]
-    return max(itertools.accumulate(changes), default=0)
-
-
-def count_microbatches(schedule):
-    return sum(action.startswith("0F") for action in itertools.chain(*schedule))
-
-
-def rank_of_stages(schedule):
-    """Return {stage: rank}.
-
-    Raise ValueError unless each forward is followed by B, or by I and W, on the stage's only rank.
-    """
-    rank_of = {}
-    kinds = collections.defaultdict(str)  # (stage, micro-batch, rank) -> the kinds of its actions
-    for rank, actions in enumerate(schedule):
-        for stage, kind, i in map(parse, actions):
-            rank_of[stage] = rank
-            kinds[stage, i, rank] += kind
-    for (stage, i, rank), done in kinds.items():
-        if done not in ("FB", "FIW") or rank != rank_of[stage]:
-            raise ValueError(
-                f"rank {rank} runs {done} of stage {stage} for micro-batch {i}; it must run F B or "
-                "F I W, and no other rank may run this stage"
-            )
-    return rank_of
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. Transfers between ranks: in which order, and how.
-
-
-def plan(schedule, rank):
-    """Return (action, output key, source, destination) of each action that concerns the rank.
-
-    The rank is the source, which runs the action, or the destination, which receives its output.
-    The destination is None if no action takes the output.
-
-    All ranks follow one order: actions by their simulated end, and each transfer right after its
-    action. An action or a transfer waits only for those before it in this order. So the first one
-    that has not ended can always run, and nothing deadlocks. NCCL needs such an order, because it
-    runs a rank's transfers one by one, and a send ends only when its receiver takes it.
-    """
-    rank_of = rank_of_stages(schedule)
-    last_stage = max(rank_of)
-    end = simulate(schedule).end
-    program = []
-    for action in sorted(end, key=end.get):
-        out_key = output_key(action, last_stage)
-        source = rank_of[parse(action)[0]]
-        destination = rank_of.get(parse(out_key)[0]) if out_key else None
-        if rank in (source, destination):
-            program.append((action, out_key, source, destination))
-    return program
-
-
-def meta_of(tensor):
-    """Return the arguments with which torch.zeros allocates such a tensor on the receiver.
-
-    Return None for None, which is the gradient of an output that the next stage does not use.
-    """
-    if tensor is None:
-        return None
-    return {"size": tensor.shape, "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
-
-
-class Transfers:
-    """Sends the outputs of actions, and receives them as inputs of this rank's actions."""
-
-    def __init__(self, group, device):
-        # Gloo sends from the host's memory. dist.get_backend_config() names each device's backend.
-        # dist.get_backend() is "undefined" after init_process_group() without a backend.
-        if f"{device.type}:gloo" in dist.get_backend_config(group):
-            device = torch.device("cpu")
-        self.group = group
-        self.device = device  # of the messages; the stages may be on another
-        self.metadata = {}  # input_key -> meta_of() of each tensor, known to both ranks
-        self.sends = collections.deque()  # (work, message), which must live until the work is over
-        self.receives = {}  # input_key -> works to wait for before the tensors are used
-        self.object_kwargs = {"group": group, "device": device}  # of send_object_list
-        if "use_batch" in inspect.signature(dist.send_object_list).parameters:
-            self.object_kwargs["use_batch"] = True  # start_transfer() says why
-
-    def send(self, key, tensors, destination):
-        """Start to send the tensors, and before them their metadata if this is the first time.
-
-        After a failure `tensors` is empty. The receiver waits for messages all the same. It gets
-        zeros of the known shapes, or empty metadata, after which no message follows.
-        """
-        if key not in self.metadata:
-            self.metadata[key] = list(map(meta_of, tensors))
-            dist.send_object_list([self.metadata[key]], group_dst=destination, **self.object_kwargs)
-        tensors = tensors or self.new_tensors(key)
-        for tensor in filter(torch.is_tensor, tensors):  # a gradient may be None
-            message = tensor.detach().to(self.device).contiguous()
-            work = start_transfer(dist.isend, message, destination, self.group)
-            self.sends.append((work, message))
-        # A message takes memory until it is received. A sender is rarely more than 4 ahead.
-        self.wait_for_sends(at_most=4)
-
-    def wait_for_sends(self, at_most=0):
-        while len(self.sends) > at_most:
-            work, _ = self.sends.popleft()
-            work.wait()
-
-    def receive(self, key, source):
-        """Start to receive. Return the tensors, or an empty list after a failure."""
-        if key not in self.metadata:
-            received = [None]
-            dist.recv_object_list(received, group_src=source, **self.object_kwargs)
-            self.metadata[key] = received[0]
-        tensors = self.new_tensors(key)
-        self.receives[key] = [
-            start_transfer(dist.irecv, tensor.detach(), source, self.group)
-            for tensor in filter(torch.is_tensor, tensors)
-        ]
-        return tensors
-
-    def new_tensors(self, key):
-        """Return zeros of the shapes that the metadata gives, and None for None."""
-        return [meta and torch.zeros(**meta, device=self.device) for meta in self.metadata[key]]
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. The pipeline, which runs any schedule.
+        return Message(stage + 1, "activations", i)
+    return Message(stage, "gradients", i)
 
 
 class Pipeline(nn.Module):
@@ -418,35 +293,45 @@ class Pipeline(nn.Module):
     schedule: a name for build_schedule, or a list of actions for each rank in PyTorch's notation.
     num_microbatches: torch.chunk splits the batch into that many along dimension 0.
     loss_fn(output, target): returns the mean loss of a micro-batch.
+    backward_context(stage, is_last): returns a context manager for a backward of `stage`, one of
+        the modules. is_last: it is the stage's last backward in the step. For stages under FSDP:
+        `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
     """
 
-    def __init__(self, stages, schedule, num_microbatches, loss_fn, process_group=None):
+    def __init__(
+        self, stages, schedule, num_microbatches, loss_fn, process_group=None, backward_context=None
+    ):
         super().__init__()
         stages = stages if isinstance(stages, (list, nn.ModuleList)) else [stages]
-        self.schedule = agree_on_schedule(schedule, num_microbatches, len(stages), process_group)
+        self.schedule, self.device = agree(schedule, num_microbatches, stages, process_group)
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
+        self.backward_context = backward_context or no_context
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        self._program = plan(self.schedule, self._rank)
-        rank_of = rank_of_stages(self.schedule)
-        own = sorted(stage for stage, rank in rank_of.items() if rank == self._rank)
-        self.stages = nn.ModuleDict(zip(map(str, own), stages, strict=True))
-        ddp = nn.parallel.DistributedDataParallel
-        has_ddp = any(isinstance(module, ddp) for module in self.modules())
-        if any(gather(has_ddp, process_group)):
-            raise ValueError(
-                "PyTorch's DistributedDataParallel averages the gradients of one micro-batch only; "
-                "pass its .module, and average the gradients after step()"
-            )
-        self._last_stage = max(rank_of)
-        self.device = agree_on_device(self.parameters(), process_group)  # of the stages
-        self._transfers = Transfers(process_group, self.device)
-        # takes the place of F.linear during F and I, for these weights
-        self._split_linear = partial(split_linear, set(self.parameters()))
-        self._batch_meta = None  # of the last step, from which _start() sees what has changed
-        self.timeline = []  # (action, start, end) of the last step, in seconds
-        self.clock = time.perf_counter  # of the timeline: on a GPU this times launches only
+        self._rank_of = rank_of_stages(self.schedule)  # stage -> rank
+        self._last_stage = max(self._rank_of)
+        own = self.schedule[self._rank]
+        # stage -> the micro-batch of its last backward
+        self._last_backward = {stage: i for stage, kind, i in own if kind in "BI"}
+        numbers = map(str, sorted(self._last_backward))
+        self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
+        self._split = [(stage, i) for stage, kind, i in own if kind == "I"]
+        self._weights = set(self.parameters())  # W computes gradients of these only
+        # All ranks follow one order: the actions of all ranks by their simulated end (section 5),
+        # and each transfer right after its action. An action or a transfer waits only for those
+        # before it. So the first one that has not ended can always run, and nothing deadlocks. NCCL
+        # needs such an order, because it runs a rank's transfers one by one, and a send ends only
+        # when its receiver takes it.
+        end = simulate(self.schedule).end
+        actions = itertools.chain(*self.schedule)
+        self._order = sorted(actions, key=lambda action: end[str(action)])
+        # Gloo sends from the host's memory. dist.get_backend_config() names each device's backend.
+        # dist.get_backend() is "undefined" after init_process_group() without a backend.
+        is_gloo = f"{self.device.type}:gloo" in dist.get_backend_config(process_group)
+        self._wire = torch.device("cpu") if is_gloo else self.device  # of messages
+        self._metadata = {}  # (are gradients enabled, message) -> meta_of() of each tensor
+        self._sends = collections.deque()  # (work, tensor), which must live until the work is over
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
@@ -454,125 +339,68 @@ class Pipeline(nn.Module):
         inputs: a tensor or a tuple of tensors, which only the rank of the first stage reads.
         targets: a tensor, which only the rank of the last stage reads. That rank gets the mean loss
         back, and the others get None. Adds to .grad what a loop over the micro-batches on one
-        device adds. An error on one rank is raised there, and as a RuntimeError on the others.
+        device adds.
         """
+        agree_on_grad_mode(self._group, self._wire)
         self._start(inputs, targets)
-        for action, out_key, source, destination in self._program:
-            if "F" not in action and not torch.is_grad_enabled():
+        for action in self._order:
+            if action.kind != "F" and not torch.is_grad_enabled():
                 continue
-            if source != self._rank:  # another rank runs the action and sends its output here
-                self._inputs[out_key] = self._transfers.receive(out_key, source)
-                continue
-            self._run(action, out_key)  # its output is now in self._inputs[out_key]
+            message = output_of(action, self._last_stage)
+            source = self._rank_of[action.stage]
+            destination = self._rank_of.get(message.stage) if message else None
+            if source == self._rank:
+                tensors, works = self._messages.pop(input_of(action), ([], []))
+                for work in works:
+                    work.wait()
+                self._messages[message] = self.run(action, tensors), []
             if destination not in (source, None):
-                self._transfers.send(out_key, self._inputs.pop(out_key, []), destination)
-        self._transfers.wait_for_sends()
-        self._raise_or_count()
+                self._transfer(message, source, destination)
+        self._wait_for_sends()
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
-        """Split the batch, and forget the metadata if any rank's inputs or parameters changed."""
-        self._inputs = {}  # input_key -> the tensors that an action takes, computed or received
-        self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
-        self._losses = []
-        self._failure = None  # after an error: (exception, text for the other ranks)
-        self.timeline = []
-        try:
-            self._split_batch(inputs, targets)
-        except Exception as error:
-            self._failure = error, f"rank {self._rank}: {error}"
-        # All of batch_meta affects the shapes, dtypes and requires_grad of what the stages send.
-        grad_enabled = torch.is_grad_enabled()
-        tensors = itertools.chain(*self._inputs.values(), self.parameters())
-        device_type = self.device.type
-        autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-        batch_meta = [grad_enabled, autocast, *map(meta_of, tensors)]
-        changed = batch_meta != self._batch_meta
-        self._batch_meta = batch_meta
-        num_grad, num_changed = self._raise_or_count(grad_enabled, changed)
-        if num_changed:
-            self._transfers.metadata = {}
-        ranks = len(self.schedule)
-        if 0 < num_grad < ranks:
-            raise ValueError(
-                f"{num_grad} of {ranks} ranks have gradients enabled; all or none must"
-            )
-        self._began = self.clock()  # at about the same time on all ranks
-
-    def _split_batch(self, inputs, targets):
         m = self.num_microbatches
+        self._messages = {}  # message -> its tensors, and works to wait for
+        self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
+        self._deferred = {key: [] for key in self._split}  # (stage, micro-batch) -> I's list for W
+        self._losses = []
         if "0" in self.stages:
-            inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-            split = [chunk_exactly("inputs", tensor, m) for tensor in inputs]
-            for i, tensors in enumerate(zip(*split, strict=True)):
-                self._inputs[f"0F{i}"] = tensors
+            for i, tensors in enumerate(split_exactly("inputs", inputs, m)):
+                self._messages[Message(0, "activations", i)] = tensors, []
         if str(self._last_stage) in self.stages:
-            self._targets = chunk_exactly("targets", targets, m)
-            self._num_targets = len(targets)
+            self._targets = split_exactly("targets", targets, m)
 
-    def _run(self, action, out_key):
-        """Run an action on its inputs, and keep its output as the input of the next action."""
-        stage, kind, i = parse(action)
-        in_key = input_key(action)
-        inputs = self._inputs.pop(in_key, [])  # empty after a failure on any rank
-        for work in self._transfers.receives.pop(in_key, ()):
-            work.wait()
-        if not inputs or self._failure:
-            return  # step() still sends and receives, so that no rank hangs
-        began = self.clock()
-        if f"{stage}I{i}" in self.schedule[self._rank]:
-            F.linear = self._split_linear  # section 7
-        try:
-            if kind == "W":
-                backward_for_weights(*inputs)
-            elif kind == "F":
-                self._keep(out_key, self._forward(stage, i, inputs))
-            else:
-                self._keep(out_key, self._backward(stage, i, inputs))
-                self._inputs[in_key] = [split_linear.deferred]  # for W, if the schedule has one
-        except Exception as error:
-            self._failure = error, f"rank {self._rank} failed in {action} with {error!r}"
-        finally:
-            F.linear = linear
-            split_linear.deferred = None
-        self.timeline.append((action, began - self._began, self.clock() - self._began))
+    def run(self, action, tensors):
+        """Run an action of this rank on the tensors of its input. Return those of its output."""
+        stage, kind, i = action
+        deferred = self._deferred.get((stage, i))
+        if kind == "W":
+            return backward_for_weights(self._deferred.pop((stage, i)))
+        with leave_weights_to_w(deferred, self._weights):
+            if kind != "F":
+                return self._backward(stage, i, tensors)
+            outputs = self._forward(stage, i, tensors)
+        if deferred:
+            raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
+        return outputs
 
-    def _keep(self, out_key, outputs):
-        """Keep the outputs of an action until this rank uses or sends them."""
-        metadata = list(map(meta_of, outputs))
-        # The receiver allocates what the first send's metadata says. Before it there is none.
-        expected = self._transfers.metadata.get(out_key, metadata)
-        if metadata != expected:
-            raise RuntimeError(
-                f"its output was {expected}, and is now {metadata}; it may only change when the "
-                "inputs, the parameters or autocast change"
-            )
-        self._inputs[out_key] = outputs
-
-    def _forward(self, stage, i, inputs):
+    def _forward(self, stage, i, tensors):
         """Return what the next action takes: the outputs, or the gradient of the loss, 1."""
-        inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in inputs]
+        inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in tensors]
         output = self.stages[str(stage)](*inputs)
         if stage == self._last_stage:
-            loss = self._weighted_loss(output, self._targets[i].to(self.device))
-            outputs = (loss,)
-            next_inputs = [torch.ones_like(loss)]
-        else:
-            outputs = next_inputs = output if isinstance(output, tuple) else (output,)
-        if not outputs or not all(map(torch.is_tensor, outputs)):
-            types = [type(output).__name__ for output in outputs]
-            raise ValueError(f"the stage returned {types}; return a tensor or a tuple of tensors")
+            (target,) = self._targets[i]
+            num_targets = sum(len(target) for (target,) in self._targets)
+            # Nothing but this scales the loss: a micro-batch counts by its share of the batch.
+            share = len(target) / num_targets
+            output = self.loss_fn(output, target.to(self.device)) * share
+            check_loss(output)
+            self._losses.append(output.detach())
+        outputs = as_tensors(output)
         if torch.is_grad_enabled():
             self._graphs[stage, i] = inputs, outputs
-        return next_inputs
-
-    def _weighted_loss(self, output, target):
-        """Return the loss times the micro-batch's share of the batch. This alone scales it."""
-        loss = self.loss_fn(output, target) * (len(target) / self._num_targets)
-        if loss.numel() != 1:  # backward would take the sum, without an error
-            raise ValueError(f"loss_fn returned {tuple(loss.shape)}; return the mean, a scalar")
-        self._losses.append(loss.detach())
-        return loss
+        return [torch.ones_like(output)] if stage == self._last_stage else outputs
 
     def _backward(self, stage, i, gradients):
         """Return the gradients of the stage's inputs, for B and I: None for an unused input."""
@@ -580,91 +408,83 @@ class Pipeline(nn.Module):
         pairs = zip(outputs, gradients, strict=True)
         used = [output for output, gradient in pairs if gradient is not None]
         gradients = [gradient.to(self.device) for gradient in gradients if gradient is not None]
-        split_linear.deferred = []
-        torch.autograd.backward(used, gradients)
+        is_last = self._last_backward[stage] == i
+        with self.backward_context(self.stages[str(stage)], is_last):
+            torch.autograd.backward(used, gradients)
         return [x.grad for x in inputs]
 
-    def _raise_or_count(self, *flags):
-        """Raise on every rank if one has failed. Return on how many ranks each flag is True.
+    def _transfer(self, message, source, destination):
+        """Start to send the message, or to receive it. In the first step, tell all its metadata."""
+        tensors, _ = self._messages.pop(message, ([], []))  # empty, unless this rank is the source
+        metadata = [meta_of(tensor) for tensor in tensors]
+        key = torch.is_grad_enabled(), message
+        if key not in self._metadata:
+            shared = [metadata]
+            dist.broadcast_object_list(shared, group_src=source, group=self._group)
+            self._metadata[key] = shared[0]
+        if source == self._rank:
+            check_metadata(message, self._metadata[key], metadata)
+            tensors = [tensor.detach() for tensor in tensors if tensor is not None]
+            sent = [tensor.to(self._wire, copy=True) for tensor in tensors]
+            works = start_transfers(dist.isend, sent, destination, self._group)
+            self._sends.extend(zip(works, sent, strict=True))
+            # A message takes memory until it is received. A sender is rarely more than 4 ahead.
+            self._wait_for_sends(at_most=4)
+        if destination == self._rank:
+            received = [
+                meta and torch.empty_strided(**meta, device=self._wire)
+                for meta in self._metadata[key]
+            ]
+            works = start_transfers(
+                dist.irecv, filter(torch.is_tensor, received), source, self._group
+            )
+            self._messages[message] = received, works
 
-        The host waits for the counts.
-        """
-        flags = [self._failure is not None, *flags]
-        counts = torch.tensor(flags, dtype=torch.int64, device=self._transfers.device)
-        dist.all_reduce(counts, group=self._group)
-        num_failed, *counts = counts.tolist()
-        if num_failed:
-            self._batch_meta = None  # so that the next step begins without metadata
-            error, text = self._failure or (None, None)
-            texts = filter(None, gather(text, self._group))  # of the ranks that failed
-            raise error or RuntimeError(next(texts))
-        return counts
-
-
-# --------------------------------------------------------------------------------------------------
-# 6. What the constructor needs.
-
-
-def gather(value, group):
-    """Return the values of all ranks, in rank order."""
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def agree_on_schedule(schedule, num_microbatches, num_stages, group):
-    """Return the schedule as lists of actions. A wrong argument on one rank raises on all."""
-    given = gather((schedule, num_microbatches, num_stages), group)
-    actions = schedule
-    if isinstance(schedule, str):
-        actions = build_schedule(schedule, len(given), num_microbatches, num_stages)
-    actions = compute_only(actions)
-    stages_on = collections.Counter(rank_of_stages(actions).values())
-    m = count_microbatches(actions)
-    needed = [(schedule, m, stages_on[rank]) for rank in range(len(actions))]
-    if given != needed:
-        raise ValueError(
-            f"the schedule needs {[each[1:] for each in needed]} (micro-batches, stages) by rank; "
-            f"the ranks have {[each[1:] for each in given]}, or their schedules differ"
-        )
-    return actions
+    def _wait_for_sends(self, at_most=0):
+        while len(self._sends) > at_most:
+            work, _ = self._sends.popleft()
+            work.wait()
 
 
-def agree_on_device(parameters, group):
-    """Return the device of the parameters, or if there are none, the other ranks' device type.
+def meta_of(tensor):
+    """Return the arguments with which torch.empty_strided allocates such a tensor on the receiver.
 
-    All ranks must send over the same backend, so a stage without parameters uses the GPU too.
+    Return None for None, which is the gradient of an output that the next stage does not use.
     """
-    device = next((parameter.device for parameter in parameters), None)
-    types = filter(None, gather(device and device.type, group))
-    return device or torch.device(next(types, "cpu"))
-
-
-def chunk_exactly(name, tensor, number):
-    """Return the micro-batches. Raise ValueError if torch.chunk returns another number of them."""
-    if not torch.is_tensor(tensor):
-        type_name = type(tensor).__name__
-        raise ValueError(f"{name} must be a tensor on the rank that takes them, not {type_name}")
-    chunks = tensor.chunk(number)
-    if len(chunks) != number:
-        raise ValueError(
-            f"torch.chunk splits {len(tensor)} samples of {name} into {len(chunks)} micro-batches, "
-            f"not into {number}; take another number of samples or of micro-batches"
-        )
-    return chunks
+    if tensor is None:
+        return None
+    return {
+        "size": tensor.shape,
+        # of a copy: dense, and otherwise as the tensor's, so that the next stage rounds alike
+        "stride": torch.empty_like(tensor, device="meta").stride(),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+    }
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. Refinement: the backward of zero bubble, in two parts.
+# 4. The backward of zero bubble, in two parts.
 
 linear = F.linear
 
 
-def split_linear(parameters, x, weight, bias=None):
-    """F.linear, but its backward leaves the gradient of the weight to W.
+@contextmanager
+def leave_weights_to_w(deferred, weights):
+    """In here, the backward of F.linear appends to `deferred` what W needs, unless it is None.
 
-    PyTorch's modules call F.linear. During F and I, this function takes its place on all threads,
+    PyTorch's modules call F.linear. During F and I, split_linear() takes its place on all threads,
     because activation checkpointing runs the forward again in I, on a thread of autograd.
+    """
+    if deferred is not None:
+        F.linear = partial(split_linear, deferred, weights)
+    try:
+        yield
+    finally:
+        F.linear = linear
+
+
+def split_linear(deferred, weights, x, weight, bias=None):
+    """F.linear, but its backward leaves the gradient of the weight to W.
 
     If the weight has another use, which is not split, I adds the gradient of that use, and W adds
     the others later. So the sum is not bitwise that of one device.
@@ -672,7 +492,7 @@ def split_linear(parameters, x, weight, bias=None):
     # I computes the gradient if something reads it before W runs: a hook, such as DDP's, or
     # weight_norm or FSDP, which compute the weight from a parameter.
     has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    can_wait = weight in parameters and not has_hooks
+    can_wait = weight in weights and not has_hooks
     needs_gradients = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
     # A vector or a strided x would be rounded differently below.
     if not (can_wait and needs_gradients and x.dim() > 1 and x.is_contiguous()):
@@ -682,18 +502,12 @@ def split_linear(parameters, x, weight, bias=None):
     y = linear(rows, weight.detach(), bias)
 
     def leave_to_w(grad_y):
-        if split_linear.deferred is None:
-            raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
         if grad_y is not None:  # None: the loss does not depend on y
-            split_linear.deferred.append((weight, rows.detach(), version, grad_y))
+            deferred.append((weight, rows.detach(), version, grad_y))
 
     # The hook is on y, not on its view: the stage may change the view in place.
     y.register_hook(leave_to_w)
     return y.unflatten(0, x.shape[:-1])
-
-
-# In it the running I leaves to W the (weight, rows, version, grad_y) of each call.
-split_linear.deferred = None
 
 
 def backward_for_weights(deferred):
@@ -715,28 +529,196 @@ def backward_for_weights(deferred):
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Refinement: PyTorch's notation and CSV files.
+# 5. What a schedule costs, without running it.
+
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-def compute_only(schedule):
-    """Return a schedule in PyTorch's notation, without idle cells and communication.
+class Simulation(NamedTuple):
+    start: dict  # action, as a string -> time
+    end: dict  # action, as a string -> time
+    bubble_fraction: float  # the share of all ranks' time in which they wait
+    peak_activations: list  # by rank: the most forwards that await their backward at one time
 
-    "(0F4;7B0)OVERLAP_F_B" becomes two actions.
+
+def simulate(schedule, cost=COST):
+    """Compute when each action starts and ends, if each starts as soon as it can.
+
+    A rank keeps the order of its actions. Transfers take no time. Raises ValueError if the schedule
+    is incomplete or deadlocks.
     """
-    rows = [" ".join(filter(None, cells)) for cells in schedule]
-    return [re.findall(r"\b\d+[FBIW]\d+\b", row) for row in rows]
+    schedule = list(map(parse, schedule))
+    last_stage = max(rank_of_stages(schedule))
+    cost = COST | cost
+    start = {}
+    end = {}
+    # message -> the time since when it is there
+    available = {
+        input_of(action): 0
+        for action in itertools.chain(*schedule)
+        if action.stage == 0 and action.kind == "F"
+    }
+    free_since = [0] * len(schedule)  # by rank: the end of its last action
+    waiting = [collections.deque(actions) for actions in schedule]
+    while any(waiting):
+        ready = [
+            rank
+            for rank, actions in enumerate(waiting)
+            if actions and input_of(actions[0]) in available
+        ]
+        if not ready:
+            stuck = [str(actions[0]) for actions in waiting if actions]
+            raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} would wait forever")
+        for rank in ready:
+            action = waiting[rank].popleft()
+            began = max(free_since[rank], available[input_of(action)])
+            free_since[rank] = began + cost[action.kind]
+            available[output_of(action, last_stage)] = free_since[rank]
+            start[str(action)] = began
+            end[str(action)] = free_since[rank]
+    busy = sum(end.values()) - sum(start.values())
+    bubble_fraction = 1 - busy / (max(free_since) * len(schedule))
+    return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
+
+
+def peak_alive(actions):
+    """Return how many micro-batches are alive at most, from F to the end of B or W.
+
+    A micro-batch counts once for each stage.
+    """
+    changes = [{"F": 1, "I": 0}.get(action.kind, -1) for action in actions]
+    return max(itertools.accumulate(changes), default=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. Agreement of the ranks, and checks.
+
+
+def no_context(stage, is_last):
+    return nullcontext()
+
+
+def agree(schedule, num_microbatches, stages, group):
+    """Return the schedule, parsed, and the device. A wrong argument on one rank raises on all."""
+    model = nn.ModuleList(stages)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    ddp = nn.parallel.DistributedDataParallel
+    num_ddp = sum(isinstance(module, ddp) for module in model.modules())
+    own = schedule, num_microbatches, len(stages), num_ddp, device and device.type
+    given = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, own, group=group)
+    actions = schedule
+    if isinstance(schedule, str):
+        actions = build_schedule(schedule, len(given), num_microbatches, len(stages))
+    actions = list(map(parse, actions))
+    stages_on = collections.Counter(rank_of_stages(actions).values())
+    m = len({action.micro_batch for action in itertools.chain(*actions)})
+    needed = [(schedule, m, stages_on[rank], 0) for rank in range(len(actions))]
+    if [theirs[:4] for theirs in given] != needed:
+        raise ValueError(
+            "all ranks must give one schedule, and (micro-batches, stages, those in PyTorch's DDP) "
+            f"{[each[1:] for each in needed]}, not {[theirs[1:4] for theirs in given]}. (DDP would "
+            "average gradients of one micro-batch only: pass .module, and average after step().)"
+        )
+    # All ranks must send over the same backend, so a stage without parameters uses the GPU too.
+    device_types = [theirs[4] for theirs in given if theirs[4]]
+    return actions, device or torch.device(next(iter(device_types), "cpu"))
+
+
+def rank_of_stages(schedule):
+    """Return {stage: rank}.
+
+    Raise ValueError unless each forward is followed by B, or by I and W, on the stage's only rank.
+    """
+    rank_of = {}
+    kinds = collections.defaultdict(str)  # (stage, micro-batch, rank) -> the kinds of its actions
+    for rank, actions in enumerate(schedule):
+        for stage, kind, i in actions:
+            rank_of[stage] = rank
+            kinds[stage, i, rank] += kind
+    for (stage, i, rank), done in kinds.items():
+        if done not in ("FB", "FIW") or rank != rank_of[stage]:
+            raise ValueError(
+                f"rank {rank} runs {done} of stage {stage} for micro-batch {i}; it must run F B or "
+                "F I W, and no other rank may run this stage"
+            )
+    return rank_of
+
+
+def agree_on_grad_mode(group, device):
+    """Raise ValueError if only some ranks run step() under torch.no_grad().
+
+    Without this, gradients could wait for the next step, which would use them. On a GPU a step that
+    trains does not join in, because the host would wait for the GPU. There, ranks under no_grad()
+    wait for the others until the timeout.
+    """
+    is_training = torch.is_grad_enabled()
+    if is_training and device.type == "cuda":
+        return
+    number = torch.tensor(int(is_training), device=device)
+    dist.all_reduce(number, group=group)
+    if number.item() not in (0, dist.get_world_size(group)):
+        raise ValueError(f"only {number} ranks have gradients enabled; all or none must")
+
+
+def as_tensors(value):
+    tensors = value if isinstance(value, tuple) else (value,)
+    if not tensors or not all(map(torch.is_tensor, tensors)):
+        types = [type(tensor).__name__ for tensor in tensors]
+        raise ValueError(f"inputs, targets and outputs are tensors, or tuples of them, not {types}")
+    return tensors
+
+
+def check_loss(loss):
+    if loss.numel() != 1:  # backward would take the sum, without an error
+        raise ValueError(f"loss_fn returned {tuple(loss.shape)}; return the mean, a scalar")
+
+
+def split_exactly(name, batch, number):
+    """Return a tuple of tensors for each micro-batch."""
+    chunks = [tensor.chunk(number) for tensor in as_tensors(batch)]
+    micro_batches = list(zip(*chunks, strict=True))
+    if len(micro_batches) != number:
+        raise ValueError(
+            f"torch.chunk splits {name} into {len(micro_batches)} micro-batches, not {number}: "
+            "take another number of samples, or of micro-batches"
+        )
+    return micro_batches
+
+
+def check_metadata(message, first, now):
+    """The receiver allocates what the first message's metadata says."""
+    if now != first:
+        raise ValueError(
+            f"the {message.kind} for stage {message.stage} were {first} in the first step, and are "
+            f"{now} now; make a new Pipeline for other shapes, dtypes or frozen stages"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. PyTorch's notation and CSV files.
+
+
+def parse(cells):
+    """Return a rank's actions: [Action(0, "F", 4), Action(7, "B", 0)] for ["0F4", None, "7B0"].
+
+    Communication is left out. "(0F4;7B0)OVERLAP_F_B" becomes two actions.
+    """
+    text = " ".join(map(str, cells))
+    found = re.findall(r"\b(\d+)([FBIW])(\d+)\b", text)
+    return [Action(int(stage), kind, int(i)) for stage, kind, i in found]
 
 
 def schedule_to_csv(schedule, path):
     """Write a line per rank, which PyTorch's _load_csv(path, format="compute_only") reads."""
-    lines = map(",".join, compute_only(schedule))
+    lines = [",".join(map(str, parse(cells))) for cells in schedule]
     Path(path).write_text("\n".join(lines))
 
 
 def schedule_from_csv(path):
     """Read what PyTorch's _dump_csv writes, in both of its formats."""
     lines = Path(path).read_text().splitlines()
-    return compute_only([line] for line in lines)
+    return [list(map(str, parse([line]))) for line in lines]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -751,6 +733,7 @@ FLAGS = {
         "help": "write the timeline as a Chrome trace in JSON, for ui.perfetto.dev",
     },
 }
+IDEAS = {"gpipe": gpipe_step, "1f1b": one_f_one_b_step}
 
 
 def main():
@@ -765,15 +748,22 @@ def main():
         demo.stop(f"--microbatches {m} does not divide {sequences} sequences; take a divisor")
     if num_stages > num_blocks + 1:
         demo.stop(f"{num_stages} stages for {num_blocks} blocks; take at most {num_blocks + 1}")
+    if demo.args.idea and name not in IDEAS:
+        demo.stop(f"--idea --schedule {name}: the idea has {' and '.join(IDEAS)}")
     # A loss times a power of 1/2 is exact.
     model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)
     stages = split(model, num_stages)[demo.rank :: demo.ranks]
-    pipeline = Pipeline(stages, name, m, language_loss)
+    pipeline = TimedPipeline(stages, name, m, language_loss)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+    like = next(model.parameters()).new_empty(sequences // m, 64, 192)  # 64 tokens, hidden size 192
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        loss = pipeline.step(inputs, targets)
+        if demo.args.idea:
+            micro_batches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
+            loss = IDEAS[name](stages[0], micro_batches, language_loss, like)
+        else:
+            loss = pipeline.step(inputs, targets)
         optimizer.step()
         return loss
 
@@ -782,21 +772,35 @@ def main():
     compared[demo.rank :: demo.ranks] = stages
     parameters = list(nn.ModuleList(compared).parameters())
     demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
-    bsh = sequences // m * 64 * 192  # 64 tokens in a sequence, hidden size 192
-    sent = (2 * v - 1) * m * bsh * parameters[0].itemsize if demo.ranks > 1 else 0
+    sent = (2 * v - 1) * m * like.nbytes if demo.ranks > 1 else 0
     formula = "(2v-1)m·bsh" if demo.ranks > 1 else "0"
     status = demo.report(held(pipeline.parameters(), optimizer), formula, sent)
-    # The timelines are of one more step. In the last one, counting bytes took time.
-    if demo.device.type == "cuda":
-        pipeline.clock = clock_after_kernels
-    pipeline.step(*demo.batch(0))
-    show_timelines(demo, pipeline)
+    if not demo.args.idea:
+        # The timelines are of one more step. In the last one, counting bytes took time.
+        dist.barrier()  # so that all ranks begin at about the same time
+        pipeline.step(*demo.batch(0))
+        show_timelines(demo, pipeline)
     return status
 
 
-def clock_after_kernels():
-    torch.cuda.current_stream().synchronize()
-    return time.perf_counter()
+class TimedPipeline(Pipeline):
+    """Records (action, start, end) of each action of the last step, in seconds."""
+
+    def step(self, inputs=None, targets=None):
+        self.timeline = []
+        self.began = self.clock()
+        return super().step(inputs, targets)
+
+    def run(self, action, tensors):
+        start = self.clock() - self.began
+        outputs = super().run(action, tensors)
+        self.timeline.append((str(action), start, self.clock() - self.began))
+        return outputs
+
+    def clock(self):
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # not the streams that wait for other ranks
+        return time.perf_counter()
 
 
 def split(model, num_stages):
@@ -812,10 +816,11 @@ def split(model, num_stages):
 
 def show_timelines(demo, pipeline):
     """Show what simulate() predicts, and what each rank has measured."""
-    measured = gather(pipeline.timeline, None)
+    measured = [None] * demo.ranks
+    dist.all_gather_object(measured, pipeline.timeline)
     times = simulate(pipeline.schedule)
     predicted = [
-        [(action, times.start[action], times.end[action]) for action in actions]
+        [(name, times.start[name], times.end[name]) for name in map(str, actions)]
         for actions in pipeline.schedule
     ]
     demo.show("|0F2-- is stage 0's forward on micro-batch 2. The text is cut if there is no room.")

@@ -124,7 +124,7 @@ def schedules(p=4, m=8):
         )
         for rank, actions in enumerate(schedule):
             for action in actions:
-                stage, kind, number = pipeline.parse(action)
+                ((stage, kind, number),) = pipeline.parse([action])
                 start, width = times.start[action], times.end[action] - times.start[action]
                 axes.barh(
                     rank,

@@ -23,7 +23,7 @@ def make_schedule(name, p, m, v=1):
 def order_of(schedule, p):
     """Return our list of actions for each rank."""
     ranks = [filter(None, schedule.pipeline_order[rank]) for rank in range(p)]
-    return pipeline.compute_only([[str(action) for action in actions] for actions in ranks])
+    return [list(map(str, pipeline.parse(actions))) for actions in ranks]
 
 
 def build_schedule(name, p, m, v=1):

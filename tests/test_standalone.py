@@ -31,7 +31,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "zero": ("self.grad = functools", "self.grad = 1.001 * functools"),
     "fsdp": ("total /= self.world_size", "total /= 1.001 * self.world_size"),
     "tensor_parallel": ("return grad_x, grad_weight", "return grad_x, 1.001 * grad_weight"),
-    "pipeline": ("[torch.ones_like(loss)", "[1.001 * torch.ones_like(loss)"),
+    "pipeline": ("[torch.ones_like(output)", "[1.001 * torch.ones_like(output)"),
     "amp": ("1.0 / scale", "1.001 / scale"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
     "context_parallel": ("return grad_q * scale", "return 1.001 * grad_q * scale"),
