@@ -345,6 +345,14 @@ def training_time(model, tokens, gpus, flops_per_gpu, recompute="none"):
     return operations * tokens / (gpus * flops_per_gpu)
 
 
+PEAKS = {"A100": 312, "H100": 989, "H200": 989}  # dense TFLOP/s in 16 bits, by NVIDIA
+
+
+def peak_of(device_name):
+    """Return the peak of the GPU in TFLOP/s, or None if it is not known."""
+    return next((PEAKS[gpu] for gpu in PEAKS if gpu in device_name), None)
+
+
 def flops_per_token(model, recompute="none", frozen=False):
     """6Ψ + 12lhs (PaLM, appendix B), or 4Ψ + 12lhs if the matrices are frozen, as with LoRA.
 

@@ -37,6 +37,9 @@ hidden size h:
                  gradient of the embedding.
          by dp   2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
 
+Read section 1 for the idea (10 minutes), to section 3 for the technique (40), and the rest to use
+it as a library (55).
+
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
           --data PREFIX reads the files that data.py writes. --save DIR saves a checkpoint at
           intervals, at Ctrl-C and at SIGTERM. --load DIR continues from a checkpoint of any grid.
@@ -62,7 +65,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -608,7 +610,8 @@ def pieces_of(trainer):
         names[trainer.tied] = "0.word.weight"  # also on the last stage, which has it in the head
     pieces = {}
     for parameter, start, weight, state in updated_tensors(trainer):
-        boxes = boxes_of(trainer, parameter)
+        layer, weight_name = trainer.split.get(parameter, (None, None))
+        boxes = tensor_parallel.boxes_of(layer, weight_name, parameter.shape)
         for kind, tensor in {"weight": weight.detach(), **state}.items():
             name = f"{kind}/{names[parameter]}"
             if tensor.dim() == 0:  # AdamW's number of steps
@@ -623,44 +626,6 @@ def pieces_of(trainer):
                     flat, box.shape, start_in_box, box.whole_shape, box.offset
                 )
     return pieces
-
-
-class Box(NamedTuple):
-    """A block of a whole parameter, which is consecutive in a rank's flattened slice."""
-
-    first: int  # the index of the box's first element in the flattened slice
-    shape: list  # the box's shape
-    whole_shape: list  # the whole parameter's shape
-    offset: list  # the indices of the box's first element in the whole parameter
-
-
-def boxes_of(trainer, parameter):
-    """Return the boxes of this rank's slice of a parameter.
-
-    A parameter that is not split is one box. The slice of qkv has three boxes: rows of q, of k and
-    of v, which are apart in the whole parameter. Rows that pad the vocabulary are in no box.
-    """
-    shape = list(parameter.shape)
-    if parameter not in trainer.split:
-        return [Box(0, shape, shape, [0] * len(shape))]
-    layer, name = trainer.split[parameter]
-    dim = layer.split_dims[name]
-    whole = shape.copy()
-    whole[dim] = layer.size
-    boxes = []
-    first = 0  # where the box begins in the flattened slice
-    matrix_start = 0  # where the matrix begins in the whole parameter, along dim
-    for size in layer.matrix_sizes:
-        length = size // layer.world_size  # of this rank's part of the matrix, with padding
-        offset = [0] * len(shape)
-        offset[dim] = matrix_start + layer.rank * length
-        box_shape = shape.copy()
-        box_shape[dim] = min(length, whole[dim] - offset[dim])
-        if box_shape[dim] > 0:
-            boxes.append(Box(first, box_shape, whole, offset))
-        first += length * math.prod(shape[dim + 1 :])
-        matrix_start += size
-    return boxes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -745,71 +710,50 @@ MODELS = {  # layers, hidden size, heads, vocabulary, positions
 }
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 DEFAULT = "(default: %(default)s)"
+
+
+def number(default, text, metavar=None):
+    """A flag with a number."""
+    help_text = f"{text} {DEFAULT}"
+    return {"type": type(default), "default": default, "metavar": metavar, "help": help_text}
+
+
+def switch(text):
+    return {"action": "store_true", "help": text}
+
+
 FLAGS = {
     "--model": {"choices": MODELS, "default": "gpt2-tiny", "help": DEFAULT},
     "--tp": {"type": int, "help": "tensor-parallel ranks; dp is the number of ranks / (tp · pp)"},
-    "--pp": {
-        "type": int,
-        "help": "pipeline-parallel ranks; without --tp and --pp, each is 2 if possible",
-    },
+    "--pp": {"type": int, "help": "pipeline ranks; without --tp and --pp, each is 2 if possible"},
     "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b", "help": DEFAULT},
-    "--stages-per-rank": {"type": int, "default": 1, "help": f"for interleaved_1f1b {DEFAULT}"},
-    "--sequence-parallel": {"action": "store_true", "help": "split the sequence over tp as well"},
-    "--zero1": {"action": "store_true", "help": "split the optimizer over data-parallel ranks"},
-    "--micro-batch-size": {
-        "type": int,
-        "default": 2,
-        "help": f"sequences that a rank computes at once {DEFAULT}",
-    },
-    "--global-batch-size": {
-        "type": int,
-        "default": 16,
-        "help": f"sequences per step, on all ranks together {DEFAULT}",
-    },
-    "--sequence-length": {"type": int, "default": 64, "help": f"tokens in a sequence {DEFAULT}"},
+    "--stages-per-rank": number(1, "for interleaved_1f1b"),
+    "--sequence-parallel": switch("split the sequence over tp as well"),
+    "--zero1": switch("split the optimizer over data-parallel ranks"),
+    "--micro-batch-size": number(2, "sequences that a rank computes at once"),
+    "--global-batch-size": number(16, "sequences per step, on all ranks together"),
+    "--sequence-length": number(64, "tokens in a sequence"),
     "--dtype": {"choices": DTYPES, "help": "(default: float64 with --check, otherwise float32)"},
     "--optimizer": {"choices": ("AdamW", "SGD"), "default": "AdamW", "help": DEFAULT},
-    "--lr": {"type": float, "default": 1e-3, "help": f"learning rate {DEFAULT}"},
-    "--warmup": {
-        "type": int,
-        "default": 0,
-        "metavar": "STEPS",
-        "help": f"steps in which the learning rate rises to --lr {DEFAULT}",
-    },
-    "--clip-grad": {
-        "type": float,
-        "default": 1.0,
-        "metavar": "NORM",
-        "help": f"the largest norm of the gradients, or 0 not to clip {DEFAULT}",
-    },
-    "--dropout": {"type": float, "default": 0.0, "help": f"probability {DEFAULT}"},
+    "--lr": number(1e-3, "learning rate"),
+    "--warmup": number(0, "steps in which the learning rate rises to --lr", "STEPS"),
+    "--clip-grad": number(1.0, "the largest norm of the gradients, or 0 not to clip", "NORM"),
+    "--dropout": number(0.0, "probability"),
     "--metrics": {"metavar": "FILE", "help": "write a line of JSON per step to FILE"},
     "--peak": {
         "type": float,
         "metavar": "TFLOPS",
-        "help": "peak TFLOP/s of a device, to print the share of it (known for A100, H100, H200)",
+        "help": f"a device's peak, to print the share of it (known: {', '.join(estimate.PEAKS)})",
     },
-    "--save": {
-        "metavar": "DIR",
-        "help": "save checkpoints in DIR; if DIR has one, continue from it",
-    },
-    "--save-interval": {
-        "type": int,
-        "default": 100,
-        "metavar": "STEPS",
-        "help": f"steps between checkpoints {DEFAULT}",
-    },
+    "--save": {"metavar": "DIR", "help": "save checkpoints in DIR; continue from one in DIR"},
+    "--save-interval": number(100, "steps between checkpoints", "STEPS"),
     "--load": {
         "metavar": "DIR",
-        "help": "continue from the checkpoint in DIR, unless the --save DIR has one",
+        "help": "continue from DIR, unless the --save DIR has a checkpoint",
     },
-    "--compare": {"action": "store_true", "help": "train on each grid that fits the ranks"},
-    "--check": {
-        "action": "store_true",
-        "help": "train on one device too, and compare (gpt2-tiny always does)",
-    },
+    "--compare": switch("train on each grid that fits the ranks"),
+    "--check": switch("train on one device too, and compare (gpt2-tiny always does)"),
 }
-PEAKS = {"A100": 312.0, "H100": 989.0, "H200": 989.0}  # dense TFLOP/s in 16 bits, by NVIDIA
 COSTS = ("params", "grads", "optimizer", "tp", "pp", "dp")  # the table's columns in MB
 
 
@@ -879,22 +823,20 @@ class Session(ddp.Demo):
             tp = 2 if self.ranks % 2 == 0 else 1
             pp = 2 if self.ranks % 4 == 0 else 1
             return [(tp, pp)]
-        tp = 1 if args.tp is None else args.tp
-        pp = 1 if args.pp is None else args.pp
-        return [(tp, pp)]
+        return [(1 if args.tp is None else args.tp, 1 if args.pp is None else args.pp)]
 
     def fitting_grids(self):
         """Return the grids of all ranks that check_arguments() accepts."""
         grids = []
         sizes = range(1, self.ranks + 1)
-        for tp, pp in itertools.product(sizes, sizes):
-            if self.ranks % (tp * pp) == 0:
-                grid = SimpleNamespace(tp=tp, pp=pp, dp=self.ranks // (tp * pp))
-                try:
-                    check_arguments(self.config, grid, self.args)
-                    grids.append((tp, pp))
-                except ValueError as error:
-                    reason = error
+        products = itertools.product(sizes, sizes)
+        for tp, pp in (pair for pair in products if self.ranks % math.prod(pair) == 0):
+            grid = SimpleNamespace(tp=tp, pp=pp, dp=self.ranks // (tp * pp))
+            try:
+                check_arguments(self.config, grid, self.args)
+                grids.append((tp, pp))
+            except ValueError as error:
+                reason = error
         if not grids:
             self.stop(f"--compare: no grid fits; {reason}")
         return grids
@@ -911,8 +853,7 @@ class Session(ddp.Demo):
         tokens_per_second = args.global_batch_size * args.sequence_length / seconds
         peak = args.peak
         if peak is None and self.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.device)
-            peak = next((PEAKS[device] for device in PEAKS if device in name), None)
+            peak = estimate.peak_of(torch.cuda.get_device_name(self.device))
         if peak is None:
             return tokens_per_second, None
         model = dataclasses.replace(self.config, sequence=args.sequence_length)
@@ -935,6 +876,10 @@ class Run:
         except (OSError, ValueError) as error:
             session.stop(error)
 
+    def line(self, label, text):
+        """Print a line of results."""
+        self.session.show(f"{label:<12}{text}")
+
     def begin(self, tp, pp):
         """Make the trainer. Load the checkpoint in --save, or else the one in --load."""
         session = self.session
@@ -942,12 +887,12 @@ class Run:
         self.trainer = Trainer(session.config, Grid(tp, pp), args, session.device)
         if session.is_indexed:
             session.open_samples()
-        world = f"{session.ranks} rank{'s' if session.ranks > 1 else ''}"
-        world += f" · {session.device.type}/{dist.get_backend()}"
-        size = session.config.parameters() / 1e6
-        session.show(f"parallel_3d · {world} · {size:.1f}M parameters · {args.steps} steps")
+        ranks = f"{session.ranks} rank{'s' if session.ranks > 1 else ''}"
+        size = f"{session.config.parameters() / 1e6:.1f}M parameters"
+        backend = f"{session.device.type}/{dist.get_backend()}"
+        session.show(f"parallel_3d · {ranks} · {backend} · {size} · {args.steps} steps")
         grid = f"tp {tp} × pp {pp} × dp {self.trainer.grid.dp}"
-        session.show(f"grid        {grid} · {args.model} · {args.dtype}")
+        self.line("grid", f"{grid} · {args.model} · {args.dtype}")
         directory = args.load
         if args.save and os.path.exists(os.path.join(args.save, "latest")):
             directory = args.save
@@ -955,7 +900,7 @@ class Run:
             if not os.path.exists(os.path.join(directory, "latest")):
                 raise ValueError(f"--load {directory}: it has no checkpoint")
             load(self.trainer, directory)
-            session.show(f"loaded      {directory} after step {self.trainer.steps}")
+            self.line("loaded", f"{directory} after step {self.trainer.steps}")
         if session.metrics is None:
             # Append if a checkpoint was loaded.
             name = args.metrics if args.metrics and session.rank == 0 else os.devnull
@@ -1008,7 +953,6 @@ class Run:
     def save(self):
         """Save a checkpoint if it is time. Return whether a signal to stop reached any rank."""
         args = self.args
-        show = self.session.show
         steps = self.trainer.steps
         stop = torch.tensor(len(self.session.signals), device=self.session.device)
         dist.all_reduce(stop)
@@ -1016,9 +960,9 @@ class Run:
             try:
                 save(self.trainer, args.save)
                 reason = ", stopped by a signal" if stop else ""
-                show(f"saved       {args.save} after step {steps}{reason}")
+                self.line("saved", f"{args.save} after step {steps}{reason}")
             except OSError as error:  # all ranks raise it, and go on training
-                show(f"NOT saved   after step {steps}: {error}")
+                self.line("NOT saved", f"after step {steps}: {error}")
         return bool(stop)
 
     def show_progress(self, loss, norm):
@@ -1056,17 +1000,17 @@ class Run:
         *cells, total, formula = [f"{cost / 1e6:.1f}" for cost in largest]
         params, grads, state, *_ = cells
         plain_held = " / ".join(f"{cost / 1e6:.1f}" for cost in held_by_one_device(self.trainer))
-        session.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
+        self.line("loss", f"{self.losses[0]:.3f} → {self.losses[-1]:.3f}")
         verdict = self.verdict()
         held = f"params {params} MB   grads {grads} MB   optimizer {state} MB"
-        session.show(f"held/rank   {held}      (1 device: {plain_held})")
-        session.show(f"sent/rank   {total} MB per step      formula tp+pp+dp = {formula} MB")
+        self.line("held/rank", f"{held}      (1 device: {plain_held})")
+        self.line("sent/rank", f"{total} MB per step      formula tp+pp+dp = {formula} MB")
         seconds = statistics.median(self.times)
         plain_ms = f"{1e3 * statistics.median(self.plain_times):.0f}" if self.differences else "-"
-        session.show(f"time        {1e3 * seconds:.0f} ms per step      (1 device: {plain_ms})")
+        self.line("time", f"{1e3 * seconds:.0f} ms per step      (1 device: {plain_ms})")
         if session.device.type == "cuda":
             (memory,) = session.max_over_ranks([torch.cuda.max_memory_allocated()])
-            session.show(f"memory/rank {memory / 1e9:.2f} GB at most, with activations")
+            self.line("memory/rank", f"{memory / 1e9:.2f} GB at most, with activations")
         tokens_per_second, _ = session.speed(seconds)
         sizes = f"{grid.tp} × {grid.pp} × {grid.dp}"
         return [sizes, *cells, f"{tokens_per_second:,.0f}", verdict]
@@ -1080,7 +1024,7 @@ class Run:
         agree = largest <= tolerance
         equal = f"{'' if agree else 'NOT '}equal within {tolerance}: {largest:.0e}"
         result = f"loss, gradient norm and parameters {equal} over {self.args.steps} steps"
-        self.session.show(f"vs 1 device {result}")
+        self.line("vs 1 device", result)
         return "ok" if agree else "DIFFERS"
 
 

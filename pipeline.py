@@ -119,51 +119,44 @@ def transfer(operation, tensor, peer, group):
     return tensor
 
 
-def gpipe_step(stage, micro_batches, loss_fn, like, process_group=None):
-    """All forwards, then all backwards."""
-    return blocking_step(stage, micro_batches, loss_fn, like, process_group, len(micro_batches))
+def blocking_step(name, stage, micro_batches, loss_fn, like, process_group=None):
+    """Forward and backward of a batch. Return its mean loss on the last rank, None elsewhere.
 
-
-def one_f_one_b_step(stage, micro_batches, loss_fn, like, process_group=None):
-    """A rank runs one forward more than the next rank before it waits for the first gradient."""
-    warmup = dist.get_world_size(process_group) - 1 - dist.get_rank(process_group)
-    return blocking_step(stage, micro_batches, loss_fn, like, process_group, warmup)
-
-
-def blocking_step(stage, micro_batches, loss_fn, like, group, warmup):
-    """Run `warmup` forwards, then a forward and a backward in turn, then the other backwards.
-
+    name: gpipe or 1f1b
     micro_batches: a list of (input, target), all of the same size
     like: a tensor with the shape and dtype of what each stage but the first receives
-    Return the mean loss on the last rank, None elsewhere.
     """
-    rank = dist.get_rank(group)
-    is_last = rank == dist.get_world_size(group) - 1
+    m = len(micro_batches)
+    rank = dist.get_rank(process_group)
+    last = dist.get_world_size(process_group) - 1
+    # A turn is a forward and a backward. In the first turns there is no backward yet: in GPipe
+    # before all forwards are done, in 1F1B before the last rank has run the first one. After them,
+    # there are as many turns without a forward.
+    turns_before = {"gpipe": m, "1f1b": last - rank}[name]
     saved = collections.deque()  # (input, output) of each micro-batch that awaits its backward
     losses = []
-    for number, (micro_input, target) in enumerate(micro_batches):
-        x = micro_input
-        if rank > 0:
-            x = transfer(dist.irecv, torch.empty_like(like), rank - 1, group).requires_grad_()
-        y = stage(x).contiguous()
-        if is_last:
-            y = loss_fn(y, target) / len(micro_batches)
-            losses.append(y.detach())
-        saved.append((x, y))
-        if number < warmup:
-            transfer(dist.isend, y, rank + 1, group)
-            continue
-        old_x, old_y = saved.popleft()
-        # Receive before you send. The next rank sends this gradient before it receives y. If this
-        # rank sent y first, both would wait forever. On the last rank the gradient stays 1.
-        gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, group)
-        transfer(dist.isend, y, rank + 1, group)
-        old_y.backward(gradient)
-        transfer(dist.isend, old_x.grad, rank - 1, group)
-    for x, y in saved:
-        y.backward(transfer(dist.irecv, torch.ones_like(y), rank + 1, group))
-        transfer(dist.isend, x.grad, rank - 1, group)
-    return torch.stack(losses).sum() if is_last else None
+    for turn in range(m + turns_before):
+        if turn < m:
+            x, target = micro_batches[turn]
+            if rank > 0:
+                x = transfer(dist.irecv, torch.empty_like(like), rank - 1, process_group)
+                x.requires_grad_()
+            y = stage(x).contiguous()
+            if rank == last:
+                y = loss_fn(y, target) / m
+                losses.append(y.detach())
+            saved.append((x, y))
+        if turn >= turns_before:
+            old_x, old_y = saved.popleft()
+            # Receive before you send. The next rank sends this gradient before it receives y. If
+            # this rank sent y first, both would wait forever. The last rank's gradient stays 1.
+            gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
+        if turn < m:
+            transfer(dist.isend, y, rank + 1, process_group)
+        if turn >= turns_before:
+            old_y.backward(gradient)
+            transfer(dist.isend, old_x.grad, rank - 1, process_group)
+    return torch.stack(losses).sum() if rank == last else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -489,13 +482,17 @@ def split_linear(deferred, weights, x, weight, bias=None):
     If the weight has another use, which is not split, I adds the gradient of that use, and W adds
     the others later. So the sum is not bitwise that of one device.
     """
-    # I computes the gradient if something reads it before W runs: a hook, such as DDP's, or
-    # weight_norm or FSDP, which compute the weight from a parameter.
-    has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    can_wait = weight in weights and not has_hooks
-    needs_gradients = torch.is_grad_enabled() and weight.requires_grad and x.requires_grad
-    # A vector or a strided x would be rounded differently below.
-    if not (can_wait and needs_gradients and x.dim() > 1 and x.is_contiguous()):
+    can_wait = (
+        # I computes the gradient if something reads it before W runs: weight_norm or FSDP, which
+        # compute the weight from a parameter, or a hook, such as DDP's.
+        weight in weights
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        # a vector or a strided x would be rounded differently below
+        and x.dim() > 1
+        and x.is_contiguous()
+    )
+    if not (can_wait and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
     version = rows._version  # how often x has been changed in place
@@ -553,11 +550,7 @@ def simulate(schedule, cost=COST):
     start = {}
     end = {}
     # message -> the time since when it is there
-    available = {
-        input_of(action): 0
-        for action in itertools.chain(*schedule)
-        if action.stage == 0 and action.kind == "F"
-    }
+    available = {Message(0, "activations", i): 0 for _, _, i in itertools.chain(*schedule)}
     free_since = [0] * len(schedule)  # by rank: the end of its last action
     waiting = [collections.deque(actions) for actions in schedule]
     while any(waiting):
@@ -604,7 +597,8 @@ def agree(schedule, num_microbatches, stages, group):
     device = next((parameter.device for parameter in model.parameters()), None)
     ddp = nn.parallel.DistributedDataParallel
     num_ddp = sum(isinstance(module, ddp) for module in model.modules())
-    own = schedule, num_microbatches, len(stages), num_ddp, device and device.type
+    device_type = device.type if device else ""
+    own = schedule, num_microbatches, len(stages), num_ddp, device_type
     given = [None] * dist.get_world_size(group)
     dist.all_gather_object(given, own, group=group)
     actions = schedule
@@ -612,7 +606,7 @@ def agree(schedule, num_microbatches, stages, group):
         actions = build_schedule(schedule, len(given), num_microbatches, len(stages))
     actions = list(map(parse, actions))
     stages_on = collections.Counter(rank_of_stages(actions).values())
-    m = len({action.micro_batch for action in itertools.chain(*actions)})
+    m = len({i for _, _, i in itertools.chain(*actions)})
     needed = [(schedule, m, stages_on[rank], 0) for rank in range(len(actions))]
     if [theirs[:4] for theirs in given] != needed:
         raise ValueError(
@@ -621,8 +615,8 @@ def agree(schedule, num_microbatches, stages, group):
             "average gradients of one micro-batch only: pass .module, and average after step().)"
         )
     # All ranks must send over the same backend, so a stage without parameters uses the GPU too.
-    device_types = [theirs[4] for theirs in given if theirs[4]]
-    return actions, device or torch.device(next(iter(device_types), "cpu"))
+    device_type = max(theirs[4] for theirs in given) or "cpu"
+    return actions, device or torch.device(device_type)
 
 
 def rank_of_stages(schedule):
@@ -733,7 +727,7 @@ FLAGS = {
         "help": "write the timeline as a Chrome trace in JSON, for ui.perfetto.dev",
     },
 }
-IDEAS = {"gpipe": gpipe_step, "1f1b": one_f_one_b_step}
+IDEAS = ("gpipe", "1f1b")
 
 
 def main():
@@ -761,7 +755,7 @@ def main():
         optimizer.zero_grad()
         if demo.args.idea:
             micro_batches = list(zip(inputs.chunk(m), targets.chunk(m), strict=True))
-            loss = IDEAS[name](stages[0], micro_batches, language_loss, like)
+            loss = blocking_step(name, stages[0], micro_batches, language_loss, like)
         else:
             loss = pipeline.step(inputs, targets)
         optimizer.step()
