@@ -58,6 +58,7 @@ import expert_parallel
 import flash_attention
 import fsdp
 import lora
+import muon
 import pipeline
 import tensor_parallel
 import zero
@@ -167,6 +168,24 @@ def bench_zero(bench):
         "Zero2": partial(ours, zero.Zero2),
         "Zero3": partial(ours, zero.Zero3),
         "torch DDP + AdamW": lambda: bench.training_step(TorchDDP(bench.model())),
+    }
+
+
+def bench_muon(bench):
+    """Muon for the blocks' matrices, with AdamW for all else. It needs torch 2.9."""
+
+    def variant(make_muon, wrap=unchanged, average=unchanged):
+        model = bench.model()
+        matrices, others = muon.split_parameters(model)
+        adamw = torch.optim.AdamW(others, lr=1e-4, fused=bench.on_gpu)
+        optimizer = muon.Optimizers(make_muon(matrices), adamw)
+        rest = nn.ParameterList(others)
+        return bench.training_step(wrap(model), optimizer, after_backward=lambda _: average(rest))
+
+    return {
+        "Muon": partial(variant, muon.Muon, average=ddp.all_reduce_gradients),
+        "torch DDP + torch Muon": partial(variant, torch.optim.Muon, TorchDDP),
+        "torch Muon, no communication": partial(variant, torch.optim.Muon),
     }
 
 
@@ -522,6 +541,7 @@ def bench_expert_parallel(bench):
 ROWS = {
     "ddp": bench_ddp,
     "zero": bench_zero,
+    "muon": bench_muon,
     "fsdp": bench_fsdp,
     "tensor_parallel": bench_tensor_parallel,
     "pipeline_gpipe": partial(bench_pipeline, "gpipe", ScheduleGPipe),

@@ -264,6 +264,17 @@ def data_parallel_traffic(parameters, dp, technique="ddp", micro_batches=1, elem
     return passes * parameters * element * (dp - 1) / dp
 
 
+def muon_costs(matrices, ranks, sharded=False, element=4):
+    """Return the bytes of momentum that a rank holds, and those that it sends per step (muon.py).
+
+    `matrices` is their number of elements. Muon sends gradients, and updates in bf16. Over FSDP's
+    shards, momenta and updates travel in bf16, and FSDP's own messages are not included.
+    """
+    momentum = element * matrices / ranks
+    sent = 4 * matrices / ranks if sharded else (element + 2) * matrices
+    return momentum, sent * (ranks - 1) / ranks
+
+
 def tensor_parallel_traffic(
     tokens,
     hidden,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pool
 import pytest
 import torch
+from test_muon import step_of_a_fake_rank
 from test_parallel_3d import options
 
 import ddp
@@ -370,3 +371,13 @@ def test_a_wrong_command_is_an_error_in_one_line(flags, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         sys.exit(estimate.main())
     assert re.fullmatch("error: .*\n", capsys.readouterr().err)
+
+
+@pytest.mark.cpu
+def test_muon_holds_and_sends_what_is_estimated():
+    """6Ψ(N-1)/N bytes in fp32, and 4Ψ/N of them over shards. The rank that counts has its share."""
+    shapes = [(8, 8)] * 8
+    psi = 8 * 8 * 8
+    sent, elements = step_of_a_fake_rank(4, 1, shapes)
+    assert estimate.muon_costs(psi, 4) == (4 * elements, sent.bytes)
+    assert estimate.muon_costs(psi, 4, sharded=True) == (psi, 4 * psi / 4 * 3 / 4)

@@ -37,6 +37,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "context_parallel": ("return grad_q * scale", "return 1.001 * grad_q * scale"),
     "flash_attention": ("dq * scale, dk", "1.001 * dq * scale, dk"),
     "checkpoint": ("total / parts", "1.001 * total / parts"),
+    "muon": ("(total / self.N)", "(1.001 * total / self.N)"),
     "expert_parallel": ("gradient /= divisor", "gradient /= divisor / 1.001"),
     "diloco": ("total / self.N", "1.001 * total / self.N"),
     "collectives": ("total / demo.ranks", "1.001 * total / demo.ranks"),

@@ -22,6 +22,7 @@ FILES = [  # in the order of the README's table
     "all_reduce",
     "moe",
     "diloco",
+    "muon",
 ]
 for _file in FILES:
     importlib.import_module(f"claims.{_file}")

@@ -20,6 +20,7 @@ FILES = [
     "all_reduce",
     "moe",
     "diloco",
+    "muon",
 ]
 
 MISTAKES = []  # (kind, "wrong.file:name", the claim that does not hold)

@@ -1,0 +1,804 @@
+"""Muon with its work and its momenta split over the ranks, for data parallelism and for FSDP.
+
+Muon makes the momentum of each weight matrix orthogonal before it becomes an update. That needs
+whole matrices and many operations. After DDP's all-reduce, every rank would do all of it. Here,
+each matrix has an owner, and only the owner keeps its momentum and computes its update. In a step
+with N = 2 ranks, rank 0 owns the matrix A and rank 1 owns B:
+
+             gradients            owner of the matrix                  updates        every rank
+    rank 0   A₀ B₀ ─┐ exchange ┌─ A₀ A₁ → mean → momentum → UVᵀ of A ─┐ exchange ┌─ decay, A B add
+                    ├──────────┤                                      ├──────────┤
+    rank 1   A₁ B₁ ─┘   fp32   └─ B₀ B₁ → mean → momentum → UVᵀ of B ─┘   bf16   └─ decay, A B add
+
+Owners have whole matrices. They are chosen so that all ranks have about the same work.
+
+Cost per rank and step in bytes, for matrices of Ψ fp32 elements in all. To orthogonalize them takes
+F operations: 5 · (4m²n + 2m³) for each m × n matrix, m ≤ n.
+
+                        momentum   sent, times (N-1)/N                     operations
+    DDP, torch's Muon   4Ψ         8Ψ: all-reduce                          F
+    naive_step          4Ψ/N       8Ψ: gradients, parameters               F/N, in turn
+    Muon                4Ψ/N       6Ψ: gradients 4Ψ, updates in bf16 2Ψ    F/N, at the same time
+    ShardedMuon         4Ψ/N       4Ψ/N: momenta and updates in bf16       F/N, at the same time
+
+Muon also all-reduces one byte per matrix. During step() it holds copies of gradients, 8Ψ, and then
+of updates, 4Ψ. ShardedMuon sends its bytes in addition to FSDP's. The owners' work is as even as
+whole matrices allow.
+
+Muon is bitwise equal to torch.optim.Muon on one device that adds up the ranks' gradients in rank
+order and then divides by N. So is ShardedMuon in fp32. In 16 bits, kernels round the last elements
+of a tensor differently, and a shard ends elsewhere.
+
+Muon is for the matrices of hidden layers. Train embeddings, the head, norms and biases by AdamW:
+
+    muon = Muon([p for p in blocks.parameters() if p.ndim == 2], lr=0.02)
+    adamw = Zero1(model, torch.optim.AdamW, params=others)     # averages gradients, too
+    adamw = torch.optim.AdamW(others)                          # instead, if `model` is in DDP
+
+Run:      torchrun --nproc-per-node 2 muon.py          (python muon.py runs as one rank)
+Papers:   Jordan et al. 2024, Muon, kellerjordan.github.io/posts/muon; Liu et al. 2025, Muon is
+          Scalable for LLM Training, arXiv 2502.16982
+Mirrors:  torch.optim.Muon (torch 2.9 and newer)
+Left out: matrices stored as more than two dimensions, such as stacked experts; closures; overlap
+          of the exchange with backward; updates sent along a ring or tree, which many ranks need;
+          16-bit master weights (amp.py); tensor-parallel matrices
+
+Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
+it as a library (30).
+"""
+
+import argparse
+import copy
+import functools
+import itertools
+import math
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# Imported now, because a later import would keep the process group alive in default arguments.
+import torch.distributed.nn.functional
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+# --------------------------------------------------------------------------------------------------
+# 1. The idea: Muon's update of one matrix. Then the owner of a matrix gathers its gradients,
+#    updates it, and broadcasts it. `options` is a parameter group of torch.optim.Muon.
+
+
+def add_to_momentum(state, gradient, options):
+    """Update the momentum in `state`. Return the matrix to orthogonalize."""
+    momentum = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+    momentum.lerp_(gradient, 1 - options["momentum"])
+    return gradient.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
+
+
+def orthogonalize(matrix, options):
+    """Return approximately UVᵀ of matrix = USVᵀ, in bfloat16, by the Newton-Schulz iteration.
+
+    A step turns each singular value s into as + bs³ + cs⁵. Five steps bring it close to 1.
+    """
+    x = matrix.bfloat16()
+    if x.size(0) > x.size(1):
+        return orthogonalize(x.T, options).T  # because x @ x.T is then smaller
+    x = x / x.norm().clamp(min=options["eps"])  # now no singular value is above 1
+    a, b, c = options["ns_coefficients"]
+    for _ in range(options["ns_steps"]):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x
+
+
+def apply_update(parameter, update, shape, options):
+    """Decay the parameter, and subtract the update. `shape` is that of the whole matrix."""
+    rows, columns = shape
+    ratio = math.sqrt(max(1, rows / columns))
+    if options["adjust_lr_fn"] == "match_rms_adamw":  # Liu et al., section 2.2
+        ratio = 0.2 * math.sqrt(max(rows, columns))
+    parameter.mul_(1 - options["lr"] * options["weight_decay"])
+    parameter.add_(update, alpha=-options["lr"] * ratio)
+
+
+@torch.no_grad()
+def naive_step(parameters, state, options, process_group=None):
+    """Update the matrices, one after the other. Each of N ranks owns every N-th matrix.
+
+    `state` is a defaultdict(dict). It gets the momenta of the rank's own matrices.
+    """
+    N = dist.get_world_size(process_group)
+    for number, parameter in enumerate(parameters):
+        owner = number % N
+        is_mine = owner == dist.get_rank(process_group)
+        gradients = [torch.empty_like(parameter) for _ in range(N)] if is_mine else None
+        dist.gather(parameter.grad, gradients, group=process_group, group_dst=owner)
+        if is_mine:
+            direction = add_to_momentum(state[parameter], sum(gradients) / N, options)
+            update = orthogonalize(direction, options)
+            apply_update(parameter, update, parameter.shape, options)
+        dist.broadcast(parameter.detach(), group=process_group, group_src=owner)
+
+
+# --------------------------------------------------------------------------------------------------
+# 2. Owners: each rank gets whole matrices, with an even share of the operations and the elements.
+
+
+def operations(shape, ns_steps):
+    """Return how many operations it takes to orthogonalize a matrix: 4m²n + 2m³ in each step."""
+    m, n = sorted(shape)
+    return ns_steps * (4 * m**2 * n + 2 * m**3)
+
+
+def assign_owners(work, sizes, N):
+    """Return, for each of N ranks, the list of matrices that it owns.
+
+    `work` is {matrix: its operations}, and `sizes` is {matrix: its elements}. Both count, because a
+    matrix of (8, 2048) has as many elements as one of (128, 128) for 1/24 of the operations. The
+    largest matrix comes first. Each goes to the rank with the smallest load.
+    """
+    total_work = sum(work.values())
+    total_size = sum(sizes.values())
+    loads = {}  # as integers, so that all ranks find the same owners
+    for matrix in work:
+        loads[matrix] = 2 * work[matrix] * total_size + sizes[matrix] * total_work
+    rank_loads = [0] * N
+    owned = [[] for _ in range(N)]
+    for matrix in sorted(loads, key=loads.get, reverse=True):
+        owner = rank_loads.index(min(rank_loads))
+        rank_loads[owner] += loads[matrix]
+        owned[owner].append(matrix)
+    return owned
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Muon: gradients travel to the owners, and updates travel back.
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon that averages gradients over `process_group`. Each rank does its share.
+
+    All ranks begin with rank 0's parameters. Only the owner of a matrix has its momentum in
+    `state`. But state_dict() has all momenta, on every rank, and torch.optim.Muon can load it.
+
+    A matrix is updated if any rank has a gradient for it. Ranks without one send zeros. step() does
+    not change .grad. As with torch.optim.Muon, an inf or NaN in a gradient spoils the momentum for
+    good. GradScaler of amp.py skips such steps on all ranks.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        weight_decay=0.1,
+        momentum=0.95,
+        nesterov=True,
+        ns_coefficients=(3.4445, -4.7750, 2.0315),
+        eps=1e-7,
+        ns_steps=5,
+        adjust_lr_fn=None,
+        process_group=None,
+    ):
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults)
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.N = dist.get_world_size(process_group)
+        self._find_options()
+        self._start()
+        work = {}
+        for parameter, options in self._options.items():
+            work[parameter] = operations(self._shapes[parameter], options["ns_steps"])
+        sizes = {parameter: math.prod(self._shapes[parameter]) for parameter in work}
+        self._owned = assign_owners(work, sizes, self.N)
+
+    def _find_options(self):
+        # {parameter: its group}. Again in each step, because load_state_dict() replaces the groups.
+        self._options = {p: group for group in self.param_groups for p in group["params"]}
+
+    def _start(self):
+        self._shapes = {parameter: parameter.shape for parameter in self._options}
+        self._numels = check(self)  # {parameter: number of its elements on each rank}
+        for parameter in self._options:
+            values = parameter.detach().contiguous()
+            dist.broadcast(values, group=self.process_group, group_src=0)
+            parameter.detach().copy_(values)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            raise ValueError("step() takes no closure: call backward() before it")
+        self._find_options()
+        used = self._find_used()
+        own = used[self.rank]
+
+        # Gradients to the owners, which turn them into updates.
+        outgoing = [[self._part_for_owner(p) for p in matrices] for matrices in used]
+        numels = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
+        received = self._exchange(outgoing, numels)
+        updates = self._compute_updates(own, received)
+
+        # Updates to all ranks.
+        numels = [[p.numel() for p in matrices] for matrices in used]
+        received = self._exchange(updates, numels)
+        for parameter, flat in zip(itertools.chain(*used), received, strict=True):
+            update = flat.view(parameter.shape)
+            if parameter.size(0) > parameter.size(-1):
+                # The strides of orthogonalize(), because 16-bit kernels round by strides.
+                update = update.T.contiguous().T
+            apply_update(parameter, update, self._shapes[parameter], self._options[parameter])
+
+    def _find_used(self):
+        """Return `_owned`, but only those matrices that any rank has a gradient for."""
+        matrices = list(itertools.chain(*self._owned))
+        flags = [parameter.grad is not None for parameter in matrices]
+        flags = matrices[0].new_tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+        flags = iter(flags.tolist())  # the host waits for the device
+        return [[parameter for parameter in matrices if next(flags)] for matrices in self._owned]
+
+    def _part_for_owner(self, parameter):
+        if parameter.grad is None:  # but another rank has a gradient
+            return torch.zeros_like(parameter)
+        return parameter.grad.to_dense()  # does nothing unless the gradient is sparse
+
+    def _exchange(self, outgoing, numels):
+        """Send the tensors in outgoing[r] to rank r. Return those from rank 0, from rank 1, …
+
+        The returned tensors are flat. Those from rank r have numels[r] elements.
+        """
+        # cat() needs a tensor, but a rank may own nothing. It makes float16 gradients float32.
+        parts = [next(iter(self._options)).new_empty(0, dtype=torch.bfloat16)]
+        parts += [tensor.reshape(-1) for tensor in itertools.chain(*outgoing)]
+        flat = torch.cat(parts)
+        to_send = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+        to_receive = [sum(each) for each in numels]
+        received = flat.new_empty(sum(to_receive))
+        dist.all_to_all_single(received, flat, to_receive, to_send, group=self.process_group)
+        return received.split(list(itertools.chain(*numels)))
+
+    def _compute_updates(self, own, received):
+        """Return, for each rank, what to send to it of the updates of own matrices."""
+        outgoing = [[] for _ in range(self.N)]
+        for index, parameter in enumerate(own):
+            matrix = self._join(parameter, received[index :: len(own)])
+            update = orthogonalize(matrix, self._options[parameter])
+            for rank, part in enumerate(self._parts_for_ranks(parameter, update)):
+                outgoing[rank].append(part)
+        return outgoing
+
+    def _join(self, parameter, gradients):
+        """Add the mean of the ranks' gradients to the momentum. Return what to orthogonalize."""
+        # A sum in 16 bits would round at each addition, and in float16 it overflows at 65504.
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        # In rank order, as on one device.
+        total = functools.reduce(torch.add, [gradient.to(dtype) for gradient in gradients])
+        # With the strides of the parameter, because matrix products round by strides.
+        mean = torch.empty_like(parameter)
+        mean.copy_((total / self.N).view(mean.shape))
+        return add_to_momentum(self.state[parameter], mean, self._options[parameter])
+
+    def _parts_for_ranks(self, parameter, update):
+        return [update] * self.N
+
+    # What else an optimizer has. The functions are in section 5.
+
+    def state_dict(self):
+        return whole_state_dict(self)
+
+    def load_state_dict(self, state_dict):
+        load_whole_state_dict(self, state_dict)
+
+    def add_param_group(self, param_group):
+        if hasattr(self, "_owned"):
+            raise ValueError("the owners are chosen: give all parameter groups to the constructor")
+        super().add_param_group(param_group)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. ShardedMuon: each rank has a part of each matrix, of its mean gradient, and of its momentum.
+
+
+class ShardedMuon(Muon):
+    """Muon for parameters of which each rank has a part, as after fully_shard() of fsdp.py.
+
+    `shapes` is {parameter: shape of the whole matrix}. The parts follow each other in the flattened
+    matrix, in the order of the ranks. A part may be empty. Its .grad is the same part of the mean
+    gradient. Here, state_dict() is only this rank's part. Save and load fsdp.shards().
+
+        shapes = {name: p.shape for name, p in model.named_parameters()}    # before fully_shard()
+        shapes = {p: shapes[name] for name, p in model.named_parameters()}  # after it
+        optimizer = ShardedMuon([p for p in model[1].parameters() if p.ndim == 2], shapes)
+    """
+
+    def __init__(self, params, shapes, *args, **kwargs):
+        self._shapes = shapes
+        super().__init__(params, *args, **kwargs)
+
+    def _start(self):
+        self._shapes = {p: self._shapes.get(p, ()) for p in self._options}
+        self._numels = check(self)
+        for parameter, numels in self._numels.items():
+            if sum(numels) != math.prod(self._shapes[parameter]):
+                raise ValueError(f"parts of {numels} elements for {self._shapes[parameter]}")
+
+    def _part_for_owner(self, parameter):
+        gradient = super()._part_for_owner(parameter)
+        momentum = add_to_momentum(self.state[parameter], gradient, self._options[parameter])
+        return momentum.bfloat16()
+
+    def _join(self, parameter, parts):
+        return torch.cat(parts).view(self._shapes[parameter])
+
+    def _parts_for_ranks(self, parameter, update):
+        return update.flatten().split(self._numels[parameter])
+
+    state_dict = torch.optim.Optimizer.state_dict
+    load_state_dict = torch.optim.Optimizer.load_state_dict
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. State dicts, and checks in the constructor.
+
+
+def whole_state_dict(optimizer):
+    """Return the state_dict of torch.optim.Muon, with momenta in host memory, on every rank."""
+    whole = torch.optim.Optimizer.state_dict(optimizer)
+    own = tree_map_only(torch.Tensor, torch.Tensor.cpu, whole["state"])
+    states = [own] * optimizer.N
+    dist.all_gather_object(states, own, group=optimizer.process_group)
+    states = functools.reduce(dict.__or__, states)
+    whole["state"] = dict(sorted(states.items()))
+    return whole
+
+
+def load_whole_state_dict(optimizer, state_dict):
+    """Load the state_dict of torch.optim.Muon, or of Muon at any number of ranks."""
+    # A copy, because step() changes momenta in place.
+    torch.optim.Optimizer.load_state_dict(optimizer, copy.deepcopy(state_dict))
+    own = optimizer._owned[optimizer.rank]
+    for parameter in set(optimizer.state).difference(own):
+        del optimizer.state[parameter]
+
+
+def check(optimizer):
+    """Return {parameter: its number of elements on each rank}. Raise an error if ranks differ.
+
+    Ranks compare first. Otherwise, if only one found an error, the others would wait for it.
+    """
+    if optimizer.rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    ours = [repr(optimizer)]  # has the options of all groups
+    for group in optimizer.param_groups:
+        ours.append([f"{optimizer._shapes[p]}, {p.dtype}" for p in group["params"]])
+    numels = [parameter.numel() for parameter in optimizer._options]
+    everyone = [None] * optimizer.N
+    dist.all_gather_object(everyone, (ours, numels), group=optimizer.process_group)
+    found, numels = zip(*everyone, strict=True)
+    if any(theirs != ours for theirs in found):
+        raise ValueError(f"ranks have different matrices or options: {found}")
+    for group in optimizer.param_groups:
+        check_group(optimizer, group)
+    numels = zip(*numels, strict=True)
+    return dict(zip(optimizer._options, numels, strict=True))
+
+
+def check_group(optimizer, group):
+    """Raise the errors of torch.optim.Muon, and one for layers that are split over the ranks."""
+    # SGD has the same conditions for the learning rate, the momentum and the weight decay.
+    torch.optim.SGD(group["params"], group["lr"], group["momentum"], 0, group["weight_decay"])
+    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
+    members = set(dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD))
+    for parameter in group["params"]:
+        shape = optimizer._shapes[parameter]
+        if len(shape) != 2:
+            raise ValueError(f"Muon only supports 2D parameters, not one with size: {shape}")
+        if parameter.is_complex():
+            raise RuntimeError("Muon does not support complex parameters")
+        ranks = getattr(parameter, "differ_between_ranks", ())
+        if ranks is True or len(members.intersection(ranks)) > 1:
+            raise ValueError(f"the matrix of {shape} differs between ranks: {ranks}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Demo.
+
+KINDS = ("qkv", "proj", "linear1", "linear2")  # the matrices of a block
+
+
+def main():
+    demo = Demo()
+    model = demo.start("muon", bitwise=True)
+    matrices, others = split_parameters(model)
+    # torch 2.9 and newer have it. Otherwise, compare with the class above on each rank alone.
+    alone = [dist.new_group([rank]) for rank in range(demo.ranks)][demo.rank]
+    plain_muon = getattr(torch.optim, "Muon", functools.partial(Muon, process_group=alone))
+    plain_matrices, plain_others = split_parameters(demo.model)
+    plain = plain_muon(plain_matrices, lr=0.02)
+    demo.optimizer = Optimizers(plain, torch.optim.AdamW(plain_others, lr=1e-3))
+    muon = NaiveMuon(matrices, plain) if demo.args.idea else CountedMuon(matrices, lr=0.02)
+    adamw = torch.optim.AdamW(others, lr=1e-3)
+
+    def step(inputs, targets):
+        model.zero_grad()
+        loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+        loss.backward()
+        muon.sent = 0  # bytes in this step
+        muon.step()
+        for parameter, mean in zip(others, mean_gradients(others), strict=True):
+            parameter.grad = mean
+        adamw.step()
+        return loss
+
+    def whole():
+        means = dict(zip(matrices, mean_gradients(matrices), strict=True))
+        parameters = list(model.parameters())
+        return [means.get(parameter, parameter.grad) for parameter in parameters], parameters
+
+    demo.train(step, whole)
+    sent, formula = count_bytes(demo, muon, matrices, others)
+    state = held(model.parameters(), Optimizers(muon, adamw))
+    status = demo.report(state, formula, sent)
+    show_owners(demo, muon, matrices)
+    return status
+
+
+def split_parameters(model):
+    """Return the matrices of the blocks, and all other parameters."""
+    matrices = [p for block in model[1:-2] for p in block.parameters() if p.ndim == 2]
+    known = set(matrices)
+    return matrices, [p for p in model.parameters() if p not in known]
+
+
+class Optimizers:
+    """Several optimizers in one."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    @property
+    def state(self):
+        return {**self.optimizers[0].state, **self.optimizers[1].state}
+
+
+class NaiveMuon:
+    """Section 1, with the options of `plain`."""
+
+    def __init__(self, matrices, plain):
+        self.state = defaultdict(dict)
+        self.step = functools.partial(naive_step, matrices, self.state, plain.param_groups[0])
+
+
+class CountedMuon(Muon):
+    """Muon that counts the bytes of its exchanges, which `demo.sent` does not."""
+
+    def _exchange(self, outgoing, *args):
+        for rank, tensors in enumerate(outgoing):
+            if rank != self.rank:
+                self.sent += sum(tensor.nbytes for tensor in tensors)
+        return super()._exchange(outgoing, *args)
+
+
+def mean_gradients(parameters):
+    """Return the means of the ranks' gradients, added in rank order."""
+    flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    mean = functools.reduce(torch.add, everyone) / len(everyone)
+    parts = mean.split([parameter.numel() for parameter in parameters])
+    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+
+
+def count_bytes(demo, muon, matrices, others):
+    """Make demo.sent the mean of the ranks. Return the bytes by the formula, and the formula."""
+    total = torch.tensor(demo.sent.total + muon.sent, device=demo.device)
+    dist.all_reduce(total)
+    demo.sent.total = total.item() / demo.ranks
+    N = demo.ranks
+    b = matrices[0].element_size()
+    update = b if demo.args.idea else 2
+    psi, psi_others = (sum(p.numel() for p in each) for each in (matrices, others))
+    sent = (b + update) * psi * (N - 1) / N + b * psi_others * (N - 1)
+    return sent, f"{b + update}Ψ(N-1)/N + {b}Ψ'(N-1) bytes, Ψ' not in matrices"
+
+
+def show_owners(demo, muon, matrices):
+    """Print which rank owns which matrix, and its share of the operations and of the elements."""
+    N = demo.ranks
+    owned = [matrices[rank::N] for rank in range(N)] if demo.args.idea else muon._owned
+    owners = {p: str(rank) for rank, each in enumerate(owned) for p in each}
+    demo.show("\nOwner of     " + "  ".join(f"{kind:>7}" for kind in KINDS))
+    for block in range(len(matrices) // len(KINDS)):
+        own = matrices[block * len(KINDS) :][: len(KINDS)]
+        demo.show(f"  block {block + 1}    " + "  ".join(f"{owners[p]:>7}" for p in own))
+    work = [sum(operations(p.shape, 5) for p in each) for each in owned]
+    sizes = [sum(p.numel() for p in each) for each in owned]
+    for rank in range(N):
+        share = N * work[rank] / sum(work)
+        bar = "▇" * round(20 * share)
+        momentum = N * sizes[rank] / sum(sizes)
+        demo.show(
+            f"  rank {rank}  {bar} operations {share:.2f}, momentum {momentum:.2f} of the mean"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Demo, set-up: a small language model on real text, trained by all ranks and by one device.
+# This section is the same in every file.
+
+
+class Demo:
+    """Trains with a technique, trains the same model on one device, and compares the two."""
+
+    def __init__(self, flags=None, steps=30):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        purpose = __doc__.partition("\n")[0]
+        parser = argparse.ArgumentParser(description=purpose, conflict_handler="resolve")
+        parser.error = self.stop
+        parser.add_argument("--idea", action="store_true", help="train with section 1 alone")
+        parser.add_argument("--steps", type=int, default=steps, help="of training")
+        parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
+        parser.add_argument("--device", choices=devices, default=devices[-1])
+        dtypes = ["float64", "float32", "bfloat16"]
+        parser.add_argument("--dtype", choices=dtypes, help="(default: that of the claim)")
+        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="to train on")
+        for flag, options in (flags or {}).items():
+            parser.add_argument(flag, **options)
+        self.args = parser.parse_args()
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.device, self.backend = choose_device(self.args.device)
+        self.text = self.read(self.args.data)
+        if self.args.steps < 1:
+            self.stop(f"--steps {self.args.steps}: give 1 or more")
+
+    def read(self, name):
+        try:
+            text = Path(name).read_bytes()
+        except OSError as error:
+            self.stop(f"--data {name}: {error.strerror.lower()}")
+        if len(text) < 66:
+            self.stop(f"--data {name}: {len(text)} bytes; a sequence and its targets need 66")
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def stop(self, message):
+        """End with status 2. Every rank finds the same error, so one per machine prints it."""
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when the first one ends
+        os._exit(2)
+
+    def show(self, line=""):
+        if self.rank == 0:
+            print(line, flush=True)
+
+    def start(self, name, bitwise=False, parts=None):
+        """Make the plain model, and return a copy of it. One device takes the batch in `parts`.
+
+        Bitwise claims are tested in float32, others in float64, unless --dtype says otherwise.
+        """
+        join_world(self.device, self.backend)
+        self.parts = parts or self.ranks
+        self.tolerance = 0.0 if bitwise and self.device.type == "cpu" else 1e-9
+        dtype = "float64" if self.tolerance else "float32"
+        if self.args.dtype not in (None, dtype, "float64"):
+            self.tolerance = torch.inf  # claims nothing
+        torch.manual_seed(self.args.seed)
+        self.model = language_model().to(self.device, getattr(torch, self.args.dtype or dtype))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        name += " idea" if self.args.idea else ""
+        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        model = f"{self.device.type}/{dist.get_backend()} · {size:.1f}M parameters"
+        self.show(f"{name} · {world} · {model} · {self.args.steps} steps")
+        return copy.deepcopy(self.model)
+
+    def batch(self, number):
+        """Inputs and targets of step `number`, (batch, time): 8 sequences of 64 bytes a rank."""
+        generator = torch.Generator().manual_seed(1_000_003 * self.args.seed + number)
+        starts = torch.randint(len(self.text) - 64, (8 * self.ranks, 1), generator=generator)
+        window = self.text[starts + torch.arange(65)].to(self.device, torch.long)
+        return window[:, :-1], window[:, 1:]
+
+    def part(self, batch):
+        return batch.chunk(self.ranks)[self.rank]
+
+    def train(self, step, whole):
+        """Compare after each `step(inputs, targets)`, which returns this rank's loss, or None.
+
+        `whole()` returns the gradients and the parameters as the plain model has them.
+        """
+        self.losses = []  # of the whole batch, one per step
+        self.times = []  # per step, in seconds: (the technique's, one device's)
+        self.differences = [0.0]
+        for number in range(self.args.steps):
+            batch = self.batch(number)
+            start = self.now()
+            is_last = number + 1 == self.args.steps
+            with SentBytes() if is_last else nullcontext() as self.sent:  # counting takes time
+                loss = step(*batch)
+            middle = self.now()
+            plain = self.step_on_one_device(*batch)
+            self.times.append((middle - start, self.now() - middle))
+            losses = [None] * self.ranks
+            dist.all_gather_object(losses, None if loss is None else loss.item())
+            losses = [loss for loss in losses if loss is not None]
+            loss = torch.tensor(losses, dtype=plain[0].dtype).mean()
+            self.losses.append(loss.item())
+            gradients, parameters = whole()
+            for ours, theirs in zip([loss, *gradients, *parameters], plain, strict=True):
+                if not torch.equal(ours, theirs):
+                    self.differences.append((ours - theirs).abs().max().item())
+            if number % -(-self.args.steps // 3) == 0:  # three lines in all
+                self.show(f"step {number + 1}/{self.args.steps}   loss {loss.item():.3f}")
+
+    def step_on_one_device(self, inputs, targets):
+        """Return the loss, the gradients and the parameters, in one list."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        losses = []
+        self.optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(self.parts), targets.chunk(self.parts), strict=True):
+            loss = language_loss(self.model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+        for parameter in parameters:
+            parameter.grad /= self.parts  # after the sum: 3 parts would round differently before it
+        self.optimizer.step()
+        gradients = [parameter.grad for parameter in parameters]
+        return [torch.stack(losses).mean().cpu(), *gradients, *parameters]
+
+    def now(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def report(self, held_here, formula, sent):
+        """Print the result (docs/printed_lines.md). Return 1 if a rank differs."""
+        largest = torch.tensor(self.differences, device=self.device).nan_to_num(torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        agree = largest.item() <= self.tolerance
+        verdict = f"{'' if agree else 'NOT '}equal within {self.tolerance}: {largest:.0e}"
+        if largest == 0:
+            verdict = "bitwise equal"
+        elif self.tolerance == torch.inf:
+            verdict = f"differ by up to {largest:.0e}"
+        verdict = f"loss, gradients and parameters {verdict} over {self.args.steps} steps"
+        params, grads, state = (f"{size / 1e6:.1f} MB" for size in held_here)
+        plain = held(self.model.parameters(), self.optimizer)
+        plain = " / ".join(f"{size / 1e6:.1f}" for size in plain)
+        held_line = f"params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        measured = f"{self.sent.total / 1e6:.1f} MB per step"
+        ms, plain_ms = (1e3 * torch.tensor(self.times)).median(dim=0).values.tolist()
+        self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
+        self.show(f"vs 1 device {verdict}")
+        self.show(f"held/rank   {held_line}")
+        self.show(f"sent/rank   {measured}      formula {formula} = {sent / 1e6:.1f} MB")
+        self.show(f"time        {ms:.0f} ms per step      (1 device: {plain_ms:.0f})")
+        return 0 if agree else 1
+
+
+class Block(nn.Module):
+    def __init__(self, C, heads):
+        super().__init__()
+        self.head_dim = C // heads
+        self.norm1 = nn.LayerNorm(C)
+        self.norm2 = nn.LayerNorm(C)
+        self.qkv = nn.Linear(C, 3 * C)
+        self.proj = nn.Linear(C, C)
+        self.linear1 = nn.Linear(C, 4 * C)
+        self.linear2 = nn.Linear(4 * C, C)
+
+    def forward(self, x):  # (batch, time, C)
+        q, k, v = map(self.split_heads, self.qkv(self.norm1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.linear2(F.gelu(self.linear1(self.norm2(x))))
+
+    def split_heads(self, x):  # (batch, time, C) to (batch, heads, time, head_dim)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def language_model(C=192, heads=6, layers=4, V=256):
+    blocks = [Block(C, heads) for _ in range(layers)]
+    # No position embedding: the causal mask alone tells positions apart.
+    return nn.Sequential(nn.Embedding(V, C), *blocks, nn.LayerNorm(C), nn.Linear(C, V, bias=False))
+
+
+def language_loss(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up the bytes that this rank sends. Collectives count as their ring algorithms send."""
+
+    # operator: (how often its payload goes around the ring, which argument the payload is)
+    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "reduce_": (1, 0), "gather_": (1, 1)}
+    RING |= {"allgather_": (1, 0), "_allgather_base_": (1, 0), "recv_": (0, 0)}
+    RING |= {"alltoall_base_": (1, 1), "_reduce_scatter_base_": (1, 1)}
+    total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        is_uneven = name == "alltoall_base_" and args[4]  # such exchanges do not count
+        if name == "send":
+            self.total += args[0][0].nbytes
+        elif "c10d" in func.namespace and not is_uneven:
+            rounds, payload = self.RING[name]  # KeyError: an unknown operator is not 0 bytes
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            N = dist.ProcessGroup.unbox(group).size()
+            size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+            self.total += rounds * size * (N - 1) / N
+        return func(*args, **(kwargs or {}))
+
+
+def held_bytes(tensors):
+    """The bytes of the storages behind `tensors`. A shared storage counts once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def held(parameters, optimizer):
+    """The bytes of parameters, of gradients, and of optimizer state."""
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = filter(torch.is_tensor, tree_leaves(list(optimizer.state.values())))
+    return held_bytes(parameters), held_bytes(gradients), held_bytes(state)
+
+
+def choose_device(name):
+    """This rank's device, and the backend that it can use: NCCL wants a GPU for each local rank."""
+    if name == "cpu":
+        return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    enough = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 or newer
+    return device, "nccl" if enough or may_share else "gloo"
+
+
+def join_world(device, backend):
+    """Connect the ranks, unless they are connected. Without torchrun there is one."""
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    options = {} if "RANK" in os.environ else alone
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend == "nccl":
+        options["device_id"] = device
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), **options)
+
+
+if __name__ == "__main__":
+    status = main()
+    dist.barrier()  # a rank that exits early drops its peers' connections
+    dist.destroy_process_group()
+    sys.exit(status)
