@@ -16,6 +16,12 @@ The picture shows a unit with the parameters w. They are cut into w₀ and w₁ 
 ḡ is the mean of the ranks' gradients g. While a unit computes, the next unit is gathered. During
 backward, the gradients of the previous unit are reduced at the same time.
 
+Hybrid sharding keeps R copies of the shards, each on N of the N·R ranks. Only the all-reduce of ḡ₀
+over the R ranks that have w₀ crosses from one copy to another.
+
+Read section 1 for the idea (10 minutes), to section 3 for the technique (40), and the rest to use
+it as a library (65).
+
 Cost per rank in elements, with Adam. The model has Ψ parameters, of which T are trained. The
 largest unit has u parameters. The rows with + add to the row "between steps":
 
@@ -24,37 +30,49 @@ largest unit has u parameters. The rows with + add to the row "between steps":
     FSDP between steps                Ψ/N         T/N       2T/N
          in forward and backward     + 2u        + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
+         hybrid sharding                                              and 2T/N·(R-1)/R
 
 2u: one unit computes while the next is gathered.
 3u: one unit's gradients are computed while another's are sent and received (two buffers). float16
 gradients are added in float32, in a copy as large as 2u elements of float16.
 A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
 A frozen unit is gathered only in forward if backward does not reach it.
+m micro-batches send m times as much. In keep_unsharded() all of them share one gather: Ψ + mT, or
+Ψ + T if all but the last are in no_sync() as well. It holds Ψ, and no_sync() T more.
 Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
+A rank adds N parts of a gradient in N-1 kernels, in rank order: so training is bitwise equal to one
+device that adds the gradients of the ranks' parts of the batch. With copies, all-reduce chooses the
+order. Each backward adds its mean to .grad. In no_sync() a rank first adds its own gradients.
+torch 2.6 and 2.7 do not reuse the memory of a collective before the host sees that it has ended, so
+there a GPU may hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
+          --idea trains with section 1 alone
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2). The
           parameters are views of the buffer that a gather fills. FSDP2 cuts each parameter by rows
           instead. Its optimizer has whole rows, but it copies all elements once more in each gather
           and in each reduction.
-Left out: hybrid sharding over a mesh of two dimensions, which FSDP2 has; units that only some ranks
-          call, that backward reaches on only some ranks, or that ranks call in another order (FSDP2
-          does not allow these either); units that change their input in place, for example by a
-          first layer ReLU(inplace=True); .to() after sharding; sparse gradients; hooks on
-          parameters; second-order gradients; loading a state dict that only rank 0 has
+Left out: optimizers that need whole matrices (muon.py has one over these shards); NCCL's own
+          reduce-scatter, which adds in another order; recovery after a forward or backward that
+          raised; units that only some ranks call, that backward reaches on only some ranks, or that
+          ranks call in another order (FSDP2 does not allow these either); units that change their
+          input in place, for example by a first layer ReLU(inplace=True); .to() after sharding;
+          sparse gradients; hooks on parameters; second-order gradients; loading a state dict that
+          only rank 0 has
 """
 
 import argparse
 import copy
+import dataclasses
 import functools
 import itertools
+import math
 import os
 import signal
 import sys
 import time
-import weakref
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -72,50 +90,67 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+# torch 2.13 renames all_gather_into_tensor and warns about the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: an all-gather whose gradient is a reduce-scatter, and a checkpoint around it.
 
 
 class AllGather(torch.autograd.Function):
-    """All-gather the shards. Backward reduce-scatters the mean gradient."""
+    """All-gather the shards of a parameter. Backward reduce-scatters the mean gradient."""
 
     @staticmethod
-    def forward(ctx, shard, group):
-        ctx.group = group
-        shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shards, shard, group=group)
-        return torch.cat(shards)
+    def forward(ctx, shard, axes):
+        ctx.axes = axes
+        full = shard.new_empty(dist.get_world_size(axes[0]) * len(shard))
+        all_gather_single(full, shard, group=axes[0])
+        return full
 
     @staticmethod
     def backward(ctx, gradient):
-        N = dist.get_world_size(ctx.group)
+        shard_group, *replicate_groups = ctx.axes
+        N = dist.get_world_size(shard_group)
         received = torch.empty_like(gradient)
         # Each rank sends part r to rank r, which adds the parts in rank order. A reduce-scatter may
         # use another order, and then the sum is not bitwise equal to that of one device.
-        dist.all_to_all_single(received, gradient.contiguous(), group=ctx.group)
-        return sum(received.chunk(N)) / N, None
+        dist.all_to_all_single(received, gradient, group=shard_group)
+        mean = sum(received.chunk(N)) / N
+        for group in replicate_groups:  # hybrid sharding
+            dist.all_reduce(mean, group=group)
+            mean /= dist.get_world_size(group)
+        return mean, None
 
 
-def forward_sharded(module, shards, *inputs, process_group=None):
-    """Compute `module(*inputs)` with the parameters that `shards` hold.
+def naive_fully_shard(module, axes=(None,)):
+    """Replace the parameters of `module` by this rank's shards, and return a function to call.
 
-    `shards` is {name: this rank's 1/N of the flattened and padded parameter}.
+    It computes what `module` did. A shard is flat, and padded so that all shards have one size.
+    `axes` are process groups: the ranks with the other shards, and those with copies of this shard.
     """
+    N = dist.get_world_size(axes[0])
+    shapes = {}
+    for name, parameter in module.named_parameters():
+        shapes[name] = parameter.shape
+        padded = F.pad(parameter.data.flatten(), (0, -parameter.numel() % N))
+        parameter.data = padded.chunk(N)[dist.get_rank(axes[0])].clone()
 
     def unshard_and_compute(*inputs):
         parameters = {}
-        for name, parameter in module.named_parameters():
-            full = AllGather.apply(shards[name], process_group)
-            parameters[name] = full[: parameter.numel()].view(parameter.shape)
+        for name, shard in module.named_parameters():
+            full = AllGather.apply(shard, axes)
+            parameters[name] = full[: shapes[name].numel()].view(shapes[name])
         return functional_call(module, parameters, inputs)
 
     # The checkpoint frees the full parameters after forward and gathers them again in backward.
-    return checkpoint(unshard_and_compute, *inputs, use_reentrant=False)
+    # With reshard_after_forward=False there is no checkpoint.
+    return functools.partial(checkpoint, unshard_and_compute, use_reentrant=False)
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The data: the parameters of a unit are views of one flat buffer, and one all-gather fills it.
-# For example, a weight of 40 elements and a bias of 30 on two ranks, with offsets in elements:
+# 2. How a unit is gathered and reduced: its parameters are views of one flat buffer, which one
+# all-gather fills. For example, a weight of 40 elements and a bias of 30 on two ranks, with offsets
+# in elements:
 #
 #   unsharded    │ weight           │ padding │ bias         │ padding │
 #                0                  40        64             94        96
@@ -124,9 +159,6 @@ def forward_sharded(module, shards, *inputs, process_group=None):
 #
 # Rank 0 keeps the whole weight, and rank 1 the whole bias. If the weight had 60 elements, rank 0
 # would keep 48 of them and rank 1 the other 12.
-
-# torch 2.13 renames all_gather_into_tensor and warns about the old name.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Each parameter starts at a multiple of the first number of elements, and each shard at a multiple
 # of the second. An element has 2 bytes or more.
@@ -142,7 +174,7 @@ class ShardedParameter:
     """A parameter in two forms: `sharded` for the optimizer, `unsharded` to compute with.
 
     Both are nn.Parameters that hold no memory of their own: `sharded` is a view of `group.shard`,
-    `unsharded` of `group.unsharded`. The modules hold one of them at a time. In this section,
+    `unsharded` of `group.unsharded`. The modules hold one of them at a time. In this file,
     `parameter` is a ShardedParameter, and `original` is the nn.Parameter that it replaces.
     """
 
@@ -167,9 +199,6 @@ class ShardedParameter:
         self.sharded._sharded_parameter = self  # for functions that take module.parameters()
         # find_parameters() refuses a later unit that holds the original, because the two are tied.
         original._sharded_parameter = self
-        for module, attribute in dict.fromkeys(owners):  # a module may be registered twice
-            hook = functools.partial(self.pre_load_state_dict, attribute)
-            module.register_load_state_dict_pre_hook(hook)
 
     def view(self, flat):
         """Return this parameter's part of `flat`, which has the layout of `group.unsharded`."""
@@ -180,6 +209,12 @@ class ShardedParameter:
         # Keep the number of dimensions, by which many scripts choose the parameters to decay.
         return shard[self.slice].view([1] * (len(self.shape) - 1) + [-1])
 
+    def shard_of(self, full):
+        """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
+        flat = full.new_empty(self.group.unsharded.shape)
+        self.view(flat).copy_(full)
+        return self.part_of_shard(self.group.own_part(flat)).clone()
+
     def current(self):
         """Return the nn.Parameter that the modules hold now."""
         module, attribute = self.owners[0]
@@ -189,34 +224,6 @@ class ShardedParameter:
         """Put `form`, which is `sharded` or `unsharded`, on the modules."""
         for module, attribute in self.owners:
             module._parameters[attribute] = form
-
-    def check(self):
-        """Raise ValueError if the user has moved or replaced `sharded`, or given it hooks."""
-        memory = self.group.shard.untyped_storage().data_ptr()
-        is_moved = self.sharded.untyped_storage().data_ptr() != memory
-        if is_moved or self.current() is not self.sharded:
-            raise ValueError(f"{self.name} was moved or replaced; call .to() before fully_shard")
-        refuse_hooks(self.name, self.sharded)
-
-    def pre_load_state_dict(self, attribute, module, state_dict, prefix, *_):
-        """Replace this parameter in `state_dict` by its shard. load_state_dict() calls this."""
-        self.group.reshard()
-        name = prefix + attribute
-        if name in state_dict:
-            state_dict[name] = self.shard_of(state_dict[name])
-
-    def shard_of(self, full):
-        """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
-        if full.shape != self.shape:
-            raise ValueError(f"{self.name} is {tuple(self.shape)}, not {tuple(full.shape)}")
-        flat = full.new_empty(self.group.unsharded.shape)
-        self.view(flat).copy_(full)
-        return self.part_of_shard(self.group.own_part(flat)).clone()
-
-
-def refuse_hooks(name, tensor):
-    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-        raise ValueError(f"{name} has hooks, which backward would not call; remove them")
 
 
 # A rank sends this for a parameter that it has no gradient for. A sum is -0.0 only if every rank
@@ -234,31 +241,30 @@ def is_used(total):
 class ParameterGroup:
     """Parameters that are gathered together: their shards, their buffer and their gradients.
 
-    `originals` is {nn.Parameter: its owners}. All have the same dtype.
+    `originals` is {nn.Parameter: its owners}. All have the same dtype. `settings` are those of the
+    unit.
     """
 
     @torch.no_grad()
-    def __init__(self, originals, process_group, device, mp_policy, offload):
+    def __init__(self, originals, settings, device):
         dtype = next(iter(originals)).dtype
-        self.process_group = process_group
-        self.world_size = dist.get_world_size(process_group)
-        self.rank = dist.get_rank(process_group)
-        param_dtype = mp_policy.param_dtype or dtype
-        self.reduce_dtype = mp_policy.reduce_dtype or param_dtype
+        self.process_group, *self.replicate_groups = settings.axes
+        self.world_size = dist.get_world_size(self.process_group)
+        self.rank = dist.get_rank(self.process_group)
+        self.divide_factor = settings.divide_factor
+        param_dtype = settings.mp_policy.param_dtype or dtype
+        self.reduce_dtype = settings.mp_policy.reduce_dtype or param_dtype
         sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals]
         *starts, end = itertools.accumulate(sizes, initial=0)  # offset of each; end of the last
         padded = round_up(max(end, 1), self.world_size * SHARD_ALIGNMENT)
         self.shard_size = padded // self.world_size  # in elements
-        # Copies between pinned host memory and the GPU are faster, and the host need not wait.
-        self.pin_memory = offload and device.type != "cpu"
         self.shard = torch.empty(
             self.shard_size,
             dtype=dtype,  # also that of .grad and of the optimizer state
-            device="cpu" if offload else device,
-            pin_memory=self.pin_memory,
+            device="cpu" if settings.offload else device,
+            pin_memory=settings.offload and device.type != "cpu",  # copies are faster
         )
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
-        self.gathering = None  # handle of the all-gather that is running
         self.gradients = None  # this rank's, with the layout of `unsharded`, until they are reduced
         self.collected = set()  # parameters whose gradients are in `gradients`
         self.received = None  # gradients of this rank's shard from all ranks, in rank order
@@ -267,64 +273,58 @@ class ParameterGroup:
         for (original, owners), start in zip(originals.items(), starts, strict=True):
             self.parameters.append(ShardedParameter(self, original, owners, start))
         self.unsharded.untyped_storage().resize_(0)
-        self.is_sharded = True  # whether `unsharded` has no memory
-        self.fill_shard()
-        self.use_shards()
+        self.gather_handle = None  # of the all-gather into `unsharded`; None if that has no memory
+        self.fill_shard(settings.axes)
 
-    def fill_shard(self):
-        """Broadcast the originals of rank 0. Each rank keeps its part of them in `shard`."""
+    def fill_shard(self, axes):
+        """Broadcast the originals of the first rank. Each rank keeps its part in `shard`."""
         values = torch.zeros_like(self.unsharded, dtype=self.shard.dtype)
         for parameter in self.parameters:
             # current() is the original, or what materialize() has put in its place.
             parameter.view(values).copy_(parameter.current())
-        dist.broadcast(values, group=self.process_group, group_src=0)
+            parameter.set_on_modules(parameter.sharded)
+        for group in axes:  # in a grid, the first rank of each row gets its values in the end
+            dist.broadcast(values, group=group, group_src=0)
         self.shard.copy_(self.own_part(values))
 
     def own_part(self, flat):
         """Return this rank's part of `flat`, which has the layout of `unsharded`."""
         return flat.chunk(self.world_size)[self.rank]
 
-    def use_shards(self):
-        for parameter in self.parameters:
-            parameter.set_on_modules(parameter.sharded)
-
     def start_unshard(self):
         """Begin to gather all ranks' shards into `unsharded`."""
-        if not self.is_sharded:
+        if self.gather_handle is not None:
+            check_version(self)
             return  # the gather has already begun
         for parameter in self.parameters:
-            parameter.check()
+            check_parameter(parameter)
         # Resize the storage instead of making a new one, because autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
-        self.is_sharded = False
+        self.version = self.shard._version  # autograd's count of the writes to `shard`
         own = self.own_part(self.unsharded)
-        own.copy_(self.shard, non_blocking=True)
-        self.gathering = all_gather_single(
+        own.copy_(self.shard)
+        self.gather_handle = all_gather_single(
             self.unsharded, own, group=self.process_group, async_op=True
         )
 
-    def wait_for_gather(self):
-        """Wait until `unsharded` is filled."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-
     def finish_unshard(self):
         """Wait for the gather, and put the unsharded parameters on the modules."""
-        self.wait_for_gather()
+        self.gather_handle.wait()
         for parameter in self.parameters:
             # The user may have frozen or unfrozen the shard.
             parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
             parameter.set_on_modules(parameter.unsharded)
 
-    def reshard(self):
-        """Free the unsharded parameters."""
-        if not self.is_sharded:
-            # The gather is still running if it began early and then the unit was not called.
-            self.wait_for_gather()
-            self.use_shards()
+    def reshard(self, free):
+        """Put the shards on the modules, and free the unsharded parameters if `free`."""
+        if self.gather_handle is None:
+            return
+        self.gather_handle.wait()  # it runs still if it began early, and the unit was not called
+        for parameter in self.parameters:
+            parameter.set_on_modules(parameter.sharded)
+        if free:
             self.unsharded.untyped_storage().resize_(0)
-            self.is_sharded = True
+            self.gather_handle = None
 
     @torch.no_grad()
     def collect_gradients(self):
@@ -335,16 +335,15 @@ class ParameterGroup:
             self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
             gradient = parameter.unsharded.grad
-            total = parameter.view(self.gradients)
+            place = parameter.view(self.gradients)
             if gradient is not None:
-                if gradient.is_sparse:
-                    raise ValueError(f"{parameter.name} has a sparse gradient; use sparse=False")
-                # Adding 0.0 turns a gradient of -0.0, which would mean NO_GRADIENT, into 0.0.
-                torch.add(gradient, total if parameter in self.collected else 0.0, out=total)
+                total = gradient + place if parameter in self.collected else gradient
+                # Adding 0.0 turns -0.0 into 0.0. The cast comes first: it may round to -0.0.
+                torch.add(total.to(place.dtype), 0.0, out=place)
                 self.collected.add(parameter)
                 parameter.unsharded.grad = None
             elif parameter not in self.collected:
-                total.fill_(NO_GRADIENT)
+                place.fill_(NO_GRADIENT)
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
@@ -366,46 +365,31 @@ class ParameterGroup:
             received = received.float()
         # In rank order, as one device adds the gradients of the ranks' parts of the batch.
         total = functools.reduce(torch.add, received.chunk(self.world_size))
+        for group in self.replicate_groups:
+            dist.all_reduce(total, group=group)
         # Look into `collected` first, because is_used() makes the host wait for the GPU.
         used = [p for p in self.parameters if p in self.collected or is_used(total[p.slice])]
-        self.forget_gradients()
-        total /= self.world_size
+        self.gradients = None
+        self.collected = set()
+        self.received = None
+        self.reducing = None
+        total /= self.divide_factor
         mean = total.to(self.shard.dtype)
-        if self.pin_memory:
-            pinned = torch.empty_like(mean, device="cpu", pin_memory=True)
-            mean = pinned.copy_(mean, non_blocking=True)
+        if self.shard.is_pinned():
+            mean = torch.empty_like(mean, device="cpu", pin_memory=True).copy_(mean)
         for parameter in used:
             gradient = parameter.part_of_shard(mean)
             if parameter.sharded.grad is None:
                 parameter.sharded.grad = gradient
             else:
-                self.wait_for_copies()  # under offload the host adds, and needs the values
                 parameter.sharded.grad += gradient
-
-    def forget_gradients(self):
-        self.gradients = None
-        self.collected = set()
-        self.received = None
-        self.reducing = None
-
-    def forget_backward(self):
-        """Drop the gradients of a backward that raised an error."""
-        if self.reducing is not None:
-            self.reducing.wait()  # the all-to-all still uses the memory that is freed next
-        self.forget_gradients()
-        for parameter in self.parameters:
-            parameter.unsharded.grad = None
-
-    def wait_for_copies(self):
-        """Wait for copies to and from pinned memory. Then the host may use shards and .grad."""
-        if self.pin_memory:
-            torch.cuda.current_stream(self.unsharded.device).synchronize()
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The order of events, for three units. The table leaves out the root unit, which has no
-# parameters of its own here. start_unshard and start_reduce begin a collective. finish_unshard and
-# finish_reduce wait until it has ended. "unshard" is start_unshard and then finish_unshard:
+# 3. When a unit is gathered and reduced. The table is for three units. It leaves out the root unit,
+# which has no parameters of its own here. start_unshard and start_reduce begin a collective.
+# finish_unshard and finish_reduce wait until it has ended. "unshard" is start_unshard and then
+# finish_unshard:
 #
 #   forward    pre_forward 0       unshard 0           start_unshard 1
 #              post_forward 0      reshard 0
@@ -417,10 +401,10 @@ class ParameterGroup:
 #              pre_backward 1      finish_unshard 1    start_unshard 0
 #              post_backward 1     finish_reduce 2     reshard 1          start_reduce 1
 #              pre_backward 0      finish_unshard 0
-#              finish_backward     finish_reduce 1     reshard 0          start_reduce 0
+#              Backward.finish     finish_reduce 1     reshard 0          start_reduce 0
 #                                  finish_reduce 0
 #
-# The inputs of unit 0 need no gradient, so finish_backward calls post_backward 0 when the whole
+# The inputs of unit 0 need no gradient, so Backward.finish calls post_backward 0 when the whole
 # backward has ended. The first step records which unit comes next. Later steps unshard that unit
 # early, as shown. All ranks issue the same collectives in the same order.
 
@@ -451,71 +435,74 @@ class PostBackward(torch.autograd.Function):
         return None, gradient
 
 
-# A unit may return these types, in lists, tuples or dicts. post_forward must find every tensor, and
-# another type could hide one.
-OUTPUT_TYPES = (torch.Tensor, torch.Size, int, float, complex, str, bytes, type(None))
+def tensors_in(output):
+    """Yield the tensors that have a graph, also those in lists, tuples, dicts and dataclasses."""
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf):
+            yield from tensors_in(vars(leaf))
+        elif torch.is_tensor(leaf) and leaf.grad_fn is not None:
+            yield leaf
 
 
 class Unit:
     """A module that fully_shard was called on: its parameters, and its hooks in order of calls."""
 
-    def __init__(self, groups, reshard_after_forward, input_dtype):
+    def __init__(self, groups, settings):
         self.groups = groups  # ParameterGroups: see make_groups()
-        self.reshard_after_forward = reshard_after_forward
-        self.input_dtype = input_dtype  # floating-point inputs are cast to this, unless it is None
-        self.schedule = None  # the Schedule that all units of the model share
+        self.settings = settings
+        self.order = None  # the UnshardOrder and the Backward that all units of the model share
+        self.backward = None
         self.requires_gradient_sync = True  # False in no_sync(): post_backward sends no gradients
+        self.keeps_unsharded = False  # True in keep_unsharded(): reshard() frees nothing
         self.needs_reduce = False  # True from pre_backward until post_backward sends the gradients
 
     def pre_forward(self, module, args, kwargs):
         """Unshard. Cast the inputs, and pass them through PostBackward."""
-        self.schedule.start_forward(self)
-        self.schedule.unshard(self)
+        self.order.start_forward(self)
+        self.order.unshard(self)
         return tree_map_only(torch.Tensor, self.prepare_input, (args, kwargs))
 
     def prepare_input(self, tensor):
         if tensor.is_floating_point():
-            tensor = tensor.to(dtype=self.input_dtype)
+            tensor = tensor.to(dtype=self.settings.mp_policy.param_dtype)
         return PostBackward.apply(self, tensor) if tensor.requires_grad else tensor
 
     def post_forward(self, module, args, output):
         """Reshard. Register pre_backward to run when backward reaches an output."""
-        if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if not isinstance(leaf, OUTPUT_TYPES):
-                    raise ValueError(
-                        f"a unit returns a {type(leaf).__name__}; "
-                        "return tensors in lists, tuples or dicts"
-                    )
-                if torch.is_tensor(leaf) and leaf.grad_fn:
-                    leaf.grad_fn.register_prehook(self.pre_backward)
+        is_training = torch.is_grad_enabled()
+        if is_training:
+            for tensor in tensors_in(output):
+                tensor.register_hook(self.pre_backward)
         # After a recomputation, the backward of this unit follows at once and needs the parameters.
         if not in_backward():
-            for group in self.groups:
-                group.use_shards()  # the user sees shards, even while the unit stays unsharded
-                if self.reshard_after_forward or not torch.is_grad_enabled():
-                    group.reshard()
-        self.schedule.finish_forward(self)
+            self.reshard(self.settings.reshard_after_forward or not is_training)
+        if self.order.outermost is self:
+            self.order.outermost = None
 
-    def pre_backward(self, gradients):
+    def pre_backward(self, gradient):
         """Unshard. Autograd calls this before the backward of the unit, once for each output."""
         if torch.is_grad_enabled():
             raise RuntimeError("no second-order gradients: call backward without create_graph=True")
-        self.schedule.start_backward()
+        self.backward.start()
         self.needs_reduce = True
-        self.schedule.unshard(self)
+        self.order.unshard(self)
 
     def post_backward(self):
-        """Reshard, and begin to reduce. PostBackward or finish_backward calls this."""
-        self.schedule.finish_reduce()  # that of the previous unit ran while this unit computed
+        """Reshard, and begin to reduce. PostBackward or Backward.finish calls this."""
+        self.backward.finish_reduce()  # that of the previous unit ran while this unit computed
+        self.reshard()
         for group in self.groups:
-            group.reshard()
             group.collect_gradients()
             if self.requires_gradient_sync:
                 group.start_reduce()
         # In no_sync() it stays True. So the next backward outside sends the gradients, even if it
         # does not reach this unit.
         self.needs_reduce = not self.requires_gradient_sync
+
+    def reshard(self, free=True):
+        """Let the user see shards, and free the unsharded parameters."""
+        for group in self.groups:
+            group.reshard(free and not self.keeps_unsharded)
 
     def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
         raise RuntimeError(
@@ -524,18 +511,27 @@ class Unit:
         )
 
 
-class Schedule:
-    """The state that all units of a model share: their order, and the end of backward."""
+class UnshardOrder:
+    """The order in which a model unshards its units. A forward of the model begins it anew."""
 
     def __init__(self, units):
-        self.units = units  # the outermost first
-        self.groups = [group for unit in units for group in unit.groups]
+        self.units = units
         self.outermost = None  # during a forward, the unit that the user called
-        # During a backward, a weak reference to the callback that autograd will call at its end. If
-        # backward raises an error, autograd drops the callback, and the reference is dead.
-        self.final_callback = None
         self.previous = None  # the last call of unshard(): (unit, whether it was in backward)
-        self.next_unit = {}  # {a call of unshard(): the unit of the call after it}
+        self.next_unit = {}  # {a call of unshard(), or None: the unit of the call after it}
+
+    def start_forward(self, unit):
+        """Reshard all units if this is a forward of the model, and not of a unit in it."""
+        if not in_backward() and self.outermost in (None, unit):
+            if unit.backward.is_running:
+                raise RuntimeError("an earlier backward raised an error; nothing is right after it")
+            self.outermost = unit
+            self.restart()
+
+    def restart(self):
+        self.previous = None
+        for unit in self.units:
+            unit.reshard()  # a unit that was gathered early and then not called, for example
 
     def unshard(self, unit):
         """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
@@ -544,67 +540,39 @@ class Schedule:
         for group in unit.groups:
             group.finish_unshard()
         call = (unit, in_backward())
-        if call in self.next_unit:
-            for group in self.next_unit[call].groups:
-                group.start_unshard()
-        if self.previous is not None:
-            self.next_unit[self.previous] = unit
+        for group in self.next_unit.get(call, unit).groups:
+            group.start_unshard()
+        self.next_unit[self.previous] = unit
         self.previous = call
 
+
+class Backward:
+    """The life of a backward of a model: when it begins and ends, and what it reduces."""
+
+    def __init__(self, units, order):
+        self.units = units
+        self.order = order
+        self.is_running = False
+
+    def start(self):
+        """Have autograd call finish() when the backward that is running ends."""
+        if not self.is_running:
+            self.is_running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
     def finish_reduce(self):
-        for group in self.groups:
-            group.finish_reduce()
+        for unit in self.units:
+            for group in unit.groups:
+                group.finish_reduce()
 
-    def wait_for_copies(self):
-        for group in self.groups:
-            group.wait_for_copies()
-
-    def start_forward(self, unit):
-        """Reset all units if this is a forward of the model, and not of a unit in it."""
-        # `outermost` is still this unit if its last forward raised an error.
-        if not in_backward() and self.outermost in (None, unit):
-            self.reset()
-            self.outermost = unit
-
-    def finish_forward(self, unit):
-        if self.outermost is unit:
-            self.outermost = None
-            self.wait_for_copies()  # because the caller may write to the shards now
-
-    def start_backward(self):
-        """Have autograd call finish_backward when the backward that is running ends."""
-        if self.final_callback is not None and self.final_callback() is None:
-            self.reset()  # the reference is dead, because an earlier backward raised an error
-        if self.final_callback is None:
-            callback = self.finish_backward
-            self.final_callback = weakref.ref(callback)
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def finish_backward(self):
+    def finish(self):
         """Call post_backward of the units whose inputs need no gradient, and end all reductions."""
         for unit in self.units:
             if unit.needs_reduce:
                 unit.post_backward()
         self.finish_reduce()
-        self.wait_for_copies()  # the optimizer reads .grad next
-        self.final_callback = None  # this backward raised no error, so reset() forgets no gradients
-        self.reset()
-
-    def reset(self):
-        """Reshard all units. If a backward raised an error, forget its gradients."""
-        for group in self.groups:
-            if self.final_callback is not None:  # a backward began and did not finish
-                group.forget_backward()
-            group.reshard()
-        self.outermost = None
-        self.previous = None
-        self.final_callback = None
-
-
-def share_schedule(units):
-    schedule = Schedule(units)
-    for unit in units:
-        unit.schedule = schedule
+        self.order.restart()
+        self.is_running = False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -620,14 +588,26 @@ class CPUOffloadPolicy:
     """Keep shards, .grad and optimizer state in host memory. For a GPU, pin shards and .grad."""
 
 
+class Settings(NamedTuple):
+    """The arguments of fully_shard, of which ParameterGroup and Unit use some."""
+
+    axes: list  # process groups: of the ranks with the other shards, and with copies of this shard
+    reshard_after_forward: bool
+    mp_policy: MixedPrecisionPolicy
+    offload: bool
+    divide_factor: float
+
+
 def fully_shard(
     module,
     *,
-    mesh=None,  # a DeviceMesh of one dimension, instead of process_group
+    mesh=None,  # a DeviceMesh, (shard) or (replicate, shard), instead of the process groups
     process_group=None,
+    replicate_group=None,  # hybrid sharding: the ranks that have copies of this rank's shard
     reshard_after_forward=True,  # False keeps parameters unsharded from forward to backward
     mp_policy=MixedPrecisionPolicy(),  # noqa: B008  a NamedTuple does not change
     offload_policy=None,
+    gradient_divide_factor=None,  # None: the number of ranks; 1.0: add up the ranks' gradients
 ):
     """Make a unit of the parameters of `module` that do not belong to a unit yet.
 
@@ -640,16 +620,27 @@ def fully_shard(
     - Before this call, freeze parameters, so that no gradients are sent for them, and inject LoRA.
     - Only the forward of a unit sees whole parameters. Values that it writes into them are lost. If
       `self.pos` is a unit, call `self.pos(x)`, because `self.pos.weight` is a shard outside of it.
+    - A unit returns tensors in lists, tuples, dicts or dataclasses. Backward raises an error if it
+      comes from a tensor in another object, such as a cache, and not from the unit's outputs.
+    - Units of one model may be over different ranks, such as experts. The forward and backward of a
+      module with the mark `differ_between_ranks`, a list of ranks, must see only one of these.
     - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_
       of this file, and GradScaler of amp.py. optimizer.state_dict() is only this rank's part. Save
       shards() with checkpoint.py on all ranks instead. Any number of ranks can load them.
     """
-    process_group = choose_group(mesh, process_group)
-    inner = reset_units(module)
-    check_module(module, inner, process_group)
-    groups = make_groups(module, process_group, mp_policy, offload_policy is not None)
-    unit = Unit(groups, reshard_after_forward, mp_policy.param_dtype)
-    share_schedule([unit, *inner])
+    axes = choose_axes(mesh, process_group, replicate_group)
+    offload = offload_policy is not None
+    divide_factor = gradient_divide_factor or math.prod(map(dist.get_world_size, axes))
+    settings = Settings(axes, reshard_after_forward, mp_policy, offload, divide_factor)
+    check_module(module)
+    unit = Unit(make_groups(module, settings), settings)
+    units = [unit, *units_of(module)]
+    order = UnshardOrder(units)
+    backward = Backward(units, order)
+    for each in units:
+        each.order = order
+        each.backward = backward
+    register_hooks(unit)
     module._fsdp_unit = unit
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(unit.post_forward)
@@ -657,82 +648,165 @@ def fully_shard(
     return module
 
 
-def choose_group(mesh, process_group):
+def units_of(module):
+    return [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
+
+
+@contextmanager
+def change_units(module, name, value):
+    """Set an attribute of the units in `module`, and restore it at the end."""
+    units = units_of(module)
+    before = [getattr(unit, name) for unit in units]  # an outer context may have set it
+    for unit in units:
+        unit.reshard()  # it may hold the values that it had before the last step
+        setattr(unit, name, value)
+    yield
+    for unit, old in zip(units, before, strict=True):
+        setattr(unit, name, old)
+        unit.reshard()
+
+
+def no_sync(module):
+    """Keep the gradients of each backward in here. The next backward outside sends the sum of all.
+
+    Until then they are not in .grad, so optimizer.zero_grad() does not drop them. To drop them, run
+    a backward outside, and then call optimizer.zero_grad().
+    """
+    return change_units(module, "requires_gradient_sync", False)
+
+
+def keep_unsharded(module):
+    """Gather each unit once for all forwards and backwards in here. Then call optimizer.step()."""
+    return change_units(module, "keeps_unsharded", True)
+
+
+@torch.no_grad()
+def clip_grad_norm_(module, max_norm, *, counted=None, process_groups=()):
+    """Scale the gradients so that their norm over all ranks is at most `max_norm`.
+
+    Return the norm that they had before. With model parallelism, `process_groups` are the groups
+    over which the model is split. If several of their ranks hold a copy of a parameter,
+    counted(parameter) must be True on one of them.
+    """
+    total = 0.0
+    for name, sharded in module.named_parameters():
+        group = sharded_parameter(name, sharded).group
+        square = torch.zeros((), dtype=torch.float64, device=group.unsharded.device)
+        if sharded.grad is not None:  # abs() makes complex numbers real
+            square += sharded.grad.abs().norm(dtype=torch.float64).square()
+        dist.all_reduce(square, group=group.process_group)
+        if counted is not None and not counted(sharded):
+            square.zero_()
+        total = total + square
+    for process_group in process_groups:
+        dist.all_reduce(total, group=process_group)
+    norm = total.sqrt()
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
+    return norm.to(torch.promote_types(group.shard.dtype.to_real(), torch.float32))
+
+
+def sharded_parameter(name, sharded):
+    """Return the ShardedParameter of a shard."""
+    if not hasattr(sharded, "_sharded_parameter"):
+        raise ValueError(f"{name} is in no unit; call fully_shard on the whole model, too")
+    return sharded._sharded_parameter
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. How a unit is made, and what is refused.
+
+
+def choose_axes(mesh, process_group, replicate_group):
+    """Return the process groups over which the unit is sharded, and over which it has copies."""
+    axes = [process_group] if replicate_group is None else [process_group, replicate_group]
     if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(f"the mesh has {mesh.ndim} dimensions; give one of them: mesh[name]")
-        process_group = mesh.get_group()
-    if dist.get_rank(process_group) < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group; call this on its ranks only"
-        )
+        axes = mesh.get_all_groups()[::-1]
+    if min(map(dist.get_rank, axes)) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group; call this on its ranks")
     # A reference to the default group would keep its threads alive after the group is destroyed.
-    return None if process_group is dist.group.WORLD else process_group
+    return [None if group is dist.group.WORLD else group for group in axes]
 
 
-def reset_units(module):
-    """Reset the units in `module`, which reshards them, and return them."""
-    units = [m._fsdp_unit for m in module.modules() if hasattr(m, "_fsdp_unit")]
-    for schedule in {unit.schedule for unit in units}:
-        schedule.reset()
-    return units
+def gather_objects(value, process_group):
+    everyone = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(everyone, value, group=process_group)
+    return everyone
 
 
-def check_module(module, inner, process_group):
+def check_module(module):
     name = type(module).__name__
     if type(module).forward is nn.Module.forward:
         raise ValueError(f"{name} has no forward that could unshard it; shard its children")
-    process_groups = {group.process_group for unit in inner for group in unit.groups}
-    if hasattr(module, "_fsdp_unit") or process_groups - {process_group}:
-        raise ValueError(f"{name} is a unit already, or contains a unit over other ranks")
+    if hasattr(module, "_fsdp_unit"):
+        raise ValueError(f"{name} is a unit already")
 
 
-def make_groups(module, process_group, mp_policy, offload):
+def make_groups(module, settings):
     """Make a ParameterGroup for each dtype. Frozen and trained parameters have separate groups."""
-    parameters = find_parameters(module, process_group)
-    first = next(iter(parameters), torch.empty(0))
-    device = device_for(first.device, dist.get_backend_config(process_group))
+    by_kind = find_parameters(module, settings)
+    first = next(itertools.chain(*by_kind.values()), torch.empty(0))
+    device = device_for(first.device, dist.get_backend_config(settings.axes[0]))
     materialize(module, device)
-    by_kind = {}  # {(dtype, requires_grad): {parameter: owners}}
-    for parameter, owners in parameters.items():
-        kind = parameter.dtype, parameter.requires_grad
-        by_kind.setdefault(kind, {})[parameter] = owners
-    return [
-        ParameterGroup(originals, process_group, device, mp_policy, offload)
-        for originals in by_kind.values()
-    ]
+    return [ParameterGroup(originals, settings, device) for originals in by_kind.values()]
 
 
-def find_parameters(module, process_group):
-    """Return {nn.Parameter: owners} of the parameters in `module` that belong to no unit yet.
+def find_parameters(module, settings):
+    """Find the parameters in `module` that belong to no unit yet.
 
-    Raise ValueError on all ranks if they do not hold the same parameters.
+    Return {(dtype, requires_grad): {nn.Parameter: its owners}}. Raise ValueError on all ranks if
+    they do not hold the same parameters.
     """
-    found = {}
-    descriptions = set()
+    by_kind = {}
+    descriptions = {f"the arguments {settings[1:]}"}
     for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
         sharded_parameter = getattr(parameter, "_sharded_parameter", None)
         if sharded_parameter is None:
             refuse_hooks(path, parameter)
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
-            if getattr(owner, "differ_between_ranks", False):
-                raise ValueError(f"{path} is a split expert: shard the other modules only")
-            found.setdefault(parameter, []).append((owner, name))
+            kind = parameter.dtype, parameter.requires_grad
+            by_kind.setdefault(kind, {}).setdefault(parameter, []).append((owner, name))
             descriptions.add(
                 f"{i} {path}: {tuple(parameter.shape)}, stride {parameter.stride()}, "
                 f"{parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
+                f"{part_of_split(owner)}{part_of_split(parameter)}"
             )
         elif sharded_parameter.sharded is not parameter:
             raise ValueError(
                 f"{path} of {type(module).__name__} is tied to another unit's; "
                 "put both into one unit"
             )
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, descriptions, group=process_group)
-    if differ := set.union(*everyone) - set.intersection(*everyone):
+    refuse_disagreement(descriptions, settings.axes)
+    return by_kind
+
+
+def part_of_split(marked):
+    """Describe which part of a split module or parameter this rank has.
+
+    The mark `differ_between_ranks` is the list of ranks with the parts. True means all ranks.
+    """
+    ranks = getattr(marked, "differ_between_ranks", False)
+    if ranks is True:
+        ranks = range(dist.get_world_size())
+    return f", part {list(ranks).index(dist.get_rank())} of a split parameter" if ranks else ""
+
+
+def refuse_disagreement(descriptions, axes):
+    """Raise ValueError on all ranks if they do not have the same descriptions."""
+    union = common = descriptions
+    for group in axes:  # after the second axis, every rank knows those of the whole grid
+        unions, commons = zip(*gather_objects((union, common), group), strict=True)
+        # The ranks of the second axis must have the same place in the first.
+        place = {f"rank {dist.get_rank(group)} of {len(unions)} that have the other shards"}
+        union = place.union(*unions)
+        common = place | set.intersection(*commons)
+    if differ := union - common:
         raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
-    return found
+
+
+def refuse_hooks(name, tensor):
+    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        raise ValueError(f"{name} has hooks, which backward would not call; remove them")
 
 
 def device_for(device, backends):
@@ -749,69 +823,62 @@ def device_for(device, backends):
 
 def materialize(module, device):
     """Initialize the parameters and buffers that are on the meta device, module by module."""
-    # to_empty() replaces all tensors of their owner. The iterators yield the new ones after that,
-    # so no owner is initialized twice.
-    for path, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if tensor.is_meta:
-            owner = module.get_submodule(path.rpartition(".")[0])
+    for path, owner in module.named_modules():
+        tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in tensors):
             if not hasattr(owner, "reset_parameters"):
                 raise ValueError(
-                    f"{path} is on the meta device, but {type(owner).__name__} has no "
+                    f"{path} ({type(owner).__name__}) is on the meta device, but has no "
                     "reset_parameters(): add one that fills it, or make it on a real device"
                 )
             owner.to_empty(device=device, recurse=False)
             owner.reset_parameters()
 
 
-@contextmanager
-def no_sync(module):
-    """Keep the gradients of each backward in here. The next backward outside sends the sum of all.
+def register_hooks(unit):
+    """Register the hooks on the parameters of `unit`, and on the modules that own them."""
 
-    Until then they are not in .grad, so optimizer.zero_grad() does not drop them. To drop them, run
-    a backward outside, and then call optimizer.zero_grad().
-    """
-    units = reset_units(module)
-    before = [unit.requires_gradient_sync for unit in units]  # False in an outer no_sync()
-    for unit in units:
-        unit.requires_gradient_sync = False
-    try:
-        yield
-    finally:
-        for unit, value in zip(units, before, strict=True):
-            unit.requires_gradient_sync = value
+    def check(*_):
+        if not unit.needs_reduce:  # pre_backward has not run
+            raise RuntimeError(
+                "backward reaches parameters of a unit, but none of its outputs; return tensors in "
+                "lists, tuples, dicts or dataclasses, not hidden in other objects"
+            )
 
+    def watch(module, args, output):
+        for tensor in tensors_in(output):
+            tensor.grad_fn.register_prehook(check)  # runs after the hooks of the tensor
 
-@torch.no_grad()
-def clip_grad_norm_(module, max_norm):
-    """Scale the gradients so that their norm over all ranks is at most `max_norm`.
-
-    Return the norm that they had before.
-    """
-    units = reset_units(module)
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            check_in_unit(name, parameter)
-    schedule = units[0].schedule
-    group = schedule.groups[0]  # any of them: all have the same ranks
-    total = torch.zeros((), dtype=torch.float64, device=group.shard.device)  # sum of squares
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dtype = torch.promote_types(parameter.grad.dtype, torch.float64)  # or complex128
-            total += torch.linalg.vector_norm(parameter.grad, dtype=dtype) ** 2
-    total = total.to(group.unsharded.device)
-    dist.all_reduce(total, group=group.process_group)
-    norm = total.sqrt()
-    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
-    return norm.to(torch.promote_types(group.shard.dtype.to_real(), torch.float32))
+    parameters = [parameter for group in unit.groups for parameter in group.parameters]
+    for parameter in parameters:
+        parameter.unsharded.register_hook(check)
+        for module, attribute in dict.fromkeys(parameter.owners):  # it may be there twice
+            cut = functools.partial(cut_state_dict, parameter, attribute)
+            module.register_load_state_dict_pre_hook(cut)
+    for module in {module for parameter in parameters for module, _ in parameter.owners}:
+        module.register_forward_hook(watch)
 
 
-def check_in_unit(name, parameter):
-    if not hasattr(parameter, "_sharded_parameter"):
-        raise ValueError(f"{name} is in no unit; call fully_shard on the whole model, too")
+def check_parameter(parameter):
+    """Raise ValueError if the user has moved or replaced `sharded`, or given it hooks."""
+    memory = parameter.group.shard.untyped_storage().data_ptr()
+    is_moved = parameter.sharded.untyped_storage().data_ptr() != memory
+    if is_moved or parameter.current() is not parameter.sharded:
+        raise ValueError(f"{parameter.name} was moved or replaced; call .to() before fully_shard")
+    refuse_hooks(parameter.name, parameter.sharded)
+
+
+def check_version(group):
+    """Raise RuntimeError if the gathered values are old. Writes through .data do not count."""
+    if group.version != group.shard._version:
+        raise RuntimeError(
+            "parameters changed after they were gathered; call optimizer.step() after backward, "
+            "and outside of keep_unsharded()"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. State dicts of the whole model, and the shards that checkpoint.py saves with their optimizer.
+# 6. State dicts of the whole model, and the shards that checkpoint.py saves with their optimizer.
 
 
 def gather_full(sharded, tensor):
@@ -819,23 +886,19 @@ def gather_full(sharded, tensor):
 
     `tensor` belongs to `sharded`, for example as its .grad, and has the same shape.
     """
-    parameter = sharded._sharded_parameter
-    parts = [None] * parameter.group.world_size
     # A copy, because a view would be sent with the whole storage behind it.
     tensor = tensor.detach().to("cpu", copy=True)
-    dist.all_gather_object(parts, tensor, group=parameter.group.process_group)
+    if not hasattr(sharded, "_sharded_parameter"):
+        return tensor  # of a buffer
+    parameter = sharded._sharded_parameter
+    parts = gather_objects(tensor, parameter.group.process_group)
     return torch.cat(parts, dim=-1).as_strided(parameter.shape, parameter.stride)
 
 
 def full_state_dict(module):
     """Return the state_dict() that the module would have without sharding, on every rank."""
-    full = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if hasattr(tensor, "_sharded_parameter"):
-            full[name] = gather_full(tensor, tensor)
-        else:
-            full[name] = tensor.detach().to("cpu", copy=True)
-    return full
+    state_dict = module.state_dict(keep_vars=True)
+    return {name: gather_full(tensor, tensor) for name, tensor in state_dict.items()}
 
 
 def load_full_state_dict(module, state_dict):
@@ -843,11 +906,20 @@ def load_full_state_dict(module, state_dict):
     module.load_state_dict(state_dict)
 
 
+def cut_state_dict(parameter, attribute, module, state_dict, prefix, *_):
+    """Replace `parameter` in `state_dict` by its shard. load_state_dict() calls this."""
+    full = state_dict.get(prefix + attribute)
+    if full is None:
+        return
+    if full.shape != parameter.shape:
+        raise ValueError(f"{parameter.name} is {tuple(parameter.shape)}, not {tuple(full.shape)}")
+    state_dict[prefix + attribute] = parameter.shard_of(full)
+
+
 def refuse_state_dict(module, prefix, keep_vars):
     """Raise an error in state_dict(), except for full_state_dict(), which sets keep_vars."""
     if not keep_vars:
         raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
-    module._fsdp_unit.schedule.reset()
 
 
 def shards(module, optimizer):
@@ -857,10 +929,8 @@ def shards(module, optimizer):
     checkpoint.py takes these tuples, to save or load them. Before you load them, take a step in
     which each trained parameter has a gradient, so that the optimizer has its state.
     """
-    reset_units(module)
     for name, sharded in module.named_parameters():
-        check_in_unit(name, sharded)
-        parameter = sharded._sharded_parameter
+        parameter = sharded_parameter(name, sharded)
         group = parameter.group
         first = max(0, group.rank * group.shard_size - parameter.start)
         if not parameter.unsharded.is_contiguous():
@@ -881,31 +951,68 @@ def shards(module, optimizer):
 
 
 def main():
-    demo = Demo()
-    model = demo.start("fsdp", bitwise=True)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    replicas = {"type": int, "default": 1, "help": "copies of the shards, on ranks / replicas each"}
+    demo = Demo({"--replicas": replicas})
+    R = demo.args.replicas
+    if R < 1 or demo.ranks % R:
+        demo.stop(f"--replicas {R}: give a divisor of {demo.ranks} ranks")
+    model = demo.start("fsdp", bitwise=R == 1)
+    N = demo.ranks // R
+    mesh = dist.init_device_mesh(demo.device.type, (R, N)) if R > 1 else None
+    forward, whole = (
+        shard_naively(demo, model, mesh) if demo.args.idea else shard(demo, model, mesh)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        loss = language_loss(model(demo.part(inputs)), demo.part(targets))
+        loss = language_loss(forward(demo.part(inputs)), demo.part(targets))
         loss.backward()
         optimizer.step()
         return loss
 
-    def whole():  # the gradients and the parameters, to compare with one device
-        gradients = []
-        for sharded in model.parameters():
-            gradients.append(gather_full(sharded, sharded.grad).to(demo.device))
-        parameters = [value.to(demo.device) for value in full_state_dict(model).values()]
-        return gradients, parameters
-
     demo.train(step, whole)
     psi = held_bytes(demo.model.parameters())
-    sent = 3 * psi * (demo.ranks - 1) / demo.ranks
-    return demo.report(held(model.parameters(), optimizer), "3Ψ(N-1)/N", sent)
+    sent = 3 * psi * (N - 1) / N
+    formula = "3Ψ(N-1)/N"
+    if R > 1:
+        sent += 2 * psi / N * (R - 1) / R
+        formula += " + 2Ψ/N·(R-1)/R"
+    return demo.report(held(model.parameters(), optimizer), formula, sent)
+
+
+def shard(demo, model, mesh):
+    """Return what computes the output, and what returns the whole gradients and parameters."""
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def whole():
+        gradients = [gather_full(sharded, sharded.grad) for sharded in model.parameters()]
+        parameters = full_state_dict(model).values()
+        return [[value.to(demo.device) for value in each] for each in (gradients, parameters)]
+
+    return model, whole
+
+
+def shard_naively(demo, model, mesh):
+    axes = mesh.get_all_groups()[::-1] if mesh else [None]
+    functions = [naive_fully_shard(layer, axes) for layer in model]
+
+    def forward(x):
+        for function in functions:
+            x = function(x)
+        return x
+
+    def whole():
+        gradients = []
+        parameters = []
+        for shard, plain in zip(model.parameters(), demo.model.parameters(), strict=True):
+            for part, wholes in ((shard.grad, gradients), (shard, parameters)):
+                wholes.append(AllGather.apply(part, axes)[: plain.numel()].view_as(plain))
+        return gradients, parameters
+
+    return forward, whole
 
 
 # --------------------------------------------------------------------------------------------------

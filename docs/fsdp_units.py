@@ -47,17 +47,17 @@ def record_moves(groups, step):
     signs |= {"start_reduce": "-", "finish_reduce": " "}
     moves = []
 
-    def record(label, name, move):
+    def record(label, name, move, *args):
         group = groups[label]
         does_nothing = {
-            "start_unshard": not group.is_sharded,
-            "reshard": group.is_sharded,
+            "start_unshard": group.gather_handle is not None,
+            "reshard": group.gather_handle is None,
             "finish_reduce": group.reducing is None,
         }
         if does_nothing.get(name):
             return
         seconds = time.perf_counter()
-        move()
+        move(*args)
         if name.startswith("finish"):
             seconds = time.perf_counter()
         sign = "B" if name == "finish_unshard" and fsdp.in_backward() else signs[name]
