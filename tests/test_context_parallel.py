@@ -1,4 +1,4 @@
-"""context_parallel.py beyond its claims: the table of costs, tiles, errors, and groups."""
+"""context_parallel.py beyond its claims: the ideas, the table of costs, overlap, errors, groups."""
 
 import math
 from functools import partial
@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from claims.context_parallel import mine, on_ranks, one_device, whole_inputs
-from shared import assert_equal, randn
+from shared import Collectives, assert_equal, randn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
 import context_parallel as cp
-from context_parallel import gathered_attention, ring_attention, ulysses_attention
+from context_parallel import ring_attention, ulysses_attention
 
-EACH = [gathered_attention, ring_attention, ulysses_attention]
+BOTH = [ring_attention, ulysses_attention]
 
 
 def local_inputs(H=4, K=2, tokens=6, dtype=torch.float64):
@@ -25,6 +25,33 @@ def local_inputs(H=4, K=2, tokens=6, dtype=torch.float64):
     shapes = [(2, heads, tokens, 8) for heads in (H, K, K)]
     inputs = [randn(shape, seed=10 * pool.rank() + i) for i, shape in enumerate(shapes)]
     return [x.to(dtype).requires_grad_() for x in inputs]
+
+
+# ---- the ideas
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pool.on(1, 2, 3)
+def test_the_naive_ring_is_attention_over_the_whole_sequence(causal):
+    inputs = whole_inputs(6, heads=4, shared=2)
+    naive = partial(cp.naive_ring_attention, causal=causal, process_group=pool.group())
+    found = on_ranks(naive, *inputs)
+    for ours, theirs in zip(found, one_device(*inputs, causal), strict=True):
+        assert_equal(ours, mine(theirs), exact=False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pool.on(1, 2)
+def test_the_naive_ulysses_is_bitwise_the_other_on_contiguous_parts(causal):
+    inputs = whole_inputs(6, heads=4, shared=2)
+    how = {"causal": causal, "process_group": pool.group()}
+    naive = on_ranks(partial(cp.naive_ulysses_attention, **how), *inputs)
+    ours = on_ranks(partial(ulysses_attention, zigzag=False, **how), *inputs)
+    for found, expected in zip(naive, ours, strict=True):
+        assert torch.equal(found, expected)
+
+
+# ---- costs
 
 
 def output_and_kept(attention, inputs, **options):
@@ -36,88 +63,88 @@ def output_and_kept(attention, inputs, **options):
     return output, cp.held_bytes(saved)
 
 
-def kept_beyond_the_table(H, K, queries, keys, dtype):
+def kept_beyond_the_table(H, K, tokens, dtype):
     """Return bytes. In torch 2.6, PyTorch's attention also keeps the scores on a CPU, if K < H."""
-    q = local_inputs(H, K, queries, dtype)[0]
-    _, k, v = local_inputs(H, K, keys, dtype)
-    output, kept = output_and_kept(cp.local_attention, (q, k, v), causal=False, scale=None)
-    return kept - cp.held_bytes((q, k, v, output)) - output.numel() // 8 * 4
+    inputs = local_inputs(H, K, tokens, dtype)
+    output, kept = output_and_kept(cp.local_attention, inputs, causal=False, scale=None)
+    return kept - cp.held_bytes([*inputs, output]) - output.numel() // 8 * 4
 
 
-def costs_by_formula(attention, H, K, u, dtype):
+def costs_of_ring(H, K, u, dtype):
     """Return bytes sent in forward, sent in backward, kept for backward."""
-    itemsize = dtype.itemsize
+    size = dtype.itemsize
+    block = 2 * K * u * (pool.world_size() - 1)
+    kept = (2 * H + 2 * K) * u * size + H * u // 8 * 4
+    return block * size, block * (size + max(4, size)), kept
+
+
+def costs_of_ulysses(H, K, u, dtype):
     N = pool.world_size()
-    block = 2 * K * u * (N - 1)
-    agreement = 8 * (N - 1)
-    if attention is gathered_attention:
-        kept = (2 * H + 2 * K * N) * u * itemsize + H * u // 8 * 4
-        kept += kept_beyond_the_table(H, K, 6, 6 * N, dtype)
-        return block * itemsize + 2 * agreement, block * itemsize, kept
-    if attention is ring_attention:
-        kept = (2 * H + 2 * K) * u * itemsize + H * u // 8 * 4
-        return block * itemsize + agreement, block * (itemsize + max(4, itemsize)), kept
     K = math.lcm(K, N)
     H = math.ceil(H / K) * K
-    size = (2 * H + 2 * K) * u * itemsize
+    size = (2 * H + 2 * K) * u * dtype.itemsize
     sent = size * (N - 1) / N
-    kept = size + H * u // 8 * 4 + kept_beyond_the_table(H // N, K // N, 6 * N, 6 * N, dtype)
-    return sent + agreement, sent, kept
+    beyond = kept_beyond_the_table(H // N, K // N, 6 * N, dtype)
+    return sent, sent, size + H * u // 8 * 4 + beyond
 
 
 @pytest.mark.cpu  # kernels for GPUs pad lse
-@pytest.mark.parametrize("attention", EACH)
+@pytest.mark.parametrize("name", ["ring", "ulysses"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("H", "K"), [(6, 6), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("H", "K"), [(6, 2), (4, 1)])
 @pool.on(1, 2, 3, 4)
-def test_bytes_sent_and_kept_are_the_tables(attention, dtype, H, K):
+def test_bytes_sent_and_kept_are_the_tables(name, dtype, H, K):
+    attention = {"ring": ring_attention, "ulysses": ulysses_attention}[name]
+    formula = {"ring": costs_of_ring, "ulysses": costs_of_ulysses}[name]
     inputs = local_inputs(H, K, dtype=dtype)
+    attention(*inputs, process_group=pool.group())  # the ranks check that they agree
     with cp.SentBytes() as in_forward:
         output, kept = output_and_kept(attention, inputs, process_group=pool.group())
     with cp.SentBytes() as in_backward:
         output.sum().backward()
-    expected = costs_by_formula(attention, H, K, output.numel() // H, dtype)
     costs = (in_forward.total, in_backward.total, kept)
-    assert costs == pytest.approx(expected, abs=1e-6)
+    assert costs == pytest.approx(formula(H, K, output.numel() // H, dtype))
+
+
+@pool.on(2)
+def test_only_a_new_call_is_checked():
+    inputs = local_inputs(tokens=10)
+    attention = partial(ring_attention, process_group=pool.group())
+    with Collectives() as first:
+        attention(*inputs)
+    with Collectives() as second:
+        attention(*inputs)
+    with Collectives() as other:
+        attention(*inputs, causal=True)
+    counts = [len(seen.calls) for seen in (first, second, other)]
+    assert counts[0] == counts[2] > counts[1] == 2
 
 
 class Operators(TorchDispatchMode):
-    """`calls`: the name of each operator, and the size of the tensor that it returned, or 0."""
-
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        size = result.numel() if torch.is_tensor(result) else 0
-        self.calls.append((func._schema.name, size))
-        return result
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("zigzag", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pool.on(1, 2, 3)
-def test_in_tiles_the_result_is_the_same_and_the_scores_do_not_exist_at_one_time(zigzag, causal):
-    inputs = whole_inputs(40, heads=2, shared=1, size=2)
-    how = {"causal": causal, "process_group": pool.group(), "zigzag": zigzag}
-    with pytest.MonkeyPatch.context() as patch, Operators() as seen:
-        patch.setattr(cp, "TILE", 3)
-        found = on_ranks(partial(ring_attention, **how), *inputs, zigzag)
-    for ours, theirs in zip(found, one_device(*inputs, causal), strict=True):
-        assert_equal(ours, mine(theirs, zigzag), exact=False)
-    largest = max(size for _, size in seen.calls)
-    assert largest <= max(2 * 2 * 40 * 3, *(x.numel() for x in inputs))
-
-
+@pytest.mark.cpu
 @pool.on(3)
 def test_the_next_block_is_on_its_way_while_the_rank_computes_with_this_one():
     inputs = local_inputs()
+    attention = partial(ring_attention, process_group=pool.group())
+    attention(*inputs)
     with Operators() as seen:
-        ring_attention(*inputs, process_group=pool.group(), zigzag=False).sum().backward()
-    letters = {"c10d::send": "s", "aten::bmm": "b"}
-    order = "".join(letters.get(name, "") for name, _ in seen.calls)
-    assert order == "sbb" + "sbb" + "bb" + "sbbbbb" + "sbbbbbs" + "bbbbbs"
+        attention(*inputs).sum().backward()
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    letters = {"c10d::send": "s", kernel: "f", f"{kernel}_backward": "b"}
+    order = "".join(letters.get(name, "") for name in seen.names)
+    assert order == "sfsff" + "sbsbsbs"
+
+
+# ---- splitting, other contexts
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
@@ -151,25 +178,25 @@ def test_autocast_does_not_reach_inside(autocast):
         assert torch.equal(without, within)
 
 
+def gradients_of_gradients(attention, inputs):
+    loss = attention(*inputs, process_group=pool.group()).square().sum()
+    gradients = torch.autograd.grad(loss, inputs, create_graph=True)
+    return torch.autograd.grad(sum(x.square().sum() for x in gradients), inputs)
+
+
 @pool.on(2)
 def test_a_gradient_of_a_gradient_is_an_error_and_its_advice_works():
-    inputs = local_inputs()
-
-    def gradients_of_gradients(attention):
-        loss = attention(*inputs, process_group=pool.group()).square().sum()
-        gradients = torch.autograd.grad(loss, inputs, create_graph=True)
-        return torch.autograd.grad(sum(x.square().sum() for x in gradients), inputs)
-
-    with pytest.raises(RuntimeError, match=r"are left out; use ulysses_.*sdpa_kernel\(.*MATH\)"):
-        gradients_of_gradients(ring_attention)
+    inputs = local_inputs(H=4, K=4)
+    with pytest.raises(RuntimeError, match=r"use ulysses_.*sdpa_kernel\(.*MATH\)"):
+        gradients_of_gradients(ring_attention, inputs)
     with sdpa_kernel(SDPBackend.MATH):
-        found = gradients_of_gradients(ulysses_attention)
-        expected = gradients_of_gradients(gathered_attention)
+        found = gradients_of_gradients(partial(ulysses_attention, zigzag=False), inputs)
+        expected = gradients_of_gradients(cp.naive_ulysses_attention, inputs)
     for ours, theirs in zip(found, expected, strict=True):
         assert_equal(ours, theirs, exact=False)
 
 
-@pytest.mark.parametrize("attention", EACH)
+@pytest.mark.parametrize("attention", BOTH)
 @pool.on(3)
 def test_in_a_group_whose_ranks_have_other_numbers_in_the_world(attention):
     group = dist.new_group([1, 2])
@@ -186,44 +213,54 @@ def test_in_a_group_whose_ranks_have_other_numbers_in_the_world(attention):
         assert_equal(ours, cp.split_sequence(theirs, 2, group), exact=False)
 
 
-WRONG = [  # what is wrong, and words of the error
-    (lambda q, k, v: (q[0], k, v), r"q \(4, 6, 8\) of torch.float64 with gradient"),
-    (lambda q, k, v: (q[:, :3], k, v), r"must be \(B, H, S/N, D\).* H a multiple of K"),
-    (lambda q, k, v: (q[..., :4], k, v), r"q \(2, 4, 6, 4\)"),
-    (lambda q, k, v: (q, k, v[:, :1]), r"v \(2, 1, 6, 8\)"),
-    (lambda q, k, v: (q, k, v.float()), r"v \(2, 2, 6, 8\) of torch.float32"),
-    (lambda q, k, v: [x[:, :, 1:] for x in (q, k, v)], "its 5 tokens are an odd number"),
-]
+# ---- errors
 
 
-@pytest.mark.parametrize("attention", EACH)
-@pool.on(2, 3)
-def test_wrong_inputs_are_an_error_on_all_ranks(attention):
-    """Whether all ranks have them, or the second one alone. The group works afterwards."""
-    own = local_inputs()
-    is_second = pool.rank() == 1
-    attend = partial(attention, process_group=pool.group())
-    expected = attend(*own)
-    for change, words in WRONG:
-        with pytest.raises(ValueError, match=words):
-            attend(*change(*own))
-        with pytest.raises(ValueError, match=r"must make the same call, .*; rank 1 makes"):
-            attend(*(change(*own) if is_second else own))
+WRONG = {  # what is wrong: (the inputs, words of the error)
+    "3 dimensions": (lambda q, k, v: (q[0], k, v), r"q \(4, 6, 8\) of torch.float64"),
+    "heads that do not divide": (lambda q, k, v: (q[:, :3], k, v), "H a multiple of K"),
+    "another head size": (lambda q, k, v: (q[..., :4], k, v), r"q \(2, 4, 6, 4\)"),
+    "fewer values": (lambda q, k, v: (q, k, v[:, :1]), r"v \(2, 1, 6, 8\)"),
+    "another dtype": (lambda q, k, v: (q, k, v.float()), r"v .* of torch.float32"),
+    "integers": (lambda *qkv: [x.long() for x in qkv], "floating-point"),
+    "odd tokens": (lambda *qkv: [x[:, :, 1:] for x in qkv], "its 5 tokens are an odd"),
+}
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("name", WRONG)
+@pool.on(2)
+def test_wrong_inputs_are_an_error(attention, name):
+    change, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        attention(*change(*local_inputs()), process_group=pool.group())
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pool.on(2)
+def test_a_mask_in_place_of_causal_is_an_error(attention):
     with pytest.raises(ValueError, match="causal must be True or False"):
-        attend(*own, None)  # as in F.scaled_dot_product_attention(q, k, v, None)
-    for option, value in {"causal": True, "scale": 3.0, "zigzag": False}.items():
-        with pytest.raises(ValueError, match=f"rank 1 makes .*{option}={value}"):
-            attend(*own, **({option: value} if is_second else {}))
+        attention(*local_inputs(), None, process_group=pool.group())
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pool.on(3)
+def test_options_of_one_rank_alone_are_an_error_on_all(attention):
+    inputs = local_inputs(tokens=8)
+    is_second = pool.rank() == 1
+    attend = partial(attention, *inputs, process_group=pool.group())
+    with pytest.raises(ValueError, match=r"rank 1 makes .*zigzag=False"):
+        attend(zigzag=not is_second)
     with torch.set_grad_enabled(not is_second), pytest.raises(ValueError, match="with gradient"):
-        attend(*own)
-    assert torch.equal(attend(*own), expected)
+        attend()
+    attend()  # the group works on
 
 
 @pool.on(3)
 def test_another_function_on_one_rank_is_an_error_on_all_ranks():
-    attention = EACH[pool.rank()]
+    attention = [ulysses_attention, ring_attention, ulysses_attention][pool.rank()]
     with pytest.raises(ValueError, match=r"rank 1 makes ring_.*rank 2 makes ulysses_"):
-        attention(*local_inputs(), process_group=pool.group())
+        attention(*local_inputs(tokens=12), process_group=pool.group())
 
 
 @pool.on(2)

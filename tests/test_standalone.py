@@ -34,7 +34,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "pipeline": ("[torch.ones_like(output)", "[1.001 * torch.ones_like(output)"),
     "amp": ("1.0 / scale", "1.001 / scale"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),
-    "context_parallel": ("return grad_q * scale", "return 1.001 * grad_q * scale"),
+    "context_parallel": ("return grad_q, own_grad", "return 1.001 * grad_q, own_grad"),
     "flash_attention": ("dq * scale, dk", "1.001 * dq * scale, dk"),
     "checkpoint": ("total / parts", "1.001 * total / parts"),
     "muon": ("(total / self.N)", "(1.001 * total / self.N)"),

@@ -12,10 +12,11 @@ from context_parallel import (
     AllToAll,
     Exchange,
     RingAttention,
-    attend,
     attend_backward,
-    gathered_attention,  # noqa: F401
-    tiles,
+    blocks,
+    join_sequence,
+    merge,
+    split_sequence,
     ulysses_attention,
 )
 
@@ -30,33 +31,35 @@ def with_mistake(name, **replaced):
 
 
 def average(output, lse, other_output, other_lse):
-    is_first = lse.isinf()
+    is_first = lse.isinf()[..., None]
     output.copy_(torch.where(is_first, other_output, (output + other_output) / 2))
     lse.copy_(torch.logaddexp(lse, other_lse))
 
 
-def tiles_of_the_first_step(step, *options):
-    return tiles(0, *options)
+def blocks_as_if_of_this_rank(kv, causal, *options):
+    for block, _, _, _ in blocks(kv, False, *options):
+        yield block, 0, kv.shape[3], causal
 
 
-def attend_in_16_bits(q, kv, output, lse, tile):
-    """If the inputs have 16 bits."""
-    attend(q, kv, output, lse, tile)
-    output.copy_(output.to(kv.dtype))
-    lse.copy_(lse.to(kv.dtype))
+def merge_in_16_bits(output, lse, other_output, other_lse):
+    merge(output, lse, other_output, other_lse)
+    output.copy_(output.bfloat16())
+    lse.copy_(lse.bfloat16())
 
 
 class LastStep:
     """The rank that computes with a block last adds nothing to the block's gradient."""
 
-    def tiles(self, step, *options):
-        self.is_here = 0 < step == pool.world_size() - 1
-        return tiles(step, *options)
+    def blocks(self, *args):
+        for step, block in enumerate(blocks(*args)):
+            self.is_here = 0 < step == pool.world_size() - 1
+            yield block
 
-    def attend_backward(self, q, kv, lse, grad_output, delta, grad_q, grad_kv, tile):
+    def attend_backward(self, *args):
+        grad_q, grad_k, grad_v = attend_backward(*args)
         if self.is_here:
-            grad_kv = torch.zeros_like(grad_kv)
-        attend_backward(q, kv, lse, grad_output, delta, grad_q, grad_kv, tile)
+            return grad_q, torch.zeros_like(grad_k), torch.zeros_like(grad_v)
+        return grad_q, grad_k, grad_v
 
 
 class ForgetsTheScaleInBackward(RingAttention):
@@ -67,10 +70,12 @@ class ForgetsTheScaleInBackward(RingAttention):
         return grad_q / scale, *others
 
 
-def gradients_of_one_head(q, kv, lse, grad_output, delta, grad_q, grad_kv, tile):
-    attend_backward(q, kv, lse, grad_output, delta, grad_q, torch.zeros_like(grad_kv), tile)
-    q, lse, grad_output, delta = (x[:, :, :1] for x in (q, lse, grad_output, delta))
-    attend_backward(q, kv, lse, grad_output, delta, q.clone(), grad_kv, tile)
+def gradients_of_one_head(grad_output, q, output, lse, k, *args):
+    gradients = attend_backward(grad_output, q, output, lse, k, *args)
+    copies = [head for head in range(1, k.shape[1]) if torch.equal(k[:, head], k[:, head - 1])]
+    for gradient in gradients[1:]:
+        gradient[:, copies] = 0
+    return gradients
 
 
 class OverwritesInFlight(Exchange):
@@ -88,8 +93,20 @@ class KeepsTheGradient(AllToAll):
         return grad_output, None
 
 
-def join_in_order_of_ranks(parts, dim, zigzag):
-    return torch.cat(parts.unbind(), dim)
+def leave_it_in_rank_order(x, dim, world_size, zigzag):
+    return x
+
+
+def gathered_attention(q, k, v, causal=False, scale=None, process_group=None, zigzag=True):
+    """Right, but each rank gathers all keys, and masks by positions."""
+    context_parallel.verify_attention("gathered", q, k, v, causal, scale, process_group, zigzag)
+    keys, values = join_sequence(torch.stack([k, v]), 3, process_group, zigzag)
+    mask = None
+    if causal:
+        key_positions = torch.arange(keys.shape[2])
+        query_positions = split_sequence(key_positions, 0, process_group, zigzag)
+        mask = key_positions <= query_positions[:, None]
+    return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
 
 
 def attention_without_scale(q, k, v, causal, scale):
@@ -98,10 +115,10 @@ def attention_without_scale(q, k, v, causal, scale):
 
 last = LastStep()
 averages_outputs = with_mistake("ring_attention", merge=average)
-mask_from_local_positions = with_mistake("ring_attention", tiles=tiles_of_the_first_step)
-merges_in_16_bits = with_mistake("ring_attention", attend=attend_in_16_bits)
+mask_from_local_positions = with_mistake("ring_attention", blocks=blocks_as_if_of_this_rank)
+merges_in_16_bits = with_mistake("ring_attention", merge=merge_in_16_bits)
 loses_the_last_ranks_gradients = with_mistake(
-    "ring_attention", tiles=last.tiles, attend_backward=last.attend_backward
+    "ring_attention", blocks=last.blocks, attend_backward=last.attend_backward
 )
 forgets_the_scale_in_backward = with_mistake(
     "ring_attention", RingAttention=ForgetsTheScaleInBackward
@@ -110,7 +127,7 @@ gradients_of_one_sharing_head = with_mistake(
     "ring_attention", attend_backward=gradients_of_one_head
 )
 overwrites_in_flight = with_mistake("ring_attention", Exchange=OverwritesInFlight)
-zigzag_not_undone = with_mistake("ulysses_attention", join_parts=join_in_order_of_ranks)
+zigzag_not_undone = with_mistake("ulysses_attention", to_sequence_order=leave_it_in_rank_order)
 keeps_the_gradient = with_mistake("ulysses_attention", AllToAll=KeepsTheGradient)
 forgets_the_scale = partial(ulysses_attention, attention=attention_without_scale)
 
@@ -130,4 +147,4 @@ MISTAKES = {
         "forgets_the_scale": "scale",
     },
 }
-RIGHT = {"ring-attention": {"gathered_attention": ["equal_work", "keeps_its_part"]}}
+RIGHT = {"ring-attention": {"gathered_attention": ["keeps_its_part"]}}
