@@ -33,7 +33,7 @@ Run:      python estimate.py --parameters 7e9 --gpus 8 --memory 80
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054; Ren et al. 2021, Offload, 2101.06840;
           Narayanan et al. 2021, 2104.04473; Korthikanti et al. 2022, 2205.05198;
           Chowdhery et al. 2022, PaLM, 2204.02311; Dettmers et al. 2023, QLoRA, 2305.14314;
-          Liu et al. 2023, Ring Attention, 2310.01889
+          Liu et al. 2023, Ring Attention, 2310.01889; Douillard et al. 2025, 2501.18512
 Mirrors:  DeepSpeed's estimate_zero2_model_states_mem_needs and …zero3…, for the model states
 Left out: messages of experts; slow products of small matrices; data, evaluation, checkpoints
 """
@@ -275,6 +275,20 @@ def muon_costs(matrices, ranks, sharded=False, element=4):
     return momentum, sent * (ranks - 1) / ranks
 
 
+# Bytes for each number that diloco.py sends. In int8, 256 numbers share a scale of 4 bytes.
+SENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 256}
+
+
+def diloco_costs(parameters, workers, sync_every, fragments=1, compress="fp32"):
+    """Return (bytes that a worker holds besides, sends per step on average, sends at once).
+
+    The outer parameters and their momentum take 8Ψ in fp32. Every H steps, P fragments are
+    all-reduced, one after the other (Douillard et al. 2025).
+    """
+    sent = 2 * parameters * SENT_BYTES[compress] * (workers - 1) / workers
+    return 8 * parameters, sent / sync_every, sent / fragments
+
+
 def tensor_parallel_traffic(
     tokens,
     hidden,
@@ -362,6 +376,17 @@ PEAKS = {"A100": 312, "H100": 989, "H200": 989}  # dense TFLOP/s in 16 bits, by 
 def peak_of(device_name):
     """Return the peak of the GPU in TFLOP/s, or None if it is not known."""
     return next((PEAKS[gpu] for gpu in PEAKS if gpu in device_name), None)
+
+
+def time_between_sites(compute, bandwidth, costs, sync_every, fragments=1, delay=0):
+    """Seconds per step, if a step of a site takes `compute`, and diloco_costs() gave `costs`.
+
+    A site waits for the part of a message that `delay` steps do not hide. On average, the network
+    must keep up. DDP is the case sync_every=1, if no message is hidden.
+    """
+    _, average, at_once = costs
+    wait = max(0.0, at_once / bandwidth - delay * compute)
+    return max(compute + wait * fragments / sync_every, average / bandwidth)
 
 
 def flops_per_token(model, recompute="none", frozen=False):
@@ -740,6 +765,10 @@ micro-batch × m    sequences that a rank computes at once, and the number of mi
 memory, step       what the fullest GPU holds, and the seconds per step, which are the sum of:
                    compute; messages along tp, cp and pp; messages along dp that computation does
                    not hide; bubble (pipeline stages wait for each other); host (ZeRO-Offload)
+two sites          each trains as the first plan, and they exchange gradients (ddp) or, every H
+                   steps, pseudo-gradients (diloco.py) in P fragments with a delay of D steps
+outer              bytes of diloco's outer parameters and their momentum, for all of the model
+sent per step      bytes that a site sends on average, and what it sends at once
 Ψ, T, n, X         parameters, tokens, GPUs, floating-point operations per second of each GPU
 GB, MB             1e9 and 1e6 bytes"""
 
@@ -784,6 +813,34 @@ def room(model, technique, gpus, memory):
     numbers = range(1, 2**40)
     tests = (partial(is_full, model), is_full_with_sequence, is_full_with_millions)
     return [bisect.bisect_left(numbers, True, key=test) for test in tests]
+
+
+GIGABIT = 125e6  # bytes per second
+SITES = {  # two sites that are connected by 1 Gbit/s: (compress, sync_every, fragments, delay)
+    "ddp in bf16": ("bf16", 1, 1, 0),
+    "diloco, H = 100": ("fp32", 100, 1, 0),
+    "diloco, H = 100, int8": ("int8", 100, 1, 0),
+    "diloco, H = 100, int8, P = 4, D = 5": ("int8", 100, 4, 5),
+}
+
+
+def between_two_sites(parameters, plan):
+    """Return {name: (bytes held besides, sent per step, sent at once, seconds per step)}."""
+    rows = {}
+    for name, (compress, sync_every, fragments, delay) in SITES.items():
+        costs = diloco_costs(parameters, 2, sync_every, fragments, compress)
+        when = (sync_every, fragments, delay)
+        seconds = time_between_sites(plan.seconds, GIGABIT, costs, *when)
+        held = costs[0] if sync_every > 1 else 0
+        rows[name] = (held, *costs[1:], seconds)
+    return rows
+
+
+def show_sites(sites):
+    titles = ("outer", "sent per step", "at once", "step")
+    print(f"\n{'two sites, 1 Gbit/s':36}", *(f"{title:>14}" for title in titles))
+    for name, (*sizes, seconds) in sites.items():
+        print(f"{name:36}", *(f"{size(n):>14}" for n in sizes), f"{seconds:>12.3g} s")
 
 
 def show(techniques, saved, plans):
@@ -874,6 +931,7 @@ def report(flags):
         for plan in plans:
             sums = {"memory": plan.memory, "seconds": plan.seconds, "bound": plan.bound}
             page["plans"].append(asdict(plan) | sums)
+        page["sites"] = between_two_sites(psi, plans[0]) if plans else {}
         print(json.dumps(page))
         return 0
     world = f"{gpus} rank{'s' * (gpus > 1)} · {psi / 1e6:,.1f}M parameters"
@@ -881,6 +939,8 @@ def report(flags):
     print(f"estimate · {world} · {shape}, {gpus} × {memory:g} GB\n")
     worst = compare() if (model, gpus) == (DEMO, 2) else 0.0
     show(techniques, saved, plans)
+    if plans:
+        show_sites(between_two_sites(psi, plans[0]))
     print(f"\n{tokens / 1e9:,g}e9 tokens take 6ΨT/(nX) = {days[0]:,.1f} days", end="")
     print(f", or 8ΨT/(nX) = {days[1]:,.1f} days with full recomputation")
     print(LEGEND)

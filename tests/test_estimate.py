@@ -210,6 +210,25 @@ def test_memory_is_its_formula(model, plan, part, expected):
     assert estimate.footprint(model, plan)[part] == pytest.approx(expected, rel=1e-12)
 
 
+def test_dilocos_costs_are_those_of_its_docstring():
+    """8Ψ bytes held; 2Ψ(N-1)/N numbers sent every H steps, 1/P of them at once."""
+    assert estimate.diloco_costs(3e9, 3, 100) == (24e9, 160e6, 16e9)
+    assert estimate.diloco_costs(3e9, 3, 100, 4, "bf16") == (24e9, 80e6, 2e9)
+    assert estimate.diloco_costs(256, 2, 1, compress="int8") == (2048, 260, 260)
+
+
+def test_a_step_between_sites_waits_for_what_the_delay_does_not_hide():
+    """A message of 8 s, or fragments of 4 s, every 10 steps of 1 s."""
+    time = estimate.time_between_sites
+    whole = (0, 100e6, 1e9)
+    halves = (0, 100e6, 500e6)
+    assert time(1.0, 125e6, whole, sync_every=10) == 1 + 8 / 10
+    assert time(1.0, 125e6, halves, sync_every=10, fragments=2, delay=1) == 1 + 2 * 3 / 10
+    assert time(1.0, 125e6, halves, sync_every=10, fragments=2, delay=4) == 1
+    assert time(0.5, 125e6, whole, sync_every=10, delay=9) == 0.5 + 3.5 / 10
+    assert time(0.1, 125e6, whole, sync_every=100, delay=99) == 0.8  # the network never rests
+
+
 def test_what_wires_and_the_host_cost():
     """32 bytes a parameter to the host; a bubble of (p-1)/m; dp hides behind backward."""
 
@@ -335,6 +354,9 @@ def test_the_page_has_the_sum_of_the_states_and_explains_every_column(run):
     for table in tables:
         titles = re.split(r":? {2,}", table.partition("\n")[0])
         assert [title for title in titles[1:] if title != "if" and title not in legend] == []
+    ddp = r"\nddp in bf16 +0.0 MB +14.00 GB +14.00 GB +154 s\n"  # 14e9 bytes at 125e6 a second
+    assert re.search(ddp, page)
+    assert re.search(r"\ndiloco, H = 100 +56.00 GB +280.0 MB +28.00 GB +\d", page)
     assert "No plan fits" in run("--parameters 7e9 --gpus 1 --memory 4")
 
 
