@@ -1,12 +1,13 @@
 """DiLoCo: training over a slow network, with one all-reduce every H steps instead of every step.
 
-Each worker trains a copy of the model on its own data, with its own optimizer, such as AdamW. After
-H steps, it sends its pseudo-gradient: the outer parameters minus its own, which is how far it went,
-backwards. The mean over the workers is the gradient of an outer SGD with Nesterov momentum. All
-workers make this outer step, and go on from the outer parameters. The state of AdamW stays.
+Each worker trains a copy of the model on its own data, with its own optimizer, such as AdamW. All
+workers also keep the outer parameters, from which they started. After H steps, a worker sends its
+pseudo-gradient: the outer parameters minus its own. The mean over workers is the gradient of an
+outer SGD with Nesterov momentum. All workers make this outer step, and continue from the new outer
+parameters. The state of AdamW stays with its worker and is never sent.
 
-Streaming DiLoCo sends the model in P fragments, in turn, so that less is sent at once. A worker
-trains on for D steps while a fragment travels. Here H = 6, P = 2 and D = 2:
+Streaming DiLoCo sends the model in P fragments, one after the other, so that less is sent at once.
+A worker trains on for D steps while a fragment travels. Here H = 6, P = 2 and D = 2:
 
     step         1    2    3    4    5    6    7    8    9    10   11   12
     worker 0     ■    ■    ■    ■    ■    ■    ■    ■    ■    ■    ■    ■     its own data
@@ -33,8 +34,9 @@ Run:      torchrun --nproc-per-node 2 diloco.py --fragments 2 --delay 2 --compre
           python diloco.py runs one worker
 Papers:   Douillard et al. 2023, DiLoCo, arXiv 2311.08105; 2025, Streaming DiLoCo, 2501.18512
 Mirrors:  torchft.local_sgd.DiLoCo, without its manager
-Left out: workers that come and go during a run (torchft); 4 bits; outer parameters in host memory;
-          parameters on several devices; ranks inside a worker (ddp.py, fsdp.py in another group)
+Left out: workers that come and go during a run (torchft); messages of 4 bits; outer parameters in
+          host memory; parameters that are unfrozen, added or moved after construction; optimizers
+          over copies of the parameters, such as amp.py's masters
 """
 
 import argparse
@@ -111,9 +113,9 @@ def decode(rows, dtype, compress):
 class Message:
     """The pseudo-gradients of the parameters `names`, on their way to their mean over workers.
 
-    Sums are in rank order, so that all workers get the same bits as one process that simulates
-    them. Such an all-reduce has two halves. The second must start in the middle of the delay.
-    Otherwise nothing would hide it.
+    The sum is in rank order, so that one process that simulates the workers gets the same bits.
+    Such an all-reduce has two halves. If the second half did not start in the middle of the delay,
+    no training would hide it. With a delay of 1, only the second half is hidden.
     """
 
     def __init__(self, names, step, mean=None):
@@ -165,19 +167,20 @@ class Message:
 class DiLoCo:
     """Synchronizes workers that train copies of `module`. Call step() after each optimizer.step().
 
-    Move `module` to its device first. All workers get the parameters and buffers of rank 0.
-    `optimizer` is the worker's own, or a list of them. It is only checked.
+    Move `module` to its device first. All workers get the parameters and buffers of rank 0. Frozen
+    parameters and buffers are never sent again. `optimizer` is the worker's own optimizer, or a
+    list of them. DiLoCo only checks its parameters.
 
-    `sync_every` is H, the number of steps from one message of a fragment to the next. The outer
-    step is that of torch.optim.SGD. The layers form `num_fragments` fragments, which are sent H/P
-    steps apart. A mean is applied `delay` steps after it was sent. Then the worker continues from
-    mix · own + (1 - mix) · outer parameters; without a delay, from the outer parameters.
+    A fragment is sent every `sync_every` steps. The layers form `num_fragments` fragments, which
+    are sent sync_every / num_fragments steps apart. The mean is applied `delay` steps later. Then
+    the worker continues from mix · own + (1 - mix) · outer parameters. Without a delay, it
+    continues from the outer parameters.
 
-    Between messages, workers differ: save and evaluate the outer parameters, in `.outer`.
+    Workers differ between two messages. So evaluate and publish the outer parameters, `.outer`.
 
-    If a pseudo-gradient has a NaN on one worker, the mean has it on all. So the same outer
-    parameters become NaN on every worker, in the same step. No step is skipped, because the NaN is
-    likely to be in that worker's optimizer as well. Load a state of before.
+    A NaN in one worker's pseudo-gradient is in the mean, too, so the same outer parameters become
+    NaN on all workers in the same step. In int8 the 256 numbers of its row become NaN. No step is
+    skipped, because the worker's own optimizer probably has NaN as well: load an earlier state.
     """
 
     def __init__(
@@ -362,11 +365,13 @@ def copy_from_rank_0(module, process_group):
 def state_dict(diloco):
     """Return a copy of the state, the same on every worker. All workers must call this.
 
-    It has messages that travel, as means. To resume exactly, a worker also saves its own module and
-    optimizer, and loads them after constructing DiLoCo, before this.
+    It includes the means of the messages that travel. To resume exactly, each worker saves its own
+    module and optimizer as well. Construct DiLoCo first. Then load the module, the optimizer, and
+    this state.
 
-    A worker that joins late needs nothing of its own: it loads this state of any other worker, and
-    state["outer"] into its module. Its optimizer starts anew.
+    A worker that joins late loads state["outer"] into its module and this state into DiLoCo. That
+    is: the outer parameters, their momentum, the number of steps, and the messages that travel. Its
+    optimizer starts without a state.
     """
     in_flight = [(message.names, message.step, message.wait()) for message in diloco._in_flight]
     state = {
