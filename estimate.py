@@ -378,17 +378,6 @@ def peak_of(device_name):
     return next((PEAKS[gpu] for gpu in PEAKS if gpu in device_name), None)
 
 
-def time_between_sites(compute, bandwidth, costs, sync_every, fragments=1, delay=0):
-    """Seconds per step, if a step of a site takes `compute`, and diloco_costs() gave `costs`.
-
-    A site waits for the part of a message that `delay` steps do not hide. On average, the network
-    must keep up. DDP is the case sync_every=1, if no message is hidden.
-    """
-    _, average, at_once = costs
-    wait = max(0.0, at_once / bandwidth - delay * compute)
-    return max(compute + wait * fragments / sync_every, average / bandwidth)
-
-
 def flops_per_token(model, recompute="none", frozen=False):
     """6Ψ + 12lhs (PaLM, appendix B), or 4Ψ + 12lhs if the matrices are frozen, as with LoRA.
 
@@ -822,6 +811,17 @@ SITES = {  # two sites that are connected by 1 Gbit/s: (compress, sync_every, fr
     "diloco, H = 100, int8": ("int8", 100, 1, 0),
     "diloco, H = 100, int8, P = 4, D = 5": ("int8", 100, 4, 5),
 }
+
+
+def time_between_sites(compute, bandwidth, costs, sync_every, fragments=1, delay=0):
+    """Seconds per step, if a step of a site takes `compute`, and diloco_costs() gave `costs`.
+
+    A site waits for the part of a message that `delay` steps do not hide. On average, the network
+    must keep up. DDP is the case sync_every=1, if no message is hidden.
+    """
+    _, average, at_once = costs
+    wait = max(0.0, at_once / bandwidth - delay * compute)
+    return max(compute + wait * fragments / sync_every, average / bandwidth)
 
 
 def between_two_sites(parameters, plan):
