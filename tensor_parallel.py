@@ -43,13 +43,15 @@ head together send 2bsh + 4h more.
 A rank keeps 1/t of the parameters, gradients and optimizer state, but all of those of the norms and
 of proj's and linear2's biases.
 
-Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel]
+Read section 1 for the idea (10 minutes), to section 4 for the technique (35), and the rest to use
+it as a library (55).
+
+Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
 Left out: attention masks other than causal; more ranks than key and value heads; label smoothing;
-          padding_idx, max_norm and scale_grad_by_freq of an embedding; norms other than LayerNorm;
-          gradients of gradients
+          max_norm and scale_grad_by_freq of an embedding; gradients of gradients
 """
 
 import argparse
@@ -98,34 +100,43 @@ def check_divides(what, size, world_size):
 
 
 # --------------------------------------------------------------------------------------------------
-# 1. The idea: the operators f and g. Each is the other's gradient.
+# 1. The idea: operators f and g, each of which is the other's gradient, and layers that use them.
 
 
 class Conjugate(Function):
-    """Applies `function` to x, and `conjugate` to the gradient.
+    """Applies `collective` to x, and its `conjugate` to the gradient.
 
     Autograd does not see a bare collective: the gradients would be silently wrong.
     """
 
     @staticmethod
-    def forward(ctx, x, function, conjugate, process_group):
+    def forward(ctx, x, collective, conjugate, process_group):
         rank_and_size(process_group)  # raises ValueError on a rank outside the group
-        ctx.swapped = (conjugate, function, process_group)
-        return function(x, process_group)
+        ctx.swapped = (conjugate, collective, process_group)
+        wait = collective(x, process_group)
+        return wait()
 
     @staticmethod
     def backward(ctx, grad):
         return Conjugate.apply(grad, *ctx.swapped), None, None, None
 
 
+# A collective starts, and returns a function that waits for the result and returns it.
+
+
 def identity(x, process_group):
-    return x
+    return lambda: x
 
 
 def all_reduce(x, process_group):
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=process_group)
-    return total
+    work = dist.all_reduce(total, group=process_group, async_op=True)
+    return partial(wait_for, work, total)
+
+
+def wait_for(work, result):
+    work.wait()
+    return result
 
 
 def copy_to_region(x, process_group=None):
@@ -144,16 +155,14 @@ def parallel_mlp(x, A, B, process_group=None):
     return reduce_from_region(F.gelu(x @ A) @ B, process_group)
 
 
-# --------------------------------------------------------------------------------------------------
-# 2. The other operators: f and g of sequence parallelism, then scatter and gather. The collectives
-# split and join dimension 0.
+# f and g of sequence parallelism: the ranks split and join dimension 0.
 
 
 def all_gather(x, process_group):
     _, world_size = rank_and_size(process_group)
     whole = x.new_empty(world_size * len(x), *x.shape[1:])
-    all_gather_single(whole, x.contiguous(), group=process_group)
-    return whole
+    work = all_gather_single(whole, x.contiguous(), group=process_group, async_op=True)
+    return partial(wait_for, work, whole)
 
 
 def reduce_scatter(x, process_group):
@@ -162,14 +171,9 @@ def reduce_scatter(x, process_group):
     # The ranks exchange parts and each adds up what it receives, because gloo's own reduce-scatter
     # is an all-reduce inside, which sends twice as much.
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, x.contiguous(), group=process_group)
-    return received.unflatten(0, (world_size, -1)).sum(0)
-
-
-def own_part(x, process_group):
-    rank, world_size = rank_and_size(process_group)
-    check_divides("positions or features", len(x), world_size)
-    return x.chunk(world_size)[rank].clone()  # a view would keep the whole x in memory
+    work = dist.all_to_all_single(received, x.contiguous(), group=process_group, async_op=True)
+    parts = received.unflatten(0, (world_size, -1))
+    return lambda: wait_for(work, parts).sum(0)
 
 
 def gather_from_sequence(x, process_group=None):
@@ -182,14 +186,90 @@ def reduce_scatter_to_sequence(x, process_group=None):
     return Conjugate.apply(x, reduce_scatter, all_gather, process_group)
 
 
-def scatter_to_sequence(x, process_group=None):
-    """Return this rank's part of an x that all ranks have."""
-    return Conjugate.apply(x, own_part, all_gather, process_group)
+# The layers of a model. A rank has its shard of each weight.
 
 
-def scatter_to_region(x, process_group=None):
-    """Return this rank's part of the last dimension of an x that all ranks have."""
-    return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
+def shard_of(whole, dim, matrix_sizes, process_group=None):
+    """Return this rank's shard of a weight or bias, split along `dim`.
+
+    The weight may stack several matrices along `dim`, such as q, k and v. Each is split by itself,
+    so that a rank has q, k and v of the same heads.
+    """
+    rank, world_size = rank_and_size(process_group)
+    matrices = whole.split(matrix_sizes, dim)
+    return torch.cat([matrix.chunk(world_size, dim)[rank] for matrix in matrices], dim)
+
+
+def column_linear(x, weight, bias=None, sequence_parallel=False, process_group=None):
+    """The first matrix of a pair: this rank's outputs, from the whole x."""
+    f = gather_from_sequence if sequence_parallel else copy_to_region
+    return F.linear(f(x, process_group), weight, bias)
+
+
+def row_linear(x, weight, bias=None, sequence_parallel=False, process_group=None):
+    """The second matrix: the whole output, from this rank's inputs x. The bias is added once."""
+    g = reduce_scatter_to_sequence if sequence_parallel else reduce_from_region
+    y = g(F.linear(x, weight), process_group)
+    if bias is None:
+        return y
+    if sequence_parallel:
+        # A rank has the gradient of its part of the sequence. f sums it over the ranks.
+        bias = copy_to_region(bias, process_group)
+    return y + bias.to(y.dtype)  # under autocast the dtypes differ
+
+
+class SumsGradients:
+    """f sums the gradients of a module's parameters over the ranks. See with_base().
+
+    It is for a module that is not split, but sees a part of the activations: a norm with sequence
+    parallelism, or a module between a column and a row layer.
+    """
+
+    def forward(self, *args, **kwargs):
+        parameters = self._parameters
+        summed = {
+            name: copy_to_region(parameter, self.process_group)
+            for name, parameter in parameters.items()
+            if parameter is not None
+        }
+        self._parameters = parameters | summed
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters = parameters
+
+
+def with_base(plain, base, process_group=None):
+    """Return a module that shares the parameters of `plain`. Its class has `base` as first base."""
+    if isinstance(plain, base):
+        return plain
+    module = copy.copy(plain)
+    module.__class__ = type(type(plain).__name__, (base, type(plain)), {})
+    module.process_group = process_group
+    return module
+
+
+def locate(tokens, shard_size, process_group):
+    """Return each token's row in this rank's shard, or 0, and whether it is in the shard."""
+    rank, _ = rank_and_size(process_group)
+    row = tokens - rank * shard_size
+    is_local = (row >= 0) & (row < shard_size)
+    return row.where(is_local, 0), is_local
+
+
+def vocab_embedding(tokens, weight, padding_row=None, process_group=None):
+    """The tokens' rows of a matrix whose rows are split. A rank gives zeros for rows of others."""
+    row, is_local = locate(tokens, len(weight), process_group)
+    # masked_fill() keeps the strides that nn.Embedding gives. where() would not, and a dropout
+    # after it would draw another mask than on one device, because it draws in memory order.
+    x = F.embedding(row, weight, padding_row).masked_fill(~is_local.unsqueeze(-1), 0.0)
+    return reduce_from_region(x, process_group)
+
+
+def naive_cross_entropy(logits_shard, target, V, process_group=None):
+    """The loss per token from all logits: each rank joins them. Section 3 does not."""
+    logits = gather_from_region(logits_shard, process_group)[..., :V]  # without padding
+    return F.cross_entropy(logits.movedim(-1, 1), target, reduction="none")
 
 
 def gather_from_region(x, process_group=None):
@@ -201,116 +281,98 @@ def gather_from_region(x, process_group=None):
     return Conjugate.apply(x.movedim(-1, 0), all_gather, own_part, process_group).movedim(0, -1)
 
 
+def own_part(x, process_group):
+    rank, world_size = rank_and_size(process_group)
+    check_divides("positions or features", len(x), world_size)
+    return x.chunk(world_size)[rank].clone  # a view would keep the whole x in memory
+
+
 # --------------------------------------------------------------------------------------------------
-# 3. The layers: shards of nn.Linear and nn.LayerNorm.
+# 2. The layers. A column layer communicates while it computes, and keeps no gathered sequence.
 
 
 class ParallelLayer(nn.Module):
     """This rank's shard of a plain layer. Attributes and parameters have the plain layer's names.
 
-    One weight may stack several matrices, such as q, k and v. Then each matrix is split by itself,
-    and the shard stacks this rank's part of each.
-
-    A subclass passes its `**options` on to this constructor. A subclass that is called with sizes
-    draws the whole weight and keeps its shard, so all ranks need the same random state.
+    A layer that is made from sizes draws the whole weight and keeps its shard, so all ranks need
+    the same random state.
     """
 
     split_dims = {}  # parameter: the dimension that is split; other parameters are replicated
 
-    def __init__(
-        self,
-        plain_class,
-        *sizes,
-        plain=None,  # or a plain_class(*sizes) with parameters
-        process_group=None,
-        sequence_parallel=False,
-        stack=None,  # the sizes of the stacked matrices, if the weight stacks several
-        pad=False,  # append rows of zeros, up to a multiple of world_size
-    ):
-        super().__init__()
-        plain = plain or plain_class(*sizes)
-        check_no_hooks(plain)
-        for name, value in vars(plain).items():
-            if not name.startswith("_"):  # in_features, normalized_shape, p, and so on
-                setattr(self, name, value)
-        self.rank, self.world_size = rank_and_size(process_group)
-        self.process_group = process_group
-        self.sequence_parallel = sequence_parallel
-        # The size of the weight's split dimension. The parameters of a norm are not split.
-        self.size = plain.weight.shape[self.split_dims["weight"]] if self.split_dims else 0
-        self.padding = -self.size % self.world_size if pad else 0  # in rows, over all ranks
-        # The size of each stacked matrix, over all ranks and in this rank's shard.
-        self.matrix_sizes = stack or [self.size + self.padding]
-        self.part_sizes = [size // self.world_size for size in self.matrix_sizes]
-        for size in self.matrix_sizes:
-            check_divides("features", size, self.world_size)
-        self._parameters |= plain._parameters  # also a bias that is None; the loop replaces others
-        for name, whole in plain.named_parameters():
-            shard = self.shard(name, whole)
-            setattr(self, name, nn.Parameter(shard, whole.requires_grad))
-        # In evaluation nn.TransformerEncoderLayer takes a fast path, which would take the shards
-        # for whole weights. A hook on any layer inside it turns the fast path off.
-        self.register_forward_hook(do_nothing)
+    def __init__(self, in_features, out_features, bias=True, **options):
+        self.take_shard(nn.Linear(in_features, out_features, bias), **options)
 
     @classmethod
     def from_full(cls, plain, **options):
         """Make the layer from this rank's shard of `plain`, an nn.Linear or nn.Embedding."""
-        return cls(None, None, plain=plain, **options)  # no sizes: `plain` has them
+        layer = cls.__new__(cls)
+        layer.take_shard(plain, **options)
+        return layer
+
+    def take_shard(
+        self,
+        plain,
+        *,
+        process_group=None,
+        sequence_parallel=False,
+        gather_output=False,
+        input_is_parallel=True,
+        stack=1,  # the number of stacked matrices, if they are equal in size, or their sizes
+        pad=False,  # append rows of zeros, up to a multiple of world_size
+    ):
+        super().__init__()
+        check_no_hooks(plain)
+        attributes = {name: x for name, x in vars(plain).items() if not name.startswith("_")}
+        vars(self).update(attributes)  # in_features, training, and so on
+        self.rank, self.world_size = rank_and_size(process_group)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+        self.gather_output = gather_output
+        self.input_is_parallel = input_is_parallel
+        # The global ranks that hold other values. DDP, ZeRO and FSDP refuse a group of two of them.
+        self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self.is_transposed = is_conv1d(plain)
+        if self.is_transposed:
+            self.split_dims = self.split_dims | {"weight": 1 - self.split_dims["weight"]}
+        self.size = plain.weight.shape[self.split_dims["weight"]]  # of the dimension that is split
+        self.padding = -self.size % self.world_size if pad else 0  # in rows, over all ranks
+        # The size of each stacked matrix, over all ranks and in this rank's shard.
+        self.matrix_sizes = sizes_of_matrices(self.size + self.padding, stack, self.world_size)
+        self.part_sizes = [size // self.world_size for size in self.matrix_sizes]
+        for name, whole in plain._parameters.items():
+            shard = whole  # None, if it is the bias of a layer without one
+            if whole is not None:
+                shard = nn.Parameter(self.shard(name, whole), whole.requires_grad)
+                shard.is_split = name in self.split_dims  # see check_parameters_between()
+            self.register_parameter(name, shard)
+        # In evaluation nn.TransformerEncoderLayer takes a fast path, which would take the shards
+        # for whole weights. A hook on any layer inside it turns the fast path off.
+        self.register_forward_hook(do_nothing)
 
     def shard(self, name, whole):
         """Return this rank's shard of a whole parameter."""
         if name not in self.split_dims:
             return whole.clone()
-        dim = self.split_dims[name]
         zeros = whole.new_zeros(self.padding, *whole.shape[1:])
-        matrices = torch.cat((whole, zeros)).split(self.matrix_sizes, dim)
-        parts = [matrix.chunk(self.world_size, dim)[self.rank] for matrix in matrices]
-        return torch.cat(parts, dim)
+        padded = torch.cat((whole, zeros))
+        return shard_of(padded, self.split_dims[name], self.matrix_sizes, self.process_group)
 
     def unshard(self, name, shard):
         """Return the whole parameter, from the shards of all ranks."""
         dim = self.split_dims[name]
-        shards = all_gather(shard.unsqueeze(0), self.process_group)  # (rank, *shape of a shard)
+        shards = all_gather(shard.unsqueeze(0), self.process_group)()  # (rank, *shape of a shard)
         matrices = shards.split(self.part_sizes, dim + 1)  # each is (rank, *shape of a part)
         whole = torch.cat([part for parts in matrices for part in parts], dim)
         return whole.narrow(dim, 0, self.size)  # without the padding
 
-    def replicated(self, name):
-        """Return a parameter that is not split. It is None if the layer has no bias.
-
-        With sequence parallelism a rank's gradient comes from its part of the sequence only, so
-        the gradients are summed over the ranks.
-        """
-        parameter = getattr(self, name)
-        if parameter is None or not self.sequence_parallel:
-            return parameter
-        return copy_to_region(parameter, self.process_group)
-
-
-def do_nothing(module, inputs, output):
-    pass
-
-
-def check_no_hooks(plain):
-    """Raise ValueError if `plain` has hooks, which the parallel layer would not have.
-
-    nn.utils.weight_norm, nn.utils.spectral_norm and nn.utils.prune work by hooks.
-    """
-    hooks = [value for name, value in vars(plain).items() if name.endswith("_hooks")]
-    for parameter in plain.parameters():
-        hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
-    if any(hooks):
-        raise ValueError("it has hooks; register hooks on the parallel layer")
-
-
-def check_no_second_derivative():
-    """Raise RuntimeError in a backward() under create_graph=True."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("gradients of gradients are left out; use layers that are not split")
+    def matrix(self):
+        """Return the weight as (outputs, inputs)."""
+        return self.weight.T if self.is_transposed else self.weight
 
 
 class ColumnLinear(Function):
-    """Computes F.linear(f(x), weight, bias). Backward communicates while it computes.
+    """Computes column_linear(). Backward communicates while it computes.
 
     It sums the gradient of x over the ranks while it computes the gradient of the weight. Forward
     does not save the gathered sequence. Backward gathers it again while it computes the gradient
@@ -321,34 +383,23 @@ class ColumnLinear(Function):
     def forward(ctx, x, weight, bias, layer):
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        f = gather_from_sequence if layer.sequence_parallel else copy_to_region
-        return F.linear(f(x, layer.process_group), weight, bias)
+        return column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
 
     @staticmethod
     def backward(ctx, grad_y):
         check_no_second_derivative()
-        layer = ctx.layer
         x, weight = ctx.saved_tensors
-        whole_x = x
-        in_background = {"group": layer.process_group, "async_op": True}
-        if layer.sequence_parallel:
-            whole_x = x.new_empty(*grad_y.shape[:-1], x.shape[-1])  # x is a part of the sequence
-            gathering = all_gather_single(whole_x, x.contiguous(), **in_background)
-        # Under autocast the dtypes of grad_y, x and weight differ.
-        grad_x = (grad_y @ weight.to(grad_y.dtype)).contiguous()
-        if layer.sequence_parallel:
-            received = torch.empty_like(grad_x)
-            reducing = dist.all_to_all_single(received, grad_x, **in_background)
-            gathering.wait()
-        else:
-            reducing = dist.all_reduce(grad_x, **in_background)
+        group = ctx.layer.process_group
+        gather = all_gather if ctx.layer.sequence_parallel else identity
+        reduce = reduce_scatter if ctx.layer.sequence_parallel else all_reduce
+        wait_for_x = gather(x, group)
+        grad_x = grad_y @ weight.to(grad_y.dtype)  # under autocast the dtypes differ
+        wait_for_grad_x = reduce(grad_x, group)
+        whole_x = wait_for_x().to(grad_y.dtype)
         grad_y = grad_y.reshape(-1, len(weight))
-        grad_weight = grad_y.t() @ whole_x.reshape(-1, x.shape[-1]).to(grad_y.dtype)
+        grad_weight = grad_y.t() @ whole_x.reshape(-1, x.shape[-1])
         grad_bias = grad_y.sum(0) if ctx.needs_input_grad[2] else None
-        reducing.wait()
-        if layer.sequence_parallel:
-            grad_x = received.unflatten(0, (-1, len(x))).sum(0)  # over the ranks
-        return grad_x, grad_weight, grad_bias, None
+        return wait_for_grad_x(), grad_weight, grad_bias, None
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -362,26 +413,14 @@ class ColumnParallelLinear(ParallelLayer):
 
     split_dims = {"weight": 0, "bias": 0}
 
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        bias=True,
-        *,
-        gather_output=False,
-        **options,
-    ):
-        super().__init__(nn.Linear, in_features, out_features, bias, **options)
-        self.gather_output = gather_output
-
     def forward(self, x):
-        y = ColumnLinear.apply(x, self.weight, self.bias, self)
+        y = ColumnLinear.apply(x, self.matrix(), self.bias, self)
         if self.padding:
             rows = len(self.weight)
             is_padding = torch.arange(rows, device=y.device) >= self.size - self.rank * rows
             y = y.masked_fill(is_padding, -math.inf)
         if self.gather_output:
-            y = gather_from_region(y, self.process_group)[..., : self.out_features]
+            y = gather_from_region(y, self.process_group)[..., : self.size]
         return y
 
 
@@ -389,83 +428,60 @@ class RowParallelLinear(ParallelLayer):
     """nn.Linear with its inputs split: an x of (…, in/t), this rank's inputs, gives (…, out).
 
     The output is the same on all ranks. With `sequence_parallel` it is this rank's part of
-    dimension 0. With input_is_parallel=False every rank passes all inputs, (…, in). The bias is
-    added once, after the sum over the ranks.
+    dimension 0. With input_is_parallel=False every rank passes all inputs, (…, in).
     """
 
     split_dims = {"weight": 1}
-
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        bias=True,
-        *,
-        input_is_parallel=True,
-        **options,
-    ):
-        super().__init__(nn.Linear, in_features, out_features, bias, **options)
-        self.input_is_parallel = input_is_parallel
+    is_checked = False
 
     def forward(self, x):
         if not self.input_is_parallel:
             x = scatter_to_region(x, self.process_group)
-        g = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_region
-        y = g(F.linear(x, self.weight), self.process_group)
-        bias = self.replicated("bias")
-        return y if bias is None else y + bias.to(y.dtype)  # under autocast the dtypes differ
+        if not self.is_checked:
+            check_parameters_between(x)
+            self.is_checked = x.requires_grad
+        return row_linear(x, self.matrix(), self.bias, self.sequence_parallel, self.process_group)
 
 
-class ParallelLayerNorm(ParallelLayer):
-    """nn.LayerNorm. With `sequence_parallel` each rank normalizes its part of the sequence."""
+def scatter_to_region(x, process_group=None):
+    """Return this rank's part of the last dimension of an x that all ranks have."""
+    return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
 
-    def forward(self, x):
-        parameters = map(self.replicated, ("weight", "bias"))
-        return F.layer_norm(x, self.normalized_shape, *parameters, self.eps)
+
+def scatter_to_sequence(x, process_group=None):
+    """Return this rank's part of dimension 0 of an x that all ranks have."""
+    return Conjugate.apply(x, own_part, all_gather, process_group)
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The vocabulary: each rank has some rows of the embedding and some columns of the logits.
-
-
-def locate(tokens, V, shard_size, rank):
-    """Find tokens in this rank's shard of a vocabulary of V.
-
-    Return each token's index in the shard (0 if it is not there), whether it is in the shard, and
-    whether it is outside the vocabulary. On the CPU a token outside is an IndexError. On a GPU that
-    check would make the host wait in every step, so the caller puts NaN in its place.
-    """
-    is_outside = (tokens < 0) | (tokens >= V)
-    if is_outside.is_cpu and is_outside.any():
-        raise IndexError(
-            f"tokens {tokens[is_outside].tolist()} are not in a vocabulary of {V}; use 0 to {V - 1}"
-        )
-    index = tokens - rank * shard_size
-    is_local = (index >= 0) & (index < shard_size)
-    return index.where(is_local, 0), is_local, is_outside
+# 3. The vocabulary: each rank has some rows of the embedding and some columns of the logits. The
+# ranks never join the logits.
 
 
 class VocabParallelEmbedding(ParallelLayer):
     """nn.Embedding with its rows split. Tokens and output are the same on all ranks.
 
-    A rank's shard has no row for most tokens. It gives zeros for these, and g sums over the ranks.
     A token outside the vocabulary is an IndexError on the CPU. On a GPU its embedding is NaN.
     """
 
     split_dims = {"weight": 0}
 
     def __init__(self, num_embeddings, embedding_dim, **options):
-        super().__init__(nn.Embedding, num_embeddings, embedding_dim, pad=True, **options)
-        if self.scale_grad_by_freq or (self.padding_idx, self.max_norm) != (None, None):
-            raise ValueError("padding_idx, max_norm and scale_grad_by_freq are left out")
+        self.take_shard(nn.Embedding(num_embeddings, embedding_dim), **options)
+
+    def take_shard(self, plain, pad=True, **options):
+        super().take_shard(plain, pad=pad, **options)
+        if plain.scale_grad_by_freq or plain.max_norm is not None:
+            raise ValueError("max_norm and scale_grad_by_freq are left out")
+        first = self.rank * len(self.weight)
+        rows = range(first, first + len(self.weight))
+        # padding_idx gets no gradient. This is its row in the shard, if it is there.
+        self.padding_row = rows.index(plain.padding_idx) if plain.padding_idx in rows else None
 
     def forward(self, tokens):
-        row, is_local, is_outside = locate(tokens, self.num_embeddings, len(self.weight), self.rank)
-        # masked_fill() keeps the strides that nn.Embedding gives. where() would not, and a dropout
-        # after it would draw another mask than on one device, because it draws in memory order.
-        x = F.embedding(row, self.weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
-        x = x.masked_fill(is_outside.unsqueeze(-1), math.nan)
-        return reduce_from_region(x, self.process_group)
+        is_outside = check_tokens(tokens, self.num_embeddings)
+        x = vocab_embedding(tokens, self.weight, self.padding_row, self.process_group)
+        return x.masked_fill(is_outside.unsqueeze(-1), math.nan)
 
 
 class VocabParallelCrossEntropy(Function):
@@ -478,9 +494,9 @@ class VocabParallelCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx, logits, target, process_group):
-        rank, world_size = rank_and_size(process_group)
-        shard_size = logits.shape[-1]
-        column, is_local, is_outside = locate(target, shard_size * world_size, shard_size, rank)
+        _, world_size = rank_and_size(process_group)
+        is_outside = check_tokens(target, logits.shape[-1] * world_size)
+        column, is_local = locate(target, logits.shape[-1], process_group)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         maximum = logits.amax(-1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
@@ -503,9 +519,7 @@ class VocabParallelCrossEntropy(Function):
         return grad_logits * grad.unsqueeze(-1), None, None
 
 
-def vocab_parallel_cross_entropy(
-    logits_shard, target, process_group=None, ignore_index=-100, label_smoothing=0.0
-):
+def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignore_index=-100):
     """F.cross_entropy(logits, target, reduction="none") for logits that are split over the ranks.
 
     `logits_shard` is (…, V/t). `target` is (…) and the same on all ranks. The loss is (…), in
@@ -515,8 +529,6 @@ def vocab_parallel_cross_entropy(
     """
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
-    if label_smoothing:
-        raise ValueError(f"{label_smoothing=} is not supported; leave it at 0")
     logits = logits_shard.reshape(-1, logits_shard.shape[-1])
     ignored = target == ignore_index
     target = target.masked_fill(ignored, 0)
@@ -525,11 +537,12 @@ def vocab_parallel_cross_entropy(
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. A transformer layer, from (sequence, batch, hidden) to the same shape.
+# 4. A transformer layer, from (sequence, batch, hidden) to the same shape.
 
 
 def model_parallel_seed(seed, process_group=None):
-    """Seed all ranks alike, whatever the group. parallel_region() makes their numbers differ."""
+    """Seed the ranks of the group alike. parallel_region() makes their numbers differ."""
+    check_same_on_all_ranks({f"seed {seed}"}, process_group)
     torch.manual_seed(seed)
 
 
@@ -551,14 +564,13 @@ def parallel_region(process_group=None):
         yield
 
 
-class ParallelDropout(ParallelLayer):
-    """nn.Dropout inside a pair, or on a part of the sequence: each rank draws its own mask."""
+class ParallelDropout:
+    """For nn.Dropout inside a pair, or on a part of the sequence: each rank draws its own mask."""
 
     def forward(self, x):
-        if not self.training or self.p == 0:
-            return x
-        with parallel_region(self.process_group):
-            return F.dropout(x, self.p)
+        is_used = self.training and self.p > 0
+        with parallel_region(self.process_group) if is_used else nullcontext():
+            return super().forward(x)
 
 
 class ParallelMLP(nn.Module):
@@ -568,8 +580,8 @@ class ParallelMLP(nn.Module):
         super().__init__()
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
-        stack = [ffn_hidden_size] * (2 if activation == "swiglu" else 1)
         self.activation = activation
+        stack = [ffn_hidden_size] * (2 if activation == "swiglu" else 1)
         self.linear1 = ColumnParallelLinear(hidden_size, sum(stack), stack=stack, **options)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
 
@@ -611,9 +623,9 @@ class ParallelSelfAttention(nn.Module):
 class ParallelTransformerLayer(nn.Module):
     """Attention and MLP, each with a norm before it, dropout after it, and a residual around it.
 
-    All ranks need the same random state here and in forward, as model_parallel_seed() sets it: seed
-    with `seed`, not with `seed + rank`. Without `sequence_parallel` each rank draws the dropout on
-    the residual by itself. Different masks would make the activations differ, without an error.
+    All ranks need the same random state here and in forward, as model_parallel_seed() sets it.
+    Without `sequence_parallel` each rank draws the dropout on the residual by itself. Different
+    masks would make the activations differ, without an error.
     """
 
     def __init__(
@@ -628,17 +640,20 @@ class ParallelTransformerLayer(nn.Module):
         **options,
     ):
         super().__init__()
-        self.norm1 = ParallelLayerNorm(nn.LayerNorm, hidden_size, **options)
-        self.norm2 = ParallelLayerNorm(nn.LayerNorm, hidden_size, **options)
+        ffn_hidden_size = ffn_hidden_size or 4 * hidden_size
+        options |= {"bias": bias}
+        self.norm1 = nn.LayerNorm(hidden_size)
+        self.self_attn = ParallelSelfAttention(
+            hidden_size, num_heads, num_kv_heads, dropout, **options
+        )
+        self.norm2 = nn.LayerNorm(hidden_size)
+        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, **options)
         self.dropout = nn.Dropout(dropout)
         if options.get("sequence_parallel"):
-            self.dropout = ParallelDropout(nn.Dropout, dropout, **options)
-        self.self_attn = ParallelSelfAttention(
-            hidden_size, num_heads, num_kv_heads, dropout, bias=bias, **options
-        )
-        self.mlp = ParallelMLP(
-            hidden_size, ffn_hidden_size or 4 * hidden_size, activation, bias=bias, **options
-        )
+            process_group = options.get("process_group")
+            self.norm1 = with_base(self.norm1, SumsGradients, process_group)
+            self.norm2 = with_base(self.norm2, SumsGradients, process_group)
+            self.dropout = with_base(self.dropout, ParallelDropout, process_group)
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
@@ -646,16 +661,53 @@ class ParallelTransformerLayer(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The whole model: parallelize a plain one, clip gradients, save and load. boxes_of() says which
-# parts of a whole parameter a rank holds.
+# 5. The library: parallelize() splits the layers of a plain model. A plan gives each layer a kind:
+#
+#     "column", "row"   the first and the second matrix of a pair: nn.Linear, transformers' Conv1D
+#     "qkv"             a first matrix that stacks q, k and v, which are equal in size
+#     "swiglu"          a first matrix that stacks gate and up, which are equal in size
+#     (2048, 512, 512)  a first matrix that stacks matrices of these sizes
+#     "vocab"           an embedding or a head
+#     "dropout"         a dropout inside a pair
+#     "norm"            a norm between the pairs, only needed with `sequence_parallel`
+#     "replicated_with_grad_allreduce"
+#                       a module inside a pair that is not split, such as Qwen3's q_norm. A rank has
+#                       the gradient of its own heads, so backward adds up the ranks' gradients.
+#
+# Tied weights stay tied. With `sequence_parallel` the activations between the pairs are this rank's
+# parts of dimension 0: name the dropouts there too, and call scatter_to_sequence() after the
+# embedding.
+#
+# Attention that reshapes by its own number of heads needs that of this rank: after parallelize()
+# `attention.num_heads //= t` for Whisper, `attention.n_heads //= t` for T5 (whose
+# relative_attention_bias is "column"), `attention.split_size //= t` for GPT-2.
+#
+# These mistakes make no error:
+# - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
+# - view(…, num_heads, -1) makes thinner heads. A rank has fewer heads: view(…, -1, head_dim).
+#   view(batch, -1, num_heads, head_dim) makes shorter sequences.
+# - "dropout" draws another mask on each rank. Leave out a dropout whose input all ranks have, as on
+#   a residual without `sequence_parallel`. It needs the same random state on all ranks.
+# - Without "replicated_with_grad_allreduce" replicas drift apart. A row layer raises ValueError if
+#   its first forward with gradients was computed with such a parameter. It does not find parameters
+#   that are frozen then, or that are no nn.Parameter in forward, such as those of FSDP.
+
+
+class ColumnParallelEmbedding(ParallelLayer):
+    """nn.Embedding with its columns split, such as T5's biases, which have a column per head."""
+
+    split_dims = {"weight": 1}
+
+    def forward(self, tokens):
+        return F.embedding(tokens, self.weight)
+
 
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
+    ("column", nn.Embedding): ColumnParallelEmbedding.from_full,
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
-    ("norm", nn.LayerNorm): ParallelLayerNorm.from_full,
-    ("dropout", nn.Dropout): ParallelDropout.from_full,
 }
 EQUAL_MATRICES = {"qkv": 3, "swiglu": 2}  # how many a column layer of this kind stacks
 
@@ -663,105 +715,56 @@ EQUAL_MATRICES = {"qkv": 3, "swiglu": 2}  # how many a column layer of this kind
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Replace layers of `module` by this rank's shards of them, in place. Return the module.
 
-    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. The kinds are
-
-        "column", "row"   the first and the second matrix of a pair
-        "qkv"             a first matrix that stacks q, k and v, which are equal in size
-        "swiglu"          a first matrix that stacks gate and up, which are equal in size
-        (2048, 512, 512)  a first matrix that stacks matrices of these sizes
-        "vocab"           an embedding or a head
-        "dropout"         a dropout inside a pair
-        "norm"            a norm, only needed with `sequence_parallel`
-
+    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}, with the kinds above.
     All ranks must have the same weights, so seed them alike before the model is made. If plans, or
-    names, shapes, dtypes or sums of parameters differ, every rank raises ValueError. Tied weights
-    stay tied. With `sequence_parallel` the activations between the pairs are this rank's parts of
-    dimension 0: name the dropouts there too, and call scatter_to_sequence() after the embedding.
-
-    These mistakes make no error:
-    - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
-    - view(…, num_heads, -1) makes thinner heads. A rank has fewer heads: view(…, -1, head_dim).
-    - "dropout" draws another mask on each rank. Leave out a dropout whose input all ranks have, as
-      on a residual without `sequence_parallel`. It needs the same random state on all ranks.
+    names, shapes, dtypes or sums of parameters differ, every rank raises ValueError.
     """
-    layers = dict(module.named_modules(remove_duplicate=False))
-    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
-    with check_same_on_all_ranks(module, plan, process_group):
-        swaps = make_parallel_layers(layers, plan, options)
-        tie(layers, swaps)
-    for name, layer in layers.items():
-        if layer in swaps:
-            module.set_submodule(name, swaps[layer])
-        if isinstance(layer, nn.TransformerEncoder):
-            layer.use_nested_tensor = False  # collectives do not take nested tensors
-    return module
-
-
-@contextmanager
-def check_same_on_all_ranks(module, plan, process_group):
-    """Raise ValueError if plans, or names, shapes, dtypes or sums of parameters differ.
-
-    If the body raises ValueError on some ranks only, the others raise one as well: they would hang.
-    """
-    _, world_size = rank_and_size(process_group)
-    failure = None
-    try:
-        yield
-    except ValueError as error:
-        failure = error
-    split = {name for name, _, _ in split_parameters(module)}  # by a call before this one
-    mine = {f"plan {plan} with error {failure}"}
-    for name, parameter in module.named_parameters():
-        total = None
-        if name not in split and not parameter.is_meta:
-            total = parameter.sum().item()
-        mine.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, mine, group=process_group)
-    if failure:
-        raise failure
-    differ = set.union(*everyone) - set.intersection(*everyone)
-    if differ:
-        raise ValueError(
-            f"the ranks' models differ: {', '.join(sorted(differ))}; "
-            "seed all ranks alike before the model is made"
-        )
-
-
-def make_parallel_layers(layers, plan, options):
-    """Return {plain layer: its parallel layer} for all layers that the plan names."""
-    swaps = {}
+    plain_layers = dict(module.named_modules(remove_duplicate=False))
+    check_same_on_all_ranks(describe(module, plan, sequence_parallel), process_group)
+    layers = {}  # plain layer: its parallel layer
     for pattern, kind in plan.items():
-        names = fnmatch.filter(layers, pattern)
+        names = fnmatch.filter(plain_layers, pattern)
         if not names:
             raise ValueError(f"no layer is named {pattern!r}; named_modules() has the names")
         for name in names:
-            layer = layers[name]
+            plain = plain_layers[name]
             try:
-                swaps[layer] = make_parallel_layer(layer, kind, **options)
-            except (RuntimeError, ValueError) as error:
-                raise ValueError(f"{name!r} is {layer}: it cannot be {kind!r}, {error}") from None
-    return swaps
+                layers[plain] = make_layer(plain, kind, process_group, sequence_parallel)
+            except ValueError as error:
+                raise ValueError(f"{name!r} is {plain}: it cannot be {kind!r}, {error}") from None
+    tie(plain_layers, layers)
+    for name, plain in plain_layers.items():
+        if plain in layers:
+            module.set_submodule(name, layers[plain])
+        if isinstance(plain, nn.TransformerEncoder):
+            plain.use_nested_tensor = False  # collectives do not take nested tensors
+    return module
 
 
-def make_parallel_layer(plain, kind, **options):
-    number = EQUAL_MATRICES.get(kind)
-    if number:
-        kind = (getattr(plain, "out_features", 0) // number,) * number
-    if isinstance(kind, tuple):  # sizes
-        options["stack"] = kind
+def make_layer(plain, kind, process_group, sequence_parallel):
+    """Return the layer that replaces `plain`."""
+    if kind == "dropout" and type(plain) is nn.Dropout:
+        return with_base(plain, ParallelDropout, process_group)
+    if kind in ("norm", "replicated_with_grad_allreduce"):
+        check_replicated(plain, kind)
+        is_partial = sequence_parallel or kind != "norm"
+        return with_base(plain, SumsGradients, process_group) if is_partial else plain
+    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+    stack = EQUAL_MATRICES.get(kind, kind)
+    if not isinstance(stack, str):
+        options["stack"] = stack
         kind = "column"
-    make = KINDS.get((kind, type(plain)))
+    make = KINDS.get((kind, nn.Linear if is_conv1d(plain) else type(plain)))
     if not make:
         raise ValueError(f"use one of {list(KINDS)}")
     return make(plain, **options)
 
 
-def tie(layers, swaps):
+def tie(plain_layers, layers):
     """Give layers that share a parameter the same shard of it."""
     first_shards = {}  # whole parameter: its shard in the first layer that has it, and the split
-    for path, plain in layers.items():
-        layer = swaps.get(plain, plain)
+    for path, plain in plain_layers.items():
+        layer = layers.get(plain, plain)
         for name, whole in plain.named_parameters(recurse=False):
             shard = getattr(layer, name)
             split = (shard.shape, getattr(layer, "matrix_sizes", None))
@@ -769,6 +772,11 @@ def tie(layers, swaps):
             if split != first_split:
                 raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
             setattr(layer, name, first_shard)
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. The library: the whole model's gradient norm and state dict. boxes_of() says which parts of a
+# whole parameter a rank holds.
 
 
 def split_parameters(module):
@@ -858,20 +866,132 @@ def boxes_of(layer, name, shape):
 
 
 # --------------------------------------------------------------------------------------------------
+# 7. The library: checks.
+
+
+def is_conv1d(plain):
+    """Whether `plain` is transformers' Conv1D: an nn.Linear with a weight of (inputs, outputs)."""
+    return type(plain).__name__ == "Conv1D"
+
+
+def sizes_of_matrices(size, stack, world_size):
+    """Return the sizes of the matrices that a dimension of `size` stacks."""
+    sizes = [size // stack] * stack if isinstance(stack, int) else list(stack)
+    if sum(sizes) != size:
+        raise ValueError(f"matrices of {sizes} do not add up to {size}")
+    for matrix_size in sizes:
+        check_divides("features", matrix_size, world_size)
+    return sizes
+
+
+def do_nothing(module, inputs, output):
+    pass
+
+
+def check_no_hooks(plain):
+    """Raise ValueError if `plain` has hooks, which the parallel layer would not have.
+
+    nn.utils.weight_norm, nn.utils.spectral_norm and nn.utils.prune work by hooks.
+    """
+    hooks = [value for name, value in vars(plain).items() if name.endswith("_hooks")]
+    for parameter in plain.parameters():
+        hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    if any(hooks):
+        raise ValueError("it has hooks; register hooks on the parallel layer")
+
+
+def check_replicated(plain, kind):
+    """Raise ValueError if `plain` would be wrong on a part of the activations."""
+    is_flat = all(parameter.dim() == 1 for parameter in plain.parameters())
+    if [*plain.children(), *plain.buffers()] or (kind == "norm" and not is_flat):
+        raise ValueError(
+            "a norm has parameters of one dimension; neither has buffers, or layers in it"
+        )
+
+
+def check_tokens(tokens, V):
+    """Return which tokens are outside a vocabulary of V. On the CPU raise IndexError for them.
+
+    On a GPU this would make the host wait in every step, so the caller puts NaN in their place.
+    """
+    is_outside = (tokens < 0) | (tokens >= V)
+    if is_outside.is_cpu and is_outside.any():
+        raise IndexError(
+            f"tokens {tokens[is_outside].tolist()} are not in a vocabulary of {V}; use 0 to {V - 1}"
+        )
+    return is_outside
+
+
+def check_parameters_between(x):
+    """Raise ValueError if x, a row layer's input, was computed with parameters that are not split.
+
+    Follow the graph of x back to the nodes that sum gradients over the ranks.
+    """
+    nodes = [x.grad_fn]
+    seen = {None}
+    while nodes:
+        node = nodes.pop()
+        if node in seen or type(node).__name__ in ("ColumnLinearBackward", "ConjugateBackward"):
+            continue
+        seen.add(node)
+        parameter = getattr(node, "variable", None)
+        if isinstance(parameter, nn.Parameter) and not getattr(parameter, "is_split", False):
+            raise ValueError(
+                f"a parameter of {tuple(parameter.shape)} is between a column and a row layer, so "
+                "a rank has only a part of its gradient; give its module the kind "
+                "'replicated_with_grad_allreduce'. If it is this rank's slice of a parameter, set "
+                "its attribute is_split = True"
+            )
+        nodes += [next_node for next_node, _ in node.next_functions]
+
+
+def check_no_second_derivative():
+    """Raise RuntimeError in a backward() under create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("gradients of gradients are left out; use layers that are not split")
+
+
+def describe(module, plan, sequence_parallel):
+    """Return what must be the same on all ranks, as a set of texts."""
+    split = {name for name, _, _ in split_parameters(module)}  # by an earlier parallelize()
+    texts = {f"plan {plan}", f"{sequence_parallel=}"}
+    for name, parameter in module.named_parameters():
+        total = None
+        if name not in split and not parameter.is_meta:
+            total = parameter.sum().item()
+        texts.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
+    return texts
+
+
+def check_same_on_all_ranks(mine, process_group):
+    """Raise ValueError on every rank, if the ranks' sets of texts differ."""
+    _, world_size = rank_and_size(process_group)
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, mine, group=process_group)
+    differ = set.union(*everyone) - set.intersection(*everyone)
+    if differ:
+        raise ValueError(f"the ranks differ: {', '.join(sorted(differ))}; seed all ranks alike")
+
+
+# --------------------------------------------------------------------------------------------------
 # Demo.
 
 
 def main():
     text = "split the sequence in norms, dropout and residuals"
     demo = Demo({"--sequence-parallel": {"action": "store_true", "help": text}})
-    t = demo.ranks
+    if 6 % demo.ranks:
+        demo.stop(f"6 attention heads are not divisible by {demo.ranks} ranks; use 1, 2, 3 or 6")
     sequence_parallel = demo.args.sequence_parallel
-    if 6 % t:
-        demo.stop(f"6 attention heads are not divisible by {t} ranks; use 1, 2, 3 or 6")
     model = demo.start("tensor_parallel", parts=1)
-    plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
-    plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
-    parallelize(model, plan, sequence_parallel=sequence_parallel)
+    loss_of = vocab_parallel_cross_entropy
+    if demo.args.idea:
+        split_by_the_idea(model, sequence_parallel)
+        loss_of = partial(naive_cross_entropy, V=256)
+    else:
+        plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
+        plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
+        parallelize(model, plan, sequence_parallel=sequence_parallel)
     if sequence_parallel:
         # Dimension 0 is the batch here, so each rank gets a part of the batch, not of the sequence.
         model[0].register_forward_hook(lambda module, inputs, output: scatter_to_sequence(output))
@@ -879,25 +999,40 @@ def main():
 
     def step(inputs, targets):
         optimizer.zero_grad()
-        loss = vocab_parallel_cross_entropy(model(inputs), targets).mean()
+        loss = loss_of(model(inputs), targets).mean()
         loss.backward()
         optimizer.step()
         return loss
 
     def gather_whole():
+        if demo.args.idea:
+            return join_naive(model, demo.model)
         return whole_gradients(model).values(), full_state_dict(model).values()
 
     demo.train(step, gather_whole)
-    layers = 4
+    formula, elements = sent_by_formula(demo)
+    sent = elements * model[0].weight.itemsize
+    return demo.report(held(model.parameters(), optimizer), formula, sent)
+
+
+def sent_by_formula(demo):
+    """What a rank sends per step, as a formula and in elements."""
+    t = demo.ranks
+    l = 4
     h = 192
     bs = demo.batch(0)[0].numel()
-    formula = "((8l+4)bsh + 6bs)(t-1)/t"
-    sent = (8 * layers + 4) * bs * h + 6 * bs
-    if sequence_parallel:
-        formula = "((10l+6)bsh + 6bs + (12l+4)h)(t-1)/t"
-        sent += (2 * layers + 2) * bs * h + (12 * layers + 4) * h
-    sent_bytes = 8 * sent * (t - 1) / t  # float64
-    return demo.report(held(model.parameters(), optimizer), formula, sent_bytes)
+    V = 256 + -256 % t  # with padding
+    per_layer = 8
+    per_model = 4
+    if demo.args.sequence_parallel:
+        per_layer = 8 if demo.args.idea else 10
+        per_model = 5 if demo.args.idea else 6
+    formula = f"({per_layer}l+{per_model})bsh + {'bsV' if demo.args.idea else '6bs'}"
+    sent = (per_layer * l + per_model) * bs * h + bs * (V if demo.args.idea else 6)
+    if demo.args.sequence_parallel:
+        formula += " + (12l+4)h"
+        sent += (12 * l + 4) * h
+    return f"({formula})(t-1)/t", sent * (t - 1) / t
 
 
 def whole_gradients(module):
@@ -907,6 +1042,69 @@ def whole_gradients(module):
         if gradients.get(name) is not None:
             gradients[name] = layer.unshard(own_name, gradients[name])
     return gradients
+
+
+class Naive(nn.Module):
+    """A layer of the plain model: this rank's shards, and a function of section 1 as forward."""
+
+    def __init__(self, plain, function, dims, matrices=1):
+        super().__init__()
+        self.function = function
+        self.dims = dims  # parameter: the dimension that is split
+        self.matrices = matrices  # how many are stacked, q, k and v for example
+        for name, whole in plain.named_parameters():
+            shard = self.shard(name, whole.detach()) if name in dims else whole
+            self.register_parameter(name, nn.Parameter(shard))
+
+    def forward(self, x):
+        return self.function(x, **dict(self.named_parameters()))
+
+    def shard(self, name, whole):
+        dim = self.dims[name]
+        padding = (0, -whole.shape[dim] % dist.get_world_size())
+        padded = F.pad(whole.movedim(dim, -1), padding).movedim(-1, dim)
+        return shard_of(padded, dim, padded.shape[dim] // self.matrices)
+
+    def join(self, name, shard, shape):
+        if name not in self.dims:
+            return shard
+        dim = self.dims[name]
+        shards = all_gather(shard.unsqueeze(0), None)()
+        matrices = zip(*[shard.chunk(self.matrices, dim) for shard in shards], strict=True)
+        whole = torch.cat([part for matrix in matrices for part in matrix], dim)
+        return whole.narrow(dim, 0, shape[dim])  # without the padding
+
+
+def split_by_the_idea(model, sequence_parallel):
+    column = partial(column_linear, sequence_parallel=sequence_parallel)
+    row = partial(row_linear, sequence_parallel=sequence_parallel)
+    by_rows = {"weight": 0, "bias": 0}
+    model[0] = Naive(model[0], vocab_embedding, by_rows)
+    for block in model[1:5]:
+        block.qkv = Naive(block.qkv, column, by_rows, matrices=3)
+        block.proj = Naive(block.proj, row, {"weight": 1})
+        block.linear1 = Naive(block.linear1, column, by_rows)
+        block.linear2 = Naive(block.linear2, row, {"weight": 1})
+        if sequence_parallel:
+            block.norm1 = with_base(block.norm1, SumsGradients)
+            block.norm2 = with_base(block.norm2, SumsGradients)
+    if sequence_parallel:
+        model[5] = with_base(model[5], SumsGradients)
+    model[6] = Naive(model[6], column, by_rows)
+
+
+def join_naive(model, plain):
+    """The whole gradients and parameters, in the order of the plain model."""
+    gradients = []
+    parameters = []
+    for name, whole in plain.named_parameters():
+        path, _, own_name = name.rpartition(".")
+        layer = model.get_submodule(path)
+        parameter = getattr(layer, own_name)
+        for tensors, ours in ((gradients, parameter.grad), (parameters, parameter.detach())):
+            is_split = isinstance(layer, Naive)
+            tensors.append(layer.join(own_name, ours, whole.shape) if is_split else ours)
+    return gradients, parameters
 
 
 # --------------------------------------------------------------------------------------------------

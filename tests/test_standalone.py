@@ -30,7 +30,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "data_parallel": ("return sum(losses) / N", "return sum(losses) * 1.001 / N"),
     "zero": ("self.grad = functools", "self.grad = 1.001 * functools"),
     "fsdp": ("total /= self.divide_factor", "total /= 1.001 * self.divide_factor"),
-    "tensor_parallel": ("return grad_x, grad_weight", "return grad_x, 1.001 * grad_weight"),
+    "tensor_parallel": ("grad_weight = grad_y", "grad_weight = 1.001 * grad_y"),
     "pipeline": ("[torch.ones_like(output)", "[1.001 * torch.ones_like(output)"),
     "amp": ("1.0 / scale", "1.001 / scale"),
     "lora": ("flat /= ranks", "flat /= ranks / 1.001"),

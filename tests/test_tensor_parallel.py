@@ -1,7 +1,6 @@
 """tensor_parallel.py against one device. The linear layers alone are in tests/claims."""
 
 import copy
-import itertools
 import math
 from functools import partial
 
@@ -11,15 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from shared import (
-    OPTIMIZERS,
-    Collectives,
-    Watch,
-    fake_world,
-    fake_world_on_meta,
-    make_model,
-    randn,
-)
+from shared import Collectives, Watch, fake_world, fake_world_on_meta, make_model, randn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -28,8 +19,12 @@ import tensor_parallel as tp
 within = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
 
+IDS = ["whole", "sequence parallel"]
+SEQUENCE_PARALLEL = pytest.mark.parametrize("sp", [False, True], ids=IDS)
+
 
 def everyone(tensor):
+    """The tensors of all ranks."""
     tensors = [torch.empty_like(tensor) for _ in range(pool.world_size())]
     dist.all_gather(tensors, tensor.detach().contiguous(), group=pool.group())
     return tensors
@@ -39,59 +34,138 @@ def alike(tensor):
     return all(torch.equal(tensor, other) for other in everyone(tensor))
 
 
-LAYOUTS = [  # a collective sends, or changes, only a part of a tensor with gaps
-    torch.clone,
-    lambda x: torch.stack((x, x + 1), -1)[..., 0],
-    lambda x: x.mT.contiguous().mT if pool.rank() else x.clone(),  # on some ranks only
-]
+def assert_same_model(ours, plain):
+    """Parameters and gradients, and that replicas agree bitwise."""
+    within(tp.full_state_dict(ours), plain.state_dict())
+    gradients = tp.whole_gradients(ours)
+    within(gradients, {name: parameter.grad for name, parameter in plain.named_parameters()})
+    split = {name for name, *_ in tp.split_parameters(ours)}
+    for name in gradients.keys() - split:
+        assert alike(ours.get_parameter(name)), name
+        assert alike(gradients[name]), name
+
+
+# ---- operators, and the layers of section 1
+
+# Each operator with its input, its output, the gradient of its output, and that of its input. The
+# names are those of the variables in the test.
+OPERATORS = {
+    "copy_to_region": ("same", "same", "own", "total"),
+    "reduce_from_region": ("own", "total", "same", "same"),
+    "scatter_to_region": ("same", "columns", "columns", "same"),
+    "gather_from_region": ("columns", "same", "same", "columns"),
+    "scatter_to_sequence": ("same", "rows", "rows", "same"),
+    "gather_from_sequence": ("rows", "same", "own", "rows_of_total"),
+    "reduce_scatter_to_sequence": ("own", "rows_of_total", "rows", "same"),
+}
+
+
+def contiguous(x):
+    return x.clone()
+
+
+def with_gaps(x):
+    return torch.stack((x, x + 1), -1)[..., 0]
+
+
+def transposed_on_some_ranks(x):
+    return x.mT.contiguous().mT if pool.rank() else x.clone()
+
+
+@pytest.mark.parametrize("layout", [contiguous, with_gaps, transposed_on_some_ranks])
+@pytest.mark.parametrize("name", OPERATORS)
+@pool.on(1, 3)
+def test_operators_and_their_gradients(name, layout):
+    t = pool.world_size()
+    all_own = [randn((4 * t, 3, 2 * t), seed=rank) for rank in range(t)]
+    tensors = {"same": all_own[0], "own": all_own[pool.rank()], "total": sum(all_own)}
+    tensors["rows"] = all_own[0].chunk(t)[pool.rank()]
+    tensors["columns"] = all_own[0].chunk(t, -1)[pool.rank()]
+    tensors["rows_of_total"] = sum(all_own).chunk(t)[pool.rank()]
+    x, y, grad_y, grad_x = [tensors[which] for which in OPERATORS[name]]
+    leaf = layout(x).requires_grad_()
+    gradient = layout(grad_y).requires_grad_()
+
+    output = getattr(tp, name)(leaf, pool.group())
+    (grad,) = torch.autograd.grad(output, leaf, gradient, create_graph=True)
+    (of_grad,) = torch.autograd.grad(grad, gradient, x)
+
+    within([output, grad, of_grad], [y, grad_x, y])
+    bitwise([leaf, gradient], [x, grad_y])  # autograd may still need them
+    if name != "copy_to_region":
+        output.mul_(2)  # as dropout in place
 
 
 @pool.on(1, 3)
-def test_operators_and_their_gradients():
-    group, t, rank = pool.group(), pool.world_size(), pool.rank()
-    own = [randn((4 * t, 3, 2 * t), seed=r) for r in range(t)]
-    same = own[0]
-    rows, columns, rows_of_sum = same.chunk(t)[rank], same.chunk(t, -1)[rank], sum(own).chunk(t)
-    cases = [  # operator, its input, its output, the output's gradient, the input's gradient
-        (tp.copy_to_region, same, same, own[rank], sum(own)),
-        (tp.reduce_from_region, own[rank], sum(own), same, same),
-        (tp.scatter_to_region, same, columns, columns, same),
-        (tp.gather_from_region, columns, same, same, columns),
-        (tp.scatter_to_sequence, same, rows, rows, same),
-        (tp.gather_from_sequence, rows, same, own[rank], rows_of_sum[rank]),
-        (tp.reduce_scatter_to_sequence, own[rank], rows_of_sum[rank], rows, same),
-    ]
-    for layout, (operator, x, y, grad_y, grad_x) in itertools.product(LAYOUTS, cases):
-        leaf = layout(x).requires_grad_()
-        gradient = layout(grad_y).requires_grad_()
-        output = operator(leaf, group)
-        (grad,) = torch.autograd.grad(output, leaf, gradient, create_graph=True)
-        (again,) = torch.autograd.grad(grad, gradient, x)
-        within([output, grad, again], [y, grad_x, y], msg=str(operator))
-        bitwise([leaf, gradient], [x, grad_y])  # autograd may still need them
-        if operator is not tp.copy_to_region:
-            output.mul_(2)  # as dropout in place
-    A, B = randn((2 * t, 3 * t)), randn((3 * t, 2 * t), seed=1)
-    y = tp.parallel_mlp(same, A.chunk(t, 1)[rank], B.chunk(t)[rank], group)
-    within(y, F.gelu(same @ A) @ B)
+def test_the_mlp_of_f_and_g_is_the_mlp_of_one_device():
+    t = pool.world_size()
+    x = randn((4, 6))
+    A = randn((6, 3 * t))
+    B = randn((3 * t, 6), seed=1)
+    columns = A.chunk(t, 1)[pool.rank()]
+    rows = B.chunk(t)[pool.rank()]
+    within(tp.parallel_mlp(x, columns, rows, pool.group()), F.gelu(x @ A) @ B)
+
+
+@SEQUENCE_PARALLEL
+@pool.on(1, 2, 3)
+def test_the_layers_of_section_1_have_the_gradients_of_one_device(sp):
+    group = pool.group()
+    table = randn((12, 6)).requires_grad_()
+    linear1 = nn.Linear(6, 12).double()
+    linear2 = nn.Linear(12, 6).double()
+    head = nn.Linear(6, 12).double()
+    tokens = torch.arange(12).view(6, 2)
+    parameters = [table, *linear1.parameters(), *linear2.parameters(), *head.parameters()]
+    hidden = linear2(torch.tanh(linear1(F.embedding(tokens, table))))
+    expected = F.cross_entropy(head(hidden).flatten(0, 1), tokens.flatten())
+    expected_gradients = torch.autograd.grad(expected, parameters)
+
+    dims = [0, 0, 0, 1, None, 0, 0]  # None: not split
+
+    def shards_of(tensors):
+        pairs = zip(tensors, dims, strict=True)
+        return [x if dim is None else tp.shard_of(x, dim, x.shape[dim], group) for x, dim in pairs]
+
+    shards = [shard.detach().requires_grad_() for shard in shards_of(parameters)]
+    rows, A, a, B, b, C, c = shards
+    options = {"sequence_parallel": sp, "process_group": group}
+    x = tp.vocab_embedding(tokens, rows, process_group=group)
+    if sp:
+        x = tp.scatter_to_sequence(x, group)
+    x = tp.row_linear(torch.tanh(tp.column_linear(x, A, a, **options)), B, b, **options)
+    logits = tp.column_linear(x, C, c, **options)
+    loss = tp.naive_cross_entropy(logits, tokens, 12, group).mean()
+    gradients = torch.autograd.grad(loss, shards)
+
+    within(loss, expected)
+    within(gradients, tuple(shards_of(expected_gradients)))
+
+
+# ---- models
 
 
 class PlainLayer(nn.Module):
-    def __init__(self, kv_heads, swiglu, bias=True, h=24, heads=12):
+    """The plain ParallelTransformerLayer. `stack` is the heads of q, k and v."""
+
+    def __init__(self, kv_heads=12, swiglu=False, bias=True, h=24):
         super().__init__()
         self.swiglu = swiglu
-        self.stack = (heads, kv_heads, kv_heads)
-        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.self_attn, self.mlp = nn.Module(), nn.Module()
-        self.self_attn.qkv = nn.Linear(h, sum(self.stack) * h // heads, bias)
+        self.stack = (12, kv_heads, kv_heads)
+        self.norm1 = nn.LayerNorm(h)
+        self.norm2 = nn.LayerNorm(h)
+        self.self_attn = nn.Module()
+        self.self_attn.qkv = nn.Linear(h, 2 * sum(self.stack), bias)
         self.self_attn.proj = nn.Linear(h, h, bias)
+        self.mlp = nn.Module()
         self.mlp.linear1 = nn.Linear(h, 2 * h if swiglu else h, bias)
         self.mlp.linear2 = nn.Linear(h, h, bias)
 
     def forward(self, x):
         heads = self.self_attn.qkv(self.norm1(x)).unflatten(-1, (-1, 2)).movedim(0, 2)
         # A rank's part has fewer heads.
-        q, k, v = heads.split([heads.shape[1] * n // sum(self.stack) for n in self.stack], 1)
+        sizes = [heads.shape[1] * n // sum(self.stack) for n in self.stack]
+        q, k, v = heads.split(sizes, 1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.self_attn.proj(y.movedim(2, 0).flatten(2))
         hidden = self.mlp.linear1(self.norm2(x))
@@ -101,82 +175,145 @@ class PlainLayer(nn.Module):
         return x + self.mlp.linear2(F.silu(gate) * up)
 
 
-PLAN = {"[04]": "vocab", "2.*.proj": "row"}
-PLAN |= {"2.*.linear2": "row", "2.norm?": "norm", "3": "norm"}
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pool.on(1, 3)
+def test_a_parallel_transformer_layer_draws_the_weights_of_a_plain_one(activation, bias):
+    torch.manual_seed(0)
+    plain = PlainLayer(6, activation == "swiglu", bias)
+    torch.manual_seed(0)
+    ours = tp.ParallelTransformerLayer(
+        24, 12, 24, 6, activation, bias=bias, process_group=pool.group()
+    )
+    for name, whole in tp.full_state_dict(ours).items():
+        assert whole.shape == plain.get_parameter(name).shape
+    x = randn((4, 2, 24))
+    ours.double()
+    plain.double().load_state_dict(tp.full_state_dict(ours))
+    within(ours(x), plain(x))
 
 
-def plain_and_ours(kv_heads, swiglu, bias, tied, V, options):
-    """Our transformer layer and a plain one in shards, beside two plain ones."""
-    layers = [PlainLayer(kv_heads, swiglu, bias) for bias in (bias, True)]
-    plain = nn.Sequential(nn.Embedding(V, 24), *layers, nn.LayerNorm(24), nn.Linear(24, V, bias))
+def split_plan(kv_heads, swiglu):
+    plan = {"[03]": "vocab", "2": "norm", "1.norm?": "norm", "1.*.proj": "row"}
+    plan |= {"1.*.linear1": "swiglu" if swiglu else "column", "1.*.linear2": "row"}
+    plan["1.*.qkv"] = "qkv" if kv_heads == 12 else (24, 2 * kv_heads, 2 * kv_heads)
+    return plan
+
+
+def plain_and_parallel(kv_heads, swiglu, sp, tied, V):
+    """A plain model, and one that is split: embedding, layer, norm, head."""
+    layer = PlainLayer(kv_heads, swiglu)
+    plain = nn.Sequential(nn.Embedding(V, 24), layer, nn.LayerNorm(24), nn.Linear(24, V))
     if tied:
-        plain[4].weight = plain[0].weight
-    plain[2].mlp.linear1.weight.requires_grad_(False)
-    torch.manual_seed(0)  # as the pool did before: our layer draws the parameters of layers[0]
-    kind = "swiglu" if swiglu else "gelu"
-    first = tp.ParallelTransformerLayer(24, 12, 24, kv_heads, kind, bias=bias, **options)
-    ours = nn.Sequential(plain[0], first, copy.deepcopy(plain[2]), *plain[3:])
-    plan = PLAN | {"2.*.linear1": "swiglu" if swiglu else "column"}
-    plan["2.*.qkv"] = "qkv" if kv_heads == 12 else (24, 2 * kv_heads, 2 * kv_heads)
-    tp.parallelize(ours, plan, **options)
-    if options["sequence_parallel"]:
-        group = options["process_group"]
-        ours[0].register_forward_hook(lambda m, _, output: tp.scatter_to_sequence(output, group))
-    bitwise(tp.full_state_dict(ours), plain.state_dict())  # as drawn, and plain is left alone
-    memory_of_plain = {parameter.data_ptr() for parameter in plain.parameters()}
-    assert memory_of_plain.isdisjoint(parameter.data_ptr() for parameter in ours.parameters())
+        plain[3].weight = plain[0].weight
+    plain[1].mlp.linear1.weight.requires_grad_(False)
+    ours = copy.deepcopy(plain)
+    tp.parallelize(ours, split_plan(kv_heads, swiglu), pool.group(), sp)
+    if sp:
+        scatter = partial(tp.scatter_to_sequence, process_group=pool.group())
+        ours[0].register_forward_hook(lambda module, inputs, output: scatter(output))
     return plain.double(), ours.double()
 
 
+@SEQUENCE_PARALLEL
 @pytest.mark.parametrize(
-    ("kv_heads", "swiglu", "bias", "sp", "tied", "V", "ignore"),
-    [
-        (6, True, True, True, True, 13, 2),
-        (6, False, False, True, False, 4, -100),  # of three ranks the last has only padding
-        (12, False, True, False, False, 13, 2),
-        (12, True, False, False, True, 4, -100),
-    ],
+    ("kv_heads", "swiglu", "tied", "V"),
+    [(6, True, True, 13), (12, False, False, 4)],
+    ids=["GQA, swiglu, tied", "fewer tokens than rows"],  # of 3 ranks one has only padding
 )
 @pool.on(1, 2, 3)
-def test_a_model_trains_as_on_one_device(kv_heads, swiglu, bias, sp, tied, V, ignore):
-    """Losses, clipped gradients, parameters, in two steps of two micro-batches."""
+def test_a_model_trains_as_on_one_device(kv_heads, swiglu, tied, V, sp):
+    """Losses, clipped gradients and parameters, over steps of two micro-batches."""
     group = pool.group()
-    options = {"process_group": group, "sequence_parallel": sp}
-    plain, ours = plain_and_ours(kv_heads, swiglu, bias, tied, V, options)
-    optimizers = [OPTIMIZERS["momentum"](model.parameters()) for model in (plain, ours)]
-    for step, scale in itertools.product(range(2), (1, 3000)):  # 3000 overflows exp()
-        torch.manual_seed(step + scale)
-        tokens, target = torch.randint(V, (2, 6, 3))
-        target[0, 0] = ignore
-        expected, logits = (model[4](scale * model[:4](tokens)) for model in (plain, ours))
-        padded = torch.cat(everyone(logits), -1)  # with no more than needed
-        within(padded / scale, F.pad(expected, (0, -V % group.size()), value=-torch.inf) / scale)
-
-        plain_loss = partial(F.cross_entropy, ignore_index=ignore, reduction="none")
-        reference = plain_loss(expected.movedim(-1, 1), target)
-        loss = tp.vocab_parallel_cross_entropy(logits, target, group, ignore)
-        within(loss / scale, reference / scale)
-        low = tp.vocab_parallel_cross_entropy(logits.bfloat16(), target, group, ignore)
-        in_float32 = plain_loss(expected.movedim(-1, 1).bfloat16().float(), target)
-        torch.testing.assert_close(low, in_float32, rtol=1e-5, atol=2e-7)
-
-        torch.autograd.backward([loss, reference], [randn((6, 3))] * 2)  # one for each token
-        if scale > 1:
+    plain, ours = plain_and_parallel(kv_heads, swiglu, sp, tied, V)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.05, 0.9) for model in (plain, ours)]
+    for step in range(4):
+        tokens = torch.randint(V, (6, 3))
+        target = torch.randint(V, (6, 3)).index_fill(0, torch.tensor([0]), -100)
+        expected = F.cross_entropy(plain(tokens).movedim(-1, 1), target, reduction="none")
+        losses = tp.vocab_parallel_cross_entropy(ours(tokens), target, group)
+        within(losses, expected)
+        expected.sum().backward()
+        losses.sum().backward()
+        if step % 2:
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             within(tp.clip_grad_norm_(ours, 0.5, group) / norm, torch.ones_like(norm))
+            assert_same_model(ours, plain)
             for optimizer in optimizers:
                 optimizer.step()
-        within(tp.full_state_dict(ours), plain.state_dict())
-        gradients = tp.whole_gradients(ours)
-        within(gradients, {name: parameter.grad for name, parameter in plain.named_parameters()})
-        for name in gradients.keys() - {name for name, *_ in tp.split_parameters(ours)}:
-            assert alike(ours.get_parameter(name)), name
-            assert alike(gradients[name]), name
-    head = tp.ColumnParallelLinear.from_full(plain[4], pad=True, gather_output=True, **options)
-    x = randn((2 * group.size(), 24))
-    within(head(x.chunk(group.size())[pool.rank()] if sp else x), plain[4](x))
-    tp.load_full_state_dict(ours, plain.state_dict())
-    bitwise(tp.full_state_dict(ours), plain.state_dict())
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("scale", [1, 3000], ids=["small logits", "logits that overflow exp"])
+@pytest.mark.parametrize("ignore", [2, -100])
+@pool.on(1, 3)
+def test_the_loss_and_its_gradient_are_those_of_one_device(scale, ignore):
+    whole = (scale * randn((4, 3, 12))).requires_grad_()
+    target = torch.arange(12).view(4, 3)
+    target[0, 0] = ignore
+    shard = whole.chunk(pool.world_size(), -1)[pool.rank()].detach().requires_grad_()
+    weights = randn((4, 3), seed=1)
+    cross_entropy = partial(F.cross_entropy, ignore_index=ignore, reduction="none")
+    expected = cross_entropy(whole.movedim(-1, 1), target)
+    expected.backward(weights)
+
+    loss = tp.vocab_parallel_cross_entropy(shard, target, pool.group(), ignore)
+    loss.backward(weights)
+
+    within(loss / scale, expected / scale)
+    within(shard.grad, whole.grad.chunk(pool.world_size(), -1)[pool.rank()])
+
+
+@pool.on(2)
+def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
+    logits = randn((5, 8), dtype=torch.bfloat16)
+    target = torch.arange(5)
+    shard = logits.chunk(2, -1)[pool.rank()]
+    loss = tp.vocab_parallel_cross_entropy(shard, target, pool.group())
+    expected = F.cross_entropy(logits.float(), target, reduction="none")
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=2e-7)
+
+
+@SEQUENCE_PARALLEL
+@pool.on(2, 3)
+def test_a_head_that_gathers_returns_all_logits_without_padding(sp):
+    plain = nn.Linear(6, 13).double()
+    options = {"process_group": pool.group(), "sequence_parallel": sp}
+    head = tp.ColumnParallelLinear.from_full(plain, pad=True, gather_output=True, **options)
+    x = randn((2 * pool.world_size(), 6))
+    mine = x.chunk(pool.world_size())[pool.rank()] if sp else x
+    within(head(mine), plain(x))
+
+
+@pool.on(3)
+def test_logits_of_padding_are_minus_infinity():
+    plain = nn.Linear(6, 13).double()
+    head = tp.parallelize(nn.Sequential(copy.deepcopy(plain)), {"0": "vocab"}, pool.group())
+    x = randn((2, 6))
+    within(torch.cat(everyone(head(x)), -1), F.pad(plain(x), (0, 2), value=-torch.inf))
+
+
+@pool.on(2)
+def test_a_plain_state_dict_loads_bitwise_and_padding_stays_zero():
+    plain, ours = plain_and_parallel(6, True, False, True, 13)
+    other = {name: randn(whole.shape) for name, whole in plain.state_dict().items()}
+    other["3.weight"] = other["0.weight"]  # tied
+    tp.load_full_state_dict(ours, other)
+    bitwise(tp.full_state_dict(ours), other)
+    if pool.rank() == 1:
+        assert ours[0].weight[6:].eq(0).all()
+
+
+@pool.on(2)
+def test_from_full_leaves_the_plain_layer_alone():
+    plain = nn.Linear(4, 4)
+    before = copy.deepcopy(plain.state_dict())
+    layer = tp.RowParallelLinear.from_full(plain, process_group=pool.group())
+    with torch.no_grad():
+        layer.weight.add_(1)
+        layer.bias.add_(1)
+    bitwise(plain.state_dict(), before)
+    tp.ColumnParallelLinear.from_full(plain, process_group=pool.group())  # and again
 
 
 @pool.on(2)
@@ -185,6 +322,15 @@ def test_a_layer_in_two_places_stays_one():
     model = tp.parallelize(nn.Sequential(layer, layer), {"0": "column"}, pool.group())
     assert isinstance(model[0], tp.ColumnParallelLinear)
     assert model[1] is model[0]
+
+
+@pool.on(2)
+def test_split_layers_name_the_ranks_that_hold_other_values():
+    plan = {"0": "column", "1": "norm", "2": "row"}
+    plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    model = tp.parallelize(plain, plan, pool.group(), sequence_parallel=True)
+    ranks = [getattr(layer, "differ_between_ranks", None) for layer in model]
+    assert ranks == [[0, 1], None, [0, 1]]
 
 
 @pool.on(2)
@@ -201,98 +347,293 @@ def test_evaluation_of_pytorchs_encoder_does_not_take_shards_for_whole_weights()
         within(y[~padding], plain(x[:, :4]).flatten(0, 1))
 
 
-@pytest.mark.parametrize("sp", [False, True])
+# ---- kinds
+
+
+class Normed(nn.Module):
+    """A norm, then a pair of matrices with another norm between them, which sees single heads."""
+
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.norm = norm(8)
+        self.linear1 = nn.Linear(8, 24)
+        self.head_norm = norm(4)
+        self.linear2 = nn.Linear(24, 8)
+
+    def forward(self, x):
+        heads = self.linear1(self.norm(x)).unflatten(-1, (-1, 4))
+        return x + self.linear2(self.head_norm(heads).flatten(-2))
+
+
+class OwnNorm(nn.Module):
+    """Its forward calls another method, as those of some norms in transformers do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def scale(self, x):
+        return x * self.weight
+
+    def forward(self, x):
+        return self.scale(x / x.norm(dim=-1, keepdim=True))
+
+
+NORMED = {"linear1": "column", "linear2": "row"}
+HEAD_NORM = {"head_norm": "replicated_with_grad_allreduce"}
+
+
+@SEQUENCE_PARALLEL
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, OwnNorm])
+@pool.on(1, 3)
+def test_any_norm_trains_between_pairs_and_inside_a_pair(norm, sp):
+    t = pool.world_size()
+    plain = Normed(norm).double()
+    plan = NORMED | HEAD_NORM | {"norm": "norm"}
+    ours = tp.parallelize(copy.deepcopy(plain), plan, pool.group(), sequence_parallel=sp)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, ours)]
+    for step in range(3):
+        x = randn((2 * t, 2, 8), seed=step)
+        weights = randn(x.shape, seed=9)
+        (plain(x) * weights).sum().backward()
+        mine, mine_weights = [y.chunk(t)[pool.rank()] if sp else y for y in (x, weights)]
+        (ours(mine) * mine_weights).sum().backward()  # gradients add up over the steps
+        assert_same_model(ours, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 @pool.on(2)
-def test_dropout_differs_inside_and_is_repeated_by_checkpoints(sp):
-    group, x, seen, results = pool.group(), randn((4, 2, 8)).requires_grad_(), {}, []
-    options = {"dropout": 0.5, "sequence_parallel": sp, "process_group": group}
+def test_a_second_parallelize_does_not_sum_gradients_twice():
+    model = nn.Sequential(nn.LayerNorm(4)).double()
+    for _ in range(2):
+        tp.parallelize(model, {"0": "norm"}, pool.group(), sequence_parallel=True)
+    model(randn((2, 4))).sum().backward()
+    bitwise(model[0].bias.grad, torch.full_like(model[0].bias, 4.0))
+
+
+@pool.on(2)
+def test_a_whole_parameter_between_column_and_row_is_an_error_in_the_first_forward():
+    model = tp.parallelize(Normed().double(), NORMED, pool.group())
+    with torch.no_grad():
+        model(randn((2, 8)))  # has no gradients
+    with pytest.raises(ValueError, match=r"\(4,\).*'replicated_with_grad_allreduce'"):
+        model(randn((2, 8)))
+
+
+@pool.on(2)
+def test_padding_idx_gets_no_gradient():
+    plain = nn.Embedding(6, 4, padding_idx=4).double()
+    ours = tp.parallelize(nn.Sequential(copy.deepcopy(plain)), {"0": "vocab"}, pool.group())
+    tokens = torch.tensor([4, 3, 0, 5, 4, 1])
+    within(ours(tokens), plain(tokens))
+    plain(tokens).sum().backward()
+    ours(tokens).sum().backward()
+    within(tp.whole_gradients(ours)["0.weight"], plain.weight.grad)
+
+
+# ---- dropout
+
+
+def layer_with_equal_heads(sp):
+    """Returns the layer, and what it fills in forward: the input of proj, and dropout's zeros."""
+    options = {"dropout": 0.5, "sequence_parallel": sp, "process_group": pool.group()}
     layer = tp.ParallelTransformerLayer(8, 4, **options).double()
-    qkv, proj = layer.self_attn.qkv, layer.self_attn.proj
-    qkv.weight.data = randn((2, 8)).repeat(6, 1)  # every head is the same, dropout differs
+    qkv = layer.self_attn.qkv
+    qkv.weight.data = randn((2, 8)).repeat(6, 1)
     qkv.bias.data.zero_()
-    proj.register_forward_pre_hook(lambda m, inputs: seen.update(inside=inputs[0].detach()))
-    layer.dropout.register_forward_hook(lambda m, _, y: seen.update(outside=y.detach() == 0))
-    for how in (layer, partial(checkpoint, layer, use_reentrant=False)):
-        tp.model_parallel_seed(3, group)
-        y, after = how(x), torch.rand(3)
+    seen = {}
+    layer.self_attn.proj.register_forward_pre_hook(lambda m, x: seen.update(inside=x[0].detach()))
+    layer.dropout.register_forward_hook(lambda m, x, y: seen.update(outside=y.detach() == 0))
+    return layer, seen
+
+
+@SEQUENCE_PARALLEL
+@pool.on(2)
+def test_dropout_differs_between_ranks_only_where_their_activations_do(sp):
+    layer, seen = layer_with_equal_heads(sp)
+    tp.model_parallel_seed(3, pool.group())
+    layer(randn((4, 2, 8)))
+    assert not alike(seen["inside"])
+    assert alike(seen["outside"]) != sp
+    assert alike(torch.rand(3))
+
+
+@SEQUENCE_PARALLEL
+@pool.on(2)
+def test_checkpoints_repeat_dropout(sp):
+    layer, _ = layer_with_equal_heads(sp)
+    x = randn((4, 2, 8)).requires_grad_()
+    results = []
+    for call in (layer, partial(checkpoint, layer, use_reentrant=False)):
+        tp.model_parallel_seed(3, pool.group())
+        y = call(x)
         gradients = torch.autograd.grad(y, [x, *layer.parameters()], randn(y.shape))
-        results.append([y.detach(), after, *gradients])
-        assert not alike(seen["inside"])
-        assert alike(seen["outside"]) != sp
+        results.append([y.detach(), torch.rand(3), *gradients])
     bitwise(*results)
-    assert alike(after)
-    between = tp.parallelize(nn.Sequential(nn.Dropout(0.5)), {"0": "dropout"}, group)
-    assert not alike(between(torch.ones(50)))
-    for evaluated in (layer.eval(), between.eval()):
-        bitwise(evaluated(x).detach(), evaluated(x).detach())
-
-
-REFUSED = {
-    "tp.check_divides('heads', 12, 5)": r"12 heads .* by 5 .* in \[1, 2, 3, 4, 6, 12\]$",
-    "tp.ParallelSelfAttention(9, 3, **g)": "3 attention heads",
-    "tp.ParallelSelfAttention(24, 6, num_kv_heads=3, **g)": "3 key and value heads",
-    "tp.ParallelMLP(4, 7, 'swiglu', **g)": r"7 features .* by 2 .* \[1, 7\]",
-    "tp.ParallelMLP(4, 8, 'relu', **g)": "activation='relu': use 'gelu' or 'swiglu'",
-    "tp.ColumnParallelLinear(4, 7, **g)": "7 features",
-    "tp.RowParallelLinear(4, 4, sequence_parallel=True, **g)(ones(3, 2))": r"in \[1, 3\]",
-    "tp.scatter_to_region(ones(2, 3), **g)": r"3 positions or features",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([-1]))": r"\[-1\] .* of 7; use 0 to 6",
-    "tp.VocabParallelEmbedding(7, 4, **g)(tensor([6, 7]))": r"\[7\] .* of 7",  # padding
-    "tp.VocabParallelEmbedding.from_full(nn.Embedding(8, 4, padding_idx=0), **g)": "padding_idx",
-    "tp.VocabParallelEmbedding.from_full(by_freq, **g)": "scale_grad_by_freq",
-    "tp.parallelize(nn.Sequential(hooked), {'0': 'column'}, **g)": "'0' .* it has hooks",
-    "tp.parallelize(nn.Sequential(clamped), {'0': 'row'}, **g)": "'0' .* it has hooks",
-    "tp.parallelize(nn.Sequential(optimized), {'0': 'row'}, **g)": "'0' .* it has hooks",
-    "tp.RowParallelLinear.from_full(nn.utils.spectral_norm(nn.Linear(4, 4)), **g)": "hooks",
-    "tp.vocab_parallel_cross_entropy(ones(3, 4), tensor([7]), **g)": r"\[1\].*\[3, 4\]",
-    "tp.vocab_parallel_cross_entropy(ones(1, 4), tensor([8]), **g)": r"\[8\] .* of 8; use 0 to 7",
-    "tp.vocab_parallel_cross_entropy(ones(4), tensor(0), label_smoothing=0.1)": "smoothing=0.1 is",
-    "tp.parallelize(tied, {'nothing': 'column'}, **g)": "no layer is named 'nothing'",
-    "tp.parallelize(nn.Sequential(nn.LayerNorm(4)), {'0': 'row'}, **g)": "'0' .*LayerNorm.* 'row'",
-    "tp.parallelize(nn.Sequential(nn.Linear(4, 14)), {'0': 'qkv'}, **g)": "'0' .* 14",
-    "tp.parallelize(tied, {'first': 'row'}, **g)": "second.weight is tied",
-    "tp.parallelize(tied_pair, {'0': 'column', '1': 'swiglu'}, **g)": "1.weight is tied",
-    "tp.parallelize(nn.Sequential(nn.LayerNorm(4)), {'0': (2, 1, 1)}, **g)": r"'0' .* \(2, 1, 1\)",
-    "tp.parallelize(nn.Sequential(nn.Linear(4, 8)), {'0': (5, 3)}, **g)": "5 features",
-    "tp.parallelize(nn.Sequential(nn.Linear(4, 12)), {'0': (4, 2)}, **g)": "'0' .* exactly to 12",
-    "tp.copy_to_region(ones(2), others)": "rank [01] is not a member",
-    "tp.load_full_state_dict(tp.VocabParallelEmbedding(7, 4, **g), eight)": r"\[8, 4\].* in state",
-    "tp.parallelize(nn.Sequential(linear), {'0': 'column'}, **g)": r"differ: 0.bias \(4,.*\(6,",
-    "tp.parallelize(nn.Sequential(odd_on_rank_1), {'0': 'column'}, **g)": "7 features",
-    "tp.parallelize(nn.Sequential(linear), {'0': ['column', 'row'][rank]}, **g)": "plan .*'row'",
-    "tp.parallelize(tied, {}, others)": "rank [01] is not a member",
-    "tp.parallelize(nn.Sequential(unseeded), {'0': 'column'}, **g)": "differ: .*seed all ranks",
-}
 
 
 @pool.on(2)
-def test_what_is_wrong_is_an_error():
+def test_a_dropout_inside_a_pair_differs_in_training_and_does_nothing_in_evaluation():
+    model = tp.parallelize(nn.Sequential(nn.Dropout(0.5)), {"0": "dropout"}, pool.group())
+    assert not alike(model(torch.ones(50)))
+    bitwise(model.eval()(torch.ones(50)), torch.ones(50))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda **g: tp.ParallelSelfAttention(9, 3, **g), "3 attention heads"),
+        (lambda **g: tp.ParallelSelfAttention(24, 6, 3, **g), "3 key and value heads"),
+        (lambda **g: tp.ParallelMLP(4, 7, "swiglu", **g), "7 features .* by 2"),
+        (lambda **g: tp.ParallelMLP(4, 8, "relu", **g), "'relu'"),
+        (lambda **g: tp.ColumnParallelLinear(4, 7, **g), "7 features"),
+        (lambda **g: tp.scatter_to_region(torch.ones(2, 3), **g), "3 positions or features"),
+    ],
+    ids=["heads", "key and value heads", "swiglu", "activation", "outputs", "scattered"],
+)
+def test_sizes_that_the_ranks_cannot_share_are_an_error(make, words):
+    with fake_world(2, 0), Collectives() as seen:
+        with pytest.raises(ValueError, match=words):
+            make(process_group=None)
+        assert not seen.calls
+
+
+@pytest.mark.cpu
+def test_the_error_names_the_world_sizes_that_fit():
+    with pytest.raises(ValueError, match=r"12 heads .* by 5 .* in \[1, 2, 3, 4, 6, 12\]$"):
+        tp.check_divides("heads", 12, 5)
+
+
+@pool.on(2)
+def test_positions_that_the_ranks_cannot_share_are_an_error():
+    layer = tp.RowParallelLinear(4, 4, sequence_parallel=True, process_group=pool.group())
+    with pytest.raises(ValueError, match="3 positions"):
+        layer(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("plain", "kind", "words"),
+    [
+        (nn.LayerNorm(4), "row", "LayerNorm.* 'row'"),
+        (nn.LayerNorm(4), (2, 1, 1), r"\(2, 1, 1\)"),
+        (nn.Linear(4, 14), "qkv", "14"),
+        (nn.Linear(4, 8), (5, 3), "5 features"),
+        (nn.Linear(4, 12), (4, 2), "12"),
+        (nn.BatchNorm1d(4), "norm", "buffers"),
+        (nn.Linear(4, 4), "norm", "one dimension"),
+        (nn.Sequential(nn.Linear(4, 4)), "replicated_with_grad_allreduce", "layers in it"),
+        (nn.Embedding(4, 4, scale_grad_by_freq=True), "vocab", "scale_grad_by_freq"),
+        (nn.Embedding(4, 4, max_norm=1.0), "vocab", "max_norm"),
+        (nn.utils.spectral_norm(nn.Linear(4, 4)), "row", "hooks"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+@pool.on(2)
+def test_a_layer_that_cannot_be_of_its_kind_is_an_error_that_names_it(plain, kind, words):
+    with pytest.raises(ValueError, match=f"(?s)^'0' .*{words}"):
+        tp.parallelize(nn.Sequential(plain), {"0": kind}, pool.group())
+
+
+def with_forward_hook(layer):
+    layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def with_gradient_hook(layer):
+    layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+def with_accumulation_hook(layer):
+    layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.parametrize("hook", [with_forward_hook, with_gradient_hook, with_accumulation_hook])
+@pool.on(2)
+def test_a_layer_with_hooks_is_an_error(hook):
+    plain = nn.Linear(4, 4)
+    hook(plain)
+    with pytest.raises(ValueError, match="hooks"):
+        tp.ColumnParallelLinear.from_full(plain, process_group=pool.group())
+
+
+@pool.on(2)
+def test_a_name_that_no_layer_has_is_an_error():
+    with pytest.raises(ValueError, match="'nothing'"):
+        tp.parallelize(make_model("tied"), {"nothing": "column"}, pool.group())
+
+
+@pytest.mark.parametrize(
+    "plan", [{"first": "row"}, {"first": "column", "second": "swiglu"}], ids=["one", "two ways"]
+)
+@pool.on(2)
+def test_tied_weights_that_are_split_in_two_ways_are_an_error(plan):
+    first = nn.Linear(4, 8)
+    second = nn.Linear(4, 8)
+    second.weight = first.weight
+    model = nn.ModuleDict({"first": first, "second": second})
+    with pytest.raises(ValueError, match=r"second\.weight is tied"):
+        tp.parallelize(model, plan, pool.group())
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kinds", "sps", "seeds", "words"),
+    [
+        ([4, 6], ["column"] * 2, [False] * 2, [0, 0], r"\(6,"),
+        ([4, 4], ["column", "row"], [False] * 2, [0, 0], "plan .*'row'"),
+        ([4, 4], ["column"] * 2, [False, True], [0, 0], "sequence_parallel=True"),
+        ([4, 4], ["column"] * 2, [False] * 2, [0, 1], "sum .*seed all ranks"),
+    ],
+    ids=["shapes", "plans", "sequence_parallel", "seeds"],
+)
+@pool.on(2)
+def test_what_differs_between_ranks_is_an_error_on_every_rank(outputs, kinds, sps, seeds, words):
+    rank = pool.rank()
+    torch.manual_seed(seeds[rank])
+    model = nn.Sequential(nn.Linear(4, outputs[rank]))
+    with pytest.raises(ValueError, match=words):
+        tp.parallelize(model, {"0": kinds[rank]}, pool.group(), sps[rank])
+
+
+@pool.on(2)
+def test_seeds_that_differ_between_ranks_are_an_error():
+    with pytest.raises(ValueError, match="seed 1"):
+        tp.model_parallel_seed(pool.rank(), pool.group())
+
+
+@pool.on(2)
+def test_a_group_without_this_rank_is_an_error():
     groups = [dist.new_group([rank]) for rank in range(2)]
-    names = {"tp": tp, "nn": nn, "ones": torch.ones, "tensor": torch.tensor}
-    names |= {"g": {"process_group": pool.group()}, "others": groups[1 - pool.rank()]}
-    names |= {"rank": pool.rank(), "tied": make_model("tied")}
-    names |= {"eight": {"weight": torch.ones(8, 4)}}
-    names |= {"tied_pair": nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 8))}
-    names["tied_pair"][1].weight = names["tied_pair"][0].weight
-    names |= {"hooked": nn.Linear(4, 4), "clamped": nn.Linear(4, 4), "optimized": nn.Linear(4, 4)}
-    names["hooked"].register_forward_hook(lambda module, inputs, output: 2 * output)
-    names["clamped"].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
-    names["optimized"].bias.register_post_accumulate_grad_hook(lambda parameter: None)
-    names |= {"by_freq": nn.Embedding(8, 4, scale_grad_by_freq=True)}
-    torch.manual_seed(pool.rank())
-    names |= {"unseeded": nn.Linear(4, 4), "linear": nn.Linear(4, 4 + 2 * pool.rank())}
-    names |= {"odd_on_rank_1": nn.Linear(4, 6 + pool.rank())}
-    for call, words in REFUSED.items():
-        with Collectives() as seen, pytest.raises((ValueError, IndexError), match=words):
-            eval(call, names)
-        # One rank alone may be wrong, so parallelize() gathers all ranks' errors.
-        assert not seen.calls or call.startswith("tp.parallelize"), call
+    others = groups[1 - pool.rank()]
+    with pytest.raises(ValueError, match="not a member"):
+        tp.copy_to_region(torch.ones(2), others)
+    with pytest.raises(ValueError, match="not a member"):
+        tp.parallelize(make_model("tied"), {}, others)
 
 
 @pool.on(2)
-def test_the_norm_of_no_gradients_is_zero():
-    layer = tp.ColumnParallelLinear(4, 4, process_group=pool.group())
-    bitwise(tp.clip_grad_norm_(layer, 1.0, pool.group()), torch.zeros(()))
+def test_tokens_outside_the_vocabulary_are_an_error():
+    embedding = tp.VocabParallelEmbedding(7, 4, process_group=pool.group())
+    for token in (-1, 7):  # 7 is padding
+        with pytest.raises(IndexError, match=rf"\[{token}\] .* of 7; use 0 to 6"):
+            embedding(torch.tensor([6, token]))
+
+
+@pool.on(2)
+def test_targets_outside_the_vocabulary_or_of_another_shape_are_an_error():
+    with pytest.raises(IndexError, match=r"\[8\] .* of 8"):
+        tp.vocab_parallel_cross_entropy(torch.ones(1, 4), torch.tensor([8]), pool.group())
+    with pytest.raises(ValueError, match=r"\[1\].*\[3, 4\]"):
+        tp.vocab_parallel_cross_entropy(torch.ones(3, 4), torch.tensor([7]), pool.group())
+
+
+@pool.on(2)
+def test_a_state_dict_of_another_vocabulary_is_an_error():
+    embedding = tp.VocabParallelEmbedding(7, 4, process_group=pool.group())
+    with pytest.raises(ValueError, match=r"\[8, 4\].* 7"):
+        tp.load_full_state_dict(embedding, {"weight": torch.ones(8, 4)})
 
 
 @pool.on(2)
@@ -305,33 +646,49 @@ def test_a_gradient_of_a_gradient_is_an_error_because_a_part_of_it_would_be_left
             torch.autograd.grad(output.sum(), x, create_graph=True)
 
 
+# ---- devices, precision, costs
+
+
+@pool.on(2)
+def test_the_norm_of_no_gradients_is_zero():
+    layer = tp.ColumnParallelLinear(4, 4, process_group=pool.group())
+    bitwise(tp.clip_grad_norm_(layer, 1.0, pool.group()), torch.zeros(()))
+
+
 @pool.on(2, 3)
 def test_on_a_gpu_a_token_outside_the_vocabulary_is_nan_and_the_others_are_right():
-    group, t, V = pool.group(), pool.world_size(), 7
-    embedding = tp.VocabParallelEmbedding(V, 4, process_group=group).double()
-    logits = randn((5, V)).requires_grad_()
-    shards = F.pad(logits, (0, -V % t), value=-torch.inf).chunk(t, -1)
+    embedding = tp.VocabParallelEmbedding(7, 4, process_group=pool.group()).double()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cpu", False)
+        found = embedding(torch.tensor([3, -1, 7, 10**6, 6]))
+    within(found[[0, 4]], tp.full_state_dict(embedding)["weight"][[3, 6]])
+    assert found[1:4].isnan().all()
+
+
+@pool.on(2, 3)
+def test_on_a_gpu_a_target_outside_the_vocabulary_is_nan_and_the_others_are_right():
+    t = pool.world_size()
+    logits = randn((5, 7)).requires_grad_()
+    shard = F.pad(logits, (0, -7 % t), value=-torch.inf).chunk(t, -1)[pool.rank()]
     target = torch.tensor([2, 6, -7, 8**9, -100])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cpu", False)
-        found = embedding(torch.tensor([3, -1, V, 10**6, 6]))
-        loss = tp.vocab_parallel_cross_entropy(shards[pool.rank()], target, group)
+        loss = tp.vocab_parallel_cross_entropy(shard, target, pool.group())
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
-    everywhere = sum(everyone(gradient))
-    within(found[[0, 4]], tp.full_state_dict(embedding)["weight"][[3, 6]])
+    gradient = sum(everyone(gradient))
     within(loss[:2], F.cross_entropy(logits[:2], target[:2], reduction="none"))
     assert loss[4] == 0
-    assert everywhere[[0, 1, 4]].isfinite().all()
-    for wrong in (found[1:4], loss[2:4], everywhere[2:4]):
-        assert wrong.isnan().all()
+    assert gradient[[0, 1, 4]].isfinite().all()
+    assert loss[2:4].isnan().all()
+    assert gradient[2:4].isnan().all()
 
 
-@pytest.mark.parametrize("sp", [False, True])
+@SEQUENCE_PARALLEL
 def test_the_host_reads_nothing_in_a_step(sp):
     """The meta device stands for a GPU: it has no data, so that reading a tensor raises."""
     with fake_world_on_meta(2, 0):
-        embedding, head = tp.VocabParallelEmbedding(9, 8), nn.Linear(8, 9)
-        head = tp.ColumnParallelLinear.from_full(head, pad=True, sequence_parallel=sp)
+        embedding = tp.VocabParallelEmbedding(9, 8)
+        head = tp.ColumnParallelLinear.from_full(nn.Linear(8, 9), pad=True, sequence_parallel=sp)
         layer = tp.ParallelTransformerLayer(8, 4, dropout=0.5, sequence_parallel=sp)
         assert layer.mlp.linear2.in_features == 4 * 8
         tokens = torch.zeros(4, 3, dtype=torch.long)
@@ -341,10 +698,11 @@ def test_the_host_reads_nothing_in_a_step(sp):
         tp.clip_grad_norm_(nn.Sequential(embedding, layer, head), 1.0)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 model", "autocast"])
 @pool.on(2)
 def test_sixteen_bits_are_right_to_their_precision(autocast):
-    dtype, x = torch.float32 if autocast else torch.bfloat16, randn((8, 16), dtype=torch.float32)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    x = randn((8, 16), dtype=torch.float32)
     plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     ours = tp.parallelize(copy.deepcopy(plain).to(dtype), {"0": "column", "2": "row"}, pool.group())
     with torch.autocast(pool.device().type, torch.bfloat16, enabled=autocast):
@@ -359,11 +717,6 @@ def test_sixteen_bits_are_right_to_their_precision(autocast):
     assert tp.clip_grad_norm_(ours, 1e9, pool.group()).dtype == torch.float32
 
 
-OVERLAP = "aten::mm c10d::allreduce_ aten::mm wait"
-OVERLAP_OF_SEQUENCES = "c10d::_allgather_base_ aten::mm c10d::alltoall_base_ wait aten::mm wait"
-OVERLAPPING = {*OVERLAP.split(), *OVERLAP_OF_SEQUENCES.split()}
-
-
 def kept(function, *args, but=()):
     """The result, and the float32 numbers that autograd keeps for backward, but parameters."""
     saved = []  # alive, so that no address is used twice
@@ -373,30 +726,48 @@ def kept(function, *args, but=()):
     return result, tp.held_bytes(x for x in saved if x.untyped_storage().data_ptr() not in but) / 4
 
 
-@pytest.mark.parametrize("sp", [False, True])
+@SEQUENCE_PARALLEL
 @pytest.mark.parametrize(("t", "rank"), [(8, 3), (1024, 0)])
-def test_a_layer_sends_holds_keeps_and_overlaps_as_the_formulas_say(t, rank, sp, monkeypatch):
+def test_a_layer_sends_holds_and_keeps_what_the_formulas_say(t, rank, sp):
     """Kept: Korthikanti's 10 + 24/t or 34/t bytes, less 2 for dropout, as numbers of 2 bytes."""
-    s, b, h = t, 1, 1024
-    issued = Watch(lambda: None)
-    work_class = getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)  # newer torch
-    monkeypatch.setattr(work_class, "wait", lambda work: issued.seen.append(("wait", None)))
+    s = t
+    h = 1024
     with fake_world(t, rank):
         layer = tp.ParallelTransformerLayer(h, h, h, sequence_parallel=sp)
-        x = torch.randn(s // t if sp else s, b, h, requires_grad=True)
-        with tp.SentBytes() as sent, issued:
+        x = torch.randn(s // t if sp else s, 1, h, requires_grad=True)
+        with tp.SentBytes() as sent:
             y, keeps = kept(layer, x, but=layer.parameters())
             y.sum().backward()
-    elements = 10 * b * s * h + 12 * h if sp else 8 * b * s * h
+    elements = 10 * s * h + 12 * h if sp else 8 * s * h
     assert sent.total == pytest.approx(4 * elements * (t - 1) / t)
     assert sum(p.numel() for p in layer.parameters()) == (6 * h * h + 4 * h) // t + 6 * h
     # Between pairs, the inputs of norms and column layers, and means and deviations. Inside a
     # pair six of h, and one number for each row and head.
-    between, inside = 4 + 4 / h, 6 + 1
-    assert keeps / (s * b * h) == pytest.approx(between / (t if sp else 1) + inside / t, rel=1e-12)
-    # The gradient of x leaves before that of the weight is computed, and is waited for after it.
-    order = " ".join(name for name, _ in issued.seen if name in OVERLAPPING)
-    assert order.count(OVERLAP_OF_SEQUENCES if sp else OVERLAP) == 2
+    between = (4 + 4 / h) / (t if sp else 1)
+    inside = (6 + 1) / t
+    assert keeps / (s * h) == pytest.approx(between + inside, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("sp", "order"),
+    [
+        (False, "aten::mm c10d::allreduce_ aten::mm wait"),
+        (True, "c10d::_allgather_base_ aten::mm c10d::alltoall_base_ wait aten::mm wait"),
+    ],
+    ids=["whole", "sequence parallel"],
+)
+def test_a_column_layer_computes_while_it_communicates(sp, order, monkeypatch):
+    """The gradient of x leaves before that of the weight is computed, and is awaited after it."""
+    issued = Watch(lambda: None)
+    work_class = getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)  # newer torch
+    monkeypatch.setattr(work_class, "wait", lambda work: issued.seen.append(("wait", None)))
+    with fake_world(8, 3):
+        layer = tp.ColumnParallelLinear(16, 16, sequence_parallel=sp)
+        y = layer(torch.randn(8, 2, 16, requires_grad=True))
+        with issued:
+            y.sum().backward()
+    names = [name for name, _ in issued.seen if name in order.split()]
+    assert " ".join(names).endswith(order)  # after the gather of forward
 
 
 def test_the_loss_sends_three_numbers_a_token_and_keeps_one_tensor_of_logits():
@@ -426,3 +797,75 @@ def test_the_boxes_of_all_ranks_cover_the_whole_parameter_once(kind):
             covered[block] += 1
         owners = 1 if name in layer.split_dims else pool.world_size()
         bitwise(sum(everyone(covered)), torch.full_like(covered, owners))
+
+
+# ---- models of transformers
+
+LLAMA = {f"*.{name}_proj": "column" for name in ("q", "k", "v", "gate", "up")}
+LLAMA |= {"*.o_proj": "row", "*.down_proj": "row", "*.embed_tokens": "vocab"}
+QWEN3 = LLAMA | {"*.[qk]_norm": "replicated_with_grad_allreduce"}
+GPT2 = {"*.c_attn": "qkv", "*.attn.c_proj": "row", "*.c_fc": "column", "*.mlp.c_proj": "row"}
+T5 = {f"*.{name}": "column" for name in ("q", "k", "v", "wi", "relative_attention_bias")}
+T5 |= {"*.o": "row", "*.wo": "row"}
+WHISPER = {f"*.{name}": "column" for name in ("q_proj", "k_proj", "v_proj", "fc1")}
+WHISPER |= {"*.out_proj": "row", "*.fc2": "row"}
+SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+GPT2_SIZES = {"vocab_size": 32, "n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 8}
+T5_SIZES = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4, "num_layers": 2}
+WHISPER_SIZES = {"vocab_size": 32, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+WHISPER_SIZES |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 6}
+WHISPER_SIZES |= {"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_source_positions": 4}
+WHISPER_SIZES |= {"max_target_positions": 8, "pad_token_id": 0, "decoder_start_token_id": 1}
+REAL = {  # name: sizes, plan, the attribute that counts an attention's heads or features
+    "Qwen3": (SMALL, QWEN3, None),
+    "GPT2": (GPT2_SIZES, GPT2, "split_size"),
+    "T5": (T5_SIZES, T5, "n_heads"),
+    "Whisper": (WHISPER_SIZES, WHISPER, "num_heads"),
+}
+
+
+def real_model(name):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = getattr(transformers, f"{name}Config")(**REAL[name][0])
+    config.decoder_start_token_id = 1
+    kinds = {"GPT2": "LMHeadModel", "Qwen3": "ForCausalLM"}
+    kind = kinds.get(name, "ForConditionalGeneration")
+    config.dropout_rate = config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return getattr(transformers, f"{name}{kind}")(config).double().eval()
+
+
+def real_loss(name, model, step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(3, 32, (2, 6), generator=generator)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    if name == "Whisper":
+        inputs = {"input_features": randn((2, 6, 8), seed=step), "labels": tokens}
+    return model(**inputs, use_cache=False).loss
+
+
+@pytest.mark.parametrize("name", REAL)
+@pool.on(2)
+def test_a_model_of_transformers_trains_as_on_one_device(name):
+    plain = real_model(name)
+    ours = copy.deepcopy(plain)
+    _, plan, count = REAL[name]
+    tp.parallelize(ours, plan, pool.group())
+    for module in ours.modules():
+        if count and hasattr(module, count):
+            setattr(module, count, getattr(module, count) // 2)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (plain, ours)]
+    for step in range(3):
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            real_loss(name, model, step).backward()
+            optimizer.step()
+    # Norms of transformers compute in float32, also in a float64 model.
+    torch.testing.assert_close(tp.full_state_dict(ours), plain.state_dict(), rtol=0, atol=1e-6)
+
+
+@pool.on(2)
+def test_qwen3_without_the_sums_for_its_head_norms_is_an_error():
+    model = tp.parallelize(real_model("Qwen3"), LLAMA, pool.group())
+    with pytest.raises(ValueError, match="replicated_with_grad_allreduce"):
+        real_loss("Qwen3", model, 0)
