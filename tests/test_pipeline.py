@@ -267,14 +267,6 @@ def test_trains_as_one_device(make, name, m, v):
 
 
 @pool.on(2)
-def test_gradients_of_several_steps_add_up():
-    run = Run(Layer, "1f1b", 4)
-    run.step(*make_batch(0, 8))
-    run.step(*make_batch(1, 8))
-    run.assert_same()
-
-
-@pool.on(2)
 def test_under_no_grad_a_step_is_a_forward_of_any_batch():
     run = Run(Layer, "zero_bubble", 4)
     run.step(*make_batch(0, 8))
@@ -295,10 +287,11 @@ def test_activations_keep_their_strides():
 @pool.on(2)
 def test_a_batch_may_be_a_tuple_of_tensors():
     inputs, targets = make_batch(0, 8)
-    stages = [nn.Bilinear(6, 6, 6), nn.Linear(6, 6)]
-    ours = Pipeline(stages[pool.rank()], "1f1b", 4, F.mse_loss, pool.group())
+    stage = [nn.Bilinear(6, 6, 6), nn.Identity()][pool.rank()]
+    ours = Pipeline(stage, "1f1b", 4, F.mse_loss, pool.group())
     loss = ours.step((inputs, inputs), targets)
-    assert (loss is None) == (pool.rank() == 0)
+    if pool.rank() == 1:
+        assert loss.isfinite()
 
 
 @pytest.mark.cpu  # a GPU need not have the dtype
@@ -353,11 +346,15 @@ def test_as_many_activations_are_alive_as_simulated_and_none_after_a_step(name, 
     run = Run(Layer, name, 7, v)
     # the input of a stage's last layer, which its backward needs
     alive, counts = count_alive([stage.down for stage in run.stages])
+    waiting = []
+    run.stages[0].register_forward_pre_hook(lambda *_: waiting.append(len(run.ours._sends)))
     gc.disable()  # freed by reference counts alone
     for step in range(2):
         run.step(*make_batch(step, 14))
         assert alive["now"] == 0
-    assert max(counts) == simulate(run.ours.schedule).peak_activations[pool.rank()]
+    peaks = simulate(run.ours.schedule).peak_activations
+    assert max(counts) == peaks[pool.rank()]
+    assert max(waiting) <= 4  # messages that no rank has received
     counts.clear()
     with torch.no_grad():
         run.step(*make_batch(2, 14))
@@ -397,19 +394,6 @@ def test_each_boundary_sends_activations_once_and_gradients_if_needed(name, froz
     sum_of_modes = 8
     sent = sum(size for name, size in seen.calls if name != "recv_")
     assert sent == sends * inputs.nbytes + sum_of_modes
-
-
-@pool.on(2)
-def test_few_messages_await_their_receiver():
-    run = Run(Layer, "gpipe", 16)
-    lengths = []
-
-    def note(module, inputs):
-        lengths.append(len(run.ours._sends))
-
-    run.stages[0].register_forward_pre_hook(note)
-    run.step(*make_batch(0, 16))
-    assert max(lengths) <= 4
 
 
 # ---- W, and gradients that are synchronised
@@ -483,29 +467,23 @@ def synchronise_in_last(stage, is_last):
 @pool.on(4)
 def test_fsdp_synchronises_gradients_in_a_stages_last_backward_only(name):
     """Two pipelines. Two ranks shard each stage."""
-    number, place = divmod(pool.rank(), 2)
+    number, replica = divmod(pool.rank(), 2)
     pipes = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    torch.manual_seed(1)
-    plain = nn.ModuleList([Layer(), Layer()]).double()
+    batch = make_batch(replica, 6).double()
+    torch.manual_seed(number)
+    plain = Layer().double()
     sent = []
+    gradients = []
     for context in (None, synchronise_in_last):
-        stage = fsdp.fully_shard(copy.deepcopy(plain[number]), process_group=shards[number])
-        ours = Pipeline(stage, name, 3, F.mse_loss, pipes[place], context)
+        stage = fsdp.fully_shard(copy.deepcopy(plain), process_group=shards[number])
+        ours = Pipeline(stage, name, 3, F.mse_loss, pipes[replica], context)
         with Collectives() as seen:
-            ours.step(*make_batch(place, 6).double())
+            ours.step(*batch)
         sent.append(sum(size for _, size in seen.calls))
-
-    for replica in range(2):
-        accumulate(plain, *make_batch(replica, 6).double(), 3)
-    for parameter in plain.parameters():
-        parameter.grad /= 2
-    for model in (stage, plain):
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        gradients.append([parameter.grad for parameter in stage.parameters()])
     assert sent[1] < sent[0]
-    expected = plain[number].state_dict()
-    for name, value in fsdp.full_state_dict(stage).items():
-        assert_equal(value, expected[name].cpu(), exact=False)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
 # ---- errors
@@ -547,17 +525,11 @@ def test_a_stage_that_returns_no_tensor_is_an_error(value):
         use([Returns(value), nn.Linear(6, 6)])
 
 
-@pytest.mark.parametrize("inputs", ["text", (torch.ones(8, 6), "mask")], ids=["text", "in a tuple"])
+@pytest.mark.parametrize("what", ["inputs", "targets"])
 @pool.on(1)
-def test_inputs_that_are_not_tensors_are_an_error(inputs):
+def test_a_batch_that_is_no_tensor_is_an_error(what):
     with pytest.raises(ValueError, match=r"not .*str"):
-        use(nn.Linear(6, 6), inputs=inputs)
-
-
-@pool.on(1)
-def test_targets_that_are_not_a_tensor_are_an_error():
-    with pytest.raises(ValueError, match=r"not .*str"):
-        use(nn.Linear(6, 6), targets="text")
+        use(nn.Linear(6, 6), **{what: "text"})
 
 
 @pool.on(1)
@@ -570,12 +542,6 @@ def test_samples_that_torch_chunk_cannot_split_are_an_error():
 def test_a_loss_that_is_not_a_scalar_is_an_error():
     with pytest.raises(ValueError, match=r"\(2, 6\).*mean"):
         use(nn.Linear(6, 6), loss_fn=nn.MSELoss(reduction="none"))
-
-
-@pool.on(1)
-def test_a_loss_without_a_graph_is_an_error():
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        use(nn.Linear(6, 6), loss_fn=lambda y, target: F.mse_loss(y, target).detach())
 
 
 @pytest.mark.parametrize(
