@@ -637,8 +637,8 @@ FLAGS = {
     "--tp": {"type": int, "help": "tensor-parallel ranks"},
     "--ep": {
         "type": int,
-        "help": "ranks that share the experts, of the shard · cp · tp ranks of a stage; without any "
-        "of these five flags, a grid with as many axes as the ranks allow",
+        "help": "ranks that share the experts, of the shard · cp · tp ranks of a stage; without "
+        "these five flags, a grid with as many axes as the ranks allow",
     },
     "--schedule": {"choices": pipeline.SCHEDULES, "default": "1f1b", "help": DEFAULT},
     "--stages-per-rank": {"type": int, "default": 1, "help": f"for interleaved_1f1b {DEFAULT}"},
@@ -767,7 +767,7 @@ class SentByAxis(fsdp.SentBytes):
 
 def train_on_one_device(config, args, batches, device, dtype):
     """Train the plain model. Yield (loss without auxiliary, gradient norm, model) of each step."""
-    model = plain_model(config, args.seed).to(device, dtype)
+    model = plain_model(config, args.seed).to(device, torch.promote_types(dtype, torch.float32))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     m = args.microbatches
     for inputs, targets in batches:

@@ -1,0 +1,585 @@
+"""parallel_5d.py: any grid trains as one device does, and each mistake where techniques meet shows.
+
+Some targets are masked, more of them in some sequences than in others, so that a mean over a rank's
+own tokens is not the mean over all.
+"""
+
+import importlib.util
+import json
+import math
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pool
+import pytest
+import torch
+import torch.distributed as dist
+from launch import ROOT, fork
+
+import checkpoint
+import context_parallel
+import expert_parallel
+import fsdp
+import parallel_5d as five
+import tensor_parallel
+
+pytestmark = pytest.mark.cpu
+
+DEFAULTS = {
+    "model": "mixtral-tiny",
+    "pp": 1,
+    "replicate": 1,
+    "cp": 1,
+    "tp": 1,
+    "ep": 1,
+    "schedule": "1f1b",
+    "stages_per_rank": 1,
+    "microbatches": 2,
+    "batch_size": 8,
+    "sequence_length": 16,
+    "lr": 0.01,
+    "clip_grad": 0.5,
+    "aux_weight": 0.1,
+    "recompute": False,
+    "seed": 0,
+}
+
+
+def make_args(**flags):
+    return SimpleNamespace(**DEFAULTS | flags)
+
+
+def make_batch(args, number):
+    generator = torch.Generator().manual_seed(number)
+    shape = (args.batch_size, args.sequence_length + 1)
+    tokens = torch.randint(256, shape, generator=generator)
+    share = torch.linspace(0, 0.9, args.batch_size)[:, None]  # of masked targets, by sequence
+    is_masked = torch.rand(shape, generator=generator)[:, 1:] < share
+    return tokens[:, :-1], tokens[:, 1:].masked_fill(is_masked, five.IGNORE)
+
+
+def make_trainer(args):
+    return five.Trainer(five.MODELS[args.model], args, torch.device("cpu"), torch.float64)
+
+
+def largest_difference(args, steps=2):
+    """Train on the grid and on one device, and compare losses, norms and parameters."""
+    batches = [make_batch(args, number) for number in range(steps)]
+    config = five.MODELS[args.model]
+    plain = five.train_on_one_device(config, args, batches, "cpu", torch.float64)
+    trainer = make_trainer(args)
+    largest = 0.0
+    for batch in batches:
+        loss, norm = trainer.step(*batch)
+        plain_loss, plain_norm, model = next(plain)
+        difference = five.largest_difference(trainer, model)
+        largest = max(largest, difference, abs(loss - plain_loss), abs(norm - plain_norm))
+    return five.max_over_ranks(largest, "cpu")
+
+
+GRIDS = {
+    "one axis: pp": {"pp": 4},
+    "one axis: replicate": {"replicate": 4},
+    "one axis: shard": {},
+    "one axis: cp": {"cp": 4},
+    "one axis: tp": {"tp": 4},
+    "one axis: ep, over shards": {"ep": 4},
+    "pp and replicate": {"pp": 2, "replicate": 2},
+    "pp and shard": {"pp": 2},
+    "pp and cp": {"pp": 2, "cp": 2},
+    "pp and tp": {"pp": 2, "tp": 2},
+    "replicate and shard": {"replicate": 2},
+    "replicate and cp": {"replicate": 2, "cp": 2},
+    "replicate and tp": {"replicate": 2, "tp": 2},
+    "shard and cp": {"cp": 2},
+    "shard and tp": {"tp": 2},
+    "cp and tp": {"cp": 2, "tp": 2},
+    "ep and pp": {"pp": 2, "ep": 2},
+    "ep and replicate": {"replicate": 2, "ep": 2},
+    "ep and half of the shards": {"ep": 2},
+    "ep over cp": {"cp": 2, "ep": 2},
+    "ep over tp": {"tp": 2, "ep": 2},
+    "ep over cp and tp": {"cp": 2, "tp": 2, "ep": 4},
+    "pp, tp and ep": {"pp": 2, "tp": 2, "ep": 2},
+    "replicate, cp and ep": {"replicate": 2, "cp": 2, "ep": 2},
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pool.on(4)
+def test_a_grid_trains_as_one_device(grid):
+    assert largest_difference(make_args(**grid)) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "zero_bubble"])
+@pool.on(4)
+def test_every_schedule_trains_as_one_device(schedule):
+    args = make_args(pp=2, cp=2, schedule=schedule, microbatches=4)
+    assert largest_difference(args) < 1e-12
+
+
+@pool.on(4)
+def test_interleaved_stages_train_as_one_device():
+    schedule = {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "microbatches": 4}
+    assert largest_difference(make_args(pp=2, tp=2, **schedule)) < 1e-12
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "deepseek-tiny"])
+@pool.on(4)
+def test_other_models_train_as_one_device(model):
+    assert largest_difference(make_args(model=model, cp=2, tp=2)) < 1e-12
+
+
+@pytest.mark.parametrize("grid", [{"cp": 2, "tp": 2, "ep": 2}, {"pp": 2}], ids=["cp tp ep", "pp"])
+@pool.on(4)
+def test_recomputed_activations_change_nothing(grid):
+    assert largest_difference(make_args(recompute=True, **grid)) < 1e-12
+
+
+@pool.on(4)
+def test_no_clipping_and_no_auxiliary_loss():
+    args = make_args(tp=2, cp=2, ep=2, clip_grad=0.0, aux_weight=0.0)
+    assert largest_difference(args) < 1e-12
+
+
+TRIPLES = {
+    "shard, cp, tp": "--cp 2 --tp 2 --ep 2",
+    "pp, shard, tp": "--pp 2 --tp 2 --ep 2 --model deepseek-tiny",
+    "replicate, cp, tp": "--replicate 2 --cp 2 --tp 2 --ep 4",
+    "pp, replicate, cp": "--pp 2 --replicate 2 --cp 2 --ep 2",
+    "pp, cp, tp and ep": "--pp 2 --cp 2 --tp 2 --ep 2 --recompute",
+}
+
+
+@pytest.mark.parametrize("flags", TRIPLES.values(), ids=TRIPLES)
+def test_eight_ranks_train_as_one_device(flags):
+    done = fork(ROOT / "parallel_5d.py", "--steps", 2, *flags.split(), ranks=8)
+
+    assert done.returncode == 0, done.stderr
+    pattern = r"^vs 1 device loss, gradient norm and parameters equal within 1e-09: \de-1[2-9]$"
+    assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout
+
+
+# ---- mistakes where techniques meet
+
+
+def patch_trainer(name, function):
+    return lambda patch: patch.setattr(five.Trainer, name, function)
+
+
+def with_option(function, name, value):
+    """Return the function with one keyword argument replaced."""
+
+    def changed(*args, **options):
+        return function(*args, **options | {name: value})
+
+    return changed
+
+
+def tokens_of_this_rank(patch):
+    count = five.count_tokens
+    own_part = five.Grid.own_part
+
+    def step(self, inputs, targets):
+        m = self.args.microbatches
+        own = count(own_part(self.grid, targets, m)) * dist.get_world_size()
+        patch.setattr(five, "count_tokens", lambda targets: own)
+        return original(self, inputs, targets)
+
+    original = five.Trainer.step
+    patch.setattr(five.Trainer, "step", step)
+
+
+def own_part_of_replicas_first(self, batch, m):
+    number = self.replicate_rank * self.shard + self.shard_rank
+    own = batch.chunk(self.replicate * self.shard)[number]
+    return context_parallel.split_sequence(own, 1, self.cp_group)
+
+
+def own_part_without_zigzag(self, batch, m):
+    parts = batch.unflatten(0, (m, self.replicate, self.shard, -1))
+    own = parts[:, self.replicate_rank, self.shard_rank].flatten(0, 1)
+    return context_parallel.split_sequence(own, 1, self.cp_group, zigzag=False)
+
+
+def local_positions(length, group, *_):
+    return torch.arange(length // group.size())
+
+
+def norm_of(self, max_norm, parameters, group):
+    total = torch.nn.utils.get_total_norm([p.grad for p in parameters]).double().square()
+    dist.all_reduce(total, group=group)
+    torch.nn.utils.clip_grads_with_norm_(self.parameters, max_norm, total.sqrt())
+    return total.sqrt()
+
+
+def norm_that_counts_whole_parameters_on_each_rank(self, max_norm):
+    return norm_of(self, max_norm, self.parameters, self.grid.model_group)
+
+
+def norm_that_counts_replicas(self, max_norm):
+    is_first = self.grid.tp_rank == 0
+    counted = set(self.parameters) - (set() if is_first else set(self.whole))
+    return norm_of(self, max_norm, counted, None)
+
+
+def norm_of_this_stage(self, max_norm):
+    return norm_of(self, max_norm, self.parameters, self.grid.fsdp_group)
+
+
+def no_gradient(ctx, grad):
+    return grad, None
+
+
+def weight_without_micro_batches(patch):
+    build = five.Trainer.build_layer
+
+    def build_layer(self, number):
+        layer = build(self, number)
+        layer.aux_weight = self.args.aux_weight
+        return layer
+
+    patch.setattr(five.Trainer, "build_layer", build_layer)
+
+
+def mean_gradients(patch):
+    options = five.Trainer.fsdp_options
+
+    def fsdp_options(self, group):
+        return options(self, group) | {"gradient_divide_factor": None}
+
+    patch.setattr(five.Trainer, "fsdp_options", fsdp_options)
+
+
+def experts_that_divide(patch):
+    changed = with_option(expert_parallel.parallelize, "loss", "mean")
+    patch.setattr(expert_parallel, "parallelize", changed)
+
+
+def statistics_of_a_part(patch):
+    """The auxiliary loss counts the tokens of the ranks that share the experts only."""
+    split = five.split_experts
+
+    def split_experts(moe, grid):
+        grid.edp_group = None
+        return split(moe, grid)
+
+    patch.setattr(five, "split_experts", split_experts)
+
+
+def contexts_that_never_send(self, stage, is_last):
+    return fsdp.no_sync(stage)
+
+
+def sequence_that_is_not_scattered(patch):
+    patch.setattr(tensor_parallel, "scatter_to_sequence", lambda x, group: x)
+
+
+def attention_of_own_keys(patch):
+    def attend(q, k, v, causal, process_group):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+
+    patch.setattr(five, "ring_attention", attend)
+
+
+MISTAKES = {
+    "the loss is divided by the tokens of this rank": (tokens_of_this_rank, {}),
+    "the batch goes to replicas before micro-batches": (
+        lambda patch: patch.setattr(five.Grid, "own_part", own_part_of_replicas_first),
+        {},
+    ),
+    "the sequence is cut without zigzag": (
+        lambda patch: patch.setattr(five.Grid, "own_part", own_part_without_zigzag),
+        {"cp": 2},
+    ),
+    "positions begin at 0 on each context rank": (
+        lambda patch: patch.setattr(context_parallel, "positions", local_positions),
+        {"cp": 2},
+    ),
+    "attention sees the keys of its own rank": (attention_of_own_keys, {"cp": 2}),
+    "the embedding gives all tp ranks the whole sequence": (
+        sequence_that_is_not_scattered,
+        {"tp": 2, "model": "llama-tiny"},
+    ),
+    "gradients of norms are not added up over tp": (
+        patch_trainer("reduce_whole", lambda self: None),
+        {"tp": 2},
+    ),
+    "the norm counts whole parameters on each tp rank": (
+        patch_trainer("clip_grad_norm_", norm_that_counts_whole_parameters_on_each_rank),
+        {"tp": 2},
+    ),
+    "the norm counts replicas": (
+        patch_trainer("clip_grad_norm_", norm_that_counts_replicas),
+        {"replicate": 2},
+    ),
+    "the norm is that of a stage": (
+        patch_trainer("clip_grad_norm_", norm_of_this_stage),
+        {"pp": 2},
+    ),
+    "the auxiliary loss has no gradient": (
+        lambda patch: patch.setattr(five.WithLoss, "backward", staticmethod(no_gradient)),
+        {},
+    ),
+    "the auxiliary loss is not divided by micro-batches": (weight_without_micro_batches, {}),
+    "the auxiliary loss is that of the experts' ranks": (statistics_of_a_part, {"ep": 2}),
+    "gradients are means": (mean_gradients, {}),
+    "experts divide their gradients": (experts_that_divide, {"ep": 2}),
+    "gradients are never sent": (patch_trainer("backward_context", contexts_that_never_send), {}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pool.on(4)
+def test_a_mistake_shows(mistake):
+    """As a difference of more than 1e-6, or an error."""
+    plant, grid = MISTAKES[mistake]
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        try:
+            difference = largest_difference(make_args(**grid))
+        except (ValueError, RuntimeError, IndexError):
+            difference = math.inf
+    assert difference > 1e-6
+
+
+@pool.on(4)
+def test_experts_over_ranks_with_other_experts_are_refused():
+    def fsdp_options(self, group):
+        return original(self, self.grid.fsdp_group)
+
+    original = five.Trainer.fsdp_options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(five.Trainer, "fsdp_options", fsdp_options)
+        with pytest.raises(ValueError, match="gate_up_proj"):
+            make_trainer(make_args(ep=2))
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ({"cp": 2, "tp": 2, "ep": 2}, {"pp": 2, "ep": 2}),
+        ({"pp": 2, "replicate": 2}, {"tp": 4, "ep": 4}),
+        ({"pp": 2, "tp": 2, "ep": 2}, {"replicate": 2, "cp": 2}),
+    ],
+    ids=["to a pipeline", "to four tp ranks", "to replicas"],
+)
+@pool.on(4)
+def test_a_checkpoint_loads_on_another_grid(saved, loaded, tmp_path):
+    batches = [make_batch(make_args(), number) for number in range(3)]
+    first = make_trainer(make_args(**saved))
+    for batch in batches[:2]:
+        first.step(*batch)
+    five.save(first, tmp_path)
+    second = make_trainer(make_args(seed=1, **loaded))
+
+    five.load(second, tmp_path)
+    second.step(*batches[2])
+
+    args = make_args()
+    config = five.MODELS[args.model]
+    *_, (_, _, plain) = five.train_on_one_device(config, args, batches, "cpu", torch.float64)
+    assert second.steps == 3
+    assert five.largest_difference(second, plain) < 1e-12
+
+
+@pool.on(4)
+def test_a_checkpoint_has_the_plain_models_names_and_shapes(tmp_path):
+    args = make_args(cp=2, tp=2, ep=2)
+    trainer = make_trainer(args)
+
+    five.save(trainer, tmp_path)
+
+    found = checkpoint.load_whole(tmp_path)
+    plain = five.plain_model(five.MODELS[args.model]).double().state_dict()
+    assert {name.removeprefix("weight/") for name in found} == set(plain)
+    for name, tensor in plain.items():
+        assert torch.equal(found[f"weight/{name}"], tensor), name
+
+
+def test_a_killed_run_goes_on_from_its_last_step(tmp_path):
+    flags = f"--tp 2 --ep 2 --save {tmp_path}/saved --metrics {tmp_path}/metrics"
+    text = (ROOT / "parallel_5d.py").read_text()
+    dies = "if trainer.steps == 2:\n                os._exit(9)\n            batch = session.batch("
+    (tmp_path / "dies.py").write_text(text.replace("batch = session.batch(", dies, 1))
+
+    killed = fork(tmp_path / "dies.py", *flags.split(), ranks=2)
+    done = fork(ROOT / "parallel_5d.py", *flags.split(), f"--load={tmp_path}/saved", ranks=2)
+
+    assert killed.returncode == 9
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "metrics").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--cp 3", ["--cp 3", "world of 2"]),
+        ("--pp 0", ["--pp 0"]),
+        ("--ep 2 --model llama-tiny", ["--ep 2", "llama-tiny has no experts"]),
+        ("--ep 4", ["--ep 4", "2 ranks of a stage"]),
+        ("--cp 2 --sequence-length 6", ["--sequence-length 6", "4"]),
+        ("--batch-size 6", ["--batch-size 6", "--microbatches 4"]),
+        ("--pp 2 --stages-per-rank 3", ["6 stages", "4 blocks"]),
+        ("--clip-grad -1", ["--clip-grad -1"]),
+        ("--load nowhere", ["--load nowhere"]),
+    ],
+)
+def test_a_bad_grid_is_one_line(flags, words):
+    done = fork(ROOT / "parallel_5d.py", *flags.split(), ranks=2)
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    for word in words:
+        assert word in line
+
+
+def test_metrics_are_the_same_on_every_grid(tmp_path):
+    lines = []
+    for grid in ("--tp 2 --ep 2", "--pp 2"):
+        path = tmp_path / grid.replace(" ", "")
+        flags = f"{grid} --steps 2 --metrics {path}"
+        fork(ROOT / "parallel_5d.py", *flags.split(), ranks=2)
+        lines.append([json.loads(line) for line in path.read_text().splitlines()])
+
+    for one, other in zip(*lines, strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+        assert one.keys() == {"step", "loss", "grad_norm"}
+
+
+# ---- what a rank sends
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"pp": 2, "tp": 2, "ep": 2, "model": "deepseek-tiny"},
+        {"cp": 2, "tp": 2, "recompute": True},
+        {"replicate": 2, "cp": 2},
+    ],
+    ids=["pp tp", "cp tp, recomputed", "replicate cp"],
+)
+@pool.on(4)
+def test_bytes_sent_along_each_axis_equal_the_formula(grid):
+    args = make_args(**grid)
+    trainer = make_trainer(args)
+    trainer.step(*make_batch(args, 0))  # the first step also tells shapes
+
+    with five.SentByAxis(trainer.grid) as sent:
+        trainer.step(*make_batch(args, 1))
+
+    for axis, size in five.sent_by_formula(trainer).items():
+        assert sent.by_axis[axis] == pytest.approx(size, rel=0.01), axis
+
+
+def gather_for_each_micro_batch(patch):
+    patch.setattr(fsdp, "keep_unsharded", nullcontext)
+
+
+def send_after_each_micro_batch(patch):
+    patch.setattr(five.Trainer, "backward_context", lambda *_: nullcontext())
+
+
+@pytest.mark.parametrize("plant", [gather_for_each_micro_batch, send_after_each_micro_batch])
+@pool.on(4)
+def test_a_wasteful_step_sends_more_than_the_formula(plant):
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        trainer = make_trainer(make_args())
+        with five.SentByAxis(trainer.grid) as sent:
+            trainer.step(*make_batch(trainer.args, 0))
+
+    assert sent.by_axis["fsdp"] > 1.4 * five.sent_by_formula(trainer)["fsdp"]
+
+
+# ---- transformers
+
+
+def build_transformers_model(name, config):
+    import transformers
+
+    sizes = {
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "vocab_size": config.vocab,
+        "rms_norm_eps": config.eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.theta},
+        "tie_word_embeddings": False,
+        "attn_implementation": "eager",
+    }
+    if name == "llama-tiny":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    experts = {"num_local_experts": config.experts, "num_experts_per_tok": config.top_k}
+    config = transformers.MixtralConfig(**sizes, **experts, experts_implementation="eager")
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+@pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny"])
+def test_the_model_is_that_of_transformers(name, monkeypatch):
+    """Logits and gradients, in float64. Their casts to float32 are patched away."""
+    monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)
+    monkeypatch.setattr(torch.Tensor, "to", with_float64_instead(torch.Tensor.to))
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax_without_a_cast)
+    config = five.MODELS[name]
+    ours = five.plain_model(config).double()
+    theirs = build_transformers_model(name, config).double()
+    theirs.load_state_dict(five.to_transformers(ours.state_dict(), config))
+    head_dim = config.hidden // config.heads
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    theirs.model.rotary_emb.inv_freq = config.theta**-exponents  # they round it to float32
+    tokens = make_batch(make_args(), 0)[0]
+
+    found = ours(tokens).transpose(0, 1)
+    expected = theirs(tokens, use_cache=False).logits
+    found.square().mean().backward()
+    expected.square().mean().backward()
+
+    assert (found - expected).abs().max() < 1e-12
+    gradients = {key: parameter.grad for key, parameter in ours.named_parameters()}
+    gradients = five.to_transformers(gradients, config)
+    for key, parameter in theirs.named_parameters():
+        assert (gradients[key] - parameter.grad).abs().max() < 1e-12, key
+
+
+def with_float64_instead(to):
+    def changed(tensor, *args, **options):
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        if options.get("dtype") is torch.float32:
+            options["dtype"] = torch.float64
+        return to(tensor, *args, **options)
+
+    return changed
+
+
+def softmax_without_a_cast(x, dim=None, **_):
+    return x.softmax(dim)
+
+
+@pytest.mark.parametrize("name", five.MODELS)
+def test_names_of_transformers_and_back(name):
+    config = five.MODELS[name]
+    state_dict = five.plain_model(config).state_dict()
+
+    back = five.from_transformers(five.to_transformers(state_dict, config), config)
+
+    assert list(back) == list(state_dict)
+    for key, tensor in state_dict.items():
+        assert torch.equal(back[key], tensor), key
