@@ -897,10 +897,12 @@ def report(session, trainer, largest, sent, times):
     session.show(f"vs 1 device loss, gradient norm and parameters {verdict}")
     sizes = [f"{size / 1e6:.2f} MB" for size in fsdp.held(trainer.parameters, trainer.optimizer)]
     session.show(f"held/rank   params {sizes[0]}   grads {sizes[1]}   optimizer {sizes[2]}")
+    total = sum(sent.by_axis.values())
+    session.show(f"sent/rank   {total / 1e6:.2f} MB per step, by rank 0")
     formulas = sent_by_formula(trainer)
     for axis, size in sent.by_axis.items():
-        formula = f"formula {formulas[axis] / 1e6:.2f} MB" if axis in formulas else "by its tokens"
-        session.show(f"sent/rank   {axis:9} {size / 1e6:.2f} MB per step, {formula}")
+        formula = f"formula {formulas[axis] / 1e6:.2f}" if axis in formulas else "as tokens choose"
+        session.show(f"  {axis:9} {size / 1e6:6.2f} MB   {formula}")
     session.show(f"time        {1e3 * sorted(times)[len(times) // 2]:.0f} ms per step")
     return 0 if agree else 1
 

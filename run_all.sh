@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # ./run_all.sh [-n RANKS] [NAME ...]     run the technique files (all, or those named) under torchrun
 # ./run_all.sh tests [PYTEST ARGUMENTS]  run the test suite
-# Both first install what is missing into .venv. The default of RANKS is 2, and 4 for parallel_3d.
+# Both first install what is missing into .venv. The default of RANKS is 2, 4 for parallel_3d, and 8 for parallel_5d.
 # The exit status is the number of files that failed, or pytest's.
 set -u
 if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
@@ -77,6 +77,7 @@ for name in "${names[@]}"; do
     name=${name%.py}
     ranks=${given:-2}
     [ "$name" = parallel_3d ] && ranks=${given:-4}
+    [ "$name" = parallel_5d ] && ranks=${given:-8}
     threads=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
     printf '\n$ torchrun --standalone --nproc-per-node %s %s.py\n' "$ranks" "$name"
     OMP_NUM_THREADS=$threads "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$name.py" 2>&1 | tee "$logs/$name"

@@ -220,6 +220,44 @@ def units(run):
     timeline(rows, "fsdp", colors, legend, title)
 
 
+def grid():
+    """Who has what on parallel_5d.py's grid of 8 ranks, as its docstring says it."""
+    figure, axes = plt.subplots(figsize=(9, 4.2))
+    stages = ("stage 0: embedding, blocks 1, 2", "stage 1: blocks 3, 4, head")
+    for stage, title in enumerate(stages):
+        axes.text(4.8 * stage + 2, 4.4, title, ha="center", fontsize=11)
+        for cp in range(2):
+            for tp in range(2):
+                rank = 4 * stage + 2 * cp + tp
+                x, y = 4.8 * stage + 2.2 * tp, 2.2 * (1 - cp)
+                axes.add_patch(plt.Rectangle((x, y), 1.8, 1.8, ec=GREY, fc="none"))
+                lines = [f"rank {rank}", f"chunks {'0, 3' if cp == 0 else '1, 2'}"]
+                lines += [f"slice {tp} of 2", f"experts {'0-3' if tp == 0 else '4-7'}"]
+                axes.text(x + 0.9, y + 0.9, "\n".join(lines), ha="center", va="center", fontsize=9)
+            y = 2.2 * (1 - cp) + 0.9
+            arrow = {"arrowstyle": "<->", "lw": 2}
+            start, end = (4.8 * stage + 1.8, y), (4.8 * stage + 2.2, y)
+            axes.annotate("", end, start, arrowprops=arrow | {"color": BLUE})
+            if stage == 0:
+                arrows = arrow | {"color": ORANGE, "arrowstyle": "->"}
+                axes.annotate("", (4.8, y), (4.0, y), arrowprops=arrows)
+        for tp in range(2):
+            x = 4.8 * stage + 2.2 * tp + 0.9
+            axes.annotate("", (x, 2.2), (x, 1.8), arrowprops=arrow | {"color": GREEN})
+    labels = {
+        BLUE: "tp and ep: activations, tokens",
+        GREEN: "cp: keys and values; FSDP: parameters, gradients",
+        ORANGE: "pp: activations",
+    }
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in labels]
+    options = {"loc": "lower center", "bbox_to_anchor": (0.5, -0.02), "fontsize": 9}
+    figure.legend(handles, labels.values(), frameon=False, ncols=3, **options)
+    axes.set_xlim(-0.2, 9)
+    axes.set_ylim(-0.5, 4.8)
+    axes.axis("off")
+    save(figure, "grid")
+
+
 def in_fp32(run):
     return re.sub(r"(\d+\.\d)(?= MB| /|\))", lambda number: str(float(number.group()) / 2), run)
 
@@ -243,6 +281,7 @@ def main():
     memory(runs)
     sent(runs)
     schedules()
+    grid()
 
 
 if __name__ == "__main__":

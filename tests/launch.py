@@ -18,7 +18,8 @@ from pool import forkserver
 ROOT = Path(__file__).parent.parent
 NOT_TECHNIQUES = {"bench.py", "data.py", "estimate.py"}  # they train nothing, so they have no demo
 TECHNIQUES = sorted(path for path in ROOT.glob("*.py") if path.name not in NOT_TECHNIQUES)
-ALONE = [path for path in TECHNIQUES if path.name != "parallel_3d.py"]  # which imports the others
+IMPORT_OTHERS = {"parallel_3d.py", "parallel_5d.py"}
+ALONE = [path for path in TECHNIQUES if path.name not in IMPORT_OTHERS]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 

@@ -79,8 +79,9 @@ def test_demo(path, ranks, tmp_path):
             assert measured == formula
 
 
-def test_no_thread_outlives_the_group_of_parallel_3d():
-    done = fork("parallel_3d.py", "--steps", 1)
+@pytest.mark.parametrize("name", ["parallel_3d.py", "parallel_5d.py"])
+def test_no_thread_outlives_the_groups_of_a_grid(name):
+    done = fork(name, "--steps", 1)
     assert (done.returncode, done.stderr) == (0, "")
 
 
