@@ -44,7 +44,7 @@ def test_the_table_names_what_is_tested_here():
     rows = re.findall(r"^\| (\w+) \|", table, re.MULTILINE)
     assert rows == [
         *("ddp", "Zero1", "Zero2", "Zero3", "fsdp", "tensor_parallel", "pipeline"),
-        *("context_parallel", "expert_parallel", "amp", "lora"),
+        *("context_parallel", "expert_parallel", "amp", "muon", "diloco", "lora"),
     ]
 
 

@@ -165,6 +165,8 @@ def body_snippet(lines, signs):
 @pytest.mark.cpu
 @pytest.mark.parametrize("lines", SNIPPETS, ids=lambda lines: lines[0][2:])
 def test_a_snippet_trains_after_the_import_as_before(lines):
+    if "Muon" in lines[0] and not hasattr(torch.optim, "Muon"):
+        pytest.skip(f"torch {torch.__version__} has no Muon")
     needs_streams = any(words in lines[0] for words in ("fully_shard", "pipelining"))
     if needs_streams and not HAS_CPU_STREAMS:
         pytest.skip(f"PyTorch's own does not run on a CPU in torch {torch.__version__}")
@@ -210,6 +212,22 @@ def test_what_a_page_links_to_is_there(page):
     text = README if page == "README" else PAGES[page]
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (folder / link).exists(), link
+
+
+DEPTHS = (
+    r"Read section 1 for the idea \((\d+) minutes\), to section \d+ for the technique \((\d+)\), "
+    r"and the rest to use it as a library \((\d+)\)"
+)
+READING = re.findall(
+    r"^\| \[(\w+)\]\(\w+\.py\) \| (\d+) \| (\d+) \| (\d+) \|$", README, re.MULTILINE
+)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("name", "minutes"), [(name, minutes) for name, *minutes in READING])
+def test_a_docstring_and_the_reading_list_agree(name, minutes):
+    docstring = (ROOT / f"{name}.py").read_text().split('"""')[1]
+    assert re.search(DEPTHS, " ".join(docstring.split())).groups() == tuple(minutes)
 
 
 MINE = """
