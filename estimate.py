@@ -425,6 +425,7 @@ class Plan:
     element: int = 2  # bytes of a parameter, a gradient or an activation
     cp: int = 1  # context-parallel ranks
     ep: int = 1  # expert-parallel ranks, which are also data-parallel
+    copies: int = 1  # of each shard (hybrid sharding)
     parts: dict = field(default_factory=dict)  # bytes per GPU, by name
     times: dict = field(default_factory=dict)  # seconds per step, by name
 
@@ -434,8 +435,12 @@ class Plan:
 
     @property
     def replicas(self):
-        """The number of ranks with the same parameters, over which ZeRO splits the states."""
+        """The number of ranks with the same parameters. ZeRO splits the states over them."""
         return self.dp * self.cp
+
+    @property
+    def shards(self):
+        return self.replicas // self.copies
 
     @property
     def memory(self):
@@ -453,7 +458,7 @@ class Plan:
 
 def states_of(model, plan):
     """Return (parameters, gradients, optimizer), bytes on the fullest rank."""
-    ranks = plan.replicas
+    ranks = plan.shards
     if "lora" in plan.technique:
         return lora_states(model, ranks, quantize=plan.technique == "qlora")
     mixed = plan.element == 2
@@ -520,8 +525,10 @@ def traffic(model, plan):
         middle = pipeline_traffic(between_stages, h, 2, m, 0, plan.element)
         pp = max(pp, middle)
     held = model.parameters(t, plan.pp, plan.ep)
-    dp = data_parallel_traffic(held, plan.replicas, plan.technique, m, plan.element)
-    return {"tp": m * tp, "cp": m * cp, "pp": pp, "dp": dp}
+    dp = data_parallel_traffic(held, plan.shards, plan.technique, m, plan.element)
+    # Hybrid sharding also all-reduces each gradient of a shard over its copies.
+    copies = m * data_parallel_traffic(held / plan.shards, plan.copies, element=plan.element)
+    return {"tp": m * tp, "cp": m * cp, "pp": pp, "dp": dp, "copies": copies}
 
 
 def step_times(model, plan, machine):
@@ -539,7 +546,8 @@ def step_times(model, plan, machine):
     width = {  # how many consecutive ranks contain a group
         "tp": plan.tp,
         "cp": plan.tp * plan.cp,
-        "dp": plan.tp * plan.replicas,
+        "dp": plan.tp * plan.shards,
+        "copies": plan.tp * plan.replicas,
         "pp": gpus,
     }
     for axis, sent in traffic(model, plan).items():
@@ -547,7 +555,7 @@ def step_times(model, plan, machine):
         times[axis] = sent / (machine.intra if is_in_node else machine.inter)
     busy = compute + times["tp"] + times["cp"]
     times["bubble"] = busy * (plan.pp - 1) / plan.accumulation
-    times["dp"] = max(0.0, times["dp"] - time_to_hide(plan, compute))
+    times["dp"] = max(0.0, times["dp"] + times.pop("copies") - time_to_hide(plan, compute))
     if "offload" in plan.technique:
         # 32 bytes per parameter: the gradient goes to the host and the parameter comes back, 2 + 2.
         # Adam on the host reads the gradient, the fp32 parameter and both moments, 2 + 12. It
@@ -647,9 +655,13 @@ def grids(model, gpus):
             yield dp, tp, pp, cp
 
 
-def plans_to_try(model, gpus, techniques):
-    """Yield a Plan for each grid, technique and recomputation. Its batch is not chosen yet."""
+def plans_to_try(model, gpus, techniques, gpus_per_node):
+    """Yield a Plan for each grid, technique and recomputation. Its batch is not chosen yet.
+
+    Hybrid sharding splits the parameters over the ranks of a node.
+    """
     for dp, tp, pp, cp in grids(model, gpus):
+        nodes, left = divmod(dp * cp * tp, gpus_per_node)
         sequence_parallel = tp > 1 and model.sequence % tp == 0
         for technique in techniques:
             if dp * cp == 1 and technique not in ("ddp", "zero2+offload", "lora", "qlora"):
@@ -659,6 +671,8 @@ def plans_to_try(model, gpus, techniques):
             for recompute in ("none", "full"):
                 how = {"recompute": recompute, "sequence_parallel": sequence_parallel}
                 yield Plan(dp, tp, pp, technique, cp=cp, **how)
+                if technique == "zero3" and nodes > 1 and left == gpus_per_node % tp == 0:
+                    yield Plan(dp, tp, pp, technique, cp=cp, copies=nodes, **how)
 
 
 def fastest(model, plan, memory, batch, machine):
@@ -692,7 +706,7 @@ def advise(model, gpus, memory, batch=None, **speeds):
     machine = Machine(**speeds)
 
     def fitting_plans(techniques):
-        tried = plans_to_try(model, gpus, techniques)
+        tried = plans_to_try(model, gpus, techniques, machine.gpus_per_node)
         plans = [fastest(model, plan, memory, batch, machine) for plan in tried]
         return [plan for plan in plans if plan is not None]
 
@@ -749,6 +763,7 @@ room for           the largest micro-batch that fits. The longest sequence in to
 saves, then held   memory that the technique saves on each GPU, and memory that a GPU then holds.
                    Each line builds on the lines above it, except on those in parentheses.
 dp × tp × pp × cp  data-, tensor-, pipeline- and context-parallel ranks. ZeRO splits over dp · cp.
+technique          zero3, 8 ×: hybrid sharding, over the GPUs of a node, with 8 copies of the shards
 recompute          full: layers keep only their inputs, and forward is computed again in backward
 micro-batch × m    sequences that a rank computes at once, and the number of micro-batches per step
 memory, step       what the fullest GPU holds, and the seconds per step, which are the sum of:
@@ -862,7 +877,8 @@ def show(techniques, saved, plans):
     for p in plans[:8]:
         grid = f"{p.dp} × {p.tp} × {p.pp} × {p.cp}"
         batch = f"{p.micro_batch} × {p.accumulation}"
-        row = f"{grid:18} {p.technique:14} {p.recompute:10} {batch:15} {size(p.memory):>10}"
+        technique = p.technique if p.copies == 1 else f"{p.technique}, {p.copies} ×"
+        row = f"{grid:18} {technique:14} {p.recompute:10} {batch:15} {size(p.memory):>10}"
         shares = []
         for seconds, name in sorted(((n, name) for name, n in p.times.items()), reverse=True):
             if seconds > p.seconds / 200:

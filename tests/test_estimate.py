@@ -163,6 +163,8 @@ TRAFFIC = [  # axis, plan with three micro-batches, bytes that a rank sends per 
     ("dp", {"dp": 2, "technique": "zero1"}, 2 * PSI),
     ("dp", {"dp": 2, "technique": "zero2"}, (3 + 1) * PSI),
     ("dp", {"dp": 2, "technique": "zero3"}, 3 * 3 * PSI),
+    ("dp", {"dp": 8, "technique": "zero3", "copies": 4}, 3 * 3 * PSI),
+    ("copies", {"dp": 8, "technique": "zero3", "copies": 4}, 3 * 2 * PSI / 2 * 2 * 3 / 4),
     ("dp", {"dp": 4, "technique": "lora"}, 2 * 3 * PSI * 2 * 3 / 4),
     ("dp", {"dp": 2, "tp": 2}, 2 * SMALL.parameters(tp=2)),
     ("tp", {"tp": 2}, 3 * ((8 * 4 + 2 * 2) * BSH * 2 + LOSS) / 2),
@@ -249,6 +251,22 @@ def test_what_wires_and_the_host_cost():
         plan = replace(plan, technique=technique)
         sent = estimate.traffic(GPT3, plan)["dp"] / 1e7
         assert times(plan)["dp"] == pytest.approx(sent - seconds["compute"] * hidden)
+
+
+def test_hybrid_sharding_holds_more_and_gathers_within_a_node():
+    machine = Machine(2, 1e18, 1e12, 1e7)
+    sharded = Plan(8, technique="zero3")
+    hybrid = replace(sharded, copies=4)
+
+    sent = estimate.traffic(SMALL, hybrid)
+    seconds = estimate.step_times(SMALL, hybrid, machine)
+    states = [sum(estimate.states_of(SMALL, plan)) for plan in (sharded, hybrid)]
+
+    assert states[1] == 4 * states[0]
+    exposed = sent["dp"] / 1e12 + sent["copies"] / 1e7 - seconds["compute"]
+    assert seconds["dp"] == pytest.approx(exposed)
+    plans = estimate.advise(SMALL, 8, 80e9, gpus_per_node=4)
+    assert any(plan.copies == 2 and plan.technique == "zero3" for plan in plans)
 
 
 def test_plans_fit_use_all_gpus_and_are_sorted():
