@@ -808,11 +808,11 @@ def sent_by_formula(trainer):
     pp = borders * m * T * config.hidden // grid.tp if grid.pp > 1 else 0
     sharded = 0.0
     copied = 0.0
-    for stage in trainer.stages:
-        for name, shard in stage.named_parameters():
-            F = (grid.efsdp_group if ".experts." in name else grid.fsdp_group).size()
-            sharded += 2 * (F - 1) * shard.numel()
-            copied += 2 * shard.numel() * (grid.replicate - 1) / grid.replicate
+    for name, boxes in trainer.boxes.items():
+        slice_size = sum(math.prod(box.shape) for box in boxes)
+        F = (grid.efsdp_group if ".experts." in name else grid.fsdp_group).size()
+        sharded += 2 * slice_size * (F - 1) / F
+        copied += 2 * slice_size / F * (grid.replicate - 1) / grid.replicate
     elements = {"tp": tp * (grid.tp - 1) / grid.tp, "cp": cp * (grid.cp - 1), "pp": pp}
     elements |= {"fsdp": sharded, "replicate": copied}
     return {axis: number * trainer.dtype.itemsize for axis, number in elements.items()}
