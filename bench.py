@@ -296,11 +296,7 @@ def bench_tensor_parallel(bench):
 
 
 def bench_pipeline(name, schedule_class, bench):
-    """Forwards and backwards alone, because the library's class does no more.
-
-    With an optimizer after them 1F1B is 2% behind: Pipeline.step returns on no rank before all have
-    succeeded, so the last stage does not update its parameters while the first still works.
-    """
+    """Forwards and backwards alone, because the library's class does no more."""
     m = 8  # micro-batches, which hold the sequences of all ranks
     tokens = bench.tokens(m * max(1, bench.sequences * bench.ranks // m))
     inputs = tokens[:, :-1]

@@ -39,8 +39,8 @@ Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
 The first rank sends no gradients and the last no activations, so each of them sends m·bsh less.
 
-Read section 1 for the idea (10 minutes), to section 4 for the technique (35), and the rest to use
-it as a library (50).
+Read section 1 for the idea (10 minutes), to section 4 for the technique (40), and the rest to use
+it as a library (54).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
           --idea trains with section 1 alone, which has the schedules gpipe and 1f1b.
