@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from claims.muon import Matrices
+from claims.training import one_device
 from shared import Collectives, fake_world, loss_of, make_batch, randn
+from torch.utils._pytree import tree_leaves
 
 import amp
 import checkpoint
@@ -26,50 +28,51 @@ needs_torch_2_9 = pytest.mark.skipif(
 OPTIONS = {"lr": 0.1, "weight_decay": 0.5}
 
 
-def plain_muon(parameters, **options):
-    return torch.optim.Muon(parameters, **OPTIONS | options)
-
-
 def our_muon(parameters, **options):
     return Muon(parameters, process_group=pool.group(), **OPTIONS | options)
 
 
-def random_matrices(*shapes, dtype=torch.float32):
+def matrices(*shapes, dtype=torch.float32):
     return [nn.Parameter(randn(shape, seed).to(dtype)) for seed, shape in enumerate(shapes)]
 
 
-def set_gradients(ours, plain, step=0):
-    """Give each rank's matrices a gradient of its own, and the plain ones their mean."""
-    for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
-        gradients = []
-        for rank in range(pool.world_size()):
-            seed = 1000 * step + 100 * rank + number
-            gradient = randn(tuple(theirs.shape), seed).to(theirs.dtype)
-            gradients.append(torch.empty_like(theirs).copy_(gradient))
-        mine.grad = gradients[pool.rank()]
-        # In 16 bits, the sum is in float32 and is rounded once.
-        wide = torch.promote_types(theirs.dtype, torch.float32)
-        total = gradients[0].to(wide)
-        for gradient in gradients[1:]:
-            total = total + gradient.to(wide)
-        theirs.grad = torch.empty_like(theirs).copy_(total / len(gradients))
+class Both:
+    """Matrices that muon.py trains, and the same ones for torch.optim.Muon.
 
+    `groups` makes parameter groups of a list of matrices.
+    """
 
-def copies_of(parameters):
-    return [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    def __init__(self, plain, groups=list, **options):
+        self.plain = plain
+        self.ours = copy.deepcopy(plain)
+        self.optimizer = our_muon(groups(self.ours), **options)
+        self.plain_optimizer = torch.optim.Muon(groups(plain), **OPTIONS | options)
+        self.steps = 0
+
+    def set_gradients(self):
+        """Ours are this rank's. The plain ones are the mean of all ranks, added in rank order."""
+        self.steps += 1
+        for number, (ours, plain) in enumerate(zip(self.ours, self.plain, strict=True)):
+            total = 0.0  # in 16 bits, the sum is in float32 and is rounded once
+            for rank in range(pool.world_size()):
+                gradient = randn(plain.shape, 1000 * self.steps + 100 * rank + number)
+                gradient = torch.empty_like(plain).copy_(gradient)
+                if rank == pool.rank():
+                    ours.grad = gradient
+                total = total + gradient.to(torch.promote_types(plain.dtype, torch.float32))
+            plain.grad = torch.empty_like(plain).copy_(total / pool.world_size())
+
+    def train(self):
+        for _ in range(3):
+            self.set_gradients()
+            self.optimizer.step()
+            self.plain_optimizer.step()
+            assert_all_equal(self.ours, self.plain)
 
 
 def assert_all_equal(ours, plain):
     for mine, theirs in zip(ours, plain, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def train_both(ours, plain, optimizer, plain_optimizer, steps=3, start=0):
-    for step in range(start, start + steps):
-        set_gradients(ours, plain, step)
-        optimizer.step()
-        plain_optimizer.step()
-        assert_all_equal(ours, plain)
 
 
 # ---- the idea
@@ -78,27 +81,15 @@ def train_both(ours, plain, optimizer, plain_optimizer, steps=3, start=0):
 @needs_torch_2_9
 @pool.on(2, 3)
 def test_the_naive_step_is_bitwise_that_of_one_device():
-    plain = random_matrices((6, 33), (33, 6), (17, 17), (5, 8))
-    ours = copies_of(plain)
-    plain_optimizer = plain_muon(plain)
-    options = plain_optimizer.param_groups[0]
+    both = Both(matrices((6, 33), (33, 6), (17, 17), (5, 8)))
+    options = both.plain_optimizer.param_groups[0]
     state = defaultdict(dict)
-    for step in range(3):
-        set_gradients(ours, plain, step)
-        muon.naive_step(ours, state, options, pool.group())
-        plain_optimizer.step()
-    assert_all_equal(ours, plain)
-    assert len(state) == len(ours[pool.rank() :: pool.world_size()])
-
-
-@pytest.mark.parametrize("shape", [(20, 50), (50, 20), (30, 30)], ids=str)
-def test_an_orthogonal_matrix_has_singular_values_near_1(shape):
-    options = Muon.__init__.__defaults__
-    options = {"ns_coefficients": options[4], "eps": options[5], "ns_steps": options[6]}
-    matrix = 1000 * randn(shape)
-    values = torch.linalg.svdvals(muon.orthogonalize(matrix, options).float())
-    assert values.min() > 0.5
-    assert values.max() < 1.5
+    for _ in range(3):
+        both.set_gradients()
+        muon.naive_step(both.ours, state, options, pool.group())
+        both.plain_optimizer.step()
+    assert_all_equal(both.ours, both.plain)
+    assert set(state) == set(both.ours[pool.rank() :: pool.world_size()])
 
 
 # ---- owners
@@ -142,58 +133,48 @@ def test_work_is_that_of_the_matrix_products():
 @pytest.mark.parametrize("nesterov", [True, False])
 @pool.on(1, 3)
 def test_other_dtypes_are_bitwise_those_of_one_device(dtype, nesterov):
-    plain = random_matrices((7, 33), (33, 7), (19, 19), dtype=dtype)
-    ours = copies_of(plain)
     # Without Nesterov, torch 2.13 normalizes a bfloat16 momentum in place (pytorch#194664).
     theirs = torch.optim._muon._zeropower_via_newtonschulz
-
-    def corrected(matrix, *args):
-        return theirs(matrix.clone(), *args)
-
+    corrected = mock.Mock(side_effect=lambda matrix, *args: theirs(matrix.clone(), *args))
+    both = Both(matrices((7, 33), (33, 7), (19, 19), dtype=dtype), nesterov=nesterov)
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", corrected):
-        optimizer = our_muon(ours, nesterov=nesterov)
-        train_both(ours, plain, optimizer, plain_muon(plain, nesterov=nesterov))
+        both.train()
 
 
 @needs_torch_2_9
 @pool.on(3)
 def test_matrices_of_several_dtypes_and_strides_share_an_optimizer():
-    plain = random_matrices((6, 9), (9, 6)) + random_matrices((5, 33), dtype=torch.bfloat16)
-    plain.append(nn.Parameter(randn((31, 8)).float().T))
-    ours = copies_of(plain)
-    train_both(ours, plain, our_muon(ours), plain_muon(plain))
+    in_16_bits = matrices((5, 33), dtype=torch.bfloat16)
+    transposed = nn.Parameter(randn((31, 8)).float().T)
+    Both([*matrices((6, 9), (9, 6)), *in_16_bits, transposed]).train()
 
 
 @needs_torch_2_9
 @pool.on(2)
 def test_groups_have_their_own_options():
-    plain = random_matrices((6, 9), (9, 6), (5, 33))
-    ours = copies_of(plain)
-    rest = {"lr": 0.3, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
-    groups = [[{"params": p[:1]}, {"params": p[1:], **rest}] for p in (ours, plain)]
-    train_both(ours, plain, our_muon(groups[0]), plain_muon(groups[1]))
+    options = {"lr": 0.3, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
+
+    def groups(parameters):
+        return [{"params": parameters[:1]}, {"params": parameters[1:], **options}]
+
+    Both(matrices((6, 9), (9, 6), (5, 33)), groups).train()
 
 
 @needs_torch_2_9
 @pool.on(2)
 def test_the_learning_rate_may_be_a_tensor():
-    plain = random_matrices((6, 9), (9, 6))
-    ours = copies_of(plain)
-    lr = torch.tensor(0.1)
-    train_both(ours, plain, our_muon(ours, lr=lr), plain_muon(plain, lr=lr.clone()))
+    Both(matrices((6, 9), (9, 6)), lr=torch.tensor(0.1)).train()
 
 
 @needs_torch_2_9
 @pool.on(3)
 def test_a_rank_that_owns_nothing_takes_part():
-    plain = random_matrices((6, 9))
-    ours = copies_of(plain)
-    train_both(ours, plain, our_muon(ours), plain_muon(plain))
+    Both(matrices((6, 9))).train()
 
 
 @pool.on(2)
 def test_sums_of_float16_gradients_do_not_overflow():
-    (ours,) = random_matrices((4, 6), dtype=torch.float16)
+    (ours,) = matrices((4, 6), dtype=torch.float16)
     optimizer = our_muon([ours])
     ours.grad = torch.full_like(ours, 60_000)
     optimizer.step()
@@ -214,7 +195,7 @@ def test_a_sparse_gradient_counts_as_a_dense_one():
 
 @pool.on(2)
 def test_step_leaves_gradients_as_they_are():
-    (ours,) = random_matrices((4, 6))
+    (ours,) = matrices((4, 6))
     optimizer = our_muon([ours])
     ours.grad = randn((4, 6), pool.rank()).float()
     before = ours.grad.clone()
@@ -224,7 +205,7 @@ def test_step_leaves_gradients_as_they_are():
 
 @pool.on(2)
 def test_without_gradients_nothing_changes():
-    (ours,) = random_matrices((4, 6))
+    (ours,) = matrices((4, 6))
     optimizer = our_muon([ours])
     before = ours.detach().clone()
     optimizer.step()
@@ -234,7 +215,7 @@ def test_without_gradients_nothing_changes():
 
 @pool.on(2)
 def test_grad_scaler_skips_the_step_on_all_ranks_if_one_overflows():
-    (ours,) = random_matrices((4, 6))
+    (ours,) = matrices((4, 6))
     optimizer = our_muon([ours])
     scaler = amp.GradScaler(process_group=pool.group())
     before = ours.detach().clone()
@@ -245,37 +226,23 @@ def test_grad_scaler_skips_the_step_on_all_ranks_if_one_overflows():
     assert not optimizer.state
 
 
-@needs_torch_2_9
-@pytest.mark.parametrize("others_by", ["zero", "ddp"])
 @pool.on(2)
-def test_other_parameters_have_an_optimizer_of_their_own(others_by):
-    """As the docstring shows. At two ranks, DDP's means are bitwise those of rank order."""
-    plain = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 8), nn.Linear(8, 9))
-    module = copy.deepcopy(plain)
-    model = module
-    optimizers = [our_muon([module[1].weight])]
-    others = [p for p in module.parameters() if p is not module[1].weight]
-    if others_by == "zero":
-        group = pool.group()
-        optimizers.append(zero.Zero1(module, torch.optim.AdamW, group, params=others))
-    else:
-        model = nn.parallel.DistributedDataParallel(module, process_group=pool.group())
-        optimizers.append(torch.optim.AdamW(others))
-    plain_others = [p for p in plain.parameters() if p is not plain[1].weight]
-    plains = [plain_muon([plain[1].weight]), torch.optim.AdamW(plain_others)]
-    for step in range(3):
-        batches = [torch.tensor([step, 3 + rank]) for rank in range(2)]
-        plain.zero_grad()
-        for batch in batches:
-            loss_of(plain(batch)).backward()
-        for parameter in plain.parameters():
-            parameter.grad /= 2
-        module.zero_grad()
-        loss_of(model(batches[pool.rank()])).backward()
-        for optimizer in [*optimizers, *plains]:
-            optimizer.step()
-        optimizers[1].zero_grad()
-    assert_all_equal(module.parameters(), plain.parameters())
+def test_zero1_trains_the_other_parameters():
+    """Each of the two optimizers changes what it would change alone."""
+    modules = [Matrices() for _ in range(3)]  # trained by both, by Muon, by Zero1
+    both, by_muon, by_zero = modules
+    optimizers = []
+    for module in (both, by_muon):
+        optimizers.append(our_muon([module.square.weight]))
+    for module in (both, by_zero):
+        others = [module.tall.weight, module.wide.weight]
+        optimizers.append(zero.Zero1(module, torch.optim.AdamW, pool.group(), params=others))
+    for module in modules:
+        loss_of(module(make_batch(pool.rank(), 0))).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(both.square.weight, by_muon.square.weight)
+    assert torch.equal(both.tall.weight, by_zero.tall.weight)
 
 
 # ---- state
@@ -284,46 +251,39 @@ def test_other_parameters_have_an_optimizer_of_their_own(others_by):
 @needs_torch_2_9
 @pool.on(3)
 def test_torchs_class_loads_our_state_and_goes_on():
-    plain = random_matrices((6, 9), (9, 6), (5, 33))
-    ours = copies_of(plain)
-    optimizer = our_muon(ours)
-    train_both(ours, plain, optimizer, plain_muon(plain))
-    loaded = plain_muon(plain, lr=9.0)
-    loaded.load_state_dict(optimizer.state_dict())
-    train_both(ours, plain, optimizer, loaded, start=3)
+    both = Both(matrices((6, 9), (9, 6), (5, 33)))
+    both.train()
+    state_dict = both.optimizer.state_dict()
+    both.plain_optimizer = torch.optim.Muon(both.plain, lr=9.0)
+    both.plain_optimizer.load_state_dict(state_dict)
+    both.train()
 
 
 @needs_torch_2_9
 @pool.on(3)
 def test_training_goes_on_at_another_number_of_ranks():
     """From torch's state, of one rank, which stays as it is."""
-    plain = random_matrices((6, 9), (9, 6), (5, 33))
-    ours = copies_of(plain)
-    plain_optimizer = plain_muon(plain)
-    set_gradients(ours, plain)
-    plain_optimizer.step()
-    saved = copy.deepcopy(plain_optimizer.state_dict())
+    both = Both(matrices((6, 9), (9, 6), (5, 33)))
+    both.train()
+    saved = copy.deepcopy(both.plain_optimizer.state_dict())
+    both.optimizer = our_muon(both.ours, lr=9.0)
+    both.optimizer.load_state_dict(saved)
     before = copy.deepcopy(saved["state"])
-    ours = copies_of(plain)
-    optimizer = our_muon(ours, lr=9.0)
-    optimizer.load_state_dict(saved)
-    train_both(ours, plain, optimizer, plain_optimizer, start=1)
-    for number, state in before.items():
-        assert torch.equal(saved["state"][number]["momentum_buffer"], state["momentum_buffer"])
+    both.train()
+    assert_all_equal(tree_leaves(saved["state"]), tree_leaves(before))
 
 
 @pool.on(3)
 def test_a_rank_loads_only_the_momenta_of_its_own_matrices():
-    matrices = random_matrices((6, 9), (9, 6), (7, 8))
-    optimizer = our_muon(matrices)
-    for number, matrix in enumerate(matrices):
-        matrix.grad = torch.full_like(matrix, 1.0 + number)
+    ours = matrices((6, 9), (9, 6), (7, 8))
+    optimizer = our_muon(ours)
+    for matrix in ours:
+        matrix.grad = torch.ones_like(matrix)
     optimizer.step()
-    own = set(optimizer.state)
-    assert len(own) == 1
-    loaded = our_muon(matrices)
+    loaded = our_muon(ours)
     loaded.load_state_dict(optimizer.state_dict())
-    assert set(loaded.state) == own
+    assert len(loaded.state) == 1
+    assert set(loaded.state) == set(optimizer.state)
 
 
 # ---- what is sent
@@ -347,9 +307,9 @@ class Sent(Collectives):
 
 def step_of_a_fake_rank(N, rank, shapes):
     with fake_world(N, rank):
-        matrices = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-        optimizer = Muon(matrices)
-        for matrix in matrices:
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = Muon(parameters)
+        for matrix in parameters:
             matrix.grad = torch.ones_like(matrix)
         with Sent(rank) as sent:
             optimizer.step()
@@ -379,7 +339,7 @@ def test_one_of_1024_ranks_sends_its_update_to_all():
 
 @pool.on(2)
 def test_unused_matrices_do_not_travel():
-    used, unused = random_matrices((4, 6), (40, 60))
+    used, unused = matrices((4, 6), (40, 60))
     optimizer = our_muon([used, unused])
     used.grad = torch.ones_like(used)
     with Sent(pool.rank()) as sent:
@@ -403,31 +363,26 @@ def sharded_muon(model, shapes):
     return ShardedMuon(model.parameters(), shapes, process_group=pool.group(), **OPTIONS)
 
 
-def train_sharded(model, optimizer, steps, plain=None, plain_optimizer=None):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model(make_batch(pool.rank(), step))).backward()
-        optimizer.step()
-        if plain:
-            plain.zero_grad()
-            for rank in range(pool.world_size()):
-                loss_of(plain(make_batch(rank, step))).backward()
-            for parameter in plain.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= pool.world_size()
-            plain_optimizer.step()
-            full = fsdp.full_state_dict(model)
-            assert_all_equal(full.values(), plain.state_dict().values())
+def train_sharded(model, optimizer, step):
+    optimizer.zero_grad()
+    loss_of(model(make_batch(pool.rank(), step))).backward()
+    optimizer.step()
 
 
 @needs_torch_2_9
 @pool.on(1, 2, 3, 4)
 def test_sharded_matrices_train_bitwise_as_on_one_device():
-    """On four ranks, one has an empty part of some matrices."""
     plain = Matrices()
     model, shapes = shard(copy.deepcopy(plain))
     optimizer = sharded_muon(model, shapes)
-    train_sharded(model, optimizer, range(3), plain, plain_muon(plain.parameters()))
+    plain_optimizer = torch.optim.Muon(plain.parameters(), **OPTIONS)
+    for step in range(3):
+        batches = [[make_batch(rank, step)] for rank in range(pool.world_size())]
+        one_device(plain, batches)
+        plain_optimizer.step()
+        train_sharded(model, optimizer, step)
+        full = fsdp.full_state_dict(model)
+        assert_all_equal(full.values(), plain.state_dict().values())
     for parameter, state in optimizer.state.items():
         assert state["momentum_buffer"].shape == parameter.shape
 
@@ -435,16 +390,17 @@ def test_sharded_matrices_train_bitwise_as_on_one_device():
 @needs_torch_2_9
 @pool.on(2)
 def test_parts_may_be_rows_of_any_number():
-    (plain,) = random_matrices((9, 4))
-    part = nn.Parameter(plain.detach()[:7] if pool.rank() == 0 else plain.detach()[7:])
+    (plain,) = matrices((9, 4))
+    rows = slice(7, 9) if pool.rank() else slice(7)
+    part = nn.Parameter(plain.detach()[rows].clone())
     optimizer = sharded_muon(nn.ParameterList([part]), {part: plain.shape})
-    plain_optimizer = plain_muon([plain])
+    plain_optimizer = torch.optim.Muon([plain], **OPTIONS)
     for step in range(2):
         plain.grad = randn((9, 4), step).float()
-        part.grad = plain.grad[:7] if pool.rank() == 0 else plain.grad[7:]
+        part.grad = plain.grad[rows]
         optimizer.step()
         plain_optimizer.step()
-    assert torch.equal(part, plain[:7] if pool.rank() == 0 else plain[7:])
+    assert torch.equal(part, plain[rows])
 
 
 @pool.on(2)
@@ -467,7 +423,8 @@ def save_or_load(function, model, optimizer, folder):
 def train_and_save(folder):
     model, shapes = shard(Matrices())
     optimizer = sharded_muon(model, shapes)
-    train_sharded(model, optimizer, range(2))
+    for step in range(2):
+        train_sharded(model, optimizer, step)
     save_or_load(checkpoint.save, model, optimizer, folder)
     return fsdp.full_state_dict(model)
 
@@ -475,7 +432,7 @@ def train_and_save(folder):
 def load_and_compare(folder, expected):
     model, shapes = shard(Matrices(seed=2))
     optimizer = sharded_muon(model, shapes)
-    train_sharded(model, optimizer, range(1))  # so that there are momenta to load into
+    train_sharded(model, optimizer, 0)  # so that there are momenta to load into
     save_or_load(checkpoint.load, model, optimizer, folder)
     full = fsdp.full_state_dict(model)
     assert torch.equal(full["square.weight"], expected["square.weight"])
@@ -511,26 +468,35 @@ def test_shards_send_a_quarter_of_what_matrices_send():
 # ---- errors, on all ranks
 
 
-def one_on_rank_1(value, other):
-    return other if pool.rank() == 1 else value
+RANK_1 = {
+    "shape": ([(4, 6), (6, 5)], {}),
+    "dimensions": ([(4, 6), (24,)], {}),
+    "dtype": ([(4, 6), (6, 4)], {"dtype": torch.float64}),
+    "order": ([(6, 4), (4, 6)], {}),
+    "number": ([(4, 6)], {}),
+}
 
 
-@pytest.mark.parametrize("what", ["shape", "dimensions", "dtype", "order", "number", "options"])
+@pytest.mark.parametrize("what", RANK_1)
 @pool.on(3)
-def test_ranks_with_other_matrices_or_options_are_an_error_on_all(what):
-    """Rank 1 is the one that differs."""
-    mine = random_matrices((4, 6), (6, 4))
-    others = {
-        "shape": random_matrices((4, 6), (6, 5)),
-        "dimensions": random_matrices((4, 6), (24,)),
-        "dtype": random_matrices((4, 6), (6, 4), dtype=torch.float64),
-        "order": mine[::-1],
-        "number": mine[:1],
-    }
-    lr = one_on_rank_1(0.1, -0.1) if what == "options" else 0.1
-    matrices = one_on_rank_1(mine, others.get(what, mine))
-    with pytest.raises(ValueError, match="rank"):
-        our_muon(matrices, lr=lr)
+def test_a_rank_with_other_matrices_is_an_error_on_all(what):
+    shapes, dtype = RANK_1[what] if pool.rank() == 1 else ([(4, 6), (6, 4)], {})
+    with pytest.raises(ValueError, match="different"):
+        our_muon(matrices(*shapes, **dtype))
+
+
+@pool.on(3)
+def test_a_rank_with_other_options_is_an_error_on_all():
+    with pytest.raises(ValueError, match="different"):
+        our_muon(matrices((4, 6)), lr=-1.0 if pool.rank() == 1 else 0.1)
+
+
+@pool.on(2)
+def test_a_rank_with_other_groups_is_an_error_on_all():
+    parameters = matrices((4, 6), (4, 6), (4, 6))
+    cut = 1 + pool.rank()
+    with pytest.raises(ValueError, match="different"):
+        our_muon([{"params": parameters[:cut]}, {"params": parameters[cut:], "lr": 0.2}])
 
 
 @pytest.mark.parametrize(
@@ -542,28 +508,28 @@ def test_ranks_with_other_matrices_or_options_are_an_error_on_all(what):
 @pool.on(1)
 def test_options_that_torchs_class_refuses_are_a_value_error(options):
     with pytest.raises(ValueError, match=r"1-element|nvalid|not supported"):
-        our_muon(random_matrices((4, 6)), **options)
+        our_muon(matrices((4, 6)), **options)
 
 
 @pool.on(1)
 def test_vectors_and_complex_matrices_are_refused_as_by_torchs_class():
     with pytest.raises(ValueError, match="2D"):
-        our_muon(random_matrices((4,)))
+        our_muon(matrices((4,)))
     with pytest.raises(RuntimeError, match="complex"):
-        our_muon(random_matrices((4, 6), dtype=torch.complex64))
+        our_muon(matrices((4, 6), dtype=torch.complex64))
 
 
 @pool.on(1)
 def test_a_closure_is_an_error():
     with pytest.raises(ValueError, match="closure"):
-        our_muon(random_matrices((4, 6))).step(lambda: 0.0)
+        our_muon(matrices((4, 6))).step(lambda: 0.0)
 
 
 @pool.on(1)
 def test_a_group_that_comes_later_is_an_error():
-    optimizer = our_muon(random_matrices((4, 6)))
+    optimizer = our_muon(matrices((4, 6)))
     with pytest.raises(ValueError, match="constructor"):
-        optimizer.add_param_group({"params": random_matrices((6, 4))})
+        optimizer.add_param_group({"params": matrices((6, 4))})
 
 
 @pool.on(2)
@@ -571,12 +537,12 @@ def test_a_rank_outside_of_the_group_gets_an_error():
     group = dist.new_group([0])
     if pool.rank() == 1:
         with pytest.raises(ValueError, match="rank 1"):
-            Muon(random_matrices((4, 6)), process_group=group)
+            Muon(matrices((4, 6)), process_group=group)
 
 
 @pool.on(3)
 def test_matrices_that_differ_between_two_ranks_of_the_group_are_an_error():
-    (matrix,) = random_matrices((4, 6))
+    (matrix,) = matrices((4, 6))
     matrix.differ_between_ranks = [1, 2]
     with pytest.raises(ValueError, match=r"\[1, 2\]"):
         our_muon([matrix])
