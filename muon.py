@@ -102,19 +102,22 @@ def orthogonalize(matrix, options):
 
 def apply_update(parameter, update, shape, options):
     """Decay the parameter, and subtract the update. `shape` is that of the whole matrix."""
+    lr = options["lr"]
+    if torch.is_tensor(lr):
+        lr = lr.squeeze()  # it may have one dimension
     rows, columns = shape
     ratio = math.sqrt(max(1, rows / columns))
     if options["adjust_lr_fn"] == "match_rms_adamw":  # Liu et al., section 2.2
         ratio = 0.2 * math.sqrt(max(rows, columns))
-    parameter.mul_(1 - options["lr"] * options["weight_decay"])
-    parameter.add_(update, alpha=-options["lr"] * ratio)
+    parameter.mul_(1 - lr * options["weight_decay"])
+    parameter.add_(update, alpha=-lr * ratio)
 
 
 @torch.no_grad()
 def naive_step(parameters, state, options, process_group=None):
     """Update the matrices, one after the other. Each of N ranks owns every N-th matrix.
 
-    `state` is a defaultdict(dict). It gets the momenta of the rank's own matrices.
+    All of them need gradients. `state`, a defaultdict(dict), gets the momenta of the rank's own.
     """
     N = dist.get_world_size(process_group)
     for number, parameter in enumerate(parameters):
