@@ -26,6 +26,9 @@ needs_torch_2_9 = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is in torch 2.9 and newer"
 )
 OPTIONS = {"lr": 0.1, "weight_decay": 0.5}
+TALL = (33, 7)
+WIDE = (7, 33)
+SQUARE = (19, 19)
 
 
 def our_muon(parameters, **options):
@@ -33,7 +36,7 @@ def our_muon(parameters, **options):
 
 
 def matrices(*shapes, dtype=torch.float32):
-    return [nn.Parameter(randn(shape, seed).to(dtype)) for seed, shape in enumerate(shapes)]
+    return [nn.Parameter(randn(shape, seed, dtype)) for seed, shape in enumerate(shapes)]
 
 
 class Both:
@@ -70,6 +73,10 @@ class Both:
             assert_all_equal(self.ours, self.plain)
 
 
+def train_both(plain, **options):
+    Both(plain, **options).train()
+
+
 def assert_all_equal(ours, plain):
     for mine, theirs in zip(ours, plain, strict=True):
         assert torch.equal(mine, theirs)
@@ -81,7 +88,7 @@ def assert_all_equal(ours, plain):
 @needs_torch_2_9
 @pool.on(2, 3)
 def test_the_naive_step_is_bitwise_that_of_one_device():
-    both = Both(matrices((6, 33), (33, 6), (17, 17), (5, 8)))
+    both = Both(matrices(WIDE, TALL, SQUARE, WIDE))
     options = both.plain_optimizer.param_groups[0]
     state = defaultdict(dict)
     for _ in range(3):
@@ -135,18 +142,20 @@ def test_work_is_that_of_the_matrix_products():
 def test_other_dtypes_are_bitwise_those_of_one_device(dtype, nesterov):
     # Without Nesterov, torch 2.13 normalizes a bfloat16 momentum in place (pytorch#194664).
     theirs = torch.optim._muon._zeropower_via_newtonschulz
-    corrected = mock.Mock(side_effect=lambda matrix, *args: theirs(matrix.clone(), *args))
-    both = Both(matrices((7, 33), (33, 7), (19, 19), dtype=dtype), nesterov=nesterov)
+
+    def corrected(matrix, *args):
+        return theirs(matrix.clone(), *args)
+
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", corrected):
-        both.train()
+        train_both(matrices(WIDE, TALL, SQUARE, dtype=dtype), nesterov=nesterov)
 
 
 @needs_torch_2_9
 @pool.on(3)
 def test_matrices_of_several_dtypes_and_strides_share_an_optimizer():
-    in_16_bits = matrices((5, 33), dtype=torch.bfloat16)
-    transposed = nn.Parameter(randn((31, 8)).float().T)
-    Both([*matrices((6, 9), (9, 6)), *in_16_bits, transposed]).train()
+    in_16_bits = matrices(WIDE, dtype=torch.bfloat16)
+    transposed = nn.Parameter(randn(WIDE, dtype=torch.float32).T)
+    train_both([*matrices(WIDE, TALL), *in_16_bits, transposed])
 
 
 @needs_torch_2_9
@@ -157,25 +166,25 @@ def test_groups_have_their_own_options():
     def groups(parameters):
         return [{"params": parameters[:1]}, {"params": parameters[1:], **options}]
 
-    Both(matrices((6, 9), (9, 6), (5, 33)), groups).train()
+    train_both(matrices(WIDE, TALL, WIDE), groups=groups)
 
 
 @needs_torch_2_9
 @pytest.mark.parametrize("lr", [torch.tensor(0.1), torch.tensor([0.1])], ids=str)
 @pool.on(2)
 def test_the_learning_rate_may_be_a_tensor(lr):
-    Both(matrices((6, 9), (9, 6)), lr=lr).train()
+    train_both(matrices(WIDE, TALL), lr=lr)
 
 
 @needs_torch_2_9
 @pool.on(3)
 def test_a_rank_that_owns_nothing_takes_part():
-    Both(matrices((6, 9))).train()
+    train_both(matrices(WIDE))
 
 
 @pool.on(2)
 def test_sums_of_float16_gradients_do_not_overflow():
-    (ours,) = matrices((4, 6), dtype=torch.float16)
+    (ours,) = matrices(WIDE, dtype=torch.float16)
     optimizer = our_muon([ours])
     ours.grad = torch.full_like(ours, 60_000)
     optimizer.step()
@@ -195,9 +204,9 @@ def test_a_sparse_gradient_counts_as_a_dense_one():
 
 @pool.on(2)
 def test_step_leaves_gradients_as_they_are():
-    (ours,) = matrices((4, 6))
+    (ours,) = matrices(WIDE)
     optimizer = our_muon([ours])
-    ours.grad = randn((4, 6), pool.rank()).float()
+    ours.grad = randn(WIDE, pool.rank(), torch.float32)
     before = ours.grad.clone()
     optimizer.step(None)
     assert torch.equal(ours.grad, before)
@@ -205,10 +214,11 @@ def test_step_leaves_gradients_as_they_are():
 
 @pool.on(2)
 def test_grad_scaler_skips_the_step_on_all_ranks_if_one_overflows():
-    (ours,) = matrices((4, 6))
+    (ours,) = matrices(WIDE)
     optimizer = our_muon([ours])
     ours.grad = torch.full_like(ours, torch.inf if pool.rank() else 1.0)
-    amp.GradScaler(process_group=pool.group()).step(optimizer)
+    scaler = amp.GradScaler(process_group=pool.group())
+    scaler.step(optimizer)
     assert not optimizer.state
 
 
@@ -218,11 +228,12 @@ def test_zero1_trains_the_other_parameters():
     module = Matrices()
     alone = copy.deepcopy(module)
     our_optimizer = our_muon([module.square.weight])
+    batch = make_batch(pool.rank(), 0)
     adamw = []
     for each in (module, alone):
         others = [each.tall.weight, each.wide.weight]
         adamw.append(zero.Zero1(each, torch.optim.AdamW, pool.group(), params=others))
-        loss_of(each(make_batch(pool.rank(), 0))).backward()
+        loss_of(each(batch)).backward()
     for optimizer in (our_optimizer, *adamw):
         optimizer.step()
     assert torch.equal(module.tall.weight, alone.tall.weight)
@@ -235,7 +246,7 @@ def test_zero1_trains_the_other_parameters():
 @needs_torch_2_9
 @pool.on(3)
 def test_torchs_class_loads_our_state_and_goes_on():
-    both = Both(matrices((6, 9), (9, 6), (5, 33)))
+    both = Both(matrices(WIDE, TALL, WIDE))
     both.train()
     state_dict = both.optimizer.state_dict()
     both.plain_optimizer = torch.optim.Muon(both.plain, lr=9.0)
@@ -247,7 +258,7 @@ def test_torchs_class_loads_our_state_and_goes_on():
 @pool.on(3)
 def test_training_goes_on_at_another_number_of_ranks():
     """From torch's state, of one rank, which stays as it is."""
-    both = Both(matrices((6, 9), (9, 6), (5, 33)))
+    both = Both(matrices(WIDE, TALL, WIDE))
     both.train()
     saved = copy.deepcopy(both.plain_optimizer.state_dict())
     both.optimizer = our_muon(both.ours, lr=9.0)
@@ -259,7 +270,7 @@ def test_training_goes_on_at_another_number_of_ranks():
 
 @pool.on(3)
 def test_a_rank_loads_only_the_momenta_of_its_own_matrices():
-    ours = matrices((6, 9), (9, 6), (7, 8))
+    ours = matrices(WIDE, TALL, WIDE)
     optimizer = our_muon(ours)
     for matrix in ours:
         matrix.grad = torch.ones_like(matrix)
@@ -323,7 +334,7 @@ def test_one_of_1024_ranks_sends_its_update_to_all():
 
 @pool.on(2)
 def test_unused_matrices_do_not_travel():
-    used, unused = matrices((4, 6), (40, 60))
+    used, unused = matrices(WIDE, WIDE)
     optimizer = our_muon([used, unused])
     used.grad = torch.ones_like(used)
     with Sent(pool.rank()) as sent:
@@ -349,7 +360,8 @@ def sharded_muon(model, shapes):
 
 def train_sharded(model, optimizer, step):
     optimizer.zero_grad()
-    loss_of(model(make_batch(pool.rank(), step))).backward()
+    batch = make_batch(pool.rank(), step)
+    loss_of(model(batch)).backward()
     optimizer.step()
 
 
@@ -380,20 +392,21 @@ def test_the_state_of_shards_is_this_ranks_part():
         assert state["momentum_buffer"].shape == parameters[number].shape
     loaded = sharded_muon(model, shapes)
     loaded.load_state_dict(state_dict)
-    assert_all_equal(tree_leaves(loaded.state_dict()["state"]), tree_leaves(state_dict["state"]))
+    loaded_state = loaded.state_dict()["state"]
+    assert_all_equal(tree_leaves(loaded_state), tree_leaves(state_dict["state"]))
 
 
 @needs_torch_2_9
 @pool.on(3)
 def test_parts_may_be_any_numbers_of_rows():
     """The last rank has none, and no gradient."""
-    (plain,) = matrices((9, 4))
-    rows = [slice(7), slice(7, 9), slice(0)][pool.rank()]
-    part = nn.Parameter(plain.detach()[rows].clone())
+    (plain,) = matrices(TALL)
+    rows = [slice(20), slice(20, 33), slice(0)][pool.rank()]
+    part = nn.Parameter(plain[rows].detach().clone())
     optimizer = sharded_muon(nn.ParameterList([part]), {part: plain.shape})
     plain_optimizer = torch.optim.Muon([plain], **OPTIONS)
     for step in range(2):
-        plain.grad = randn((9, 4), step).float()
+        plain.grad = randn(TALL, step).float()
         if part.numel():
             part.grad = plain.grad[rows]
         optimizer.step()
@@ -437,31 +450,31 @@ def test_shards_send_a_quarter_of_what_matrices_send():
 
 
 RANK_1 = {
-    "shape": ([(4, 6), (6, 5)], {}),
-    "dimensions": ([(4, 6), (24,)], {}),
-    "dtype": ([(4, 6), (6, 4)], {"dtype": torch.float64}),
-    "order": ([(6, 4), (4, 6)], {}),
-    "number": ([(4, 6)], {}),
+    "shape": matrices(WIDE, SQUARE),
+    "dimensions": matrices(WIDE, (33,)),
+    "dtype": matrices(WIDE, TALL, dtype=torch.float64),
+    "order": matrices(TALL, WIDE),
+    "number": matrices(WIDE),
 }
 
 
 @pytest.mark.parametrize("what", RANK_1)
 @pool.on(3)
 def test_a_rank_with_other_matrices_is_an_error_on_all(what):
-    shapes, dtype = RANK_1[what] if pool.rank() == 1 else ([(4, 6), (6, 4)], {})
+    ours = RANK_1[what] if pool.rank() == 1 else matrices(WIDE, TALL)
     with pytest.raises(ValueError, match="different"):
-        our_muon(matrices(*shapes, **dtype))
+        our_muon(ours)
 
 
 @pool.on(3)
 def test_a_rank_with_other_options_is_an_error_on_all():
     with pytest.raises(ValueError, match="different"):
-        our_muon(matrices((4, 6)), lr=-1.0 if pool.rank() == 1 else 0.1)
+        our_muon(matrices(WIDE), lr=-1.0 if pool.rank() == 1 else 0.1)
 
 
 @pool.on(2)
 def test_a_rank_with_other_groups_is_an_error_on_all():
-    parameters = matrices((4, 6), (4, 6), (4, 6))
+    parameters = matrices(WIDE, WIDE, WIDE)
     cut = 1 + pool.rank()
     with pytest.raises(ValueError, match="different"):
         our_muon([{"params": parameters[:cut]}, {"params": parameters[cut:], "lr": 0.2}])
@@ -476,7 +489,7 @@ def test_a_rank_with_other_groups_is_an_error_on_all():
 @pool.on(1)
 def test_options_that_torchs_class_refuses_are_a_value_error(options):
     with pytest.raises(ValueError, match=r"1-element|nvalid|not supported"):
-        our_muon(matrices((4, 6)), **options)
+        our_muon(matrices(WIDE), **options)
 
 
 @pool.on(1)
@@ -484,20 +497,21 @@ def test_vectors_and_complex_matrices_are_refused_as_by_torchs_class():
     with pytest.raises(ValueError, match="2D"):
         our_muon(matrices((4,)))
     with pytest.raises(RuntimeError, match="complex"):
-        our_muon(matrices((4, 6), dtype=torch.complex64))
+        our_muon(matrices(WIDE, dtype=torch.complex64))
 
 
 @pool.on(1)
 def test_a_closure_is_an_error():
+    optimizer = our_muon(matrices(WIDE))
     with pytest.raises(ValueError, match="closure"):
-        our_muon(matrices((4, 6))).step(lambda: 0.0)
+        optimizer.step(lambda: 0.0)
 
 
 @pool.on(1)
 def test_a_group_that_comes_later_is_an_error():
-    optimizer = our_muon(matrices((4, 6)))
+    optimizer = our_muon(matrices(WIDE))
     with pytest.raises(ValueError, match="constructor"):
-        optimizer.add_param_group({"params": matrices((6, 4))})
+        optimizer.add_param_group({"params": matrices(TALL)})
 
 
 @pool.on(2)
@@ -505,12 +519,12 @@ def test_a_rank_outside_of_the_group_gets_an_error():
     group = dist.new_group([0])
     if pool.rank() == 1:
         with pytest.raises(ValueError, match="rank 1"):
-            Muon(matrices((4, 6)), process_group=group)
+            Muon(matrices(WIDE), process_group=group)
 
 
 @pool.on(3)
 def test_matrices_that_differ_between_two_ranks_of_the_group_are_an_error():
-    (matrix,) = matrices((4, 6))
+    (matrix,) = matrices(WIDE)
     matrix.differ_between_ranks = [1, 2]
     with pytest.raises(ValueError, match=r"\[1, 2\]"):
         our_muon([matrix])
