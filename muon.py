@@ -6,11 +6,11 @@ each matrix has an owner, and only the owner keeps its momentum and computes its
 with N = 2 ranks, rank 0 owns the matrix A and rank 1 owns B:
 
              gradients            owner of the matrix                  updates        every rank
-    rank 0   A₀ B₀ ─┐ exchange ┌─ A₀ A₁ → mean → momentum → UVᵀ of A ─┐ exchange ┌─ decay, A B add
+    rank 0   A₀ B₀ ─┐ exchange ┌─ A₀ A₁ → mean → momentum → UVᵀ of A ─┐ exchange ┌─ update A, B
                     ├──────────┤                                      ├──────────┤
     rank 1   A₁ B₁ ─┘   fp32   └─ B₀ B₁ → mean → momentum → UVᵀ of B ─┘   bf16   └─ decay, A B add
 
-Owners have whole matrices. They are chosen so that all ranks have about the same work.
+The owners are chosen so that all ranks have about the same work.
 
 Cost per rank and step in bytes, for matrices of Ψ fp32 elements in all. To orthogonalize them takes
 F operations: 5 · (4m²n + 2m³) for each m × n matrix, m ≤ n.
@@ -153,7 +153,9 @@ def assign_owners(work, sizes, N):
     total_size = sum(sizes.values())
     loads = {}  # as integers, so that all ranks find the same owners
     for matrix in work:
-        loads[matrix] = 2 * work[matrix] * total_size + sizes[matrix] * total_work
+        of_work = work[matrix] * total_size
+        of_size = sizes[matrix] * total_work
+        loads[matrix] = 2 * of_work + of_size  # of_work twice: idle ranks cost more than memory
     rank_loads = [0] * N
     owned = [[] for _ in range(N)]
     for matrix in sorted(loads, key=loads.get, reverse=True):
@@ -208,9 +210,10 @@ class Muon(torch.optim.Optimizer):
         self._find_options()
         self._start()
         work = {}
-        for parameter, options in self._options.items():
-            work[parameter] = operations(self._shapes[parameter], options["ns_steps"])
-        sizes = {parameter: math.prod(self._shapes[parameter]) for parameter in work}
+        sizes = {}
+        for parameter, shape in self._shapes.items():
+            work[parameter] = operations(shape, self._options[parameter]["ns_steps"])
+            sizes[parameter] = math.prod(shape)
         self._owned = assign_owners(work, sizes, self.N)
 
     def _find_options(self):
@@ -256,7 +259,10 @@ class Muon(torch.optim.Optimizer):
         flags = matrices[0].new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         flags = iter(flags.tolist())  # the host waits for the device
-        return [[parameter for parameter in matrices if next(flags)] for matrices in self._owned]
+        used = []
+        for matrices in self._owned:
+            used.append([parameter for parameter in matrices if next(flags)])
+        return used
 
     def _part_for_owner(self, parameter):
         if parameter.grad is None:  # but another rank has a gradient
@@ -275,7 +281,13 @@ class Muon(torch.optim.Optimizer):
         to_send = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
         to_receive = [sum(each) for each in numels]
         received = flat.new_empty(sum(to_receive))
-        dist.all_to_all_single(received, flat, to_receive, to_send, group=self.process_group)
+        dist.all_to_all_single(
+            received,
+            flat,
+            output_split_sizes=to_receive,
+            input_split_sizes=to_send,
+            group=self.process_group,
+        )
         return received.split(list(itertools.chain(*numels)))
 
     def _compute_updates(self, own, received):
@@ -407,7 +419,12 @@ def check(optimizer):
 def check_group(optimizer, group):
     """Raise the errors of torch.optim.Muon, and one for layers that are split over the ranks."""
     # SGD has the same conditions for the learning rate, the momentum and the weight decay.
-    torch.optim.SGD(group["params"], group["lr"], group["momentum"], 0, group["weight_decay"])
+    torch.optim.SGD(
+        group["params"],
+        lr=group["lr"],
+        momentum=group["momentum"],
+        weight_decay=group["weight_decay"],
+    )
     if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
     members = set(dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD))
