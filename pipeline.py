@@ -120,18 +120,16 @@ def transfer(operation, tensor, peer, group):
 
 
 def blocking_step(name, stage, micro_batches, loss_fn, like, process_group=None):
-    """Forward and backward of a batch. Return its mean loss on the last rank, None elsewhere.
+    """Forward and backward of micro_batches, a list of (input, target) of the same size.
 
-    name: gpipe or 1f1b
-    micro_batches: a list of (input, target), all of the same size
-    like: a tensor with the shape and dtype of what each stage but the first receives
+    `like` has the shape and dtype of the input of a stage after the first. Return the mean loss on
+    the last rank, None elsewhere.
     """
     m = len(micro_batches)
     rank = dist.get_rank(process_group)
     last = dist.get_world_size(process_group) - 1
-    # A turn is a forward and a backward. In the first turns there is no backward yet: in GPipe
-    # before all forwards are done, in 1F1B before the last rank has run the first one. After them,
-    # there are as many turns without a forward.
+    # A turn is a forward and a backward. The first turns have no backward, because no gradient is
+    # there yet, and as many turns at the end have no forward.
     turns_before = {"gpipe": m, "1f1b": last - rank}[name]
     saved = collections.deque()  # (input, output) of each micro-batch that awaits its backward
     losses = []
