@@ -61,18 +61,26 @@ from torch.utils._pytree import tree_leaves
 
 
 class NaiveLoRA(nn.Module):
-    """`linear`, which is frozen, plus (α/r) B A. Only A and B are trained."""
+    """A linear layer, which is frozen, plus (α/r) B A. Only A and B are trained."""
 
-    def __init__(self, linear, r=8, lora_alpha=16):
+    def __init__(self, base, r=8, lora_alpha=16):
         super().__init__()
-        d, k = linear.weight.shape
-        self.linear = linear.requires_grad_(False)
+        weight = matrix_of(base)
+        d, k = weight.shape
+        dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits lose small updates
+        A = torch.empty(r, k, dtype=dtype, device=weight.device)
+        self.lora_A = nn.Parameter(A.uniform_(-(k**-0.5), k**-0.5))  # like peft
+        self.lora_B = nn.Parameter(A.new_zeros(d, r))
         self.scaling = lora_alpha / r
-        self.lora_A = nn.Parameter(linear.weight.new_empty(r, k).uniform_(-(k**-0.5), k**-0.5))
-        self.lora_B = nn.Parameter(linear.weight.new_zeros(d, r))
+        self.base_layer = base.requires_grad_(False)
 
     def forward(self, x):  # (…, k) to (…, d), without building the d × k matrix B A
-        return self.linear(x) + self.scaling * (x @ self.lora_A.t() @ self.lora_B.t())
+        return self.base_layer(x) + self.scaling * (x @ self.lora_A.t() @ self.lora_B.t())
+
+
+def matrix_of(layer):
+    """Return the weight as (d, k). The weight of transformers' Conv1D is (k, d)."""
+    return layer.weight.t() if type(layer).__name__ == "Conv1D" else layer.weight
 
 
 # Quantiles of a normal distribution, so pretrained weights use all 16 about equally (Dettmers, §3).
@@ -86,18 +94,40 @@ NF4_TABLE = torch.tensor(
 
 def naive_nf4(weight, block_size=64):
     """Round a weight to 16 multiples of the largest magnitude in each block of its elements."""
-    blocks = weight.detach().float().reshape(-1, block_size)
-    absmax = blocks.abs().amax(1, keepdim=True)
-    table = NF4_TABLE.to(weight.device)
-    codes = ((blocks / absmax).unsqueeze(-1) - table).abs().argmin(-1)  # 4 bits each
-    return (table[codes] * absmax).view_as(weight).to(weight.dtype)
+    codes, absmax = quantize_blocks(weight, NF4_TABLE, block_size)  # a code takes 4 bits
+    rounded = dequantize_blocks(codes, absmax, NF4_TABLE, block_size)
+    return rounded.view_as(weight).to(weight.dtype)
+
+
+def quantize_blocks(tensor, table, block_size):
+    """Return a code for each element, and the largest magnitude of each block, absmax.
+
+    The code is the index of the value in `table` that is nearest to element / absmax. If two values
+    are equally near, it is the index of the lower one.
+    """
+    flat = tensor.detach().flatten().float()
+    table = on_device(table, flat.device)
+    blocks = F.pad(flat, (0, -len(flat) % block_size)).view(-1, block_size)
+    absmax = blocks.abs().amax(1)
+    # Like bitsandbytes, multiply by the reciprocal. clamp_min: a block may have only zeros.
+    relative = blocks * (1 / absmax.clamp_min(1e-38)).unsqueeze(1)
+    codes = torch.bucketize(relative, (table[:-1] + table[1:]) / 2).to(torch.uint8)
+    return codes.flatten()[: len(flat)].clone(), absmax  # a view would keep the padding in memory
+
+
+def dequantize_blocks(codes, absmax, table, block_size):
+    values = on_device(table, codes.device).index_select(0, codes.int())  # table[codes], but faster
+    return values * absmax.repeat_interleave(block_size)[: len(codes)]
+
+
+on_device = functools.cache(torch.Tensor.to)  # copies a table at the first call only
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. The real one: a layer that replaces an nn.Linear. The caller names the layers to replace.
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(NaiveLoRA):
     """base(x) + scaling · B A dropout(x) for a frozen linear layer. (…, k) becomes (…, d).
 
     scaling is lora_alpha/r. With use_rslora it is lora_alpha/√r, so that a large r does not shrink
@@ -115,32 +145,26 @@ class LoRALinear(nn.Module):
         quantize=None,
         double_quant=False,
     ):
-        super().__init__()
         if r < 1 or not 0 <= lora_dropout < 1 or quantize not in (None, "nf4"):
             raise ValueError(
                 f"{r=} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
             )
         check_is_whole(base.weight)
-        weight = matrix_of(base)
-        d, k = weight.shape
-        dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits lose small updates
-        A = torch.empty(r, k, dtype=dtype, device=weight.device)
-        nn.init.kaiming_uniform_(A, a=5**0.5)  # like peft: uniform within k^-1/2
-        self.lora_A = nn.Parameter(A)
-        self.lora_B = nn.Parameter(A.new_zeros(d, r))
-        self.scaling = lora_alpha / (r**0.5 if use_rslora else r)
+        super().__init__(base, r, lora_alpha)
+        if use_rslora:
+            self.scaling = lora_alpha / r**0.5
         self.lora_dropout = lora_dropout
-        self.base_layer = base
         if quantize:
-            self.base_layer = quantize_nf4(weight, double_quant=double_quant)
+            self.base_layer = NF4(matrix_of(base), double_quant=double_quant)
             self.base_layer.bias = base.bias
-        self.base_layer.requires_grad_(False)
         # merge() sets it to W + scaling · B A. Otherwise it is None.
         self.register_buffer("merged", None, persistent=False)
 
     def forward(self, x):
         if self.merged is not None:
-            return self.merged_forward(x)
+            if self.training and torch.is_grad_enabled():
+                raise ValueError("merged, so A and B get no gradient: call unmerge(model) to train")
+            return F.linear(x, self.merged, self.bias)
         y = self.base_layer(x)
         x = F.dropout(x, self.lora_dropout, self.training)
         A = self.lora_A.to(y.dtype)  # the dtype of x, or autocast's
@@ -148,16 +172,8 @@ class LoRALinear(nn.Module):
         # `hidden` is (r, tokens) and B.t() is (r, d). MKL takes up to 1.3 times as long if r is the
         # last dimension.
         hidden = self.scaling * (A @ x.reshape(-1, x.shape[-1]).t())
-        rows = torch.addmm(y.reshape(-1, y.shape[-1]), hidden.t(), B.t().contiguous())
-        return rows.view(y.shape)
-
-    def merged_forward(self, x):
-        if self.training and torch.is_grad_enabled():
-            raise ValueError(
-                "the adapter is merged, so A and B get no gradient: call unmerge(model) to train, "
-                "or model.eval()"
-            )
-        return F.linear(x, self.merged, self.bias)
+        rows = torch.addmm(y.reshape(-1, len(B)), hidden.t(), B.t().contiguous())
+        return rows.view_as(y)
 
     def _load_from_state_dict(self, *args):
         self.merged = None  # it has the old A and B
@@ -176,11 +192,6 @@ class LoRALinear(nn.Module):
     @property
     def bias(self):
         return self.base_layer.bias
-
-
-def matrix_of(layer):
-    """Return the weight as (d, k). The weight of transformers' Conv1D is (k, d)."""
-    return layer.weight.t() if type(layer).__name__ == "Conv1D" else layer.weight
 
 
 def lora_layers(model):
@@ -205,22 +216,21 @@ def inject_lora(
     """
     if lora_layers(model):
         raise ValueError("the model has adapters already")
-    pattern, targets = find_targets(model, target_modules)
-    config = {
+    target_modules, targets = find_targets(model, target_modules)
+    adapted = {  # a layer with two names gets one LoRALinear
+        layer: LoRALinear(layer, r, lora_alpha, lora_dropout, use_rslora, quantize, double_quant)
+        for layer in targets.values()
+    }
+    model.requires_grad_(False)  # not A and B, which are not in the model yet
+    for name, layer in targets.items():
+        model.set_submodule(name, adapted[layer])
+    model.lora_config = {
         "r": r,
         "lora_alpha": lora_alpha,
         "lora_dropout": lora_dropout,
         "use_rslora": use_rslora,
+        "target_modules": target_modules,
     }
-    adapted = {}  # {linear layer: its LoRALinear}. A layer with two names gets one LoRALinear.
-    for layer in targets.values():
-        adapted[layer] = LoRALinear(layer, **config, quantize=quantize, double_quant=double_quant)
-    model.requires_grad_(False)  # not A and B, which are not in the model yet
-    for name, layer in targets.items():
-        model.set_submodule(name, adapted[layer])
-    if target_modules == "all-linear":
-        target_modules = pattern  # for save_adapter: peft knows "all-linear" for some models only
-    model.lora_config = {**config, "target_modules": target_modules}
     return model
 
 
@@ -247,12 +257,12 @@ def average_adapters(model, process_group=None):
     flat = nn.utils.parameters_to_vector(gradients)
     dist.all_reduce(flat, group=process_group)
     flat /= ranks  # after the sum, so that the bits are those of one device that accumulates
-    means = flat.split([parameter.numel() for parameter in parameters])
-    for parameter, mean in zip(parameters, means, strict=True):
+    nn.utils.vector_to_parameters(flat, gradients)
+    for parameter, mean in zip(parameters, gradients, strict=True):
         if parameter.grad is None and ((mean == 0) & mean.signbit()).all():
             continue  # no rank has used it, so the optimizer must not decay it
         # If the dtypes of the gradients differ, `flat` has a common one.
-        parameter.grad = mean.view_as(parameter).to(parameter.dtype)
+        parameter.grad = mean.to(parameter.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -265,46 +275,19 @@ def dynamic_table():
     127 lie between 0 and 1. They cover 7 decades, each with twice as many values as the one below
     it. The others are the negatives of these, 0 and 1.
     """
-    positive = []
+    table = [torch.arange(2)]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        middles = (edges[:-1] + edges[1:]) / 2
-        positive.append(10.0 ** (decade - 6) * middles)
-    positive = torch.cat(positive)
-    return torch.cat([-positive, positive, positive.new_tensor([0.0, 1.0])]).sort().values
+        middles = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
+        table += [middles, -middles]
+    return torch.cat(table).sort().values
 
 
 DYNAMIC_TABLE = dynamic_table()
 
 
-@functools.cache
-def on_device(table, device):
-    """Return a copy of the table on the device. It is made at the first call only."""
-    return table.to(device)
-
-
-def quantize_blocks(flat, table, block_size):
-    """Return a code for each number, and the largest magnitude of each block, absmax.
-
-    The code is the index of the value in `table` that is nearest to number / absmax. If two values
-    are equally near, it is the index of the lower one.
-    """
-    table = on_device(table, flat.device)
-    blocks = F.pad(flat, (0, -len(flat) % block_size)).view(-1, block_size)
-    absmax = blocks.abs().amax(1)
-    # Like bitsandbytes, multiply by the reciprocal. clamp_min: a block may have only zeros.
-    relative = blocks * (1 / absmax.clamp_min(1e-38)).unsqueeze(1)
-    codes = torch.bucketize(relative, (table[:-1] + table[1:]) / 2).to(torch.uint8)
-    return codes.flatten()[: len(flat)].clone(), absmax  # a view would keep the padding in memory
-
-
-def dequantize_blocks(codes, absmax, table, block_size):
-    values = on_device(table, codes.device).index_select(0, codes.int())  # table[codes], but faster
-    return values * absmax.repeat_interleave(block_size)[: len(codes)]
-
-
-def quantize_nf4(weight, block_size=64, double_quant=False):
-    """Round to 16 multiples of each block's largest magnitude, absmax. Return an NF4.
+class NF4(nn.Module):
+    """A frozen nn.Linear whose weight is rounded as by naive_nf4.
 
     An element takes 4 bits, and absmax 32 bits per block: 4.5 bits per element. double_quant
     subtracts the mean of all absmax, and quantizes the differences to 8 bits in blocks of 256.
@@ -313,17 +296,45 @@ def quantize_nf4(weight, block_size=64, double_quant=False):
     The bytes are those of bitsandbytes, except for a few of the 8-bit codes. Its CPU kernel does
     not always take the nearest value.
     """
-    flat = weight.detach().flatten().float()
-    codes, absmax = quantize_blocks(flat, NF4_TABLE, block_size)
-    codes = F.pad(codes, (0, len(codes) % 2), value=7)  # 7 is the code of 0.0
-    packed = codes[::2] << 4 | codes[1::2]
-    scales = None
-    mean = None
-    if double_quant:
-        mean = absmax.mean(0, keepdim=True)
-        # From here on, absmax holds uint8 codes.
-        absmax, scales = quantize_blocks(absmax - mean, DYNAMIC_TABLE, 256)
-    return NF4(weight, block_size, packed, absmax, scales, mean)
+
+    def __init__(self, weight, block_size=64, double_quant=False):
+        super().__init__()
+        self.shape = weight.shape
+        self.dtype = weight.dtype  # of the weight when it is dequantized
+        self.block_size = block_size
+        self.bias = None
+        codes, absmax = quantize_blocks(weight, NF4_TABLE, block_size)
+        codes = F.pad(codes, (0, len(codes) % 2), value=7)  # 7 is the code of 0.0
+        # uint8: two codes each, the first in the high half. Buffers, so state_dict() has them.
+        self.register_buffer("packed", codes[::2] << 4 | codes[1::2])
+        self.register_buffer("scales", None)  # with double_quant: float32, one for 256 blocks
+        self.register_buffer("mean", None)  # with double_quant: float32, one
+        if double_quant:  # absmax = DYNAMIC_TABLE[code] * scale + mean
+            self.mean = absmax.mean(0, keepdim=True)
+            absmax, self.scales = quantize_blocks(absmax - self.mean, DYNAMIC_TABLE, 256)
+        self.register_buffer("absmax", absmax)  # per block: float32; its code with double_quant
+
+    @property
+    def weight(self):
+        return dequantize_nf4(self)
+
+    def forward(self, x):
+        return LinearNF4.apply(x, self.bias, self)
+
+    def _apply(self, fn, recurse=True):
+        """Move the buffers, but cast only the bias.
+
+        model.half() must not round the scales. It only sets the dtype that dequantizing returns.
+        """
+
+        def move(tensor):
+            return fn(tensor) if tensor is self.bias else tensor.to(fn(tensor).device)
+
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(move, recurse)
+
+
+quantize_nf4 = NF4
 
 
 def dequantize_nf4(nf4, dtype=None):
@@ -346,46 +357,8 @@ class LinearNF4(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        grad_bias = None
-        if ctx.needs_input_grad[1]:
-            grad_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
+        grad_bias = gradient.sum_to_size(gradient.shape[-1]) if ctx.needs_input_grad[1] else None
         return gradient @ dequantize_nf4(ctx.nf4, gradient.dtype), grad_bias, None
-
-
-class NF4(nn.Module):
-    """A frozen nn.Linear with a 4-bit weight. Its parts are buffers, so state_dict() has them."""
-
-    def __init__(self, weight, block_size, packed, absmax, scales, mean):
-        super().__init__()
-        self.shape = weight.shape
-        self.dtype = weight.dtype  # of the weight when it is dequantized
-        self.block_size = block_size
-        self.bias = None
-        self.register_buffer("packed", packed)  # uint8: two codes each, the first in the high half
-        self.register_buffer("absmax", absmax)  # per block: float32; uint8 with double_quant
-        # With double_quant, absmax = DYNAMIC_TABLE[code] * scale + mean. Otherwise both are None.
-        self.register_buffer("scales", scales)  # float32, one for 256 blocks
-        self.register_buffer("mean", mean)  # float32, one
-
-    @property
-    def weight(self):
-        return dequantize_nf4(self)
-
-    def forward(self, x):
-        return LinearNF4.apply(x, self.bias, self)
-
-    def _apply(self, fn, recurse=True):
-        """Move the buffers, but cast only the bias.
-
-        model.half() must not round the scales. It only sets the dtype that dequantizing returns.
-        """
-
-        def move(tensor):
-            moved = fn(tensor)
-            return moved if tensor is self.bias else tensor.to(moved.device)
-
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return super()._apply(move, recurse)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -413,31 +386,32 @@ def unmerge(model):
 
 
 def find_targets(model, target_modules):
-    """Return target_modules as a regular expression, and the layers it matches, {name: layer}.
+    """Return the layers that target_modules matches, {name: layer}, and what save_adapter writes.
 
     Raise a ValueError if it matches no layer, or a layer that is not linear.
     """
     layers = dict(model.named_modules(remove_duplicate=False))
-    linear_names = []
-    for name, layer in layers.items():
-        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
-            linear_names.append(name)
-    if target_modules == "all-linear":
+    linear = {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+    }
+    if target_modules == "all-linear":  # peft knows it for some models only, so names are written
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        names = [re.escape(name) for name in linear_names if layers[name] is not head]
-        pattern = "|".join(names)
-    elif isinstance(target_modules, str):
-        pattern = target_modules
-    else:
+        names = [re.escape(name) for name, layer in linear.items() if layer is not head]
+        target_modules = "|".join(names)
+    pattern = target_modules
+    if not isinstance(pattern, str):
         pattern = "|".join(rf"(.*\.)?{re.escape(name)}" for name in target_modules)
-    # The name of the model itself is "". It cannot be replaced.
-    found = [name for name in layers if name and re.fullmatch(pattern, name)]
-    if not found or not set(found) <= set(linear_names):
+    found = {  # not the model itself, whose name is ""
+        name: layer for name, layer in layers.items() if name and re.fullmatch(pattern, name)
+    }
+    if not found or not found.keys() <= linear.keys():
         raise ValueError(
-            f"target_modules {target_modules!r} finds {found}; "
-            f"it must find linear layers only, which are {linear_names}"
+            f"target_modules {target_modules!r} finds {[*found]}; "
+            f"it must find linear layers only, which are {[*linear]}"
         )
-    return pattern, {name: layers[name] for name in found}
+    return target_modules, found
 
 
 def check_is_whole(matrix):
@@ -459,28 +433,13 @@ DEFAULTS = {
     "use_rslora": False,
     "target_modules": None,
 }
-# Other fields, and the values that load_adapter accepts. It refuses their other values.
-SUPPORTED = {
-    "peft_type": ["LORA"],
-    "bias": ["none"],
-    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],
-}
-# Fields that do not change what the adapter computes. load_adapter ignores them. It refuses a
-# field that is neither here nor above, if it is set.
-IGNORED = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "ensure_weight_tying",
-    "eva_config",
-    "fan_in_fan_out",
-    "inference_mode",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-}
+# Other fields that may be set: those that do not change what the adapter computes, and the values
+# of the others for which it computes the same as ours. load_adapter refuses what is not here.
+ACCEPTED = """auto_mapping base_model_name_or_path ensure_weight_tying eva_config fan_in_fan_out
+    inference_mode megatron_core peft_version qalora_group_size revision runtime_config task_type
+    peft_type=LORA bias=none init_lora_weights=True init_lora_weights=gaussian
+    init_lora_weights=orthogonal init_lora_weights=eva"""
+ACCEPTED = {*DEFAULTS, *ACCEPTED.split()}
 
 
 def adapter_state_dict(model, state_dict=None):
@@ -496,7 +455,7 @@ def save_adapter(model, directory, state_dict=None):
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    fields = {"peft_type": "LORA", "bias": "none", "init_lora_weights": True, **model.lora_config}
+    fields = {"peft_type": "LORA", **model.lora_config}
     config = directory / "adapter_config.json"
     config.write_text(json.dumps(fields, indent=2, default=list))  # target_modules may be a set
     save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
@@ -510,10 +469,11 @@ def load_adapter(model, directory):
     """
     from safetensors.torch import load_file  # pip install safetensors
 
-    config = read_config(directory)
+    directory = Path(directory)
+    config = read_config(directory / "adapter_config.json")
     if not hasattr(model, "lora_config"):
         inject_lora(model, **config)
-    saved = load_file(Path(directory) / "adapter_model.safetensors")
+    saved = load_file(directory / "adapter_model.safetensors")
     state_dict = adapter_state_dict(model)
     in_file = describe(config, saved)
     in_model = describe(model.lora_config, state_dict)
@@ -534,17 +494,16 @@ def describe(config, state_dict):
     return values | {(name, tensor.shape) for name, tensor in state_dict.items()}
 
 
-def read_config(directory):
+def read_config(path):
     """Return inject_lora's arguments. Raise a ValueError that lists the unsupported fields."""
-    path = Path(directory) / "adapter_config.json"
     fields = json.loads(path.read_text())
-    wrong = []
-    for name, value in fields.items():
-        is_supported = name in DEFAULTS or name in IGNORED or value in SUPPORTED.get(name, [])
-        if value and not is_supported:  # false, null and empty mean that the field is not set
-            wrong.append(f"{name} {value!r}")
+    wrong = [
+        f"{name} {value!r}"
+        for name, value in fields.items()
+        if value and not {name, f"{name}={value}"} & ACCEPTED  # false, null, empty: it is not set
+    ]
     if wrong:
-        raise ValueError(f"{directory}: not supported: {', '.join(wrong)}")
+        raise ValueError(f"{path}: not supported: {', '.join(wrong)}")
     return {name: fields.get(name, default) for name, default in DEFAULTS.items()}
 
 

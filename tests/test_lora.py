@@ -240,8 +240,8 @@ def test_the_output_layer_is_left_out_by_all_linear_if_it_is_not_tied_either():
 def test_the_idea_is_a_layer_that_starts_alike_and_trains_alike():
     torch.manual_seed(0)
     naive = lora.NaiveLoRA(nn.Linear(6, 4).double(), r=2, lora_alpha=3)
-    layer = lora.LoRALinear(copy.deepcopy(naive.linear), r=2, lora_alpha=3)
-    bitwise(naive(INPUT), naive.linear(INPUT))
+    layer = lora.LoRALinear(copy.deepcopy(naive.base_layer), r=2, lora_alpha=3)
+    bitwise(naive(INPUT), naive.base_layer(INPUT))
     assert naive.lora_A.abs().max() <= 6**-0.5
     trained(naive)
     layer.load_state_dict({"lora_A": naive.lora_A, "lora_B": naive.lora_B}, strict=False)
