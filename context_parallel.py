@@ -133,8 +133,8 @@ def naive_ring_attention(q, k, v, causal=False, process_group=None):
         scores = q @ k.mT * q.shape[-1] ** -0.5
         if causal:  # hide the keys that are later in the whole sequence than the query
             owner = (rank - step) % world_size
-            later = torch.ones_like(scores, dtype=torch.bool).triu((rank - owner) * S + 1)
-            scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)
+            later = torch.ones_like(scores).triu((rank - owner) * S + 1)
+            scores = scores.masked_fill(later.bool(), torch.finfo(scores.dtype).min)
         outputs.append(scores.softmax(-1) @ v)
         lses.append(scores.logsumexp(-1, keepdim=True))
         if step < world_size - 1:
@@ -159,16 +159,15 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad_output, ctx.process_group), None
 
 
-def sequence_to_heads(x, process_group):
-    """From part of the sequence, (B, heads, S/N, D), to part of the heads, (B, heads/N, S, D)."""
-    by_rank = x.unflatten(1, (dist.get_world_size(process_group), -1)).movedim(1, 0)
-    return torch.cat(AllToAll.apply(by_rank, process_group).unbind(), dim=2)
+def swap(x, split_dim, join_dim, process_group):
+    """Send each rank one of N parts of `x` along split_dim. Join what arrives along join_dim.
 
-
-def heads_to_sequence(x, process_group):
-    """From part of the heads, (B, heads/N, S, D), to part of the sequence, (B, heads, S/N, D)."""
-    by_rank = x.unflatten(2, (dist.get_world_size(process_group), -1)).movedim(2, 0)
-    return torch.cat(AllToAll.apply(by_rank, process_group).unbind(), dim=1)
+    swap(x, 1, 2) goes from a part of the sequence, (B, heads, S/N, D), to a part of the heads,
+    (B, heads/N, S, D). swap(x, 2, 1) goes back.
+    """
+    parts = x.chunk(dist.get_world_size(process_group), split_dim)
+    received = AllToAll.apply(torch.stack(parts), process_group)
+    return torch.cat(received.unbind(), join_dim)
 
 
 def local_attention(q, k, v, causal, scale):
@@ -177,9 +176,9 @@ def local_attention(q, k, v, causal, scale):
 
 def naive_ulysses_attention(q, k, v, causal=False, process_group=None):
     """Attend over the whole sequence with 1/N of the heads. N must divide H and K."""
-    q, k, v = (sequence_to_heads(x, process_group) for x in (q, k, v))
+    q, k, v = (swap(x, 1, 2, process_group) for x in (q, k, v))
     output = local_attention(q, k, v, causal, scale=None)
-    return heads_to_sequence(output, process_group)
+    return swap(output, 2, 1, process_group)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -191,7 +190,8 @@ def to_rank_order(x, dim, world_size, zigzag):
     if not zigzag:
         return x
     first, last = x.unflatten(dim, (2, world_size, -1)).unbind(dim)  # chunks 0 to N-1, N to 2N-1
-    return torch.stack([first, last.flip(dim)], dim + 1).flatten(dim, dim + 2)
+    pairs = torch.stack([first, last.flip(dim)], dim + 1)  # 0 and 2N-1, 1 and 2N-2, …
+    return pairs.flatten(dim, dim + 2)
 
 
 def to_sequence_order(x, dim, world_size, zigzag):
@@ -199,7 +199,8 @@ def to_sequence_order(x, dim, world_size, zigzag):
     if not zigzag:
         return x
     first, last = x.unflatten(dim, (world_size, 2, -1)).unbind(dim + 1)
-    return torch.cat([first, last.flip(dim)], dim).flatten(dim, dim + 1)
+    chunks = torch.cat([first, last.flip(dim)], dim)
+    return chunks.flatten(dim, dim + 1)
 
 
 def split_sequence(x, dim=1, process_group=None, zigzag=True):
@@ -215,7 +216,8 @@ def split_sequence(x, dim=1, process_group=None, zigzag=True):
             f"({world_size} ranks, zigzag={zigzag}); pad it to a multiple of {num_chunks}"
         )
     dim = dim % x.dim()
-    return to_rank_order(x, dim, world_size, zigzag).chunk(world_size, dim)[rank].clone()
+    parts = to_rank_order(x, dim, world_size, zigzag).chunk(world_size, dim)
+    return parts[rank].clone()  # a view would keep the whole sequence in memory
 
 
 def positions(length, process_group=None, zigzag=True):
@@ -253,9 +255,11 @@ def ring_attention(
     D = q.shape[-1]
     if scale is None:
         scale = D**-0.5
-    if q.is_cuda:  # kernels for GPUs want a multiple of 8
-        q, k, v = (F.pad(x, (0, -D % 8)) for x in (q, k, v))
-    output = RingAttention.apply(q, torch.stack([k, v]), causal, scale, process_group, zigzag)
+    kv = torch.stack([k, v])
+    if q.is_cuda and D % 8:  # kernels for GPUs want a multiple of 8
+        q = F.pad(q, (0, -D % 8))
+        kv = F.pad(kv, (0, -D % 8))
+    output = RingAttention.apply(q, kv, causal, scale, process_group, zigzag)
     return output[..., :D]
 
 
@@ -281,8 +285,9 @@ class RingAttention(torch.autograd.Function):
         for block, first, end, is_diagonal in blocks(kv, causal, process_group, zigzag):
             if end:
                 k, v = block[:, :, :, :end].repeat_interleave(group_size, dim=2)
-                here, here_lse, *ctx.state = attend(q[:, :, first:], k, v, is_diagonal, scale)
-                merge(output[:, :, first:], lse[:, :, first:], here, here_lse)
+                rows = [x[:, :, first:] for x in (q, output, lse)]
+                result, *ctx.state = attend(rows[0], k, v, is_diagonal, scale)
+                merge(*rows[1:], *result)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, kv, output, lse)
         ctx.options = (causal, scale, process_group, zigzag)
@@ -358,21 +363,22 @@ def merge(output, lse, other_output, other_lse):
 
 
 def attend(q, k, v, is_causal, scale):
-    """Return the output, its log-sum-exp, (B, H, S), and what else the kernel's backward takes."""
+    """Return (output, its log-sum-exp (B, H, S)), and what else the kernel's backward takes."""
     how = {"is_causal": is_causal, "scale": scale}
     if q.is_cuda and q.element_size() == 2:
         results = aten._scaled_dot_product_flash_attention(q, k, v, **how)
-        return *results[:2], *results[6:8]
+        return results[:2], *results[6:8]
     if q.is_cuda and q.element_size() == 4:
         output, lse, *state = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, **how
         )
-        return output, lse[..., : q.shape[2]], *state  # its queries are padded
+        lse = lse[..., : q.shape[2]]  # the kernel pads its queries
+        return (output, lse), *state
     # No kernel for GPUs takes float64. From 16 bits, results would be rounded before the merge.
     dtype = torch.promote_types(q.dtype, torch.float32)
     inputs = [x.to("cpu", dtype) for x in (q, k, v)]
     results = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, **how)
-    return [x.to(q.device) for x in results]
+    return ([x.to(q.device) for x in results],)
 
 
 def attend_backward(grad_output, q, output, lse, k, v, state, is_causal, scale):
@@ -387,11 +393,14 @@ def attend_backward(grad_output, q, output, lse, k, v, state, is_causal, scale):
             *inputs, None, None, *sizes, 0.0, is_causal, *state, scale=scale
         )
     if q.is_cuda and q.element_size() == 4:
-        inputs[5] = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
-        inputs.insert(4, None)  # a mask, which wants no gradient either
-        return aten._scaled_dot_product_efficient_attention_backward(
-            *inputs, *state, 0.0, [True, True, True, False], is_causal, scale=scale
-        )[:3]
+        padding = -lse.shape[2] % 32  # as the kernel's forward pads it
+        inputs[5] = F.pad(lse, (0, padding), value=math.inf)
+        inputs.insert(4, None)  # a mask
+        wanted = [True, True, True, False]  # no gradient of the mask
+        gradients = aten._scaled_dot_product_efficient_attention_backward(
+            *inputs, *state, 0.0, wanted, is_causal, scale=scale
+        )
+        return gradients[:3]
     inputs = [x.to("cpu", lse.dtype) for x in inputs]
     gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *inputs, 0.0, is_causal, scale=scale
@@ -429,11 +438,13 @@ def ulysses_attention(
     q = F.pad(grouped, (0, 0, 0, 0, 0, padding)).flatten(1, 2)  # pads G, dimension 2
     k = k.repeat_interleave(copies, dim=1)
     v = v.repeat_interleave(copies, dim=1)
-    q, k, v = (sequence_to_heads(x, process_group) for x in (q, k, v))
-    q, k, v = (to_sequence_order(x, 2, world_size, zigzag) for x in (q, k, v))
-    output = attention(q, k, v, causal=causal, scale=scale)
+    whole = []
+    for x in (q, k, v):
+        by_rank = swap(x, 1, 2, process_group)
+        whole.append(to_sequence_order(by_rank, 2, world_size, zigzag))
+    output = attention(*whole, causal=causal, scale=scale)
     output = to_rank_order(output, 2, world_size, zigzag)
-    output = heads_to_sequence(output, process_group)
+    output = swap(output, 2, 1, process_group)
     return output.unflatten(1, (K, -1))[:, :, :G].flatten(1, 2)
 
 
@@ -442,24 +453,20 @@ def ulysses_attention(
 
 
 def join_sequence(x, dim=1, process_group=None, zigzag=True):
-    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
+    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients.
+
+    Each rank sends a copy to each rank. In backward, AllToAll brings the gradients of all copies
+    back, and expand() adds them up.
+    """
     call = f"join_sequence({describe(x)}, dim={dim}, zigzag={zigzag})"
     verify_agreement(call, process_group)
     verify_chunks(x.shape[dim], zigzag)
-    parts = gather(x, process_group)
+    world_size = dist.get_world_size(process_group)
     dim = dim % x.dim()
-    return to_sequence_order(torch.cat(parts.unbind(), dim), dim, len(parts), zigzag)
-
-
-def gather(x, process_group):
-    """Return the `x` of all ranks, stacked. Its gradient is the sum of the ranks' gradients.
-
-    Each rank sends a copy to each rank. Backward then needs no code of its own: AllToAll brings the
-    gradients of all copies back, and expand() adds them up.
-    """
-    _, world_size = rank_and_size(process_group)
     copies = x.expand(world_size, *x.shape)
-    return AllToAll.apply(copies, process_group)
+    parts = AllToAll.apply(copies, process_group)
+    whole = torch.cat(parts.unbind(), dim)
+    return to_sequence_order(whole, dim, world_size, zigzag)
 
 
 def describe(x):

@@ -157,7 +157,8 @@ class Experts(nn.Module):
         results = []
         for part, gate_up, down in zip(parts, self.gate_up_proj, self.down_proj, strict=True):
             gate, up = F.linear(part, gate_up).chunk(2, -1)
-            results.append(F.linear(F.silu(gate) * up, down))
+            hidden = F.silu(gate) * up
+            results.append(F.linear(hidden, down))
         return torch.cat(results)
 
 
@@ -212,7 +213,8 @@ class MoE(nn.Module):
         results = F.pad(results, (0, 0, 0, 1))  # zeros for the extra slot, of dropped choices
         output = (results[slots] * weights.T[..., None]).sum(0)  # first choice first
         if self.shared_experts is not None:
-            output = output + self.shared_experts(tokens, torch.tensor([len(tokens)]))
+            counts = torch.tensor([len(tokens)])
+            output = output + self.shared_experts(tokens, counts)
         return output.view_as(x)
 
     def route(self, tokens):
@@ -273,9 +275,11 @@ class MoE(nn.Module):
         rows = AllToAllRows.apply(rows, sent, received, group, N)
         # Received rows are sorted by sender, then by expert. The experts need them by expert.
         experts = torch.ones_like(counts).cumsum(1)  # 1, 2, … for each sender
-        order = experts.flatten().repeat_interleave(counts.flatten()).argsort(stable=True)
+        expert_of_row = experts.flatten().repeat_interleave(counts.flatten())
+        order = expert_of_row.argsort(stable=True)
         results = self.experts(rows[order], counts.sum(0))
-        return AllToAllRows.apply(results[order.argsort()], received, sent, group, 1 / N)
+        by_sender = results[order.argsort()]
+        return AllToAllRows.apply(by_sender, received, sent, group, 1 / N)
 
     # The library's part. Sections 3 and 4 have the functions.
 
@@ -411,14 +415,16 @@ def balance_losses(layer):
     counts = chosen.flatten().bincount(minlength=E)
     z = logits.logsumexp(-1, keepdim=True).square()
     sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])  # over this rank's tokens
-    total = sum_over_ranks(sums.detach().clone(), layer.experts.groups)
+    groups = layer.experts.groups
+    total = sum_over_ranks(sums.detach().clone(), groups)
     # `total` has no gradient. The difference is 0, and has the gradient of this rank's sums. The
     # factor W cancels the division by W in average_gradients().
-    W = math.prod(layer.experts.groups.divisors) if layer.experts.groups else 1
+    W = math.prod(groups.divisors) if groups else 1
     num_tokens = total[:E].sum().clamp(min=1) / layer.top_k
     means = (total + W * (sums - sums.detach())) / num_tokens
     f, P, z = means.split([E, E, 1])
-    layer.losses = (E / layer.top_k * (f * P).sum(), z.squeeze())
+    aux_loss = E / layer.top_k * (f * P).sum()
+    layer.losses = (aux_loss, z.squeeze())
     return layer.losses
 
 

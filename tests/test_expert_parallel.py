@@ -29,7 +29,8 @@ def make_model(dtype=torch.float64, num_experts=4, **options):
     torch.manual_seed(3)
     first = ep.MoE(H, 5, num_experts, **options)
     last = ep.MoE(H, 5, num_experts, **options)
-    return nn.Sequential(first, nn.Linear(H, H), last).to(dtype)
+    model = nn.Sequential(first, nn.Linear(H, H), last)
+    return model.to(dtype)
 
 
 def split(model, **options):
@@ -41,16 +42,25 @@ def tokens_of(rank, count=5):
     return randn((count, H), seed=100 + rank)
 
 
+def own_tokens(count=5):
+    return tokens_of(pool.rank(), count)
+
+
+def own_loss(model):
+    output = model(own_tokens())
+    return output.square().sum()
+
+
 def plain_backward(plain):
     """One device: the gradients of the mean of the ranks' losses."""
     N = pool.world_size()
     for rank in range(N):
-        loss = plain(tokens_of(rank)).square().sum() / N
-        loss.backward()
+        output = plain(tokens_of(rank))
+        (output.square().sum() / N).backward()
 
 
 def backward(model, *groups):
-    model(tokens_of(pool.rank())).square().sum().backward()
+    own_loss(model).backward()
     ep.average_gradients(model, *(groups or [pool.group()]))
 
 
@@ -83,7 +93,7 @@ def test_the_naive_form_is_bitwise_the_layer_with_one_expert_per_rank(top_k):
     plain = make_model(num_experts=N, top_k=top_k)[0]
     ours = split(plain)
     naive = split(plain)
-    x = tokens_of(pool.rank())
+    x = own_tokens()
 
     def expert(rows):
         return naive.experts(rows, torch.tensor([len(rows)]))
@@ -93,7 +103,8 @@ def test_the_naive_form_is_bitwise_the_layer_with_one_expert_per_rank(top_k):
     for output in (expected, found):
         output.square().sum().backward()
     ep.average_gradients(ours, pool.group())
-    ep.naive_average_gradients([naive.gate.weight], naive.experts.parameters(), pool.group())
+    replicated = [naive.gate.weight]
+    ep.naive_average_gradients(replicated, naive.experts.parameters(), pool.group())
 
     assert torch.equal(found, expected)
     for name, parameter in ours.named_parameters():
@@ -101,21 +112,6 @@ def test_the_naive_form_is_bitwise_the_layer_with_one_expert_per_rank(top_k):
 
 
 # ---- losses and grids
-
-
-@pool.on(2, 4)
-def test_a_loss_divided_by_the_global_count_needs_sums_only():
-    plain = make_model()
-    inputs = torch.cat([tokens_of(rank) for rank in range(pool.world_size())])
-    loss = plain(inputs).square().sum() / len(inputs)
-    (loss + plain[0].aux_loss + plain[2].z_loss).backward()
-    model = split(plain, loss="sum")
-
-    loss = model(tokens_of(pool.rank())).square().sum() / len(inputs)
-    (loss + model[0].aux_loss + model[2].z_loss).backward()
-    ep.average_gradients(model, pool.group())
-
-    assert_same_gradients(model, plain)
 
 
 class LossOfItsOwn(torch.autograd.Function):
@@ -136,12 +132,12 @@ def test_the_auxiliary_loss_can_have_a_gradient_node_of_its_own():
     """For pipelines, whose loss is on another rank."""
     model = split(make_model())
     other = copy.deepcopy(model)
-    loss = model(tokens_of(pool.rank())).sum()
-    (loss + model[0].aux_loss).backward()
+    (own_loss(model) + model[0].aux_loss).backward()
 
-    hidden = other[0](tokens_of(pool.rank()))
+    hidden = other[0](own_tokens())
     hidden = LossOfItsOwn.apply(hidden, other[0].aux_loss)
-    other[2](other[1](hidden)).sum().backward()
+    output = other[1:](hidden)
+    output.square().sum().backward()
 
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert_equal(ours.grad, theirs.grad, False)
@@ -151,7 +147,7 @@ def test_the_auxiliary_loss_can_have_a_gradient_node_of_its_own():
 def test_a_loss_that_nobody_reads_is_not_reduced():
     layer = split(make_model()[0])
     with Collectives() as forward:
-        layer(tokens_of(pool.rank()))
+        layer(own_tokens())
     with Collectives() as reading, torch.no_grad():
         values = [layer.aux_loss, layer.z_loss, layer.aux_loss]
     assert {name for name, _ in forward.calls} == {"alltoall_base_"}
@@ -162,7 +158,7 @@ def test_a_loss_that_nobody_reads_is_not_reduced():
 @pool.on(2)
 def test_without_tokens_on_any_rank_the_losses_are_zero():
     layer = split(make_model()[0])
-    layer(tokens_of(pool.rank(), 0))
+    layer(own_tokens(0))
     assert layer.aux_loss == layer.z_loss == 0
 
 
@@ -181,19 +177,25 @@ def test_a_grid_of_two_expert_parallel_by_two_data_parallel_ranks():
 
     assert_equal(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1), False)
     assert_same_gradients(model, plain)
-    aux_loss = model[0].aux_loss
-    plain(torch.cat([tokens_of(rank) for rank in range(4)]))
-    assert_equal(aux_loss.detach(), plain[0].aux_loss.detach(), False)
 
 
+@pytest.mark.parametrize("loss", ["mean", "sum"])
 @pool.on(4)
-def test_a_sum_over_a_grid():
+def test_a_sum_needs_a_loss_that_is_divided_and_a_mean_needs_one_that_is_not(loss):
     groups = grid()
     plain = make_model(num_experts=2)
-    plain_backward(plain)
-    model = ep.parallelize(copy.deepcopy(plain), *groups, loss="sum")
-    (model(tokens_of(pool.rank())).square().sum() / 4).backward()
+    everything = torch.cat([tokens_of(rank) for rank in range(4)])
+    output = plain(everything)
+    aux_loss = plain[0].aux_loss + plain[2].z_loss
+    (output.square().sum() / 4 + aux_loss).backward()
+    model = ep.parallelize(copy.deepcopy(plain), *groups, loss=loss)
+
+    ours = own_loss(model) / (4 if loss == "sum" else 1)
+    our_aux_loss = model[0].aux_loss + model[2].z_loss
+    (ours + our_aux_loss).backward()
     ep.average_gradients(model, *groups)
+
+    assert_equal(our_aux_loss.detach(), aux_loss.detach(), False)
     assert_same_gradients(model, plain)
 
 
@@ -208,14 +210,16 @@ def test_all_ranks_of_a_crossed_grid_begin_with_the_same_weights():
     assert not model[1].weight.any()
 
 
-@pytest.mark.parametrize("use", [ep.average_gradients, partial(ep.clip_grad_norm_, max_norm=1.0)])
+@pytest.mark.parametrize("forgotten", ["both", "edp_group", "order"])
 @pool.on(4)
-def test_other_groups_than_those_of_the_experts_are_an_error(use):
-    process_group, edp_group = grid()
-    model = ep.parallelize(make_model(), process_group, edp_group)
-    for others in ((None, None), (process_group, None), (edp_group, process_group)):
-        with pytest.raises(ValueError, match="that parallelize"):
-            use(model, process_group=others[0], edp_group=others[1])
+def test_other_groups_than_those_of_the_experts_are_an_error(forgotten):
+    groups = grid()
+    model = ep.parallelize(make_model(), *groups)
+    others = {"both": [], "edp_group": groups[:1], "order": groups[::-1]}[forgotten]
+    with pytest.raises(ValueError, match="that parallelize"):
+        ep.average_gradients(model, *others)
+    with pytest.raises(ValueError, match="that parallelize"):
+        ep.clip_grad_norm_(model, 1.0, *others)
 
 
 @pool.on(4)
@@ -270,6 +274,22 @@ def test_slices_of_tensor_parallelism_are_not_overwritten():
         ep.parallelize(block[1], pool.group())
 
 
+@pool.on(4)
+def test_fsdp_shards_experts_over_the_ranks_that_have_the_same():
+    process_group, edp_group = grid()
+    plain = make_model()
+    plain_backward(plain)
+    model = ep.parallelize(copy.deepcopy(plain), process_group, edp_group)
+    fsdp.fully_shard(model[0].experts, process_group=edp_group)
+
+    own_loss(model).backward()
+
+    expert = [0, 2, 1, 3][pool.rank()]  # ranks 0 and 2 have the experts 0 and 1, one each
+    for name, parameter in model[0].experts.named_parameters():
+        whole = plain[0].experts.get_parameter(name).grad
+        assert_equal(parameter.grad.flatten(), whole[expert].flatten(), False, name)
+
+
 @pytest.mark.parametrize("copied", [False, True])
 @pool.on(2)
 def test_data_parallelism_refuses_split_experts_and_their_copies(copied):
@@ -291,7 +311,7 @@ def test_under_activation_checkpoints(use_reentrant):
     plain = make_model()
     plain_backward(plain)
     model = split(plain)
-    x = tokens_of(pool.rank()).requires_grad_()
+    x = own_tokens().requires_grad_()
     for layer in model:
         x = checkpoint(layer, x, use_reentrant=use_reentrant)
     x.square().sum().backward()
@@ -320,7 +340,8 @@ def test_autocast_does_not_reach_the_router(autocast):
 @pool.on(1, 2, 4)
 def test_capacity_drops_in_gshards_order(factor):
     def plain(x, weights):
-        return plain_moe(x, weights, capacity=math.ceil(factor * 2 * len(x) / 4))
+        capacity = math.ceil(factor * 2 * len(x) / 4)
+        return plain_moe(x, weights, capacity=capacity)
 
     registry._problems.clear()
     make = partial(Ours, ep.MoE)
@@ -333,7 +354,7 @@ def test_capacity_drops_in_gshards_order(factor):
 def test_shared_experts_see_every_token():
     plain = make_model(num_shared_experts=2)[0]
     layer = split(plain)
-    x = tokens_of(pool.rank())
+    x = own_tokens()
     output = layer(x)
     shared = layer.shared_experts(x, torch.tensor([len(x)]))
     layer.shared_experts = None
@@ -350,7 +371,7 @@ def test_the_bias_moves_towards_a_balance():
     for rank in range(pool.world_size()):
         chosen = layer.route(tokens_of(rank, 32))[1]
         loads += 2 * chosen.flatten().bincount(minlength=4)
-    x = tokens_of(pool.rank(), 32)
+    x = own_tokens(32)
     layer(x)
     layer(x)
     layer.eval()(x)  # is not counted
@@ -383,7 +404,8 @@ def test_the_bias_stays_in_fp32():
     finally:
         torch.set_default_dtype(torch.float32)
     assert layer.bias.dtype == other.bias.dtype == torch.float32
-    assert layer.state_dict().keys() == {"bias", *ep.MoE(H, 5, 4).state_dict()}
+    without = ep.MoE(H, 5, 4)
+    assert layer.state_dict().keys() == {"bias", *without.state_dict()}
 
 
 def test_an_update_of_the_bias_needs_a_rate():
@@ -405,19 +427,9 @@ def test_averaging_twice_changes_nothing():
 
 
 @pool.on(2)
-def test_whole_experts_train_as_in_data_parallelism():
-    plain = make_model()
-    plain_backward(plain)
-    model = copy.deepcopy(plain)
-    model.zero_grad()
-    backward(model)
-    assert_same_gradients(model, plain)
-
-
-@pool.on(2)
 def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros():
     model = split(make_model())
-    model[2](tokens_of(pool.rank())).sum().backward()
+    model[2](own_tokens()).sum().backward()
     ep.average_gradients(model, pool.group())
     assert not model[1].weight.grad.any()
 
@@ -425,7 +437,7 @@ def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros():
 @pool.on(2)
 def test_after_a_forward_a_layer_can_be_copied():
     layer = split(make_model()[0])
-    x = tokens_of(pool.rank())
+    x = own_tokens()
     output = layer(x)
     average = copy.deepcopy(layer)
     assert layer.aux_loss.requires_grad
@@ -451,7 +463,7 @@ def test_a_model_may_begin_on_the_meta_device():
 @pool.on(2)
 def test_a_whole_state_does_not_change_with_the_model(gradients):
     model = split(make_model())
-    model(tokens_of(pool.rank())).sum().backward()
+    model(own_tokens()).sum().backward()
     state = ep.full_state_dict(model, gradients)
     before = copy.deepcopy(state)
     for parameter in model.parameters():
@@ -505,7 +517,7 @@ def test_bf16_is_as_close_as_on_one_device():
     exact = make_model()
     exact.load_state_dict(plain.state_dict())  # the rounded weights
     model = split(plain)
-    x = tokens_of(pool.rank(), 50).bfloat16()
+    x = own_tokens(50).bfloat16()
     expected = exact(x.double())
     error = (model(x) - expected).abs().max()
     assert error <= (plain(x) - expected).abs().max()
@@ -538,9 +550,11 @@ def test_rows_sent_equal_the_formula(capacity_factor):
     with SentRows() as sent:
         layer(inputs[rank]).sum().backward()
 
-    owners = torch.stack([plain.route(x)[1] // (4 // N) for x in inputs])  # (rank, token, choice)
+    chosen = [plain.route(x)[1] for x in inputs]
+    owners = torch.stack(chosen) // (4 // N)  # (rank, token, choice)
     leave = (owners[rank] != rank).sum().item()
-    arrive = (owners == rank).sum().item() - (owners[rank] == rank).sum().item()
+    stay = (owners[rank] == rank).sum().item()
+    arrive = (owners == rank).sum().item() - stay
     expected = 2 * (leave + arrive)
     if capacity_factor is not None:
         capacity = math.ceil(1.5 * 2 * 8 / 4)
@@ -572,7 +586,8 @@ def test_mixtrals_block(monkeypatch):
         layer.load_state_dict(state)
         output = layer(x)
         leaves = [x, *(layer.get_parameter(name) for name in state)]
-        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+        loss = output.square().sum()
+        results.append([output, *torch.autograd.grad(loss, leaves)])
 
     for name, found, expected in zip(["output", "x", *state], *results, strict=True):
         assert_equal(found, expected, False, name)
