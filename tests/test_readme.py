@@ -52,6 +52,7 @@ HOW = {  # where each is run
     "./run_all.sh tests --device cuda": "nowhere without a GPU",
     "python bench.py ddp --device cuda": "nowhere: a benchmark never runs in the suite",
     "python bench.py ddp": "nowhere: a benchmark never runs in the suite",
+    "torchrun --nproc-per-node 2 docs/architectures.py": "test_hugging_face, some architectures",
     **dict.fromkeys(EXPERIMENT, "test_the_experiment"),
 }
 
