@@ -341,14 +341,15 @@ class ParallelLayer(nn.Module):
         self.matrix_sizes = sizes_of_matrices(self.size + self.padding, stack, self.world_size)
         self.part_sizes = [size // self.world_size for size in self.matrix_sizes]
         for name, whole in plain._parameters.items():
-            shard = whole  # None, if it is the bias of a layer without one
-            if whole is not None:
-                shard = nn.Parameter(self.shard(name, whole), whole.requires_grad)
-                shard.is_split = name in self.split_dims  # see check_parameters_between()
-            self.register_parameter(name, shard)
+            self.register_parameter(name, None if whole is None else self.make_shard(name, whole))
         # In evaluation nn.TransformerEncoderLayer takes a fast path, which would take the shards
         # for whole weights. A hook on any layer inside it turns the fast path off.
         self.register_forward_hook(do_nothing)
+
+    def make_shard(self, name, whole):
+        shard = nn.Parameter(self.shard(name, whole), whole.requires_grad)
+        shard.is_split = name in self.split_dims  # see check_parameters_between()
+        return shard
 
     def shard(self, name, whole):
         """Return this rank's shard of a whole parameter."""

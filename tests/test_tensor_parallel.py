@@ -96,50 +96,52 @@ def test_operators_and_their_gradients(name, layout):
         output.mul_(2)  # as dropout in place
 
 
-@pool.on(1, 3)
+@pool.on(3)
 def test_the_mlp_of_f_and_g_is_the_mlp_of_one_device():
-    t = pool.world_size()
-    x = randn((4, 6))
-    A = randn((6, 3 * t))
-    B = randn((3 * t, 6), seed=1)
-    columns = A.chunk(t, 1)[pool.rank()]
-    rows = B.chunk(t)[pool.rank()]
-    within(tp.parallel_mlp(x, columns, rows, pool.group()), F.gelu(x @ A) @ B)
+    x = randn((4, 6)).requires_grad_()
+    A = randn((6, 9))
+    B = randn((9, 6), seed=1)
+    expected = F.gelu(x @ A) @ B
+    columns = A.chunk(3, 1)[pool.rank()]
+    rows = B.chunk(3)[pool.rank()]
+    y = tp.parallel_mlp(x, columns, rows, pool.group())
+    within(y, expected)
+    within(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
+
+
+def demo_model(V):
+    torch.manual_seed(0)
+    return tp.language_model(C=24, heads=12, V=V).double()
+
+
+def scatter_after_embedding(model):
+    """With sequence parallelism: dimension 0 is split."""
+    scatter = partial(tp.scatter_to_sequence, process_group=pool.group())
+    model[0].register_forward_hook(lambda module, inputs, output: scatter(output))
+
+
+def make_tokens(V, step=0):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(V, (12, 3), generator=generator)
 
 
 @SEQUENCE_PARALLEL
-@pool.on(1, 2, 3)
-def test_the_layers_of_section_1_have_the_gradients_of_one_device(sp):
-    group = pool.group()
-    table = randn((12, 6)).requires_grad_()
-    linear1 = nn.Linear(6, 12).double()
-    linear2 = nn.Linear(12, 6).double()
-    head = nn.Linear(6, 12).double()
-    tokens = torch.arange(12).view(6, 2)
-    parameters = [table, *linear1.parameters(), *linear2.parameters(), *head.parameters()]
-    hidden = linear2(torch.tanh(linear1(F.embedding(tokens, table))))
-    expected = F.cross_entropy(head(hidden).flatten(0, 1), tokens.flatten())
-    expected_gradients = torch.autograd.grad(expected, parameters)
-
-    dims = [0, 0, 0, 1, None, 0, 0]  # None: not split
-
-    def shards_of(tensors):
-        pairs = zip(tensors, dims, strict=True)
-        return [x if dim is None else tp.shard_of(x, dim, x.shape[dim], group) for x, dim in pairs]
-
-    shards = [shard.detach().requires_grad_() for shard in shards_of(parameters)]
-    rows, A, a, B, b, C, c = shards
-    options = {"sequence_parallel": sp, "process_group": group}
-    x = tp.vocab_embedding(tokens, rows, process_group=group)
+@pool.on(4)  # the demo has the default group
+def test_section_1_alone_has_the_loss_and_the_gradients_of_one_device(sp):
+    plain = demo_model(13)
+    ours = copy.deepcopy(plain)
+    tp.split_by_the_idea(ours, sp)
     if sp:
-        x = tp.scatter_to_sequence(x, group)
-    x = tp.row_linear(torch.tanh(tp.column_linear(x, A, a, **options)), B, b, **options)
-    logits = tp.column_linear(x, C, c, **options)
-    loss = tp.naive_cross_entropy(logits, tokens, 12, group).mean()
-    gradients = torch.autograd.grad(loss, shards)
-
+        scatter_after_embedding(ours)
+    tokens = make_tokens(13)
+    expected = F.cross_entropy(plain(tokens).flatten(0, 1), tokens.flatten())
+    loss = tp.naive_cross_entropy(ours(tokens), tokens, 13).mean()
+    expected.backward()
+    loss.backward()
     within(loss, expected)
-    within(gradients, tuple(shards_of(expected_gradients)))
+    gradients, parameters = tp.join_naive(ours, plain)
+    bitwise(parameters, [parameter.detach() for parameter in plain.parameters()])
+    within(gradients, [parameter.grad for parameter in plain.parameters()])
 
 
 # ---- models
@@ -175,63 +177,64 @@ class PlainLayer(nn.Module):
         return x + self.mlp.linear2(F.silu(gate) * up)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pool.on(1, 3)
-def test_a_parallel_transformer_layer_draws_the_weights_of_a_plain_one(activation, bias):
+@SEQUENCE_PARALLEL
+@pytest.mark.parametrize("swiglu", [False, True], ids=["gelu, no bias", "swiglu, GQA"])
+@pool.on(1, 2, 3)
+def test_a_parallel_transformer_layer_and_a_plain_one_in_shards_are_the_same(swiglu, sp):
+    """Drawn from the same random state, they have the outputs and gradients of one device."""
+    t = pool.world_size()
+    kv_heads = 6 if swiglu else 12
     torch.manual_seed(0)
-    plain = PlainLayer(6, activation == "swiglu", bias)
+    plain = PlainLayer(kv_heads, swiglu, bias=swiglu).double()
     torch.manual_seed(0)
-    ours = tp.ParallelTransformerLayer(
-        24, 12, 24, 6, activation, bias=bias, process_group=pool.group()
-    )
-    for name, whole in tp.full_state_dict(ours).items():
-        assert whole.shape == plain.get_parameter(name).shape
-    x = randn((4, 2, 24))
-    ours.double()
-    plain.double().load_state_dict(tp.full_state_dict(ours))
-    within(ours(x), plain(x))
+    options = {"process_group": pool.group(), "sequence_parallel": sp}
+    kind = "swiglu" if swiglu else "gelu"
+    drawn = tp.ParallelTransformerLayer(24, 12, 24, kv_heads, kind, bias=swiglu, **options)
+    plan = {"norm?": "norm", "*.qkv": (24, 12, 12) if swiglu else "qkv", "*.proj": "row"}
+    plan |= {"*.linear1": "swiglu" if swiglu else "column", "*.linear2": "row"}
+    split = tp.parallelize(copy.deepcopy(plain), plan, **options)
+    x = randn((6, 2, 24))
+    expected = plain(x)
+    (expected * x).sum().backward()
+    mine, mine_expected = [y.chunk(t)[pool.rank()] if sp else y for y in (x, expected)]
+    for ours in (drawn.double(), split):
+        y = ours(mine)
+        (y * mine).sum().backward()
+        within(y, mine_expected)
+        assert_same_model(ours, plain)
 
 
-def split_plan(kv_heads, swiglu):
-    plan = {"[03]": "vocab", "2": "norm", "1.norm?": "norm", "1.*.proj": "row"}
-    plan |= {"1.*.linear1": "swiglu" if swiglu else "column", "1.*.linear2": "row"}
-    plan["1.*.qkv"] = "qkv" if kv_heads == 12 else (24, 2 * kv_heads, 2 * kv_heads)
-    return plan
+PLAN = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
+PLAN |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
 
 
-def plain_and_parallel(kv_heads, swiglu, sp, tied, V):
-    """A plain model, and one that is split: embedding, layer, norm, head."""
-    layer = PlainLayer(kv_heads, swiglu)
-    plain = nn.Sequential(nn.Embedding(V, 24), layer, nn.LayerNorm(24), nn.Linear(24, V))
+def plain_and_parallel(V, sp=False, tied=False):
+    plain = demo_model(V)
+    plain[1].linear1.weight.requires_grad_(False)
     if tied:
-        plain[3].weight = plain[0].weight
-    plain[1].mlp.linear1.weight.requires_grad_(False)
-    ours = copy.deepcopy(plain)
-    tp.parallelize(ours, split_plan(kv_heads, swiglu), pool.group(), sp)
+        plain[6].weight = plain[0].weight
+    ours = tp.parallelize(copy.deepcopy(plain), PLAN, pool.group(), sp)
     if sp:
-        scatter = partial(tp.scatter_to_sequence, process_group=pool.group())
-        ours[0].register_forward_hook(lambda module, inputs, output: scatter(output))
-    return plain.double(), ours.double()
+        scatter_after_embedding(ours)
+    return plain, ours
 
 
 @SEQUENCE_PARALLEL
 @pytest.mark.parametrize(
-    ("kv_heads", "swiglu", "tied", "V"),
-    [(6, True, True, 13), (12, False, False, 4)],
-    ids=["GQA, swiglu, tied", "fewer tokens than rows"],  # of 3 ranks one has only padding
+    ("tied", "V"),
+    [(True, 13), (False, 4)],
+    ids=["tied", "fewer tokens than rows"],  # of 3 ranks one has only padding
 )
 @pool.on(1, 2, 3)
-def test_a_model_trains_as_on_one_device(kv_heads, swiglu, tied, V, sp):
+def test_a_model_trains_as_on_one_device(tied, V, sp):
     """Losses, clipped gradients and parameters, over steps of two micro-batches."""
     group = pool.group()
-    plain, ours = plain_and_parallel(kv_heads, swiglu, sp, tied, V)
+    plain, ours = plain_and_parallel(V, sp, tied)
     optimizers = [torch.optim.SGD(model.parameters(), 0.05, 0.9) for model in (plain, ours)]
     for step in range(4):
-        tokens = torch.randint(V, (6, 3))
-        target = torch.randint(V, (6, 3)).index_fill(0, torch.tensor([0]), -100)
-        expected = F.cross_entropy(plain(tokens).movedim(-1, 1), target, reduction="none")
-        losses = tp.vocab_parallel_cross_entropy(ours(tokens), target, group)
+        tokens = make_tokens(V, step)
+        expected = F.cross_entropy(plain(tokens).movedim(-1, 1), tokens, reduction="none")
+        losses = tp.vocab_parallel_cross_entropy(ours(tokens), tokens, group)
         within(losses, expected)
         expected.sum().backward()
         losses.sum().backward()
@@ -295,9 +298,8 @@ def test_logits_of_padding_are_minus_infinity():
 
 @pool.on(2)
 def test_a_plain_state_dict_loads_bitwise_and_padding_stays_zero():
-    plain, ours = plain_and_parallel(6, True, False, True, 13)
+    plain, ours = plain_and_parallel(13)
     other = {name: randn(whole.shape) for name, whole in plain.state_dict().items()}
-    other["3.weight"] = other["0.weight"]  # tied
     tp.load_full_state_dict(ours, other)
     bitwise(tp.full_state_dict(ours), other)
     if pool.rank() == 1:
