@@ -979,12 +979,12 @@ def check_same_on_all_ranks(mine, process_group):
 
 
 def main():
-    text = "split the sequence in norms, dropout and residuals"
-    demo = Demo({"--sequence-parallel": {"action": "store_true", "help": text}})
+    flag = {"action": "store_true", "help": "split the sequence in norms, dropout and residuals"}
+    demo = Demo({"--sequence-parallel": flag})
     if 6 % demo.ranks:
         demo.stop(f"6 attention heads are not divisible by {demo.ranks} ranks; use 1, 2, 3 or 6")
-    sequence_parallel = demo.args.sequence_parallel
     model = demo.start("tensor_parallel", parts=1)
+    sequence_parallel = demo.args.sequence_parallel
     loss_of = vocab_parallel_cross_entropy
     if demo.args.idea:
         split_by_the_idea(model, sequence_parallel)
@@ -994,7 +994,7 @@ def main():
         plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
         parallelize(model, plan, sequence_parallel=sequence_parallel)
     if sequence_parallel:
-        # Dimension 0 is the batch here, so each rank gets a part of the batch, not of the sequence.
+        # Dimension 0 is the batch here: each rank gets a part of the batch.
         model[0].register_forward_hook(lambda module, inputs, output: scatter_to_sequence(output))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -1006,11 +1006,10 @@ def main():
         return loss
 
     def gather_whole():
-        if demo.args.idea:
-            return join_naive(model, demo.model)
         return whole_gradients(model).values(), full_state_dict(model).values()
 
-    demo.train(step, gather_whole)
+    join = partial(join_naive, model, demo.model)
+    demo.train(step, join if demo.args.idea else gather_whole)
     formula, elements = sent_by_formula(demo)
     sent = elements * model[0].weight.itemsize
     return demo.report(held(model.parameters(), optimizer), formula, sent)
