@@ -79,6 +79,21 @@ def test_demo(path, ranks, tmp_path):
             assert measured == formula
 
 
+@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.name)
+def test_the_idea_alone_trains_as_one_device(path):
+    done = fork(path, "--idea", "--steps", 2, ranks=2)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    headers = re.findall(r"^([\w ]+) · 2 ranks ·", done.stdout, re.MULTILINE)
+    verdicts = re.findall(
+        r"^vs 1 device .* equal (?:within 1e-09: .* )?over", done.stdout, re.MULTILINE
+    )
+    assert headers
+    assert all(header.endswith(" idea") for header in headers)
+    assert len(verdicts) >= len(headers)
+
+
 @pytest.mark.parametrize("name", ["parallel_3d.py", "parallel_5d.py"])
 def test_no_thread_outlives_the_groups_of_a_grid(name):
     done = fork(name, "--steps", 1)
