@@ -34,6 +34,7 @@ Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with sect
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
 Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers;
+          a clear error if a MixedPrecisionOptimizer is given to a GradScaler's step();
           autocast's cache, which saves a second cast of a weight that is used twice;
           torch.utils.checkpoint inside autocast, which is an error. activation_checkpoint.py's
           checkpoint works, and so does any checkpoint of a function that enters autocast itself
@@ -146,7 +147,10 @@ class GradScaler:
         """Divide the gradients by the scale, and check that they are finite on all ranks."""
         if not self._enabled:
             return
-        verify_unscale(self, optimizer)
+        if optimizer in self._found_inf:
+            raise RuntimeError(
+                "unscale_() or step() has been called on this optimizer since the last update()"
+            )
         if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
             found_inf = optimizer.unscale_(self._scale)
         else:
@@ -163,7 +167,9 @@ class GradScaler:
         """Return optimizer.step(*args, **kwargs), or None if a gradient is inf or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        verify_step(self, optimizer, args, kwargs)
+        has_closure = any(map(callable, [*args, *kwargs.values()]))
+        if has_closure or optimizer in self._stepped:
+            raise RuntimeError("step() takes no closure, and only one call before each update()")
         if optimizer not in self._found_inf:
             self.unscale_(optimizer)
         found_inf = self._found_inf[optimizer]
@@ -180,25 +186,22 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is None:
-            new_scale = self._next_scale()
+            found_inf = max(self._found_inf.values(), default=NO_GRADIENT)
+            if found_inf == NO_GRADIENT:
+                raise AssertionError("No inf checks were recorded prior to update")
+            new_scale = self._scale
+            self._growth_tracker += 1
+            if found_inf:
+                new_scale *= self._backoff_factor
+                self._growth_tracker = 0
+            elif self._growth_tracker >= self._growth_interval:
+                new_scale *= self._growth_factor
+                self._growth_tracker = 0
         in_fp32 = torch.tensor(float(new_scale), dtype=torch.float32)  # PyTorch keeps it in fp32
         if in_fp32.isfinite():  # a scale that overflows does not grow
             self._scale = in_fp32.item()
         self._found_inf.clear()
         self._stepped.clear()
-
-    def _next_scale(self):
-        found_inf = max(self._found_inf.values(), default=NO_GRADIENT)
-        if found_inf == NO_GRADIENT:
-            raise AssertionError("No inf checks were recorded prior to update")
-        if found_inf:
-            self._growth_tracker = 0
-            return self._scale * self._backoff_factor
-        self._growth_tracker += 1
-        if self._growth_tracker < self._growth_interval:
-            return self._scale
-        self._growth_tracker = 0
-        return self._scale * self._growth_factor
 
     # Section 5.
 
@@ -273,20 +276,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._masters = []  # an fp32 copy of each weight, in the same order
         state = optimizer.state_dict()
         for group in optimizer.param_groups:
-            group["params"] = [self._make_master(weight) for weight in group["params"]]
+            for i, weight in enumerate(group["params"]):
+                wide = torch.promote_types(weight.dtype, torch.float32)  # float64 stays
+                master = weight.detach().to(wide, copy=True)
+                weight.data = weight.data.to(dtype)
+                self._weights.append(weight)
+                self._masters.append(master)
+                group["params"][i] = master
         optimizer.load_state_dict(state)  # casts any momenta to fp32, the masters' dtype
         self.write_model_params()
         verify_frozen(self._weights, dtype)
         self._is_new = True  # until step(), load_state_dict() or write_model_params() is called
         self._grad_versions = None  # of the gradients that unscale_() has copied, until step()
-
-    def _make_master(self, weight):
-        wide = torch.promote_types(weight.dtype, torch.float32)  # float64 stays
-        master = weight.detach().to(wide, copy=True)
-        self._weights.append(weight)
-        self._masters.append(master)
-        weight.data = weight.data.to(self.dtype)
-        return master
 
     def unscale_(self):
         """Copy the gradients to the masters, and divide them by the scale."""
@@ -354,10 +355,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def state_dict(self):
         """Return the optimizer's state dict, with "master_weights" and "scaler" added."""
         adopt_written_weights(self)
-        state_dict = self.optimizer.state_dict()
-        state_dict["master_weights"] = list(self._masters)
-        state_dict["scaler"] = self.scaler.state_dict()
-        return state_dict
+        ours = {"master_weights": list(self._masters), "scaler": self.scaler.state_dict()}
+        return self.optimizer.state_dict() | ours
 
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict)
@@ -405,8 +404,13 @@ class autocast(ContextDecorator, TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__" and self.enabled:
-            verify_caller(sys._getframe(1))
+        is_read = name == "__get__" and self.enabled
+        # torch.utils.checkpoint reads the device of its inputs in this function.
+        if is_read and sys._getframe(1).f_code.co_name == "add_device_types":
+            raise RuntimeError(
+                "torch.utils.checkpoint would compute a second time without amp.autocast: use "
+                "activation_checkpoint.checkpoint, or enter autocast in the checkpointed function"
+            )
         if name in LOW_PRECISION:
             dtype = self.dtype
         elif name in FP32 or name.endswith("_loss"):
@@ -480,33 +484,6 @@ def verify_frozen(weights, dtype):
             )
 
     handle = nn.modules.module.register_module_forward_pre_hook(hook)
-
-
-def verify_unscale(scaler, optimizer):
-    if optimizer in scaler._found_inf:
-        raise RuntimeError(
-            "unscale_() or step() has been called on this optimizer since the last update()"
-        )
-    if isinstance(optimizer, MixedPrecisionOptimizer):
-        raise ValueError(
-            "MixedPrecisionOptimizer uses its scaler itself: give it scaler=, and call the "
-            "optimizer's scale() and step() instead of the scaler's"
-        )
-
-
-def verify_step(scaler, optimizer, args, kwargs):
-    has_closure = any(map(callable, [*args, *kwargs.values()]))
-    if has_closure or optimizer in scaler._stepped:
-        raise RuntimeError("step() takes no closure, and only one call before each update()")
-
-
-def verify_caller(frame):
-    """Raise a RuntimeError if torch.utils.checkpoint reads the device of an input."""
-    if frame.f_code.co_name == "add_device_types":
-        raise RuntimeError(
-            "torch.utils.checkpoint would compute a second time without amp.autocast: use "
-            "activation_checkpoint.checkpoint, or enter autocast in the checkpointed function"
-        )
 
 
 # --------------------------------------------------------------------------------------------------
