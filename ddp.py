@@ -29,7 +29,8 @@ Run:      torchrun --nproc-per-node 2 ddp.py            (--idea trains with sect
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 3.2
 Mirrors:  torch.nn.parallel.DistributedDataParallel
 Left out: join() for uneven inputs; static_graph; gradients of gradients; gradients that stay
-          sparse; parameters that are unfrozen, added or cast after construction
+          sparse; parameters that are unfrozen, added or cast after construction; the error for a
+          module that trains nothing
 See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 """
 
@@ -188,8 +189,12 @@ class DistributedDataParallel(nn.Module):
         **others,
     ):
         super().__init__()
-        others |= {"dim": dim, "init_sync": not init_sync, "check_reduction": check_reduction}
-        others["output_device"] = output_device not in (None, *(device_ids or ()))
+        others |= {  # {PyTorch's name of an argument: whether it is set}
+            "dim": dim,
+            "init_sync": not init_sync,
+            "check_reduction": check_reduction,
+            "output_device": output_device not in (None, *(device_ids or ())),
+        }
         verify_arguments(module, process_group, others)
         self.module = module
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
@@ -434,10 +439,6 @@ def verify_arguments(module, process_group, unsupported):
                 f"ranks {sorted(apart)} of process_group hold different parameters of '{name}'; "
                 "give a group of ranks that hold the same ones"
             )
-    verify_same_model(module, process_group)
-
-
-def verify_same_model(module, process_group):
     # An all-reduce of different sizes or dtypes would abort the process or return garbage.
     tensors = enumerate([*module.named_parameters(), *module.named_buffers()])
     found = {
@@ -447,11 +448,6 @@ def verify_same_model(module, process_group):
     dist.all_gather_object(everyone, found, group=process_group)
     if differ := set.union(*everyone) - set.intersection(*everyone):
         raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter "
-            "that requires a gradient"
-        )
 
 
 # --------------------------------------------------------------------------------------------------
