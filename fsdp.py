@@ -213,7 +213,8 @@ class ShardedParameter:
         """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
         flat = full.new_empty(self.group.unsharded.shape)
         self.view(flat).copy_(full)
-        return self.part_of_shard(self.group.own_part(flat)).clone()
+        shard = flat.chunk(self.group.world_size)[self.group.rank]
+        return self.part_of_shard(shard).clone()
 
     def current(self):
         """Return the nn.Parameter that the modules hold now."""
@@ -269,9 +270,8 @@ class ParameterGroup:
         self.collected = set()  # parameters whose gradients are in `gradients`
         self.received = None  # gradients of this rank's shard from all ranks, in rank order
         self.reducing = None  # handle of the all-to-all that is running
-        self.parameters = []
-        for (original, owners), start in zip(originals.items(), starts, strict=True):
-            self.parameters.append(ShardedParameter(self, original, owners, start))
+        items = zip(originals.items(), starts, strict=True)
+        self.parameters = [ShardedParameter(self, *item, start) for item, start in items]
         self.unsharded.untyped_storage().resize_(0)
         self.gather_handle = None  # of the all-gather into `unsharded`; None if that has no memory
         self.fill_shard(settings.axes)
@@ -285,11 +285,7 @@ class ParameterGroup:
             parameter.set_on_modules(parameter.sharded)
         for group in axes:  # in a grid, the first rank of each row gets its values in the end
             dist.broadcast(values, group=group, group_src=0)
-        self.shard.copy_(self.own_part(values))
-
-    def own_part(self, flat):
-        """Return this rank's part of `flat`, which has the layout of `unsharded`."""
-        return flat.chunk(self.world_size)[self.rank]
+        self.shard.copy_(values.chunk(self.world_size)[self.rank])
 
     def start_unshard(self):
         """Begin to gather all ranks' shards into `unsharded`."""
@@ -301,10 +297,9 @@ class ParameterGroup:
         # Resize the storage instead of making a new one, because autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         self.version = self.shard._version  # autograd's count of the writes to `shard`
-        own = self.own_part(self.unsharded)
-        own.copy_(self.shard)
+        shard = self.shard.to(self.unsharded)  # its dtype and device
         self.gather_handle = all_gather_single(
-            self.unsharded, own, group=self.process_group, async_op=True
+            self.unsharded, shard, group=self.process_group, async_op=True
         )
 
     def finish_unshard(self):
@@ -367,22 +362,19 @@ class ParameterGroup:
         total = functools.reduce(torch.add, received.chunk(self.world_size))
         for group in self.replicate_groups:
             dist.all_reduce(total, group=group)
-        # Look into `collected` first, because is_used() makes the host wait for the GPU.
-        used = [p for p in self.parameters if p in self.collected or is_used(total[p.slice])]
+        mean = (total / self.divide_factor).to(self.shard)  # its dtype and device
+        for parameter in self.parameters:
+            # Look into `collected` first, because is_used() makes the host wait for the GPU.
+            if parameter in self.collected or is_used(total[parameter.slice]):
+                gradient = parameter.part_of_shard(mean)
+                if parameter.sharded.grad is None:
+                    parameter.sharded.grad = gradient
+                else:
+                    parameter.sharded.grad += gradient
         self.gradients = None
         self.collected = set()
         self.received = None
         self.reducing = None
-        total /= self.divide_factor
-        mean = total.to(self.shard.dtype)
-        if self.shard.is_pinned():
-            mean = torch.empty_like(mean, device="cpu", pin_memory=True).copy_(mean)
-        for parameter in used:
-            gradient = parameter.part_of_shard(mean)
-            if parameter.sharded.grad is None:
-                parameter.sharded.grad = gradient
-            else:
-                parameter.sharded.grad += gradient
 
 
 # --------------------------------------------------------------------------------------------------
@@ -450,10 +442,8 @@ class Unit:
     def __init__(self, groups, settings):
         self.groups = groups  # ParameterGroups: see make_groups()
         self.settings = settings
-        self.order = None  # the UnshardOrder and the Backward that all units of the model share
-        self.backward = None
-        self.requires_gradient_sync = True  # False in no_sync(): post_backward sends no gradients
-        self.keeps_unsharded = False  # True in keep_unsharded(): reshard() frees nothing
+        self.order = None  # the UnshardOrder that all units of the model share
+        self.contexts = []  # that the user is in: "no_sync" or "keep_unsharded" for each
         self.needs_reduce = False  # True from pre_backward until post_backward sends the gradients
 
     def pre_forward(self, module, args, kwargs):
@@ -469,46 +459,40 @@ class Unit:
 
     def post_forward(self, module, args, output):
         """Reshard. Register pre_backward to run when backward reaches an output."""
-        is_training = torch.is_grad_enabled()
-        if is_training:
-            for tensor in tensors_in(output):
-                tensor.register_hook(self.pre_backward)
+        for tensor in tensors_in(output):
+            tensor.register_hook(self.pre_backward)
         # After a recomputation, the backward of this unit follows at once and needs the parameters.
         if not in_backward():
-            self.reshard(self.settings.reshard_after_forward or not is_training)
+            self.reshard(self.settings.reshard_after_forward or not torch.is_grad_enabled())
         if self.order.outermost is self:
             self.order.outermost = None
 
     def pre_backward(self, gradient):
         """Unshard. Autograd calls this before the backward of the unit, once for each output."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("no second-order gradients: call backward without create_graph=True")
-        self.backward.start()
+        self.order.backward.start()
         self.needs_reduce = True
         self.order.unshard(self)
 
     def post_backward(self):
         """Reshard, and begin to reduce. PostBackward or Backward.finish calls this."""
-        self.backward.finish_reduce()  # that of the previous unit ran while this unit computed
+        self.order.backward.finish_reduce()  # of the previous unit; it ran during this one
         self.reshard()
+        accumulates = "no_sync" in self.contexts
         for group in self.groups:
             group.collect_gradients()
-            if self.requires_gradient_sync:
+            if not accumulates:
                 group.start_reduce()
         # In no_sync() it stays True. So the next backward outside sends the gradients, even if it
         # does not reach this unit.
-        self.needs_reduce = not self.requires_gradient_sync
+        self.needs_reduce = accumulates
 
     def reshard(self, free=True):
         """Let the user see shards, and free the unsharded parameters."""
         for group in self.groups:
-            group.reshard(free and not self.keeps_unsharded)
+            group.reshard(free and "keep_unsharded" not in self.contexts)
 
     def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
-        raise RuntimeError(
-            "a sharded model cannot be copied: copy it before fully_shard, shard the copy, "
-            "and call load_full_state_dict(copy, full_state_dict(model))"
-        )
+        raise RuntimeError("a sharded model cannot be copied; copy it before fully_shard")
 
 
 class UnshardOrder:
@@ -516,6 +500,9 @@ class UnshardOrder:
 
     def __init__(self, units):
         self.units = units
+        for unit in units:
+            unit.order = self
+        self.backward = Backward(self)
         self.outermost = None  # during a forward, the unit that the user called
         self.previous = None  # the last call of unshard(): (unit, whether it was in backward)
         self.next_unit = {}  # {a call of unshard(), or None: the unit of the call after it}
@@ -523,7 +510,7 @@ class UnshardOrder:
     def start_forward(self, unit):
         """Reshard all units if this is a forward of the model, and not of a unit in it."""
         if not in_backward() and self.outermost in (None, unit):
-            if unit.backward.is_running:
+            if self.backward.is_running:
                 raise RuntimeError("an earlier backward raised an error; nothing is right after it")
             self.outermost = unit
             self.restart()
@@ -549,9 +536,9 @@ class UnshardOrder:
 class Backward:
     """The life of a backward of a model: when it begins and ends, and what it reduces."""
 
-    def __init__(self, units, order):
-        self.units = units
+    def __init__(self, order):
         self.order = order
+        self.units = order.units
         self.is_running = False
 
     def start(self):
@@ -577,6 +564,21 @@ class Backward:
 
 # --------------------------------------------------------------------------------------------------
 # 4. What users call, on all ranks: units and their policies, accumulation, clipping.
+#
+# - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
+#   Adam is. A gradient is None if no rank has one, and it may be None if n is 0.
+# - Parameters get the values of rank 0, after reset_parameters() if they are on the meta device.
+#   They move to the GPU if the group has only NCCL. Buffers are neither moved nor synchronized.
+# - Before fully_shard, freeze parameters, so that no gradients are sent for them, and inject LoRA.
+# - Only the forward of a unit sees whole parameters. Values that it writes into them are lost. If
+#   `self.pos` is a unit, call `self.pos(x)`, because `self.pos.weight` is a shard outside of it.
+# - A unit returns tensors in lists, tuples, dicts or dataclasses. Other objects are ignored. It is
+#   an error if backward starts from a tensor in one, such as a cache, and not from the outputs.
+# - Units of one model may be over different groups, for example those of split experts. A group may
+#   not have two ranks that `differ_between_ranks` of a module or parameter lists.
+# - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_ of
+#   this file, and GradScaler of amp.py. optimizer.state_dict() is only this rank's part. Save
+#   shards() with checkpoint.py on all ranks instead. Any number of ranks can load them.
 
 
 class MixedPrecisionPolicy(NamedTuple):
@@ -585,7 +587,7 @@ class MixedPrecisionPolicy(NamedTuple):
 
 
 class CPUOffloadPolicy:
-    """Keep shards, .grad and optimizer state in host memory. For a GPU, pin shards and .grad."""
+    """Keep shards, .grad and optimizer state in host memory. The host waits for each copy."""
 
 
 class Settings(NamedTuple):
@@ -609,24 +611,11 @@ def fully_shard(
     offload_policy=None,
     gradient_divide_factor=None,  # None: the number of ranks; 1.0: add up the ranks' gradients
 ):
-    """Make a unit of the parameters of `module` that do not belong to a unit yet.
+    """Make a unit of the parameters of `module` that do not belong to a unit yet. Return `module`.
 
     Call it on the blocks first and then on the whole model. Make the optimizer after that.
-    - `module.parameters()` become this rank's shards. A matrix becomes (1, n), and n may be 0. The
-      optimizer must be elementwise, like Adam. After backward, .grad is this rank's part of the
-      mean gradient. It is None if no rank has a gradient, and it may be None if n is 0.
-    - Parameters get the values of rank 0, after reset_parameters() if they are on the meta device.
-      They move to the GPU if the group has only NCCL. Buffers are neither moved nor synchronized.
-    - Before this call, freeze parameters, so that no gradients are sent for them, and inject LoRA.
-    - Only the forward of a unit sees whole parameters. Values that it writes into them are lost. If
-      `self.pos` is a unit, call `self.pos(x)`, because `self.pos.weight` is a shard outside of it.
-    - A unit returns tensors in lists, tuples, dicts or dataclasses. Backward raises an error if it
-      comes from a tensor in another object, such as a cache, and not from the unit's outputs.
-    - Units of one model may be over different ranks, such as experts. The forward and backward of a
-      module with the mark `differ_between_ranks`, a list of ranks, must see only one of these.
-    - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_
-      of this file, and GradScaler of amp.py. optimizer.state_dict() is only this rank's part. Save
-      shards() with checkpoint.py on all ranks instead. Any number of ranks can load them.
+    `module.parameters()` become this rank's shards. After backward, .grad is this rank's part of
+    the mean gradient.
     """
     axes = choose_axes(mesh, process_group, replicate_group)
     offload = offload_policy is not None
@@ -634,12 +623,7 @@ def fully_shard(
     settings = Settings(axes, reshard_after_forward, mp_policy, offload, divide_factor)
     check_module(module)
     unit = Unit(make_groups(module, settings), settings)
-    units = [unit, *units_of(module)]
-    order = UnshardOrder(units)
-    backward = Backward(units, order)
-    for each in units:
-        each.order = order
-        each.backward = backward
+    UnshardOrder([unit, *units_of(module)])
     register_hooks(unit)
     module._fsdp_unit = unit
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
@@ -653,16 +637,13 @@ def units_of(module):
 
 
 @contextmanager
-def change_units(module, name, value):
-    """Set an attribute of the units in `module`, and restore it at the end."""
-    units = units_of(module)
-    before = [getattr(unit, name) for unit in units]  # an outer context may have set it
-    for unit in units:
+def context(module, name):
+    for unit in units_of(module):
         unit.reshard()  # it may hold the values that it had before the last step
-        setattr(unit, name, value)
+        unit.contexts.append(name)
     yield
-    for unit, old in zip(units, before, strict=True):
-        setattr(unit, name, old)
+    for unit in units_of(module):
+        unit.contexts.remove(name)
         unit.reshard()
 
 
@@ -672,28 +653,28 @@ def no_sync(module):
     Until then they are not in .grad, so optimizer.zero_grad() does not drop them. To drop them, run
     a backward outside, and then call optimizer.zero_grad().
     """
-    return change_units(module, "requires_gradient_sync", False)
+    return context(module, "no_sync")
 
 
 def keep_unsharded(module):
     """Gather each unit once for all forwards and backwards in here. Then call optimizer.step()."""
-    return change_units(module, "keeps_unsharded", True)
+    return context(module, "keep_unsharded")
 
 
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, *, counted=None, process_groups=()):
     """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
-    Return the norm that they had before. With model parallelism, `process_groups` are the groups
-    over which the model is split. If several of their ranks hold a copy of a parameter,
+    Return the norm that they had before, in float64. With model parallelism, `process_groups` are
+    the groups over which the model is split. If several of their ranks hold a copy of a parameter,
     counted(parameter) must be True on one of them.
     """
     total = 0.0
     for name, sharded in module.named_parameters():
         group = sharded_parameter(name, sharded).group
-        square = torch.zeros((), dtype=torch.float64, device=group.unsharded.device)
+        square = group.unsharded.new_zeros((), dtype=torch.float64)
         if sharded.grad is not None:  # abs() makes complex numbers real
-            square += sharded.grad.abs().norm(dtype=torch.float64).square()
+            square += sharded.grad.abs().norm(dtype=torch.float64) ** 2
         dist.all_reduce(square, group=group.process_group)
         if counted is not None and not counted(sharded):
             square.zero_()
@@ -702,7 +683,7 @@ def clip_grad_norm_(module, max_norm, *, counted=None, process_groups=()):
         dist.all_reduce(total, group=process_group)
     norm = total.sqrt()
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
-    return norm.to(torch.promote_types(group.shard.dtype.to_real(), torch.float32))
+    return norm
 
 
 def sharded_parameter(name, sharded):
@@ -727,12 +708,6 @@ def choose_axes(mesh, process_group, replicate_group):
     return [None if group is dist.group.WORLD else group for group in axes]
 
 
-def gather_objects(value, process_group):
-    everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, value, group=process_group)
-    return everyone
-
-
 def check_module(module):
     name = type(module).__name__
     if type(module).forward is nn.Module.forward:
@@ -746,7 +721,7 @@ def make_groups(module, settings):
     by_kind = find_parameters(module, settings)
     first = next(itertools.chain(*by_kind.values()), torch.empty(0))
     device = device_for(first.device, dist.get_backend_config(settings.axes[0]))
-    materialize(module, device)
+    module.apply(functools.partial(materialize, device))
     return [ParameterGroup(originals, settings, device) for originals in by_kind.values()]
 
 
@@ -772,10 +747,7 @@ def find_parameters(module, settings):
                 f"{part_of_split(owner)}{part_of_split(parameter)}"
             )
         elif sharded_parameter.sharded is not parameter:
-            raise ValueError(
-                f"{path} of {type(module).__name__} is tied to another unit's; "
-                "put both into one unit"
-            )
+            raise ValueError(f"{path} is tied to another unit's parameter; put both into one unit")
     refuse_disagreement(descriptions, settings.axes)
     return by_kind
 
@@ -795,9 +767,11 @@ def refuse_disagreement(descriptions, axes):
     """Raise ValueError on all ranks if they do not have the same descriptions."""
     union = common = descriptions
     for group in axes:  # after the second axis, every rank knows those of the whole grid
-        unions, commons = zip(*gather_objects((union, common), group), strict=True)
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (union, common), group=group)
+        unions, commons = zip(*everyone, strict=True)
         # The ranks of the second axis must have the same place in the first.
-        place = {f"rank {dist.get_rank(group)} of {len(unions)} that have the other shards"}
+        place = {f"rank {dist.get_rank(group)} of {len(everyone)} that have the other shards"}
         union = place.union(*unions)
         common = place | set.intersection(*commons)
     if differ := union - common:
@@ -821,18 +795,14 @@ def device_for(device, backends):
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def materialize(module, device):
-    """Initialize the parameters and buffers that are on the meta device, module by module."""
-    for path, owner in module.named_modules():
-        tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
-        if any(tensor.is_meta for tensor in tensors):
-            if not hasattr(owner, "reset_parameters"):
-                raise ValueError(
-                    f"{path} ({type(owner).__name__}) is on the meta device, but has no "
-                    "reset_parameters(): add one that fills it, or make it on a real device"
-                )
-            owner.to_empty(device=device, recurse=False)
-            owner.reset_parameters()
+def materialize(device, owner):
+    """Initialize the parameters and buffers of one module, if they are on the meta device."""
+    tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
+    if any(tensor.is_meta for tensor in tensors):
+        if not hasattr(owner, "reset_parameters"):
+            raise ValueError(f"{owner} is on the meta device, but has no reset_parameters()")
+        owner.to_empty(device=device, recurse=False)
+        owner.reset_parameters()
 
 
 def register_hooks(unit):
@@ -840,10 +810,7 @@ def register_hooks(unit):
 
     def check(*_):
         if not unit.needs_reduce:  # pre_backward has not run
-            raise RuntimeError(
-                "backward reaches parameters of a unit, but none of its outputs; return tensors in "
-                "lists, tuples, dicts or dataclasses, not hidden in other objects"
-            )
+            raise RuntimeError("backward reaches a unit through a tensor hidden in another object")
 
     def watch(module, args, output):
         for tensor in tensors_in(output):
@@ -862,8 +829,8 @@ def register_hooks(unit):
 def check_parameter(parameter):
     """Raise ValueError if the user has moved or replaced `sharded`, or given it hooks."""
     memory = parameter.group.shard.untyped_storage().data_ptr()
-    is_moved = parameter.sharded.untyped_storage().data_ptr() != memory
-    if is_moved or parameter.current() is not parameter.sharded:
+    is_there = parameter.sharded.untyped_storage().data_ptr() == memory
+    if not is_there or parameter.current() is not parameter.sharded:
         raise ValueError(f"{parameter.name} was moved or replaced; call .to() before fully_shard")
     refuse_hooks(parameter.name, parameter.sharded)
 
@@ -871,10 +838,7 @@ def check_parameter(parameter):
 def check_version(group):
     """Raise RuntimeError if the gathered values are old. Writes through .data do not count."""
     if group.version != group.shard._version:
-        raise RuntimeError(
-            "parameters changed after they were gathered; call optimizer.step() after backward, "
-            "and outside of keep_unsharded()"
-        )
+        raise RuntimeError("shards changed after they were gathered; leave keep_unsharded() first")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -891,7 +855,8 @@ def gather_full(sharded, tensor):
     if not hasattr(sharded, "_sharded_parameter"):
         return tensor  # of a buffer
     parameter = sharded._sharded_parameter
-    parts = gather_objects(tensor, parameter.group.process_group)
+    parts = [None] * parameter.group.world_size
+    dist.all_gather_object(parts, tensor, group=parameter.group.process_group)
     return torch.cat(parts, dim=-1).as_strided(parameter.shape, parameter.stride)
 
 
@@ -934,10 +899,7 @@ def shards(module, optimizer):
         group = parameter.group
         first = max(0, group.rank * group.shard_size - parameter.start)
         if not parameter.unsharded.is_contiguous():
-            raise ValueError(
-                f"{name} is not contiguous, and a checkpoint would permute its elements; "
-                "save full_state_dict(model), and optimizer.state_dict() of each rank"
-            )
+            raise ValueError(f"{name} is not contiguous; a checkpoint would permute its elements")
         state = optimizer.state.get(sharded, {})
         if sharded.numel() == 0 and parameter.shape.numel() > 0:
             # This rank cannot tell whether other ranks have a gradient. So its optimizer may have

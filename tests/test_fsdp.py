@@ -384,7 +384,7 @@ def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits():
     layer = fully_shard(nn.Linear(2, 1, bias=False).bfloat16())
     layer(torch.ones(1, 2).bfloat16()).sum().backward()
     norm = fsdp.clip_grad_norm_(layer, 1.0)
-    assert_equal(norm, torch.tensor(2.0).sqrt())
+    assert_equal(norm, torch.tensor(2.0, dtype=torch.float64).sqrt())
 
 
 complex_numbers_are_sent = pytest.mark.skipif(
