@@ -1,9 +1,10 @@
-"""fsdp.py: bitwise one device, PyTorch's in 16 bits, its costs and its errors."""
+"""fsdp.py against one device, bit by bit. tests/claims has what holds for any fully_shard."""
 
+import contextlib
 import copy
-import functools
 import types
-from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import pool
 import pytest
@@ -25,19 +26,21 @@ from shared import (
     loss_of,
     make_batch,
     make_model,
+    randn,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import checkpoint
 import fsdp
 
-assert_equal = functools.partial(
+assert_equal = partial(
     torch.testing.assert_close, rtol=0, atol=0, equal_nan=True, check_device=False
 )
 IS_TORCH_2_6 = not hasattr(torch.cpu.Stream, "record_event")
 pytorchs_runs = pytest.mark.skipif(
     IS_TORCH_2_6, reason="PyTorch's fully_shard does not run on a CPU in torch 2.6"
 )
+each_reshard = pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 
 
 def fully_shard(module, **kwargs):
@@ -51,7 +54,8 @@ def pytorchs_fully_shard(module, **kwargs):
 
 def shard(model, fully_shard=fully_shard, **kwargs):
     """Units: each layer that has parameters but the last, and the model; in a layer the same."""
-    for layer in list(model)[:-1] if isinstance(model, nn.Sequential) else ():
+    layers = list(model)[:-1] if isinstance(model, nn.Sequential) else []
+    for layer in layers:
         if list(layer.parameters()):
             shard(layer, fully_shard, **kwargs)
     return fully_shard(model, **kwargs)
@@ -76,11 +80,10 @@ def assert_at_rest(model):
     """The parameters are shards, and nothing is left of a forward or a backward."""
     for group in groups(model):
         assert held([group.unsharded, group.gradients, group.received]) == 0
-        assert group.reducing is None
+        assert not group.collected
         assert group.shard_size * group.unsharded.itemsize % 16 == 0
         for parameter in group.parameters:
             assert parameter.unsharded.grad is None
-            assert parameter not in group.collected
             assert parameter.start * parameter.unsharded.itemsize % 64 == 0
     assert all(parameter.numel() == parameter.shape[-1] for parameter in model.parameters())
 
@@ -99,18 +102,24 @@ def train(ours, plain, loss=batch_loss, steps=3, micro_batches=1, optimizers=Non
         for step in range(steps):
             numbers = range(step * micro_batches, (step + 1) * micro_batches)
             optimizers[0].zero_grad()
-            for number in numbers:
-                with nullcontext() if number == numbers[-1] else fsdp.no_sync(ours):
-                    assert all(p.grad is None for p in ours.parameters())
+            with fsdp.no_sync(ours):
+                for number in numbers[:-1]:
                     loss(ours, pool.rank(), number).backward()
+            assert all(parameter.grad is None for parameter in ours.parameters())
+            loss(ours, pool.rank(), numbers[-1]).backward()
             assert_at_rest(ours)
-            batches = [[(rank, number) for number in numbers] for rank in range(pool.world_size())]
-            one_device(plain, batches, lambda model, batch: loss(model, *batch))
+            on_one_device(plain, numbers, loss)
             assert_same_gradients(ours, plain)
             for optimizer in optimizers:
                 optimizer.step()
     assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
     return sent
+
+
+def on_one_device(plain, numbers=(0,), loss=batch_loss):
+    """Leave the mean over ranks in .grad. Each rank first adds up those of its micro-batches."""
+    batches = [[(rank, number) for number in numbers] for rank in range(pool.world_size())]
+    one_device(plain, batches, lambda model, batch: loss(model, *batch))
 
 
 def assert_same_gradients(ours, plain):
@@ -120,7 +129,11 @@ def assert_same_gradients(ours, plain):
         if whole.grad is None:
             assert mine.grad is None
         elif mine.numel():
-            assert_equal(mine.grad, mine._sharded_parameter.shard_of(whole.grad))
+            assert_equal(mine.grad, shard_of(mine, whole.grad))
+
+
+def shard_of(mine, whole):
+    return mine._sharded_parameter.shard_of(whole)
 
 
 def sent_by_a_rank(seen):
@@ -128,94 +141,326 @@ def sent_by_a_rank(seen):
     return seen.bytes_of("_allgather_base_") / 2, seen.bytes_of("alltoall_base_") / 2
 
 
-@pool.on(3)
-def test_the_idea_trains_as_one_device():
-    plain = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+def grid():
+    """Process groups of this rank in a grid of (2, 2): along dimension 0, and along 1."""
+    return init_device_mesh(pool.device().type, (2, 2)).get_all_groups()
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pool.on(4)
+def test_the_idea_has_the_gradients_of_one_device(copies):
+    axes = [pool.group()] if copies == 1 else grid()[::-1]
+    plain = make_model("plain", torch.float64)
     ours = copy.deepcopy(plain)
-    forward = fsdp.naive_fully_shard(ours, [pool.group()])
+    forward = fsdp.naive_fully_shard(ours, axes)
+    x = make_batch(pool.rank(), 0, torch.float64)
+    loss_of(forward(x)).backward()
 
-    loss_of(forward(make_batch(pool.rank(), 0))).backward()
-
-    one_device(plain, [[make_batch(rank, 0)] for rank in range(pool.world_size())])
+    on_one_device(plain)
+    N = 4 // copies
+    compare = assert_equal if copies == 1 else close
     for shard, whole in zip(ours.parameters(), plain.parameters(), strict=True):
-        padded = nn.functional.pad(whole.grad.flatten(), (0, -whole.numel() % pool.world_size()))
-        assert torch.equal(shard.grad, padded.chunk(pool.world_size())[pool.rank()])
+        padded = nn.functional.pad(whole.grad.flatten(), (0, -whole.numel() % N))
+        compare(shard.grad, padded.chunk(N)[dist.get_rank(axes[0])])
 
 
-# Ways to call units. Each returns the loss of a rank's micro-batch n by `model`, `ours` or `plain`.
+# ---- Calls of units. Each loss is of a rank's micro-batch n.
 
 
-def calls(model, rank, n, ours, plain, plan=(None,), how="plainly"):
+def calls(model, rank, n, plan=(None,), how="plainly"):
     return loss_of(model(make_batch(rank, n).requires_grad_(), plan[n % len(plan)], HOW[how]))
 
 
-def two_graphs_in_one_backward(model, rank, n, ours, plain):
-    return batch_loss(model, rank, n) + batch_loss(model, rank, n + 50)
-
-
-def two_graphs_alive(model, rank, n, ours, plain):
-    if model is plain or n % 2 == 0:
-        now = batch_loss(model, rank, n)
-        model.later = batch_loss(model, rank, n + 1)
-    return model.later if model is ours and n % 2 else now
-
-
-def evaluated(model, rank, n, ours, plain):
-    """Evaluates between forward and backward, and after the step, with and without a graph."""
-    losses = []
-    x = make_batch(0, 9)
-    for _ in range(2):
-        for mode in (torch.inference_mode, nullcontext):
-            with mode():
-                assert torch.equal(ours(x), plain(x))
-                assert torch.is_grad_enabled() or assert_at_rest(ours) is None
-                assert torch.equal(ours[1](x), plain[1](x))
-        losses.append(batch_loss(model, rank, n))
-    return losses[0]
-
-
-def frozen(model, rank, n, ours, plain):
-    """A whole unit is frozen, and of the others one half, then the other."""
-    model[0].requires_grad_(False)
-    for block in list(model)[1:4]:
-        block.one.requires_grad_(n < 2)
-        block.two.requires_grad_(n >= 2)
-    return batch_loss(model, rank, n)
-
-
-SOME = [[0, 2, 3], [0, 2], [3, 2, 1, 0], []]
-TWICE = [[0, 1, 1, 2, 0, 3, 1]]
-# (loss, micro-batches). A unit that backward reaches twice is reduced twice, as if it were two
-# would be added in another order.
-WAYS = {
-    **{how: (functools.partial(calls, how=how), 2) for how in HOW},
-    "not all of them": (functools.partial(calls, plan=SOME), 2),
-    "twice, with others between": (functools.partial(calls, plan=TWICE), 1),
-    "twice, checkpointed": (functools.partial(calls, plan=TWICE, how="checkpointed"), 1),
-    "two graphs, one backward": (two_graphs_in_one_backward, 1),
-    "two graphs alive": (two_graphs_alive, 2),
-    "evaluated": (evaluated, 1),
-    "frozen": (frozen, 2),
+# The units that are called, and the number of micro-batches in a step. A unit that backward reaches
+# twice is reduced twice: two micro-batches would be added in another order.
+PLANS = {
+    "other units each time": ([[0, 2, 3], [0, 2], [3, 2, 1, 0], []], 2),
+    "a unit twice, others between": ([[0, 1, 2, 0, 3, 1]], 1),
+    "a unit twice in a row": ([[0, 1, 1, 2, 3]], 1),
 }
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("way", WAYS)
+@each_reshard
+@pytest.mark.parametrize("plan", PLANS)
 @pool.on(2)
-def test_units_are_called_as_one_likes(way, reshard):
+def test_units_may_be_called_in_any_order(plan, reshard):
+    plan, micro_batches = PLANS[plan]
     ours, plain = pair(reshard)
-    loss, micro_batches = WAYS[way]
-    sizes = [group.shard.nbytes for group in groups(ours)]  # the root's first
+    train(ours, plain, partial(calls, plan=plan), steps=2, micro_batches=micro_batches)
 
-    seen = train(ours, plain, functools.partial(loss, ours=ours, plain=plain), 2, micro_batches)
 
-    gathered, reduced = (size / 2 for size in sent_by_a_rank(seen))  # in a step, of two
-    if way in ("plainly", "checkpointed") or (way == "reentrant" and reshard):
-        assert gathered == 2 * (1 + reshard) * sum(sizes)  # two forwards, two backwards
-        assert reduced == sum(sizes)
-    if way == "frozen":  # backward does not reach the first block
-        assert gathered == 2 * (1 + reshard) * sum(sizes) - 2 * reshard * sizes[1]
-        assert reduced == sum(sizes) - sizes[1]
+@pool.on(2)
+def test_a_unit_may_be_called_twice_with_checkpoints():
+    ours, plain = pair()
+    train(ours, plain, partial(calls, plan=[[0, 1, 1, 2]], how="checkpointed"))
+
+
+@pytest.mark.parametrize(
+    ("how", "reshard"),
+    [("plainly", True), ("plainly", False), ("checkpointed", True), ("reentrant", True)],
+)
+@pool.on(2)
+def test_a_unit_is_gathered_once_a_pass_and_reduced_once_a_step(how, reshard):
+    ours, plain = pair(reshard)
+    size = sum(group.shard.nbytes for group in groups(ours))
+
+    seen = train(ours, plain, partial(calls, how=how), steps=1, micro_batches=2)
+
+    assert sent_by_a_rank(seen) == (2 * (1 + reshard) * size, size)
+
+
+@pool.on(2)
+def test_one_backward_may_go_through_two_graphs():
+    def two_graphs(model, rank, n):
+        return batch_loss(model, rank, n) + batch_loss(model, rank, n + 50)
+
+    ours, plain = pair()
+    train(ours, plain, two_graphs)
+
+
+@each_reshard
+@pool.on(2)
+def test_a_second_forward_may_come_before_the_first_backward(reshard):
+    ours, plain = pair(reshard)
+    first = batch_loss(ours, pool.rank(), 0)
+    second = batch_loss(ours, pool.rank(), 1)
+    with fsdp.no_sync(ours):
+        first.backward()
+    second.backward()
+
+    on_one_device(plain, [0, 1])
+    assert_same_gradients(ours, plain)
+    assert_at_rest(ours)
+
+
+@each_reshard
+@pool.on(2)
+def test_an_evaluation_uses_the_weights_of_the_moment_and_keeps_nothing(reshard):
+    ours, plain = pair(reshard)
+    x = make_batch(0, 9)
+
+    def evaluated(model, rank, n):
+        with torch.inference_mode():
+            assert torch.equal(ours(x), plain(x))
+        assert_at_rest(ours)
+        assert torch.equal(ours(x), plain(x))  # with a graph that nobody uses
+        assert torch.equal(ours[1](x), plain[1](x))
+        return batch_loss(model, rank, n)
+
+    train(ours, plain, evaluated)
+
+
+@pool.on(2)
+def test_parameters_may_be_frozen_in_turns():
+    def frozen(model, rank, n):
+        model[0].requires_grad_(False)
+        for block in list(model)[1:4]:
+            block.one.requires_grad_(n < 2)
+            block.two.requires_grad_(n >= 2)
+        return batch_loss(model, rank, n)
+
+    ours, plain = pair()
+    sizes = [group.shard.nbytes for group in groups(ours)]  # the root's, then the first block's
+
+    seen = train(ours, plain, frozen, steps=2, micro_batches=2)
+
+    gathered, reduced = sent_by_a_rank(seen)  # backward does not reach the first block
+    assert gathered == 2 * (4 * sum(sizes) - 2 * sizes[1])
+    assert reduced == 2 * (sum(sizes) - sizes[1])
+
+
+@pool.on(2)
+def test_no_sync_in_no_sync_ends_with_the_outer_one():
+    layer = fully_shard(nn.Linear(6, 3))
+    with fsdp.no_sync(layer):
+        with fsdp.no_sync(layer):
+            pass
+        batch_loss(layer, pool.rank(), 0).backward()
+        assert layer.weight.grad is None
+
+
+# ---- keep_unsharded
+
+
+def pipeline_step(model):
+    """Three forwards, then their backwards. The last one sends the gradients."""
+    losses = [batch_loss(model, pool.rank(), number) for number in range(3)]
+    with fsdp.no_sync(model):
+        for loss in losses[:2]:
+            loss.backward()
+    losses[2].backward()
+
+
+@each_reshard
+@pool.on(2)
+def test_micro_batches_share_one_gather_in_keep_unsharded(reshard):
+    ours, plain = pair(reshard)
+    size = sum(group.shard.nbytes for group in groups(ours))
+    for _ in range(2):
+        with Collectives() as seen, fsdp.keep_unsharded(ours):
+            pipeline_step(ours)
+        assert sent_by_a_rank(seen) == (size, size)
+        assert_at_rest(ours)
+        on_one_device(plain, range(3))
+        assert_same_gradients(ours, plain)
+        for model in (ours, plain):
+            adamw(model).step()
+            model.zero_grad()
+    assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
+
+
+@pool.on(2)
+def test_an_optimizer_step_in_keep_unsharded_is_an_error():
+    ours, _ = pair()
+    with fsdp.keep_unsharded(ours):
+        batch_loss(ours, 0, 0).backward()
+        adamw(ours).step()
+        with pytest.raises(RuntimeError, match="keep_unsharded"):
+            batch_loss(ours, 0, 0)
+
+
+# ---- Several groups
+
+
+@pool.on(4)
+def test_replicate_group_does_what_a_mesh_of_two_dimensions_does():
+    replicate_group, process_group = grid()
+    plain = make_model("plain")
+    ours = copy.deepcopy(plain)
+    for parameter in ours.parameters():
+        parameter.data += pool.rank()  # those of rank 0 count
+    theirs = copy.deepcopy(ours)
+    fsdp.fully_shard(ours, process_group=process_group, replicate_group=replicate_group)
+    fsdp.fully_shard(theirs, mesh=init_device_mesh(pool.device().type, (2, 2)))
+    for model in (ours, theirs):
+        batch_loss(model, pool.rank(), 0).backward()
+
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_equal(mine.grad, other.grad)
+    for model in (ours, theirs):
+        assert_equal(fsdp.full_state_dict(model), dict(plain.state_dict()))
+
+
+class Biased(nn.Linear):
+    """Uses its bias if `use`. The last rank of its group has the bias."""
+
+    use = True
+
+    def forward(self, x):
+        return x @ self.weight.T + (self.bias if self.use else 0)
+
+
+@pool.on(4)
+def test_copies_that_do_not_use_a_parameter_get_the_gradient_of_those_that_do():
+    replicate_group, process_group = grid()
+    layer = Biased(64, 1)
+    fsdp.fully_shard(layer, process_group=process_group, replicate_group=replicate_group)
+    layer.use = pool.rank() == 0
+    layer(torch.ones(1, 64)).sum().backward()
+
+    assert layer.bias.numel() == dist.get_rank(process_group)
+    if layer.bias.numel():
+        assert layer.bias.grad.item() == 1 / 4
+
+
+@pool.on(4)
+def test_groups_that_form_no_grid_are_refused():
+    _, process_group = grid()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    mine = pairs[pool.rank() in (1, 2)]
+    with pytest.raises(ValueError, match="of 2 that have"):
+        fsdp.fully_shard(nn.Linear(2, 2), process_group=process_group, replicate_group=mine)
+
+
+@pool.on(4)
+def test_a_model_that_differs_on_one_rank_of_a_grid_is_refused_on_all():
+    mesh = init_device_mesh(pool.device().type, (2, 2))
+    with pytest.raises(ValueError, match=r"\(2, 5\)"):
+        fsdp.fully_shard(nn.Linear(5 if pool.rank() == 2 else 3, 2), mesh=mesh)
+
+
+class Split(nn.Module):
+    """Its expert differs between the two ranks of `expert_group`."""
+
+    def __init__(self, expert_group):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 6, dtype=torch.float64)
+        self.expert = nn.Linear(6, 3, dtype=torch.float64)
+        self.expert.weight.data += dist.get_rank(expert_group)
+        self.expert.differ_between_ranks = dist.get_process_group_ranks(expert_group)
+
+    def forward(self, x):
+        return self.expert(torch.tanh(self.first(x)))
+
+
+def sharded_split():
+    """Shard the expert over the ranks that have it, and the rest over all. Return both models."""
+    expert_group, process_group = grid()
+    plain = Split(expert_group)
+    ours = copy.deepcopy(plain)
+    options = {"gradient_divide_factor": 1.0}
+    fsdp.fully_shard(ours.expert, process_group=process_group, **options)
+    fully_shard(ours, **options)
+    batch_loss(ours, pool.rank(), 0).backward()
+    for rank in dist.get_process_group_ranks(process_group):
+        batch_loss(plain, rank, 0).backward()
+    for parameter in plain.first.parameters():
+        dist.all_reduce(parameter.grad, group=expert_group)
+    return ours, plain, expert_group
+
+
+@pool.on(4)
+def test_split_experts_are_units_over_the_ranks_that_share_them():
+    ours, plain, _ = sharded_split()
+
+    assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
+    for mine, whole in zip(ours.parameters(), plain.parameters(), strict=True):
+        close(mine.grad, shard_of(mine, whole.grad))
+
+
+@pool.on(4)
+def test_one_norm_over_units_of_several_groups():
+    ours, plain, expert_group = sharded_split()
+    squares = [parameter.grad.square().sum() for parameter in plain.parameters()]
+    of_experts = squares[2] + squares[3]
+    dist.all_reduce(of_experts, group=expert_group)
+    expected = (squares[0] + squares[1] + of_experts).sqrt()
+    copied = set(ours.first.parameters()) if dist.get_rank(expert_group) else set()
+    before = ours.expert.weight.grad.clone()
+
+    def counted(parameter):
+        return parameter not in copied
+
+    norm = fsdp.clip_grad_norm_(ours, 1.0, counted=counted, process_groups=[expert_group])
+
+    close(norm, expected)
+    torch.testing.assert_close(ours.expert.weight.grad, before / expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("marked", ["module", "parameter", "True"])
+@pool.on(2)
+def test_ranks_with_different_parts_may_not_be_in_one_group(marked):
+    layer = nn.Linear(2, 2)
+    split = layer.weight if marked == "parameter" else layer
+    split.differ_between_ranks = True if marked == "True" else [0, 1]
+    with pytest.raises(ValueError, match="part 1 of a split"):
+        fully_shard(layer)
+
+
+@pool.on(4)
+def test_data_parallel_ranks_of_a_split_layer_may_be_in_one_group():
+    tensor_parallel_group, data_parallel_group = grid()
+    layer = nn.Linear(2, 2)
+    layer.differ_between_ranks = dist.get_process_group_ranks(tensor_parallel_group)
+    fsdp.fully_shard(layer, process_group=data_parallel_group)
+
+
+# ---- Models, and checkpoints of them
 
 
 def of_all_kinds():
@@ -230,10 +475,10 @@ def of_all_kinds():
 
 MODELS = {
     "all kinds": (of_all_kinds, batch_loss),
-    "16 bits": (functools.partial(make_model, "plain", torch.bfloat16), batch_loss),
-    "two dtypes in one unit": (functools.partial(make_model, "mixed"), batch_loss),
+    "16 bits": (partial(make_model, "plain", torch.bfloat16), batch_loss),
+    "two dtypes in one unit": (partial(make_model, "mixed"), batch_loss),
     "outputs of every kind, nested units": (Outer, batch_loss),
-    "used by some ranks": (functools.partial(Reader, [6, 1, 40, 3, 1, 17]), Reader.__call__),
+    "used by some ranks": (partial(Reader, [6, 1, 40, 3, 1, 17]), Reader.__call__),
 }
 
 
@@ -279,33 +524,23 @@ def test_models_train_in_any_world_and_go_on_from_a_checkpoint_in_another(model,
         plain_states = pool.run(N, body_go_on, model, tmp_path, plain_states)[0]
 
 
+PARTS = {
+    "the model": lambda model: model,
+    "a wrapper": nn.Sequential,
+    "a unit": lambda model: model[1],
+    "a layer in a unit": lambda model: model[2].one,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
 @pool.on(2)
-def test_gradients_of_parameters_that_were_frozen_at_first_are_not_sent():
-    plain = Blocks()
-    for block in list(plain)[:4]:
-        block.one.requires_grad_(False)
-    ours = shard(copy.deepcopy(plain))
-    sizes = [group.shard.nbytes for group in groups(ours)]
-    trained = [g.shard.nbytes for g in groups(ours) if g.parameters[0].sharded.requires_grad]
-
-    seen = train(ours, plain, steps=1)
-
-    assert sent_by_a_rank(seen) == (2 * sum(sizes), sum(trained))
-    assert sum(trained) < 0.6 * sum(sizes)
-
-
-@pool.on(2)
-def test_a_plain_state_dict_loads_into_the_model_and_into_parts_of_it():
+def test_a_plain_state_dict_loads_into(part):
     model, plain = pair()
-    for ours, whole in (
-        (nn.Sequential(model), nn.Sequential(plain)),
-        (model[1], plain[1]),
-        (model[2].one, plain[2].one),
-    ):
-        for parameter in whole.parameters():
-            nn.init.normal_(parameter)
-        ours.load_state_dict(whole.state_dict())
-        assert_equal(fsdp.full_state_dict(model), dict(plain.state_dict()))
+    whole = PARTS[part](plain)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter)
+    PARTS[part](model).load_state_dict(whole.state_dict())
+    assert_equal(fsdp.full_state_dict(model), dict(plain.state_dict()))
 
 
 @pool.on(2)
@@ -316,163 +551,6 @@ def test_a_state_dict_loads_into_a_module_that_is_registered_twice():
     nn.init.normal_(layer.weight)
     fsdp.load_full_state_dict(ours, plain.state_dict())
     assert_equal(fsdp.full_state_dict(ours), dict(plain.state_dict()))
-
-
-@pool.on(2)
-def test_no_sync_in_no_sync_ends_with_the_outer_one():
-    layer = fully_shard(nn.Linear(6, 3))
-    with fsdp.no_sync(layer):
-        with fsdp.no_sync(layer):
-            pass
-        batch_loss(layer, pool.rank(), 0).backward()
-        assert layer.weight.grad is None
-    batch_loss(layer, pool.rank(), 1).backward()
-    assert layer.weight.grad is not None
-
-
-def hooks_and_what_they_saw(fully_shard):
-    """Return (hook, whether the weight was whole) in the order of calls, and the results."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    layer = model[0]
-    seen = []
-
-    def hook(method, **options):
-        def see(module, *_):
-            is_whole = layer.weight.shape == (6, 6) and type(layer.weight) is nn.Parameter
-            seen.append((method, options, is_whole))
-
-        getattr(layer, method)(see, **options)
-
-    hook("register_forward_pre_hook")
-    hook("register_forward_hook")
-    shard(model, fully_shard)
-    layer.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],))
-    layer.register_forward_hook(lambda module, inputs, output: output.tanh())
-    for place in ({}, {"prepend": True}):
-        hook("register_forward_pre_hook", **place)
-        hook("register_forward_hook", **place)
-        hook("register_full_backward_pre_hook", **place)
-        hook("register_full_backward_hook", **place)
-    x = make_batch(pool.rank(), 0).requires_grad_()
-    output = model(x)
-    output.sum().backward()
-    return seen, output, x.grad
-
-
-@pytorchs_runs
-@pool.on(2)
-def test_hooks_of_a_unit_run_when_pytorchs_do():
-    ours = hooks_and_what_they_saw(fully_shard)
-    theirs = hooks_and_what_they_saw(pytorchs_fully_shard)
-    assert len(ours[0]) == 10
-    assert ours[0] == theirs[0]
-    assert_equal(ours[1:], theirs[1:])
-
-
-@pool.on(2)
-def test_clipping_where_a_rank_has_nothing_and_a_square_or_a_sum_would_overflow():
-    layer = fully_shard(nn.Linear(1, 1, bias=False).half())
-    layer(torch.full((1, 1), 40000.0).half()).sum().backward()
-    for max_norm, after in ((1e6, 40000.0), (20000.0, 20000.0)):
-        assert fsdp.clip_grad_norm_(layer, max_norm).item() == 40000.0
-        assert layer.weight.grad.flatten().tolist() == [after] * (pool.rank() == 0)
-
-
-@pool.on(2)
-def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits():
-    layer = fully_shard(nn.Linear(2, 1, bias=False).bfloat16())
-    layer(torch.ones(1, 2).bfloat16()).sum().backward()
-    norm = fsdp.clip_grad_norm_(layer, 1.0)
-    assert_equal(norm, torch.tensor(2.0, dtype=torch.float64).sqrt())
-
-
-complex_numbers_are_sent = pytest.mark.skipif(
-    IS_TORCH_2_6, reason="gloo sends no complex numbers in torch 2.6"
-)
-
-
-@complex_numbers_are_sent
-@pool.on(2)
-def test_a_complex_parameter_that_one_rank_does_not_use_gets_the_mean_gradient():
-    layer = fully_shard(nn.Linear(6, 3, dtype=torch.complex64))
-    use = 1 - pool.rank()  # rank 1, which has the shard of the bias, does not use it
-    layer.forward = lambda x: x @ layer.weight.T + (layer.bias if use else 0)
-    layer(torch.ones(1, 6, dtype=torch.complex64)).sum().abs().backward()
-    assert (layer.bias.numel() > 0) == (not use)
-    for gradient in layer.bias.grad.abs().tolist() if layer.bias.numel() else ():
-        assert gradient == pytest.approx(0.5)
-
-
-@complex_numbers_are_sent
-@pool.on(2)
-def test_complex_gradients_are_clipped_as_torchs():
-    plain = nn.Linear(6, 3, dtype=torch.complex64)
-    layer = fully_shard(copy.deepcopy(plain))
-    plain.load_state_dict(fsdp.full_state_dict(layer))
-    for model in (layer, plain):
-        model(make_batch(0, 0).to(torch.complex64)).abs().sum().backward()
-
-    norm = fsdp.clip_grad_norm_(layer, 0.1)
-
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    for mine, whole in zip(layer.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, mine._sharded_parameter.shard_of(whole.grad))
-
-
-BF16 = torch.bfloat16
-
-
-@pytorchs_runs
-@pytest.mark.parametrize(
-    ("dtypes", "offload"), [((BF16, torch.float32), 0), ((BF16, None), 1), ((None, BF16), 0)]
-)
-@pool.on(2)
-def test_mixed_precision_as_pytorchs(dtypes, offload):
-    """Gradients of two micro-batches, the first in no_sync(), are added in the reduce dtype."""
-    ours = Blocks()
-    theirs = copy.deepcopy(ours)
-    shard(theirs, pytorchs_fully_shard, mp_policy=pytorchs.MixedPrecisionPolicy(*dtypes))
-    offload_policy = fsdp.CPUOffloadPolicy() if offload else None
-    shard(ours, mp_policy=fsdp.MixedPrecisionPolicy(*dtypes), offload_policy=offload_policy)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, theirs)]
-    for number in range(4):
-        is_last = number % 2 == 1
-        theirs.set_requires_gradient_sync(is_last)
-        with nullcontext() if is_last else fsdp.no_sync(ours):
-            outputs = [model(make_batch(pool.rank(), number)) for model in (ours, theirs)]
-            assert torch.equal(*outputs)
-            for output in outputs:
-                loss_of(output.float()).backward()
-        if is_last:
-            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-                assert_equal(a.grad, a._sharded_parameter.shard_of(b.grad.full_tensor()))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-COMPUTES_ON = [  # the parameters' device, the group's backends, whether there is a GPU, the unit's
-    ("cpu", "cpu:gloo,cuda:nccl", True, "cpu"),
-    ("cuda:1", "cpu:gloo,cuda:gloo", True, "cuda:1"),
-    ("cpu", "cuda:nccl", True, "cuda"),
-    ("meta", "cpu:gloo,cuda:nccl", True, "cuda"),
-    ("meta", "cpu:gloo,cuda:nccl", False, "cpu"),
-    ("meta", "cpu:gloo,cuda:gloo", True, "cpu"),
-]
-
-
-@pytest.mark.parametrize(("device", "backends", "has_gpu", "expected"), COMPUTES_ON)
-def test_a_unit_computes_where_its_parameters_are(device, backends, has_gpu, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert fsdp.device_for(torch.device(device), backends) == torch.device(expected)
-
-
-@pytest.mark.cpu
-@pool.on(2)
-def test_a_backend_may_have_another_name():
-    group = dist.new_group(range(2), backend="cpu:gloo,cuda:gloo")
-    assert fsdp.fully_shard(nn.Linear(2, 2), process_group=group).weight.is_cpu
 
 
 @pool.on(2)
@@ -504,135 +582,412 @@ def test_a_model_on_the_meta_device_becomes_real_unit_by_unit():
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["5.bias"]
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("N", [2, 1024])
-def test_costs(N, reshard):
-    """In this process, which is the last of N ranks in a world that moves no data."""
-    with fake_world(N, rank=N - 1):
-        assert_costs(N, reshard)
+def test_a_default_hugging_face_decoder_trains(tmp_path):
+    pytest.importorskip("transformers", reason="needs transformers")
+    pool.run(2, body_decoder)
 
 
-def is_gathering(group):
-    return (
-        group.gather_handle is not None
-        and group.parameters[0].current().dim() == 2
-        and group.parameters[0].current() is group.parameters[0].sharded
+def body_decoder():
+    """It returns a DynamicCache beside the logits."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=20, num_attention_heads=2, num_key_value_heads=2, **sizes
     )
+    plain = transformers.LlamaForCausalLM(config)
+    ours = copy.deepcopy(plain)
+    for layer in ours.model.layers:
+        fully_shard(layer)
+    fully_shard(ours)
+
+    def loss(model, rank, n):
+        tokens = randn((2, 5), seed=rank + 10 * n).mul(100).long() % 20
+        output = model(tokens, labels=tokens)
+        assert output.past_key_values is not None
+        return output.loss
+
+    train(ours, plain, loss)
 
 
-def assert_costs(N, reshard):
-    model = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(6)])
-    x = torch.randn(1, 40)
-    for layer in (*model, model):
-        fsdp.fully_shard(layer, reshard_after_forward=reshard)
-    layers = groups(model)
-    numbers = list(range(6))
-    unit = layers[0].unsharded.nbytes
-    assert 4 * 40 * 40 <= unit < 4 * 40 * 40 + 4 * 8 * N
+# ---- Outputs
 
-    def see():
-        gathered = held([layer.unsharded for layer in layers])
-        gradients = [p.unsharded.grad for layer in layers for p in layer.parameters]
-        sent = [tensor for layer in layers for tensor in (layer.gradients, layer.received)]
-        gathering = [n for n in numbers if is_gathering(layers[n])]
-        reducing = [n for n in numbers if layers[n].reducing]
-        return gathered / unit, held(gradients + sent) / unit, (gathering, reducing)
 
-    losses = []  # graphs without a backward hold up nothing
-    for _ in range(2):  # the first pass does not know which unit is next
-        losses.append(model(x).sum())
-        with fsdp.SentBytes() as sent, Watch(see) as watch:
-            losses.append(model(x).square().mean())
-            losses[-1].backward()
-        assert sent.total == pytest.approx((2 + reshard) * 6 * unit * (N - 1) / N)
-        gathered, gradients, _ = zip(*(seen for _, seen in watch.seen), strict=True)
-        assert max(gathered) == (2 if reshard else 6)
-        assert 2 <= max(gradients) <= 3.01  # a sum, of 1/N, is made before what it adds is freed
-        assert_at_rest(model)
-    # While a unit computes, the next is gathered. In its backward, which has two products, the
-    # gradients of the unit before it are reduced.
-    gradients = [p.grad for p in model.parameters()]
-    assert held(model.parameters()) == held(gradients) == 6 * unit / N
-    if not reshard:
-        return
-    expected = [([n + 1] if n < 5 else [], []) for n in numbers]
-    for n in reversed(numbers):
-        products = 2 if n > 0 else 1
-        gathering = [n - 1] if n > 0 else []
-        expected += [(gathering, [n + 1] if n < 5 else [])] * products
-    assert [under_way for name, (_, _, under_way) in watch.seen if name == "aten::mm"] == expected
+@dataclass
+class Data:
+    y: list
+
+
+def returns(wrap, owner_is_called=True):
+    """A unit that wraps its output. It uses the weight of its layer, or calls the layer."""
+    unit = fully_shard(Block())
+    call = unit.one if owner_is_called else lambda x: x @ unit.one.weight.T
+    unit.forward = lambda x: wrap(call(x))
+    return unit
 
 
 @pool.on(2)
-def test_errors_on_every_rank():
+def test_a_dataclass_is_searched_and_another_object_is_ignored():
+    unit = returns(lambda y: [Data([y]), types.SimpleNamespace(y=y.sin())])
+    data, other = unit(make_batch(0, 0))
+    (data.y[0].sum() + other.y.sum()).backward()
+    assert unit.one.weight.grad is not None
+
+
+@pytest.mark.parametrize("owner_is_called", [True, False])
+@pool.on(2)
+def test_backward_from_a_tensor_that_is_hidden_in_an_object_is_an_error(owner_is_called):
+    unit = returns(lambda y: types.SimpleNamespace(y=y), owner_is_called)
+    x = make_batch(0, 0).requires_grad_(owner_is_called)  # backward then reads the freed weight
+    output = unit(x)
+    with pytest.raises(RuntimeError, match="hidden"):
+        output.y.sum().backward()
+
+
+HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
+
+
+def hooks_and_what_they_saw(fully_shard):
+    """Return (hook, whether the weight was whole) in the order of calls, and the results."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    layer = model[0]
+    seen = []
+
+    def see(hook, *_):
+        is_whole = layer.weight.shape == (6, 6) and type(layer.weight) is nn.Parameter
+        seen.append((hook, is_whole))
+
+    layer.register_forward_pre_hook(partial(see, "before fully_shard"))
+    layer.register_forward_hook(partial(see, "before fully_shard"))
+    shard(model, fully_shard)
+    layer.register_forward_hook(lambda module, inputs, output: output.tanh())
+    for hook in HOOKS:
+        getattr(layer, hook)(partial(see, hook))
+        getattr(layer, hook)(partial(see, f"{hook} first"), prepend=True)
+    x = make_batch(pool.rank(), 0).requires_grad_()
+    output = model(x)
+    output.sum().backward()
+    return seen, output, x.grad
+
+
+@pytorchs_runs
+@pool.on(2)
+def test_hooks_of_a_unit_run_when_pytorchs_do():
+    ours = hooks_and_what_they_saw(fully_shard)
+    theirs = hooks_and_what_they_saw(pytorchs_fully_shard)
+    assert len(ours[0]) == 10
+    assert ours[0] == theirs[0]
+    assert_equal(ours[1:], theirs[1:])
+
+
+# ---- Numbers: clipping, 16 bits, complex
+
+
+@pool.on(2)
+def test_clipping_where_a_rank_has_nothing_and_a_square_or_a_sum_would_overflow():
+    layer = fully_shard(nn.Linear(1, 1, bias=False).half())
+    layer(torch.full((1, 1), 40000.0).half()).sum().backward()
+    for max_norm, after in ((1e6, 40000.0), (20000.0, 20000.0)):
+        assert fsdp.clip_grad_norm_(layer, max_norm).item() == 40000.0
+        assert layer.weight.grad.flatten().tolist() == [after] * (pool.rank() == 0)
+
+
+@pool.on(2)
+def test_the_norm_of_16_bit_gradients_is_not_rounded_to_16_bits():
+    layer = fully_shard(nn.Linear(2, 1, bias=False).bfloat16())
+    layer(torch.ones(1, 2).bfloat16()).sum().backward()
+    assert fsdp.clip_grad_norm_(layer, 1.0).item() == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pool.on(2)
+def test_a_gradient_that_rounds_to_minus_zero_is_a_gradient(accumulates):
+    policy = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    layer = fully_shard(Biased(64, 1), mp_policy=policy)
+    layer.use = pool.rank() == 0
+    x = torch.ones(1, 64)
+    with fsdp.no_sync(layer) if accumulates else contextlib.nullcontext():
+        (-1e-20 * layer(x)).sum().backward()
+    (-1e-20 * layer(x)).sum().backward()
+
+    assert layer.bias.numel() == pool.rank()
+    if layer.bias.numel():
+        assert layer.bias.grad.item() == 0.0
+
+
+@pytest.mark.skipif(IS_TORCH_2_6, reason="gloo sends no complex numbers in torch 2.6")
+@pool.on(2)
+def test_complex_gradients_are_averaged_and_clipped_where_one_rank_uses_a_parameter():
+    layer = fully_shard(Biased(64, 1, dtype=torch.complex64))
+    layer.use = pool.rank() == 0
+    layer(torch.ones(1, 64, dtype=torch.complex64)).sum().abs().backward()
+
+    if layer.bias.numel():
+        assert layer.bias.grad.abs().item() == pytest.approx(1 / 2)
+    fsdp.clip_grad_norm_(layer, 0.1)
+    assert fsdp.clip_grad_norm_(layer, 1.0).item() == pytest.approx(0.1)
+
+
+BF16 = torch.bfloat16
+POLICIES = {
+    "bf16, added in fp32": ((BF16, torch.float32), None),
+    "bf16, offloaded": ((BF16, None), fsdp.CPUOffloadPolicy()),
+    "fp32, added in bf16": ((None, BF16), None),
+}
+
+
+@pytorchs_runs
+@pytest.mark.parametrize("policy", POLICIES)
+@pool.on(2)
+def test_mixed_precision_as_pytorchs(policy):
+    """Gradients of two micro-batches, the first in no_sync(), are added in the reduce dtype."""
+    dtypes, offload_policy = POLICIES[policy]
+    ours = Blocks()
+    theirs = copy.deepcopy(ours)
+    shard(theirs, pytorchs_fully_shard, mp_policy=pytorchs.MixedPrecisionPolicy(*dtypes))
+    shard(ours, mp_policy=fsdp.MixedPrecisionPolicy(*dtypes), offload_policy=offload_policy)
+    for step in range(2):
+        theirs.set_requires_gradient_sync(False)
+        with fsdp.no_sync(ours):
+            backward_of_both(ours, theirs, 2 * step)
+        theirs.set_requires_gradient_sync(True)
+        backward_of_both(ours, theirs, 2 * step + 1)
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_equal(mine.grad, shard_of(mine, other.grad.full_tensor()))
+        for model in (ours, theirs):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+
+
+def backward_of_both(ours, theirs, number):
+    outputs = [model(make_batch(pool.rank(), number)) for model in (ours, theirs)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        loss_of(output.float()).backward()
+
+
+# ---- Devices
+
+
+COMPUTES_ON = {  # the parameters' device, the group's backends, whether there is a GPU: the unit's
+    ("cpu", "cpu:gloo,cuda:nccl", True): "cpu",
+    ("cuda:1", "cpu:gloo,cuda:gloo", True): "cuda:1",
+    ("cpu", "cuda:nccl", True): "cuda",
+    ("meta", "cpu:gloo,cuda:nccl", True): "cuda",
+    ("meta", "cpu:gloo,cuda:nccl", False): "cpu",
+    ("meta", "cpu:gloo,cuda:gloo", True): "cpu",
+}
+
+
+@pytest.mark.parametrize(("device", "backends", "has_gpu"), COMPUTES_ON)
+def test_a_unit_computes_where_its_parameters_are(device, backends, has_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    expected = torch.device(COMPUTES_ON[device, backends, has_gpu])
+    assert fsdp.device_for(torch.device(device), backends) == expected
+
+
+@pytest.mark.cpu
+@pool.on(2)
+def test_a_backend_may_have_another_name():
+    group = dist.new_group(range(2), backend="cpu:gloo,cuda:gloo")
+    assert fsdp.fully_shard(nn.Linear(2, 2), process_group=group).weight.is_cpu
+
+
+# ---- Costs, in this process, which is the last of N ranks in a world that moves no data
+
+
+def six_layers(**options):
+    model = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(6)])
+    for layer in (*model, model):
+        fsdp.fully_shard(layer, **options)
+    return model
+
+
+def observe(model, see):
+    """Run a step that knows which unit is next. Return (operator, what see() returned), …."""
+    x = torch.randn(1, 40)
+    model(x).sum().backward()
+    model(x)  # a graph without a backward holds up nothing
+    model.zero_grad()
+    with fsdp.SentBytes() as sent, Watch(see) as watch:
+        model(x).square().mean().backward()
+    assert_at_rest(model)
+    return sent.total, watch.seen
+
+
+@pytest.mark.parametrize(
+    ("copies", "N", "reshard"), [(1, 2, True), (1, 2, False), (1, 1024, True), (4, 64, True)]
+)
+def test_bytes_sent_and_held(copies, N, reshard):
+    with fake_world(copies * N, rank=copies * N - 1):
+        mesh = init_device_mesh("cpu", (copies, N))
+        model = six_layers(mesh=mesh, reshard_after_forward=reshard)
+        units = groups(model)
+        unit = units[0].unsharded.nbytes
+
+        def see():
+            gradients = [each.parameters[0].unsharded.grad for each in units]
+            for each in units:
+                gradients += [each.gradients, each.received]
+            return held([each.unsharded for each in units]) / unit, held(gradients) / unit
+
+        sent, seen = observe(model, see)
+
+    size = 6 * unit
+    by_all_reduce = 2 * size / N * (copies - 1) / copies
+    assert 4 * 40 * 40 <= unit < 4 * 40 * 40 + 4 * 8 * N  # padding
+    assert sent == pytest.approx((2 + reshard) * size * (N - 1) / N + by_all_reduce)
+    assert max(gathered for _, (gathered, _) in seen) == (2 if reshard else 6)
+    assert 2 <= max(gradients for _, (_, gradients) in seen) <= 3.01
+    assert held(model.parameters()) == size / N
+    assert held([parameter.grad for parameter in model.parameters()]) == size / N
+
+
+def test_collectives_run_while_units_compute():
+    """The next unit is gathered, and the gradients of the unit before are reduced."""
+    with fake_world(2, rank=1):
+        model = six_layers()
+        units = groups(model)
+
+        def see():
+            early = [each.gather_handle and not is_on_modules(each) for each in units]
+            return [n for n in range(6) if early[n]], [n for n in range(6) if units[n].reducing]
+
+        _, seen = observe(model, see)
+
+    expected = [([n + 1] if n < 5 else [], []) for n in range(6)]
+    for n in reversed(range(6)):
+        products = 2 if n > 0 else 1  # of a backward
+        expected += [([n - 1] if n > 0 else [], [n + 1] if n < 5 else [])] * products
+    assert [under_way for name, under_way in seen if name == "aten::mm"] == expected
+
+
+def is_on_modules(group):
+    parameter = group.parameters[0]
+    return parameter.current() is parameter.unsharded
+
+
+# ---- Errors, on every rank
+
+
+@pool.on(2)
+def test_ranks_with_different_models_are_refused():
     late = pool.rank() == 1
-    batch = make_batch(0, 0)
-    model, plain = pair()
-    saved = fsdp.full_state_dict(model)
+    conv = nn.Conv2d(2, 2, 2)
+    if late:
+        conv.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"weight: \(2, 3\)"):
+        fully_shard(nn.Linear(3 + late, 2))
+    with pytest.raises(ValueError, match=r"stride \(8, 1, 4, 2\)"):
+        fully_shard(conv)
+    with pytest.raises(ValueError, match="frozen"):
+        fully_shard(nn.Linear(3, 2).requires_grad_(not late))
+
+
+@pool.on(2)
+def test_ranks_with_different_arguments_are_refused():
+    with pytest.raises(ValueError, match="arguments"):
+        fully_shard(nn.Linear(3, 2), reshard_after_forward=pool.rank() == 0)
+
+
+@pool.on(2)
+def test_a_rank_that_is_not_in_the_group_is_refused():
+    expected = contextlib.nullcontext()
+    if pool.rank() == 1:
+        expected = pytest.raises(ValueError, match="rank 1 is not in")
+    with expected:
+        fsdp.fully_shard(nn.Linear(2, 2), process_group=pool._groups[1])
+
+
+@pool.on(2)
+def test_a_module_that_cannot_be_a_unit_is_refused():
+    tied = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
+    tied[1].weight = tied[0].weight
+    unit = fully_shard(tied[0])
+    with pytest.raises(ValueError, match="already"):
+        fully_shard(unit)
+    with pytest.raises(ValueError, match=r"1\.weight is tied"):
+        fully_shard(tied)
+    with pytest.raises(ValueError, match="ModuleList"):
+        fully_shard(nn.ModuleList([Block()]))
+
+
+@pool.on(2)
+def test_a_buffer_that_cannot_leave_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+        model[1].register_buffer("frequencies", torch.ones(2))
+    with pytest.raises(ValueError, match="reset_parameters"):
+        fully_shard(model)
+
+
+@pool.on(2)
+def test_hooks_on_parameters_are_refused():
+    early = nn.Linear(6, 2)
+    early.bias.register_hook(torch.neg)
+    late = fully_shard(nn.Linear(6, 2))
+    late.bias.register_post_accumulate_grad_hook(torch.neg)
+    with pytest.raises(ValueError, match="bias has hooks"):
+        fully_shard(early)
+    with pytest.raises(ValueError, match="bias has hooks"):
+        late(make_batch(0, 0))
+
+
+@pool.on(2)
+def test_parameters_that_were_moved_or_replaced_are_refused():
     moved, _ = pair()
     moved[1] = moved[1].double()
     replaced, _ = pair()
     replaced[-1].bias = nn.Parameter(torch.zeros(3))
-    tied = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8))
-    tied[1].weight = tied[0].weight
-    sharded = fully_shard(tied[0])
-    opaque = fully_shard(Block())
-    opaque.forward = lambda x: types.SimpleNamespace(y=opaque.two(opaque.one(x)))
-    expert = nn.Linear(3, 2)
-    expert.differ_between_ranks = True
-    hooked = nn.Linear(3, 2)
-    hooked.bias.register_hook(torch.neg)
-    hooked_later = fully_shard(nn.Linear(6, 2))
-    hooked_later.bias.register_post_accumulate_grad_hook(torch.neg)
-    sparse = fully_shard(nn.Embedding(4, 2, sparse=True))
-    in_place = shard(nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6)), Block()))
-    with torch.device("meta"):
-        buffers = nn.Sequential(nn.Linear(2, 2), nn.Module())
-        buffers[1].register_buffer("frequencies", torch.ones(2))
-    other_shape = nn.Linear(3 + late, 2)
-    other_order = nn.Conv2d(2, 2, 2)
-    if late:
-        other_order.to(memory_format=torch.channels_last)
-    other_frozen = nn.Linear(3, 2).requires_grad_(not late)
+    with pytest.raises(ValueError, match=r"Linear\.weight was moved"):
+        moved(make_batch(0, 0))
+    with pytest.raises(ValueError, match=r"Linear\.bias was moved"):
+        replaced(make_batch(0, 0))
+
+
+@pool.on(2)
+def test_parameters_outside_of_units_are_refused():
+    model = nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"1\.weight is in no unit"):
+        fsdp.clip_grad_norm_(model, 1.0)
+
+
+@pool.on(2)
+def test_what_would_save_or_load_wrong_values_is_refused():
+    model, _ = pair()
+    state = fsdp.full_state_dict(model)
     transposed = fully_shard(make_model("odd"))
-    short = saved | {"4.bias": torch.ones(1)}
-    group_of_rank_0 = pool._groups[1]
-    for error, words, do in [
-        (ValueError, r"differ in .*weight: \(2, 3\)", lambda: fully_shard(other_shape)),
-        (ValueError, r"weight: .* stride \(8, 1, 4, 2\)", lambda: fully_shard(other_order)),
-        (ValueError, "differ in .*bias.* frozen", lambda: fully_shard(other_frozen)),
-        (ValueError, "bias has hooks", lambda: fully_shard(hooked)),
-        (ValueError, "split parameter", lambda: fully_shard(expert)),
-        (ValueError, "bias has hooks", lambda: hooked_later(batch)),
-        (RuntimeError, "parse", lambda: sparse(torch.arange(3)).sum().backward()),
-        (ValueError, "1.weight of Sequential is tied to another unit's", lambda: fully_shard(tied)),
-        (ValueError, "ModuleList has no forward", lambda: fully_shard(nn.ModuleList([Block()]))),
-        (ValueError, "a unit already", lambda: fully_shard(sharded)),
-        (ValueError, r"1 \(Module\) is on the meta device", lambda: fully_shard(buffers)),
-        (RuntimeError, "hidden in other objects", lambda: opaque(batch).y.sum().backward()),
-        (
-            RuntimeError,
-            "without create_graph",
-            lambda: model(batch).sum().backward(create_graph=True),
-        ),
-        (RuntimeError, "PostBackward.* inplace", lambda: in_place(batch.clone().requires_grad_())),
-        (ValueError, "weight is in no unit", lambda: fsdp.clip_grad_norm_(plain, 1.0)),
-        (ValueError, "weight is in no unit", lambda: pieces(plain, adamw(plain))),
-        (ValueError, r"is \(3,\), not \(1,\)", lambda: fsdp.load_full_state_dict(model, short)),
-        (RuntimeError, "call full_state_dict", model.state_dict),
-        (
-            ValueError,
-            "^transposed is not contiguous",
-            lambda: pieces(transposed, adamw(transposed)),
-        ),
-        (RuntimeError, "copy it before fully_shard", lambda: copy.deepcopy(model)),
-        (ValueError, r"Linear\.weight was moved or replaced", lambda: moved(batch)),
-        (ValueError, r"Linear\.bias was moved or replaced", lambda: replaced(batch)),
-    ]:
-        with pytest.raises(error, match=words):
-            do()
-    with pytest.raises(ValueError, match="rank 1 is not in process_gr") if late else nullcontext():
-        fsdp.fully_shard(nn.Linear(2, 2), process_group=group_of_rank_0)
-    # None of these changes anything.
-    fsdp.load_full_state_dict(model.float(), {name: t.double() for name, t in saved.items()})
-    assert torch.equal(model(batch), plain(batch))
+    with pytest.raises(RuntimeError, match="full_state_dict"):
+        model.state_dict()
+    with pytest.raises(ValueError, match=r"\(3,\), not \(1,\)"):
+        fsdp.load_full_state_dict(model, state | {"4.bias": torch.ones(1)})
+    with pytest.raises(ValueError, match="transposed is not contiguous"):
+        pieces(transposed, adamw(transposed))
+    with pytest.raises(RuntimeError, match="copied"):
+        copy.deepcopy(model)
+
+
+@pool.on(2)
+def test_second_order_gradients_are_refused():
+    model, _ = pair()
+    x = make_batch(0, 0).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        gradient.square().sum().backward()
+
+
+@pool.on(2)
+def test_a_forward_after_a_backward_that_raised_is_refused():
+    model, _ = pair()
+    x = make_batch(0, 0).requires_grad_()
+    x.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()
+    with pytest.raises(RuntimeError, match="earlier backward"):
+        model(x)
