@@ -57,8 +57,10 @@ import os
 import signal
 import sys
 import time
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -230,6 +232,8 @@ class MoE(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         self.routing = (logits, probabilities, chosen)
         self.losses = None
+        if logits.requires_grad:
+            logits.register_hook(partial(forget_graph, weakref.ref(self), id(chosen)))
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
@@ -430,6 +434,20 @@ def balance_losses(layer):
 
 # --------------------------------------------------------------------------------------------------
 # 4. The library: clipping, states, and what parallelize() refuses.
+
+
+def forget_graph(layer_ref, forward_id, grad):
+    """In backward, keep the values of the losses only. Their graph may hold modules and groups.
+
+    A layer that holds its own graph is never freed, and gloo's threads outlive the process group.
+    """
+    layer = layer_ref()
+    if layer is None or id(layer.routing[2]) != forward_id:  # there was another forward since
+        return
+    if layer.losses:
+        layer.losses = [loss.detach() for loss in layer.losses]
+    logits, probabilities, chosen = layer.routing
+    layer.routing = (logits.detach(), probabilities.detach(), chosen)
 
 
 def split_parameters(module, groups=None):

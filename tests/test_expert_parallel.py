@@ -156,6 +156,20 @@ def test_a_loss_that_nobody_reads_is_not_reduced():
 
 
 @pool.on(2)
+def test_after_backward_the_losses_are_values_without_a_graph():
+    layer = split(make_model()[0])
+    first = layer(own_tokens()).sum()
+    second = layer(own_tokens()).sum()
+    aux_loss = layer.aux_loss
+    first.backward()
+    assert layer.aux_loss is aux_loss  # that of the second forward
+    second.backward()
+    assert torch.equal(layer.aux_loss, aux_loss)
+    assert not layer.aux_loss.requires_grad
+    assert not layer.z_loss.requires_grad
+
+
+@pool.on(2)
 def test_without_tokens_on_any_rank_the_losses_are_zero():
     layer = split(make_model()[0])
     layer(own_tokens(0))
