@@ -29,7 +29,7 @@ SCALED = {  # a line of each file's technique, and the same with a gradient that
     "ddp": ("1 / divisor", "1.001 / divisor"),
     "data_parallel": ("return sum(losses) / N", "return sum(losses) * 1.001 / N"),
     "zero": ("self.grad = functools", "self.grad = 1.001 * functools"),
-    "fsdp": ("total /= self.divide_factor", "total /= 1.001 * self.divide_factor"),
+    "fsdp": ("total / self.divide_factor", "1.001 * total / self.divide_factor"),
     "tensor_parallel": ("grad_weight = grad_y", "grad_weight = 1.001 * grad_y"),
     "pipeline": ("[torch.ones_like(output)", "[1.001 * torch.ones_like(output)"),
     "amp": ("1.0 / scale", "1.001 / scale"),
