@@ -34,7 +34,6 @@ Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with sect
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
 Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers;
-          a clear error if a MixedPrecisionOptimizer is given to a GradScaler's step();
           autocast's cache, which saves a second cast of a weight that is used twice;
           torch.utils.checkpoint inside autocast, which is an error. activation_checkpoint.py's
           checkpoint works, and so does any checkpoint of a function that enters autocast itself
@@ -150,6 +149,11 @@ class GradScaler:
         if optimizer in self._found_inf:
             raise RuntimeError(
                 "unscale_() or step() has been called on this optimizer since the last update()"
+            )
+        if isinstance(optimizer, MixedPrecisionOptimizer):
+            raise ValueError(
+                "MixedPrecisionOptimizer uses its scaler itself: give it scaler=, and call the "
+                "optimizer's scale() and step() instead of the scaler's"
             )
         if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
             found_inf = optimizer.unscale_(self._scale)

@@ -29,8 +29,7 @@ Run:      torchrun --nproc-per-node 2 ddp.py            (--idea trains with sect
 Paper:    Li et al. 2020, PyTorch Distributed, arXiv 2006.15704, section 3.2
 Mirrors:  torch.nn.parallel.DistributedDataParallel
 Left out: join() for uneven inputs; static_graph; gradients of gradients; gradients that stay
-          sparse; parameters that are unfrozen, added or cast after construction; the error for a
-          module that trains nothing
+          sparse; parameters that are unfrozen, added or cast after construction
 See also: zero.py shards the optimizer state, fsdp.py the parameters as well
 """
 
@@ -422,6 +421,8 @@ def verify_arguments(module, process_group, unsupported):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
     # Raises TypeError for an argument that PyTorch's class does not have.
     inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **unsupported)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError("module does not have any parameter that requires a gradient")
     for name, is_set in unsupported.items():
         if is_set:
             raise ValueError(f"{name} is not supported by ddp.py; leave it out")

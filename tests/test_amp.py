@@ -402,6 +402,12 @@ def make_optimizer(model, dtype=BF16, scaler=None):
     return amp.MixedPrecisionOptimizer(OPTIMIZERS["sgd"](model.parameters()), dtype, scaler)
 
 
+def test_the_scaler_refuses_an_optimizer_that_uses_it():
+    optimizer = make_optimizer(make_model("plain"), scaler=amp.GradScaler())
+    with pytest.raises(ValueError, match="uses its scaler itself"):
+        optimizer.scaler.step(optimizer)
+
+
 def test_groups_are_added_before():
     with pytest.raises(ValueError, match="before"):
         make_optimizer(make_model("plain")).add_param_group({"params": []})

@@ -516,6 +516,12 @@ def test_a_rank_outside_of_the_group_is_an_error():
         ddp.DDP(make_model("plain"), process_group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
+def test_a_module_that_trains_nothing_is_an_error():
+    model = make_model("plain").requires_grad_(False)
+    with fake_world(1, 0), pytest.raises(RuntimeError, match="any parameter that requires"):
+        ddp.DDP(model)
+
+
 def test_a_step_neither_waits_for_the_device_nor_copies_from_the_host():
     """A tensor on the meta device has no values that the host could read."""
     with fake_world_on_meta(2, 0):
