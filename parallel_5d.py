@@ -23,8 +23,9 @@ because all of them have other tokens. 8 ranks with --pp 2 --cp 2 --tp 2 --ep 2:
 
 `shard` is what is left of the world. FSDP splits a parameter over shard × cp ranks, because the
 ranks of a context also need the same parameters. With --replicate there are copies of these shards.
-The shard · cp · tp ranks of a stage and a replica are alike for experts: neighbours, `ep` of them,
-share the experts, and FSDP splits each expert over the others (arXiv 2504.14960).
+For experts, the shard · cp · tp ranks of a stage and replica are one row, cut into runs of `ep`
+neighbours. A run has all experts, and FSDP splits an expert over the ranks at the same place of all
+runs (arXiv 2504.14960).
 
 Each technique is in its own file. This file is about the places where they meet:
 
@@ -37,7 +38,8 @@ Each technique is in its own file. This file is about the places where they meet
                      lcm(2·cp, cp·tp).
     micro-batches    The batch is cut into them first, and then over replicas and shards. Otherwise
                      the auxiliary loss, a product of means, would depend on the grid.
-    auxiliary loss   The loss is on another stage, so this one gets its gradient where it is.
+    auxiliary loss   The model's loss is on the last stage. An MoE block gives its auxiliary loss
+                     the gradient 1 in its own backward.
     gradient norm    It counts each element once.
     gradients        FSDP sends them after a stage's last backward.
     checkpoint       It has the plain model's names and shapes, and loads on any other grid.
@@ -53,8 +55,8 @@ between. h is the hidden size, K the number of key heads and d their size, k the
     pp           mTh/t to each neighbour stage
     FSDP         2Ψ(F-1)/F, and with R replicas 2Ψ/F · (R-1)/R; the same for experts
 
-Read section 1 for the model (15 minutes), to section 3 for the technique (40), and the rest to
-save and to load (50).
+Read section 1 for the model (17 minutes), to the end of section 3 for the technique (42), and the
+rest to save and to load (52). It takes another 20 if you do not know the files that it combines.
 
 Run:      torchrun --nproc-per-node 8 parallel_5d.py [--model llama-tiny] [--pp 2 --cp 2 --tp 2]
 Papers:   Liang et al. 2024, TorchTitan, arXiv 2410.06511; Liu et al. 2025, MoE Parallel Folding,
@@ -361,8 +363,9 @@ def tensor_parallel_plan(layer):
 
 
 def split_over_tp(layer, grid):
-    """Replace matrices by this rank's slices. Return {name: boxes}: where its parameters lie in the
-    whole ones. Of experts, this rank takes a slice of the first dimension.
+    """Replace matrices by this rank's slices.
+
+    Return {name: boxes}: where its parameters lie in the whole ones.
     """
     plan = tensor_parallel_plan(layer)
     tensor_parallel.parallelize(layer, plan, grid.tp_group, sequence_parallel=True)
@@ -379,14 +382,14 @@ def split_over_tp(layer, grid):
 
 
 def split_experts(moe, grid):
-    """Give this rank 1/ep of the experts. Return their boxes by name."""
+    """Give this rank 1/ep of the experts, in dimension 0. Return their boxes by name."""
     expert_parallel.parallelize(moe, grid.ep_group, grid.edp_group, loss="sum")
     boxes = {}
     for name, parameter in moe.experts.named_parameters():
         number = len(parameter)
         whole = [number * grid.ep_group.size(), *parameter.shape[1:]]
-        first = [number * grid.ep_group.rank(), 0, 0]
-        boxes[f"mlp.experts.{name}"] = [tensor_parallel.Box(0, parameter.shape, whole, first)]
+        offset = [number * grid.ep_group.rank(), 0, 0]
+        boxes[f"mlp.experts.{name}"] = [tensor_parallel.Box(0, parameter.shape, whole, offset)]
     return boxes
 
 
@@ -395,7 +398,10 @@ def split_experts(moe, grid):
 
 
 class WithLoss(torch.autograd.Function):
-    """Return x. Backward gives `loss` the gradient 1, as if it were added to the model's loss."""
+    """Return x. Backward gives `loss` the gradient 1, as if it were added to the model's loss.
+
+    All ranks have the same auxiliary loss, but the gradient of each reaches its own tokens only.
+    """
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -419,7 +425,7 @@ class Trainer:
         self.steps = 0  # the number of steps that are done
         self.boxes = {}  # name: where this rank's slice of the parameter lies in the whole one
         num_stages = self.grid.pp * args.stages_per_rank
-        own_stages = range(self.grid.pp_rank, num_stages, self.grid.pp)
+        own_stages = range(self.grid.pp_rank, num_stages, self.grid.pp)  # several: interleaved
         self.layer_numbers = [layers_of_stage(config, stage, num_stages) for stage in own_stages]
         self.stages = nn.ModuleList(map(self.build_stage, self.layer_numbers))
         names = {name: p for stage in self.stages for name, p in stage.named_parameters()}
@@ -436,7 +442,7 @@ class Trainer:
         )
 
     def build_stage(self, numbers):
-        """Split and shard each layer before the next is built, so that no rank holds a stage."""
+        """Shard each layer before the next is built, so that no rank holds a whole stage."""
         layers = {number: self.build_layer(number) for number in numbers}
         stage = Stage(layers, self.args.recompute)
         return fsdp.fully_shard(stage, **self.fsdp_options(self.grid.fsdp_group))
@@ -463,8 +469,8 @@ class Trainer:
 
     def is_whole(self, name):
         """Whether all tp ranks have this parameter, and use it for their parts of the sequence."""
-        (first, *_) = self.boxes[name]
-        return ".experts." not in name and list(first.shape) == list(first.whole_shape)
+        box = self.boxes[name][0]
+        return ".experts." not in name and list(box.shape) == list(box.whole_shape)
 
     def backward_context(self, stage, is_last):
         return nullcontext() if is_last else fsdp.no_sync(stage)
@@ -481,14 +487,15 @@ class Trainer:
         self.token_weight = m / count_tokens(targets)
         inputs = self.grid.own_part(inputs, m).to(self.device)
         targets = self.grid.own_part(targets, m).to(self.device)
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # FSDP gathers once per step, not once per micro-batch
             for stage in self.stages:
                 stack.enter_context(fsdp.keep_unsharded(stage))
             loss = self.pipeline.step(inputs, targets)
         self.reduce_whole()
-        norm = self.clip_grad_norm_(self.args.clip_grad or math.inf)
-        self.optimizer.step()
-        return self.sum_loss(loss), norm.item()
+        norm = self.clip_grad_norm_(self.args.clip_grad or math.inf).item()
+        if math.isfinite(norm):  # otherwise no rank steps
+            self.optimizer.step()
+        return self.sum_loss(loss), norm
 
     def loss_fn(self, logits, targets):
         losses = tensor_parallel.vocab_parallel_cross_entropy(
@@ -500,7 +507,7 @@ class Trainer:
     def reduce_whole(self):
         """Add up the gradients of norms and routers over tp: each rank has a part of the tokens."""
         gradients = [p.grad for p in self.whole if p.grad is not None]
-        if gradients:
+        if gradients and self.grid.tp > 1:
             total = nn.utils.parameters_to_vector(gradients)
             dist.all_reduce(total, group=self.grid.tp_group)
             sizes = [gradient.numel() for gradient in gradients]
@@ -510,9 +517,8 @@ class Trainer:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm):
         """Count each element once: shards on their rank, whole parameters on tp rank 0 only."""
-        counted = set(self.parameters)
-        if self.grid.tp_rank > 0:
-            counted -= set(self.whole)
+        whole = set(self.whole)
+        counted = [p for p in self.parameters if self.grid.tp_rank == 0 or p not in whole]
         gradients = [p.grad for p in counted if p.grad is not None]
         own_norm = nn.utils.get_total_norm(gradients)
         total = own_norm.to(self.device, torch.float64).square()

@@ -139,6 +139,20 @@ def test_recomputed_activations_change_nothing(grid):
 
 
 @pool.on(4)
+def test_no_rank_steps_if_one_gradient_is_not_finite():
+    trainer = make_trainer(make_args(cp=2, tp=2))
+    before = [shard.detach().clone() for shard in trainer.parameters]
+    factor = math.nan if pool.rank() == 3 else 1.0
+    trainer.pipeline.loss_fn = lambda logits, targets: factor * logits.sum()
+
+    _, norm = trainer.step(*make_batch(trainer.args, 0))
+
+    assert not math.isfinite(norm)
+    for shard, kept in zip(trainer.parameters, before, strict=True):
+        assert torch.equal(shard, kept)
+
+
+@pool.on(4)
 def test_no_clipping_and_no_auxiliary_loss():
     args = make_args(tp=2, cp=2, ep=2, clip_grad=0.0, aux_weight=0.0)
     assert largest_difference(args) < 1e-12
