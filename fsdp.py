@@ -19,8 +19,8 @@ backward, the gradients of the previous unit are reduced at the same time.
 Hybrid sharding keeps R copies of the shards, each on N of the N·R ranks. Only the all-reduce of ḡ₀
 over the R ranks that have w₀ crosses from one copy to another.
 
-Read section 1 for the idea (10 minutes), to section 3 for the technique (40), and the rest to use
-it as a library (65).
+Read section 1 for the idea (12 minutes), to section 3 for the technique (50), and the rest to use
+it as a library (75).
 
 Cost per rank in elements, with Adam. The model has Ψ parameters, of which T are trained. The
 largest unit has u parameters. The rows with + add to the row "between steps":
@@ -142,7 +142,9 @@ def naive_fully_shard(module, axes=(None,)):
             parameters[name] = full[: shapes[name].numel()].view(shapes[name])
         return functional_call(module, parameters, inputs)
 
-    # The checkpoint frees the full parameters after forward and gathers them again in backward.
+    # The checkpoint frees the full parameters after forward. Backward gathers them again, and also
+    # computes the forward again. Sections 2 and 3 avoid that: autograd keeps views of a buffer,
+    # whose memory is freed and filled again.
     # With reshard_after_forward=False there is no checkpoint.
     return functools.partial(checkpoint, unshard_and_compute, use_reentrant=False)
 
@@ -193,8 +195,9 @@ class ShardedParameter:
         begin = start - group.rank * group.shard_size  # negative: it begins on an earlier rank
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data gives it its own version counter. With the buffer's counter, autograd would mistake
-        # the gather for backward for an in-place change of what it saved, and raise an error.
+        # .data gives it a version counter of its own. The gather for backward writes to the buffer
+        # and raises the buffer's counter. If the parameter shared that, autograd would say that a
+        # saved tensor was changed.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data)
         self.sharded._sharded_parameter = self  # for functions that take module.parameters()
         # find_parameters() refuses a later unit that holds the original, because the two are tied.
@@ -273,7 +276,8 @@ class ParameterGroup:
         items = zip(originals.items(), starts, strict=True)
         self.parameters = [ShardedParameter(self, *item, start) for item, start in items]
         self.unsharded.untyped_storage().resize_(0)
-        self.gather_handle = None  # of the all-gather into `unsharded`; None if that has no memory
+        # Of the all-gather, kept after it has ended. None: `unsharded` has no memory.
+        self.gather_handle = None
         self.fill_shard(settings.axes)
 
     def fill_shard(self, axes):
@@ -409,9 +413,10 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward runs after the backward of the unit.
 
-    Autograd runs nodes in the reverse order of their creation. This node is created before those of
-    the unit, so it runs after them. If a unit uses its input twice, this node gets the sum of both
-    gradients. A gradient from outside the unit is added later. One device may add the three in
+    Autograd runs ready nodes in the reverse order of their creation, and adds a gradient to a
+    leaf's .grad at once. This node is created before those of the unit. So when it runs, .grad of
+    the unit's parameters is complete. If a unit uses its input twice, this node gets the sum of
+    both gradients. A gradient from outside the unit is added later. One device may add the three in
     another order, and then the results differ in rounding.
     """
 
@@ -505,7 +510,7 @@ class UnshardOrder:
         self.backward = Backward(self)
         self.outermost = None  # during a forward, the unit that the user called
         self.previous = None  # the last call of unshard(): (unit, whether it was in backward)
-        self.next_unit = {}  # {a call of unshard(), or None: the unit of the call after it}
+        self.next_unit = {}  # {a call of unshard(): the unit of the call after it}
 
     def start_forward(self, unit):
         """Reshard all units if this is a forward of the model, and not of a unit in it."""
@@ -527,6 +532,7 @@ class UnshardOrder:
         for group in unit.groups:
             group.finish_unshard()
         call = (unit, in_backward())
+        # In the first step the next unit is not known: the default is gathered already.
         for group in self.next_unit.get(call, unit).groups:
             group.start_unshard()
         self.next_unit[self.previous] = unit

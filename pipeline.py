@@ -39,8 +39,8 @@ Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
 The first rank sends no gradients and the last no activations, so each of them sends m·bsh less.
 
-Read section 1 for the idea (10 minutes), to section 4 for the technique (40), and the rest to use
-it as a library (54).
+Read section 1 for the idea (11 minutes), to section 4 for the technique (44), and the rest to use
+it as a library (58).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
           --idea trains with section 1 alone, which has the schedules gpipe and 1f1b.
@@ -146,8 +146,9 @@ def blocking_step(name, stage, micro_batches, loss_fn, like, process_group=None)
             saved.append((x, y))
         if turn >= turns_before:
             old_x, old_y = saved.popleft()
-            # Receive before you send. The next rank sends this gradient before it receives y. If
-            # this rank sent y first, both would wait forever. The last rank's gradient stays 1.
+            # Receive before you send: the next rank sends the gradient of old_y first, and only
+            # then receives y. If this rank sent y first, both would wait forever. On the last rank
+            # nothing arrives, and the ones stay: the gradient of the loss.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
@@ -225,8 +226,8 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     for rank in range(p):
         # Schedules differ in how many forwards a rank runs before its first backward. A rank of
         # 1F1B waits for the next rank's backward, so it runs one forward more than the next rank.
-        # If stages are interleaved, it runs two more, as in Megatron-LM and PyTorch, to leave time
-        # for transfers.
+        # If stages are interleaved, it runs two more than the next rank, as in Megatron-LM and
+        # PyTorch, to leave time for transfers.
         ahead = {"naive": 1, "gpipe": m * v, "interleaved_1f1b": 2 * (p - rank) - 1}
         stages = range(rank, p * v, p)
         actions = alternate(
@@ -309,9 +310,10 @@ class Pipeline(nn.Module):
         self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
         self._split = [(stage, i) for stage, kind, i in own if kind == "I"]
         self._weights = set(self.parameters())  # W computes gradients of these only
-        # All ranks follow one order: the actions of all ranks by their simulated end (section 5),
-        # and each transfer right after its action. An action or a transfer waits only for those
-        # before it. So the first one that has not ended can always run, and nothing deadlocks. NCCL
+        # All ranks walk through one list: the actions of all ranks, sorted by their simulated end
+        # (section 5). A rank runs its own actions, and takes part in its own transfers, each right
+        # after the action that gives the message. What an action or a transfer waits for is earlier
+        # in the list. So the first unfinished entry can always run, and nothing deadlocks. NCCL
         # needs such an order, because it runs a rank's transfers one by one, and a send ends only
         # when its receiver takes it.
         end = simulate(self.schedule).end
@@ -405,7 +407,11 @@ class Pipeline(nn.Module):
         return [x.grad for x in inputs]
 
     def _transfer(self, message, source, destination):
-        """Start to send the message, or to receive it. In the first step, tell all its metadata."""
+        """Start to send the message, or to receive it.
+
+        All ranks call this for each transfer, in one order. So in the first step they can all join
+        a broadcast of its metadata.
+        """
         tensors, _ = self._messages.pop(message, ([], []))  # empty, unless this rank is the source
         metadata = [meta_of(tensor) for tensor in tensors]
         key = torch.is_grad_enabled(), message
@@ -481,8 +487,8 @@ def split_linear(deferred, weights, x, weight, bias=None):
     the others later. So the sum is not bitwise that of one device.
     """
     can_wait = (
-        # I computes the gradient if something reads it before W runs: weight_norm or FSDP, which
-        # compute the weight from a parameter, or a hook, such as DDP's.
+        # Nothing reads the gradient before W adds it. A weight that is computed from a parameter
+        # (weight_norm, FSDP), or that has a hook (DDP), needs its gradient in I.
         weight in weights
         and not weight._backward_hooks
         and not weight._post_accumulate_grad_hooks
