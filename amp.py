@@ -46,6 +46,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from contextlib import ContextDecorator, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -473,13 +474,16 @@ def verify_frozen(weights, dtype):
 
     The optimizer does not have them, so it cannot cast them.
     """
-    ids = set(map(id, weights))
+    references = [weakref.ref(weight) for weight in weights]
 
     def hook(module, _):
+        alive = {id(reference()) for reference in references if reference() is not None}
         parameters = dict(module.named_parameters())
-        if ids.isdisjoint(map(id, parameters.values())):
+        if alive and alive.isdisjoint(map(id, parameters.values())):
             return  # another model
         handle.remove()
+        if not alive:
+            return  # the model is gone, and others may have its ids
         wrong = [n for n, p in parameters.items() if not p.requires_grad and p.dtype != dtype]
         if wrong:
             raise ValueError(

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+import activation_checkpoint
 import amp
 import flash_attention as flash
 
@@ -161,7 +162,7 @@ def test_16_bits_are_no_worse_than_pytorchs(dtype):
 @pytest.mark.parametrize("autocast", [amp.autocast, partial(torch.autocast, "cpu")])
 def test_autocast_does_not_reach_inside_and_a_checkpoint_draws_the_mask_again(autocast):
     attention = partial(flash.flash_attention, dropout_p=0.5)
-    checkpointed = partial(torch.utils.checkpoint.checkpoint, attention, use_reentrant=False)
+    checkpointed = partial(activation_checkpoint.checkpoint, attention)
     inputs = make_inputs(S=40, Skv=40, dtype=torch.float32)
     results = []
     for run, enabled in [(attention, False), (attention, True), (checkpointed, True)]:
