@@ -88,7 +88,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class ShardedParameter:
-    """A parameter, and this rank's shard: part `rank` of N equal parts, after padding with zeros.
+    """A parameter, and this rank's shard: row `rank` if the parameter is cut into N equal rows.
 
     The optimizer of a rank has the shards: AdamW([each.shard for each in sharded]).
     """
@@ -97,32 +97,31 @@ class ShardedParameter:
         self.parameter = parameter
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
-        self.shard = self.flatten(parameter).chunk(self.N)[dist.get_rank(process_group)].clone()
+        self.shard = self.rows(parameter)[dist.get_rank(process_group)].clone()
 
-    def flatten(self, tensor):
+    def rows(self, tensor):
         flat = tensor.detach().reshape(-1)
-        return F.pad(flat, (0, -flat.numel() % self.N))
+        return F.pad(flat, (0, -flat.numel() % self.N)).view(self.N, -1)
 
     def reduce_scatter(self, _=None):
-        """Move the gradient to the shards: to each its part of the mean over ranks."""
-        gradients = self.flatten(self.parameter.grad)
-        received = torch.empty_like(gradients)
-        # Rank r receives part r of every rank's gradients, and adds them in rank order.
+        """Move the gradient to the shards: to each its row of the mean over ranks."""
+        gradients = self.rows(self.parameter.grad)
+        received = torch.empty_like(gradients)  # row r is from rank r
         dist.all_to_all_single(received, gradients, group=self.process_group)
-        mean = sum(received.chunk(self.N)) / self.N
+        mean = sum(received) / self.N
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         self.parameter.grad = None
 
     def all_gather(self):
-        """Fill the parameter, which may be freed, with the shards of all ranks."""
+        """Fill the parameter with the shards of all ranks. Allocate it first, if it is freed."""
         self.parameter.untyped_storage().resize_(self.parameter.nbytes)
         flat = self.shard.new_empty(self.N * self.shard.numel())
         all_gather_single(flat, self.shard, group=self.process_group)
-        values = flat[: self.parameter.numel()].view(self.parameter.shape)
-        self.parameter.data.copy_(values)
+        values = flat[: self.parameter.numel()]
+        self.parameter.data.copy_(values.view_as(self.parameter))
 
     def free(self, _=None):
-        # Autograd has saved tensors that share this storage. `parameter.data = …` would keep it.
+        """Free the memory of the parameter, and of what autograd saved of it for backward."""
         self.parameter.untyped_storage().resize_(0)
 
 
@@ -154,9 +153,9 @@ class Zero3Unit(nn.Module):
         self.sharded = [ShardedParameter(p, process_group) for p in module.parameters()]
         zero2_hooks(self.sharded)
         for each in self.sharded:
-            # After the hook that reduces. The rest of backward does not need the parameter.
-            each.parameter.register_post_accumulate_grad_hook(each.free)
             each.free()
+            # Also when its gradient is reduced. Then backward has used it for the last time.
+            each.parameter.register_post_accumulate_grad_hook(each.free)
 
     def gather(self, _=None):
         for each in self.sharded:
@@ -200,27 +199,25 @@ class Bucket:
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
 
-        # As PyTorch does. At other addresses, kernels are slower or round differently.
-        sizes = [round_up(p.numel(), 64 // first.itemsize) for p in parameters]
+        starts = []
+        end = 0
+        for parameter in parameters:
+            starts.append(end)
+            # As PyTorch does. At other addresses, kernels are slower or round differently.
+            end += round_up(parameter.numel(), 64 // first.itemsize)
         # No part is empty. NCCL is faster if messages are aligned to 16 bytes.
-        size = round_up(max(1, sum(sizes)), self.N * 16 // first.itemsize)
-        self.flat = first.new_zeros(size)
+        self.flat = first.new_zeros(round_up(max(1, end), self.N * 16 // first.itemsize))
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         is_16_bit = first.is_floating_point() and first.itemsize < 4
         dtype = torch.float32 if is_16_bit else first.dtype
         self.master = self.part.to(offload or first.device, dtype, copy=copy_part)
-        self.slots = []
-        start = 0
-        for parameter, size in zip(parameters, sizes, strict=True):
-            self.slots.append(Slot(parameter, start, self))
-            start += size
-        self.master.copy_(self.part)
+        self.slots = [Slot(*each, self) for each in zip(parameters, starts, strict=True)]
+        self.master.copy_(self.part)  # the slots have filled `flat`
 
         self.freed = False  # True while Zero3 has freed the memory of `flat`
-        # The part's gradients since zero_grad(), in the dtype of `master`: sums over ranks, to be
-        # divided by `divisor`, which is 1 after that.
+        # The part's gradients since zero_grad(), in the dtype of `master`: sums over ranks. step()
+        # divides them by N, as one device does after its last backward.
         self.grad = None
-        self.divisor = self.N
         # While an all-to-all runs: its handle, and the parts of the gradients that this rank adds.
         self.reducing = None
 
@@ -228,7 +225,7 @@ class Bucket:
         """Move the gradients out of .grad, and start to send part r of them to rank r."""
         gradients = torch.empty_like(self.flat)  # zeroing it would take 3% of a step
         for slot in self.slots:
-            slot.check()
+            check_is_here(slot)
             view = slot.view(gradients)
             if slot.parameter.grad is None:
                 view.zero_()
@@ -253,31 +250,15 @@ class Bucket:
         first, *others = received.chunk(self.N)
         # 16-bit gradients are added in fp32. A sum in fp16 overflows at 65504.
         parts = [first.to(self.master.dtype), *others]
-        if self.grad is not None:
-            if self.divisor == 1:  # another backward after clip_grad_norm_()
-                self.grad *= self.N
-            parts.insert(0, self.grad)  # the first term of the sum, as on one device
+        if self.grad is not None:  # the first term of the sum, as on one device
+            parts.insert(0, self.grad)
         # Not sum(), which would first add 0, in one more pass over the part.
         self.grad = functools.reduce(torch.add, parts)
-        self.divisor = self.N
 
     def all_gather(self):
-        """Start to fill `flat` with the masters of all ranks. Return the handle."""
+        """Fill `flat` with the masters of all ranks."""
         self.part.copy_(self.master)
-        return all_gather_single(
-            as_bytes(self.flat), as_bytes(self.part), group=self.process_group, async_op=True
-        )
-
-    def adopt_writes(self):
-        """Copy to `master` what the user wrote into the parameters since the last step.
-
-        An element was written if it differs from its master in the parameters' dtype. The other
-        elements of the master keep the digits that this dtype drops.
-        """
-        if self.master is not self.part and not self.freed:
-            values = self.part.to(self.master.device)
-            unchanged = self.master.to(values.dtype) == values
-            self.master.copy_(torch.where(unchanged, self.master, values))
+        all_gather_single(as_bytes(self.flat), as_bytes(self.part), group=self.process_group)
 
 
 class Slot:
@@ -294,9 +275,9 @@ class Slot:
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
         self.is_contiguous = parameter.is_contiguous()
-        self.pointer = None  # the address of the parameter's data, see check()
+        self.pointer = None  # the address of the parameter's data, see check_is_here()
         # Whether the bucket's `grad` has a gradient of this parameter: from this rank, and after
-        # _average_gradients(), from any rank.
+        # _reduce_gradients(), from any rank.
         self.used = False
         self.attach(self.view(bucket.flat).copy_(parameter.data))
 
@@ -315,12 +296,6 @@ class Slot:
         """Let the parameter use the memory of `data`."""
         self.parameter.data = data
         self.pointer = data.data_ptr()
-
-    def check(self):
-        if self.parameter.data_ptr() != self.pointer:
-            raise RuntimeError(
-                "parameters are no longer where they were: make the optimizer after module.to()"
-            )
 
 
 def round_up(number, multiple):
@@ -408,12 +383,12 @@ class Zero1(torch.optim.Optimizer):
 
     def step(self, closure=None):
         """Update this rank's segments with the mean gradients, and gather the parameters."""
-        buckets = self._average_gradients()
+        buckets = self._reduce_gradients()
         check_step(self, closure)
         self._stepped = bool(buckets)
         for bucket in buckets:
-            bucket.adopt_writes()
-            grad = bucket.grad.to(bucket.master.device)
+            adopt_writes(bucket)
+            grad = (bucket.grad / bucket.N).to(bucket.master.device)
             for slot in bucket.slots:
                 if slot.used:
                     slot.segment.grad = grad[slot.in_part]
@@ -421,12 +396,11 @@ class Zero1(torch.optim.Optimizer):
         self._optimizer.param_groups = self._segment_groups()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        # Zero3 has usually freed the buckets. Then the next forward gathers them.
-        gathers = [bucket.all_gather() for bucket in buckets if not bucket.freed]
-        for gather in gathers:
-            gather.wait()
+        for bucket in buckets:
+            if not bucket.freed:  # otherwise Zero3 gathers it in the next forward
+                bucket.all_gather()
 
-    def _average_gradients(self):
+    def _reduce_gradients(self):
         """Reduce the gradients that are still in .grad. Return the buckets that have gradients.
 
         Ranks may use different parameters, but must issue the same collectives. So each rank sets a
@@ -440,19 +414,15 @@ class Zero1(torch.optim.Optimizer):
         own_flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
         flags = self._buckets[0].flat.new_tensor(own_flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        to_reduce = {}  # a set that keeps the order of the buckets
+        to_reduce = []
         for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits here
             slot.used = flag > 0
-            if flag == 2:
-                to_reduce[slot.bucket] = True
+            if flag == 2 and slot.bucket not in to_reduce:
+                to_reduce.append(slot.bucket)
         for bucket in to_reduce:
             self._start_reduce(bucket)
         self._finish_reduce()
-        buckets = [bucket for bucket in self._buckets if bucket.grad is not None]
-        for bucket in buckets:
-            bucket.grad /= bucket.divisor
-            bucket.divisor = 1
-        return buckets
+        return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
         self._finish_reduce()  # one bucket at a time, because each holds its gradients twice
@@ -464,17 +434,14 @@ class Zero1(torch.optim.Optimizer):
             bucket.finish_reduce()
 
     def zero_grad(self, set_to_none=True):
-        """Drop or zero all gradients, those in .grad and those already reduced."""
-        super().zero_grad(set_to_none)
+        """Drop all gradients, those in .grad and those already reduced."""
+        super().zero_grad()
         self._stepped = False
         self._mixed = False
         for bucket in self._buckets:
-            if set_to_none:
-                bucket.grad = None
-                for slot in bucket.slots:
-                    slot.used = False
-            elif bucket.grad is not None:
-                bucket.grad.zero_()
+            bucket.grad = None
+            for slot in bucket.slots:
+                slot.used = False
 
     @contextmanager
     def no_sync(self):
@@ -530,7 +497,7 @@ class Zero1(torch.optim.Optimizer):
         """Write the segments of all ranks into the parameters."""
         for bucket in self._buckets:
             if not bucket.freed:
-                bucket.all_gather().wait()
+                bucket.all_gather()
 
     def add_param_group(self, param_group):
         if hasattr(self, "_buckets"):
@@ -679,9 +646,9 @@ class Zero3(Zero2):
         self._reduce_past(past)
         for bucket in past:
             free(bucket)
-        gathers = [unfree(bucket) for bucket in needed if bucket.freed]
-        for gather in gathers:
-            gather.wait()
+        for bucket in needed:
+            if bucket.freed:
+                unfree(bucket)
 
     def _reduce_past(self, past):
         """Reduce the buckets of a unit that backward has left.
@@ -716,7 +683,7 @@ class Zero3(Zero2):
         finally:
             self._full_contexts -= 1
             for bucket in self._buckets:
-                bucket.adopt_writes()
+                adopt_writes(bucket)
             if not self._full_contexts:
                 self._unshard([])
 
@@ -733,13 +700,13 @@ class Zero3(Zero2):
 
 
 def unfree(bucket):
-    """Allocate the parameters of a freed bucket, and start to gather them. Return the handle."""
+    """Allocate the parameters of a freed bucket, and gather them."""
     bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
     bucket.freed = False
     for slot in bucket.slots:
-        slot.check()
+        check_is_here(slot)
         slot.attach(slot.view(bucket.flat))
-    return bucket.all_gather()
+    bucket.all_gather()
 
 
 def free(bucket):
@@ -757,13 +724,13 @@ def units_around(module, units=None):
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
         units = [member for each in lists for member in each.children()]
     units = set(units)
-    if not units <= set(module.modules()):
+    around = {child: [module] for child in module.modules()}
+    if not units <= around.keys():
         raise ValueError("units has modules that are not inside the module")
-    around = dict.fromkeys(module.modules(), (module,))
     for unit in around:  # an outer module comes before those inside it
-        if unit in units and unit is not module:
+        if unit in units:
             for child in unit.modules():
-                around[child] += (unit,)
+                around[child].append(unit)
     return around
 
 
@@ -778,7 +745,7 @@ PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
 def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
-    buckets = optimizer._average_gradients()
+    buckets = optimizer._reduce_gradients()
     total = optimizer._buckets[0].flat.new_zeros((), dtype=torch.float64)
     for bucket in buckets:
         for slot in bucket.slots:
@@ -788,11 +755,23 @@ def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
                 total += norm.square()
     for group in (optimizer.process_group, *process_groups):
         dist.all_reduce(total, group=group)
-    norm = total.sqrt()
+    norm = total.sqrt() / optimizer._buckets[0].N  # the buckets have sums over N ranks
     if max_norm < torch.inf:  # otherwise an infinite norm would turn all gradients into NaN
         for bucket in buckets:
             bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm
+
+
+def adopt_writes(bucket):
+    """Copy to the master what the user wrote into the parameters since the last step.
+
+    An element was written if it differs from its master in the parameters' dtype. The other
+    elements of the master keep the digits that this dtype drops.
+    """
+    if bucket.master is not bucket.part and not bucket.freed:
+        values = bucket.part.to(bucket.master.device)
+        unchanged = bucket.master.to(values.dtype) == values
+        bucket.master.copy_(torch.where(unchanged, bucket.master, values))
 
 
 def whole_state_dict(optimizer):
@@ -807,9 +786,8 @@ def whole_state_dict(optimizer):
         if slot.segment.dtype != parameter.dtype:
             state["master"] = slot.segment
         for name, value in state.items():
-            state[name] = value.cpu().clone()
-            if name not in PER_TENSOR:
-                state[name] = join(slot, state[name])
+            whole = value if name in PER_TENSOR else join(slot, value)
+            state[name] = whole.cpu().clone()
         if state:
             states[number] = state
     return {**torch.optim.Optimizer.state_dict(optimizer), "state": states}
@@ -827,14 +805,13 @@ def load_whole_state_dict(optimizer, state_dict):
         if "master" in state:
             slot.segment.copy_(state.pop("master"))
         states[number] = state
-    optimizer._optimizer.param_groups = optimizer._segment_groups()
     optimizer._optimizer.load_state_dict({**state_dict, "state": states})
 
 
 def join(slot, segment):
     """Return a tensor with the parameter's shape, made of the segments of all ranks."""
     segments = [None] * slot.bucket.N
-    dist.all_gather_object(segments, segment, group=slot.bucket.process_group)
+    dist.all_gather_object(segments, segment.cpu(), group=slot.bucket.process_group)
     return torch.cat(segments).as_strided(slot.parameter.shape, slot.stride)
 
 
@@ -867,8 +844,9 @@ class WeakHook:
 
     @torch.compiler.disable
     def __call__(self, *args):
-        if self.method():
-            self.method()(*args)
+        method = self.method()
+        if method:
+            method(*args)
 
     def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
         if self.method():
@@ -882,13 +860,9 @@ class WeakHook:
 
 def check_arguments(module, optimizer_class, process_group):
     if dist.get_rank(process_group) < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group; make it on its ranks only"
-        )
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
     if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
-        raise ValueError(
-            "DistributedDataParallel averages as well; give the model inside it, ddp.module"
-        )
+        raise ValueError("DistributedDataParallel averages as well: give its module, ddp.module")
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
         raise ValueError(
             f"{optimizer_class.__name__} may need whole parameters; use one of "
@@ -899,60 +873,56 @@ def check_arguments(module, optimizer_class, process_group):
 def check_parameters(optimizer, lists):
     """Check that all ranks have the same model, buckets and options."""
     module = optimizer.module
-    trained = optimizer._group_index.keys()
-    if not trained <= set(module.parameters()):
-        raise ValueError("params has parameters that are not among module.parameters()")
-    if trained & differing_parameters(module, optimizer.process_group):
+    if not optimizer._group_index.keys() <= set(same_parameters(module, optimizer.process_group)):
         raise ValueError(
-            "ranks of process_group hold different values of some parameters, such as different "
-            "experts: use a group of ranks that hold the same, or give these parameters an "
-            "optimizer of their own, and this one the others as `params`"
+            "params must be among module.parameters(), without those of which ranks of "
+            "process_group hold different values, such as experts: give these an optimizer of "
+            "their own, or a group of ranks that hold the same"
         )
-    mine = [f"{[len(each) for each in lists]} parameters in buckets"]
-    for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if isinstance(v, (int, float, tuple))}
-        mine.append(f"options {options}")
+    groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+    described = [[len(each) for each in lists], *groups]
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
-        if x.numel() > 1 and 0 in x.stride():
-            raise ValueError(f"{name} is expanded, or another Zero3 has freed it: clone() it")
-        mine.append(
-            f"{name!r}: shape {tuple(x.shape)}, strides {x.stride()}, {x.dtype}, "
-            f"requires_grad={x.requires_grad}"
-        )
+        described.append((name, x.shape, x.stride(), x.dtype, x.requires_grad))
+    mine = {f"{number}: {each}" for number, each in enumerate(described)}
     everyone = [None] * dist.get_world_size(optimizer.process_group)
     dist.all_gather_object(everyone, mine, group=optimizer.process_group)
     for rank, theirs in enumerate(everyone):
         if theirs != mine:
             raise ValueError(
-                f"ranks must hold the same model; rank {rank}'s differs in "
-                f"{sorted({*mine} ^ {*theirs}) or 'the order of its parameters'}"
+                "ranks must have the same parameters (name, shape, strides, dtype, requires_grad) "
+                "in the same buckets, and the same options; "
+                f"rank {rank} has {theirs - mine}, and this rank {mine - theirs}"
             )
 
 
-def differing_parameters(module, process_group):
-    """Return the parameters of which two ranks of the group hold different values.
+def same_parameters(module, process_group):
+    """Return the parameters of which all ranks of the group hold the same values.
 
-    These are experts of expert_parallel.py and slices of tensor_parallel.py. Their modules have the
-    list of global ranks that hold different values.
+    The others are experts of expert_parallel.py and slices of tensor_parallel.py. Their modules
+    have the list of global ranks that hold different values.
     """
     members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    parameters = set()
+    different = set()
     for child in module.modules():
         ranks = getattr(child, "differ_between_ranks", ())
-        if ranks is True or len(set(members) & set(ranks or ())) > 1:
-            parameters.update(child.parameters())
-    return parameters
+        if len(set(members).intersection(ranks)) > 1:
+            different.update(child.parameters())
+    return [parameter for parameter in module.parameters() if parameter not in different]
 
 
 def copy_from_rank_0(module, process_group):
     """Copy rank 0's parameters and buffers to all ranks."""
-    differ = differing_parameters(module, process_group)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor in differ:
-            continue
+    for tensor in [*same_parameters(module, process_group), *module.buffers()]:
         values = tensor.detach().reshape(-1)
         dist.broadcast(as_bytes(values), group=process_group, group_src=0)
         tensor.detach().copy_(values.view_as(tensor))
+
+
+def check_is_here(slot):
+    if slot.parameter.data_ptr() != slot.pointer:
+        raise RuntimeError(
+            "parameters are no longer where they were: make the optimizer after module.to()"
+        )
 
 
 def check_step(optimizer, closure):
@@ -986,10 +956,7 @@ def check_output(optimizer, output):
     if not optimizer._has_run:
         optimizer._has_run = True
         if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
-            raise RuntimeError(
-                f"the first output has NaN. Perhaps forward reads a freed parameter, which is NaN. "
-                f"{READS}"
-            )
+            raise RuntimeError(f"the first output has NaN, as freed parameters have. {READS}")
 
 
 def check_is_entered(optimizer, parameter):
@@ -1091,7 +1058,7 @@ def whole(optimizer):
         flat = bucket.grad.new_empty(bucket.flat.numel())
         all_gather_single(flat, bucket.grad)
         for slot in bucket.slots:
-            gradients[slot.parameter] = slot.view(flat)
+            gradients[slot.parameter] = slot.view(flat) / bucket.N
     parameters = list(optimizer.module.parameters())
     with getattr(optimizer, "full_parameters", nullcontext)():
         copies = [parameter.clone() for parameter in parameters]
