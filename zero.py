@@ -35,7 +35,7 @@ Sharded gradients are in fp32. Zero3 gathers 16-bit parameters from the fp32 mas
 fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 4Ψ/N, 4Ψ/N and 8Ψ/N. In no_sync(), Zero2
 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. In addition to the table, a bucket of
 gradients is held twice while it is reduced, and Zero3 holds the unit that runs. step() and
-clip_grad_norm_() also all-reduce one byte for each parameter tensor.
+clip_grad_norm_() also all-reduce one byte for each parameter tensor and each bucket.
 
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
 without clipping is bitwise equal to one device that adds in the same order. If a step has several
@@ -51,11 +51,13 @@ Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
           stages 1, 2 and 3
 Left out: Muon, which needs whole matrices (muon.py: Muon, ShardedMuon), Adafactor, closures,
-          gradients that stay sparse, offload to disk (DeepSpeed), construction on the meta device
-          and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds in an order
-          of its own, and training after a forward or backward that raised; in Zero3, gathers that
-          overlap with computation (fsdp.py), modules that return their input changed in place or a
-          view of a parameter, and errors for all writes to freed parameters
+          gradients that stay sparse, zero_grad(set_to_none=False), which also drops gradients,
+          offload to disk (DeepSpeed), construction on the meta device and any optimizer over
+          shards (fsdp.py), NCCL's own reduce-scatter, which adds in an order of its own, and
+          training after a forward or backward that raised; in Zero3, gathers that overlap with
+          computation (fsdp.py), modules that return their input changed in place, a view of a
+          parameter, or tensors in objects other than lists, tuples and dicts, and errors for all
+          reads and writes of freed parameters
 """
 
 import argparse
@@ -403,24 +405,20 @@ class Zero1(torch.optim.Optimizer):
     def _reduce_gradients(self):
         """Reduce the gradients that are still in .grad. Return the buckets that have gradients.
 
-        Ranks may use different parameters, but must issue the same collectives. So each rank sets a
-        flag for each parameter, and all ranks act on the maximum of their flags:
-
-            2   the parameter has a .grad, which is not reduced yet
-            1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
-            0   it has no gradient
+        Ranks may use different parameters, but must issue the same collectives. So a bucket is
+        reduced if any rank has a .grad in it, and a parameter is updated if any rank has used it.
         """
         slots = self._slots.values()
-        own_flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
-        flags = self._buckets[0].flat.new_tensor(own_flags, dtype=torch.uint8)
+        used = [slot.used or slot.parameter.grad is not None for slot in slots]
+        waits = [any(p.grad is not None for p in bucket.parameters) for bucket in self._buckets]
+        flags = self._buckets[0].flat.new_tensor(used + waits, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        to_reduce = []
-        for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits here
-            slot.used = flag > 0
-            if flag == 2 and slot.bucket not in to_reduce:
-                to_reduce.append(slot.bucket)
-        for bucket in to_reduce:
-            self._start_reduce(bucket)
+        flags = flags.tolist()  # the host waits here
+        for slot in slots:
+            slot.used = bool(flags.pop(0))
+        for bucket in self._buckets:
+            if flags.pop(0):
+                self._start_reduce(bucket)
         self._finish_reduce()
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
@@ -434,7 +432,7 @@ class Zero1(torch.optim.Optimizer):
             bucket.finish_reduce()
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, those in .grad and those already reduced."""
+        """Drop all gradients, those in .grad and those already reduced, for either argument."""
         super().zero_grad()
         self._stepped = False
         self._mixed = False
@@ -643,6 +641,8 @@ class Zero3(Zero2):
         unit that begins now, and those around it, need their parameters.
         """
         past = [b for b in self._buckets if not b.freed and b not in needed]
+        if self._full_contexts:
+            past = []
         self._reduce_past(past)
         for bucket in past:
             free(bucket)
@@ -666,26 +666,23 @@ class Zero3(Zero2):
     def _post_accumulate_grad(self, parameter):
         self._pre_backward()
         self._arrived.add(parameter)
-        check_is_entered(self, parameter)
 
     def _post_backward(self):
         super()._post_backward()
-        if not self._full_contexts:
-            self._unshard([])
+        self._unshard([])
 
     @contextmanager
     def full_parameters(self):
         """A context with whole parameters. The caller may write to them, alike on all ranks."""
-        self._unshard(self._buckets)
         self._full_contexts += 1
+        self._unshard(self._buckets)
         try:
             yield
         finally:
             self._full_contexts -= 1
             for bucket in self._buckets:
                 adopt_writes(bucket)
-            if not self._full_contexts:
-                self._unshard([])
+            self._unshard([])
 
     def module_state_dict(self):
         """Return the whole state_dict of the module.
@@ -751,8 +748,7 @@ def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
         for slot in bucket.slots:
             if counted is None or counted(slot.parameter):
                 # abs() makes complex numbers real.
-                norm = bucket.grad[slot.in_part].abs().norm(dtype=torch.float64)
-                total += norm.square()
+                total += bucket.grad[slot.in_part].abs().norm(dtype=torch.float64) ** 2
     for group in (optimizer.process_group, *process_groups):
         dist.all_reduce(total, group=group)
     norm = total.sqrt() / optimizer._buckets[0].N  # the buckets have sums over N ranks
@@ -864,10 +860,8 @@ def check_arguments(module, optimizer_class, process_group):
     if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
         raise ValueError("DistributedDataParallel averages as well: give its module, ddp.module")
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
-        raise ValueError(
-            f"{optimizer_class.__name__} may need whole parameters; use one of "
-            f"{sorted(ELEMENTWISE)}, or muon.py"
-        )
+        name = optimizer_class.__name__
+        raise ValueError(f"{name} may need whole parameters; use one of {ELEMENTWISE}, or muon.py")
 
 
 def check_parameters(optimizer, lists):
@@ -945,28 +939,16 @@ def check_is_whole(optimizer):
         )
 
 
-READS = (
-    "Zero3 gathers parameters when a module of their unit is called: call the module, as in "
-    "self.pos(positions), instead of reading self.pos.weight, or give `units` a module around both"
-)
-
-
 def check_output(optimizer, output):
     """Look at the first output only, because the host waits for the device."""
     if not optimizer._has_run:
         optimizer._has_run = True
         if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
-            raise RuntimeError(f"the first output has NaN, as freed parameters have. {READS}")
-
-
-def check_is_entered(optimizer, parameter):
-    """Raise an error if a gradient was computed while the parameter's unit did not run."""
-    if optimizer._slots[parameter].bucket.freed:
-        names = {p: name for name, p in optimizer.module.named_parameters()}
-        raise RuntimeError(
-            f"{names[parameter]} has a gradient, but backward did not come through its module. "
-            f"{READS}. Modules must return tensors, or lists, tuples and dicts of them"
-        )
+            raise RuntimeError(
+                "the first output has NaN, as freed parameters have: call the module, as in "
+                "self.pos(positions), instead of reading self.pos.weight, or give `units` a module "
+                "around both"
+            )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -97,15 +97,15 @@ def make_pair(stage, model, name="AdamW", groups=nn.Module.parameters, offload=N
     return ours, optimizer_class(groups(plain), **options), plain
 
 
-def train(stage, model, name="AdamW", loss=batch_loss, set_to_none=True, **options):
+def train(stage, model, name="AdamW", loss=batch_loss, **options):
     """Train ours and one device for three steps. After each they are equal."""
     dtype = next(model.parameters()).dtype
     ours, theirs, plain = make_pair(stage, model, name, **options)
     for step in range(3):
-        ours.zero_grad(set_to_none)
+        ours.zero_grad()
         backward(model, step, loss)
         ours.step()
-        theirs.zero_grad(set_to_none)
+        theirs.zero_grad()
         backward_on_one_device(plain, [[step]], loss, dtype if dtype.itemsize == 2 else None)
         theirs.step()
         assert_equal_to_one_device(ours, plain)
@@ -115,18 +115,22 @@ def train(stage, model, name="AdamW", loss=batch_loss, set_to_none=True, **optio
 # ---- The idea
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pool.on(3)
-def test_the_idea_trains_as_one_device(stage):
-    model = plain_model()
-    plain = plain_model()
+def idea(stage, model):
+    """Return the model to train and its sharded parameters."""
     if stage is zero.Zero3:
         model = nn.Sequential(*[zero.Zero3Unit(layer, pool.group()) for layer in model])
-        sharded = [each for unit in model for each in unit.sharded]
-    else:
-        sharded = [zero.ShardedParameter(p, pool.group()) for p in model.parameters()]
+        return model, [each for unit in model for each in unit.sharded]
+    sharded = [zero.ShardedParameter(p, pool.group()) for p in model.parameters()]
     if stage is zero.Zero2:
         zero.zero2_hooks(sharded)
+    return model, sharded
+
+
+@each_stage
+@pool.on(3)
+def test_the_idea_trains_as_one_device(stage):
+    plain = plain_model()
+    model, sharded = idea(stage, plain_model())
     ours = torch.optim.AdamW([each.shard for each in sharded])
     theirs = torch.optim.AdamW(plain.parameters())
     for step in range(3):
@@ -140,9 +144,6 @@ def test_the_idea_trains_as_one_device(stage):
         theirs.step()
         for each, parameter in zip(sharded, plain.parameters(), strict=True):
             bitwise(each.parameter, parameter)
-        if stage is zero.Zero3:
-            for each in sharded:
-                each.free()
 
 
 @pool.on(2)
@@ -174,23 +175,6 @@ class Words(nn.Module):
         return F.linear(self.blocks(hidden), self.embed.weight)
 
 
-class Scales(nn.Linear):
-    """Changes its output in place, by a parameter that backward needs first. Returns its input."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.scale = nn.Parameter(torch.full((6,), 3.0))
-
-    def forward(self, x):
-        y = super().forward(x[0])
-        return y.mul_(self.scale), x[0]
-
-
-def sum_loss(model, rank, step):
-    y, x = model([make_batch(rank, step)])
-    return y.sum() + x.sum()
-
-
 @each_stage
 @pool.on(3)
 def test_two_dtypes_train_as_on_one_device(stage):
@@ -202,12 +186,6 @@ def test_two_dtypes_train_as_on_one_device(stage):
 @pool.on(3)
 def test_units_that_share_parameters_or_a_checkpoint_train_as_on_one_device(stage, make):
     train(stage, make())
-
-
-@pool.on(2)
-def test_units_that_return_their_input_and_change_their_output_in_place():
-    layers = [Scales() for _ in range(3)]
-    train(zero.Zero3, nn.Sequential(*layers), "SGD", sum_loss)
 
 
 @pytest.mark.parametrize("name", sorted(zero.ELEMENTWISE))
@@ -238,16 +216,6 @@ def test_sparse_gradients_are_made_dense(stage):
 
     ours = nn.Embedding(6, 4)
     train(stage, ours, "SGD", loss)
-
-
-@each_stage
-@pool.on(2)
-def test_gradients_that_are_set_to_zero_still_decay_weights(stage):
-    def loss(model, rank, step):
-        x = make_batch(rank, step)
-        return loss_of(model(x, which=[step % 2]))
-
-    train(stage, Blocks(2), loss=loss, set_to_none=False)
 
 
 def two_groups(model):
@@ -369,22 +337,6 @@ def test_a_loaded_state_restores_masters(stage):
     assert_equal_to_one_device(ours, plain)
 
 
-@each_stage
-@pool.on(2)
-def test_a_loaded_step_count_becomes_what_a_fused_optimizer_wants(stage):
-    """As torch.optim's: in fp32, on the parameter's device. Here only the type can differ."""
-    plain = plain_model()
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-    ours = stage(plain_model(), torch.optim.AdamW, pool.group(), fused=True)
-    saved = theirs.state_dict()
-    for number, p in enumerate(plain.state_dict().values()):
-        entry = {"step": torch.tensor(7), "exp_avg": p.clone(), "exp_avg_sq": p.square()}
-        saved["state"][number] = entry
-    for optimizer in (ours, theirs):
-        optimizer.load_state_dict(saved)
-    bitwise(ours.state_dict(), theirs.state_dict())
-
-
 # ---- Norms
 
 
@@ -431,31 +383,23 @@ def test_the_norm_of_a_split_model_counts_each_parameter_once():
     model = plain_model()
     optimizer = sgd(zero.Zero1, model)
     backward(model)
+    norms = [
+        optimizer.clip_grad_norm_(math.inf, counted=lambda p, dim=dim: p.dim() == dim)
+        for dim in (1, 2)
+    ]
     norm = optimizer.clip_grad_norm_(math.inf)
-    matrices = optimizer.clip_grad_norm_(math.inf, counted=lambda p: p.dim() == 2)
-    vectors = optimizer.clip_grad_norm_(math.inf, counted=lambda p: p.dim() == 1)
-    assert 0 < vectors < norm
-    torch.testing.assert_close(matrices.square() + vectors.square(), norm.square())
+    torch.testing.assert_close(torch.stack(norms).norm(), norm)
     twice = optimizer.clip_grad_norm_(math.inf, process_groups=[pool.group()])
     torch.testing.assert_close(twice, norm * math.sqrt(3))
 
 
-@each_stage
 @pool.on(2)
-def test_complex_gradients_are_clipped(stage):
-    def square_loss(model, rank, step):
-        x = make_batch(rank, step, torch.complex128)
-        return (model(x).abs() ** 2).sum()
-
+def test_complex_gradients_are_clipped():
     model = nn.Linear(6, 5, dtype=torch.complex128)
-    plain = copy.deepcopy(model)
-    optimizer = sgd(stage, model)
-    backward(model, 0, square_loss)
-    norm = optimizer.clip_grad_norm_(1.0)
-    backward_on_one_device(plain, loss=square_loss)
-    assert norm.item() == pytest.approx(norm_of(plain))
-    norm = optimizer.clip_grad_norm_(1.0)
-    assert norm.item() == pytest.approx(1.0)
+    optimizer = sgd(zero.Zero2, model)
+    model(batch().to(torch.complex128)).abs().square().sum().backward()
+    assert optimizer.clip_grad_norm_(1.0) > 1.1
+    assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(1.0)
 
 
 # ---- Costs
@@ -473,7 +417,7 @@ class Costs:
         self.optimizer = stage(self.model, torch.optim.AdamW, bucket_cap_mb=0.01)
         self.psi = sum(bucket.flat.nbytes for bucket in self.optimizer._buckets)
         self.share = (N - 1) / N
-        self.flags = 2 * 16 * self.share  # a byte per tensor
+        self.flags = 2 * (16 + len(self.optimizer._buckets)) * self.share  # a byte each
 
     def backward(self):
         loss_of(self.model(self.x)).backward()
@@ -513,17 +457,16 @@ def test_bytes_held_are_those_of_the_docstring(stage, N, dtype):
             costs.optimizer.step()
     psi = costs.psi  # 16-bit masters and sums are in fp32, and Zero3 gathers from the masters
     is_low = dtype == torch.bfloat16
-    gradients = sum(p.nbytes for p in costs.model.parameters())
-    if stage is not zero.Zero1:
-        gradients = psi * (2 if is_low else 1) / N
+    gradients = psi * (2 if is_low else 1) / N
+    if stage is zero.Zero1:
+        gradients = sum(p.nbytes for p in costs.model.parameters())
     state = psi * (6 if is_low else 2) / N
     parameters = psi
     if stage is zero.Zero3:
         parameters = 0 if is_low else psi / N
-    assert 0 <= psi - sum(p.nbytes for p in costs.model.parameters()) <= 16 * N * 8
+    assert held_by[:2] == (parameters, gradients)
     for measured in (held, sum(held_by)):
         assert 0 <= measured - parameters - gradients - state <= 600
-    assert held_by[:2] == (parameters, gradients)
 
 
 PASSES = {zero.Zero1: (2, 2, 2), zero.Zero2: (2, 3, 2), zero.Zero3: (3, 6, 5)}
@@ -567,13 +510,12 @@ def test_zero3_holds_one_unit_in_forward_and_backward(N):
     assert max(whole for _, whole in watch.seen) == costs.psi / 8
 
 
-def test_a_backward_that_reaches_no_parameter_frees_units():
-    with fake_world(2, rank=0):
-        costs = Costs(zero.Zero3, 2)
+def test_a_backward_that_reaches_no_parameter_frees_units(N):
+    with fake_world(N, rank=0):
+        costs = Costs(zero.Zero3, N)
         y = costs.model(costs.x.requires_grad_())
         torch.autograd.grad(y.sum(), costs.x)
         assert costs.whole() == 0
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -582,18 +524,17 @@ def test_a_backward_that_reaches_no_parameter_frees_units():
 def test_each_bucket_is_reduced_once_in_a_backward(stage, how):
     model = Blocks(4)
     optimizer = sgd(stage, model, bucket_cap_mb=1e-4)
-    x = batch().requires_grad_()
-    loss = loss_of(model(x, how=HOW[how]))
+    loss = loss_of(model(batch().requires_grad_(), how=HOW[how]))
     with Collectives() as seen:
         loss.backward()
     names = [name for name, _ in seen.calls]
     assert names.count("alltoall_base_") == len(optimizer._buckets)
 
 
-def test_buckets_are_in_the_order_of_backward():
+def test_buckets_are_in_the_order_of_backward_and_of_one_kind():
     parameters = [nn.Parameter(torch.tensor(float(number))) for number in range(6)]
-    kind_of = dict(zip(parameters, "abaccc", strict=True)).get
-    buckets = zero.assign_buckets(parameters, kind_of, cap_bytes=8)
+    kinds = dict(zip(parameters, "abaccc", strict=True))
+    buckets = zero.assign_buckets(parameters, kinds.get, cap_bytes=8)
     numbers = [[int(parameter) for parameter in bucket] for bucket in buckets]
     assert numbers == [[5, 4], [2, 0], [3], [1]]
 
@@ -607,22 +548,18 @@ def test_parameters_and_parts_are_aligned(dtype):
     assert bucket.part.nbytes % 16 == 0
 
 
-@each_stage
 @pool.on(1)
-def test_an_optimizer_that_is_gone_leaves_an_ordinary_model(stage):
+def test_an_optimizer_that_is_gone_leaves_an_ordinary_model():
     model = plain_model()
-    optimizer = sgd(stage, model)
+    optimizer = sgd(zero.Zero2, model)
     gone = weakref.ref(optimizer)
-    with full(optimizer):
-        copied = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     del optimizer
     gc.collect()
     assert gone() is None
-    backward(copied)
-    assert all(parameter.grad is not None for parameter in copied.parameters())
-    if stage is not zero.Zero3:
-        backward(model)  # reduces nothing any more
-        assert all(parameter.grad is not None for parameter in model.parameters())
+    for each in (model, copied):
+        backward(each)  # reduces nothing
+        assert all(parameter.grad is not None for parameter in each.parameters())
 
 
 # ---- Zero3
@@ -679,7 +616,6 @@ def test_in_full_parameters_the_model_is_an_ordinary_one():
             copied = copy.deepcopy(model)
         backward(model)
         optimizer.step()
-        assert not model[0].weight.isnan().any()
         stepped = copy.deepcopy(model.state_dict())
     assert model[0].weight.isnan().all()
     assert copied[0].bias.eq(1).all()
@@ -701,38 +637,24 @@ def test_freed_parameters_are_neither_saved_nor_loaded_nor_copied(use):
 
 
 class Positions(nn.ModuleList):
-    """Reads the weight of its position embedding, or calls it."""
+    """Reads the weight of its position embedding, instead of calling it."""
 
     def __init__(self):
         super().__init__(nn.Embedding(9, 4) for _ in range(2))
-        self.reads = True
 
-    def forward(self, tokens=(0, 1, 2)):
-        tokens = torch.tensor(tokens)
-        positions = self[1].weight[:3] if self.reads else self[1](tokens)
-        return self[0](tokens) + positions
+    def forward(self, tokens):
+        return self[0](tokens) + self[1].weight[: len(tokens)]
 
 
 @pool.on(2)
 def test_the_first_forward_says_that_a_freed_parameter_was_read():
     model = Positions()
+    tokens = torch.tensor([0, 1, 2])
     optimizer = sgd(zero.Zero3, model)
-    with pytest.raises(RuntimeError, match=r"NaN.*call the module"):
-        model()
     with optimizer.full_parameters():  # in which it may be read
-        assert model().isfinite().all()
-
-
-@pool.on(2)
-def test_a_later_backward_says_which_freed_parameter_was_read():
-    model = Positions()
-    model.reads = False
-    optimizer = sgd(zero.Zero3, model)
-    model().sum().backward()
-    optimizer.step()
-    model.reads = True
-    with pytest.raises(RuntimeError, match=r"1\.weight has a gradient.*call the module"):
-        model().sum().backward()
+        assert model(tokens).isfinite().all()
+    with pytest.raises(RuntimeError, match="NaN"):
+        model(tokens)
 
 
 @pool.on(1)
@@ -749,42 +671,31 @@ def test_units_must_be_inside_the_module():
 def test_split_layers_keep_their_values_beside_what_is_trained(stage):
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].differ_between_ranks = [0, 1]
-    expert = model[1].weight
-    expert.data += pool.rank()
-    before = expert.detach().clone()
+    model[1].weight.data.fill_(pool.rank())
     optimizer = sgd(stage, model, params=model[0].parameters())
     backward(model)
     optimizer.step()
-    bitwise(expert.detach(), before)
-    assert expert.grad is not None
+    assert model[1].weight.eq(pool.rank()).all()
+    assert model[1].weight.grad is not None
 
 
-@pytest.mark.parametrize("mark", [[0, 1, 7], True], ids=["two of the group", "True"])
-@each_stage
 @pool.on(2)
-def test_a_group_with_two_ranks_that_differ_is_refused(stage, mark):
+def test_a_group_with_two_ranks_that_differ_is_refused():
     model = nn.Linear(6, 6)
-    model.differ_between_ranks = mark
+    model.differ_between_ranks = [0, 1, 7]
     with pytest.raises(ValueError, match="different values"):
-        sgd(stage, model)
+        sgd(zero.Zero1, model)
 
 
-@pytest.mark.parametrize("mark", [[0, 7], [], False], ids=["one of the group", "none", "False"])
 @pool.on(2)
-def test_a_group_with_one_rank_of_those_that_differ_is_trained(mark):
+def test_a_group_with_one_rank_of_those_that_differ_is_trained():
     """As the data-parallel group of a tensor-parallel model is."""
     model = plain_model()
-    model[0].differ_between_ranks = mark
+    model[0].differ_between_ranks = [0, 7]
     train(zero.Zero1, model)
 
 
 # ---- Wrong use
-
-
-def expanded():
-    model = nn.Linear(6, 4)
-    model.register_buffer("mask", torch.ones(1).expand(4))
-    return model
 
 
 def transposed_on_one_rank():
@@ -796,20 +707,11 @@ def other_shape():
     return nn.Linear(6, 4 + pool.rank())
 
 
-def other_order():
-    module = nn.Module()
-    for name in ("ab", "ba")[pool.rank()]:
-        module.register_parameter(name, nn.Parameter(torch.ones(2)))
-    return module
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (other_shape, "shape"),
         (transposed_on_one_rank, "strides"),
-        (other_order, "order"),
-        (expanded, "mask is expanded"),
     ],
 )
 @pool.on(2)
@@ -822,7 +724,7 @@ def test_models_that_ranks_do_not_share_are_refused(make, words):
 @pool.on(2)
 def test_options_that_differ_between_ranks_are_refused(name):
     value = (1e-4, 20)[pool.rank()]
-    with pytest.raises(ValueError, match=f"rank {1 - pool.rank()}'s differs"):
+    with pytest.raises(ValueError, match=f"rank {1 - pool.rank()} has"):
         sgd(zero.Zero1, plain_model(), **{name: value})
 
 
@@ -835,7 +737,7 @@ def test_a_model_in_ddp_is_refused():
 
 @pool.on(1)
 def test_parameters_of_another_module_are_refused():
-    with pytest.raises(ValueError, match="not among"):
+    with pytest.raises(ValueError, match="among"):
         sgd(zero.Zero1, plain_model(), params=plain_model().parameters())
 
 
@@ -851,23 +753,12 @@ def test_a_rank_outside_the_group_is_refused():
         zero.Zero1(nn.Linear(2, 2), torch.optim.SGD, dist.GroupMember.NON_GROUP_MEMBER)
 
 
-@each_stage
-@pool.on(2)
-def test_a_closure_is_an_error_and_none_is_not(stage):
-    model = plain_model()
-    optimizer = sgd(stage, model)
-    backward(model)
+@pool.on(1)
+def test_a_closure_is_an_error_and_none_is_not():
+    optimizer = sgd(zero.Zero1, plain_model())
     optimizer.step(None)
     with pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: 0.0)
-
-
-@each_stage
-@pool.on(2)
-def test_a_step_without_gradients_does_nothing(stage):
-    optimizer = sgd(stage, plain_model(), weight_decay=0.5)
-    optimizer.step()
-    assert_equal_to_one_device(optimizer, plain_model())
 
 
 @each_stage
@@ -880,22 +771,17 @@ def test_gradients_that_only_the_module_dropped_are_an_error(stage):
     optimizer.step()
     model.zero_grad()
     backward(model[1])
-    with pytest.raises(RuntimeError, match=r"optimizer's zero_grad\(\)"):
+    with pytest.raises(RuntimeError, match="zero_grad"):
         optimizer.step()
-    optimizer.zero_grad()
-    backward(model[1])
-    optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])
 @pool.on(1)
-def test_a_step_after_a_backward_that_raised_is_an_error(stage):
+def test_a_step_after_a_backward_that_raised_is_an_error():
     model = plain_model()
-    optimizer = sgd(stage, model)
-    output = model(make_batch(0, 0))
+    optimizer = sgd(zero.Zero2, model)
     model[0].bias.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        output.sum().backward()
+        backward(model)
     with pytest.raises(RuntimeError, match="backward"):
         optimizer.step()
 
@@ -920,9 +806,6 @@ def test_pieces_of_a_permuted_parameter_are_refused():
 def test_parameters_that_moved_are_an_error(stage):
     model = plain_model()
     optimizer = sgd(stage, model)
-    model.float()  # moves nothing
-    backward(model)
-    optimizer.step()
     model.double()
-    with pytest.raises(RuntimeError, match=r"after module\.to"):
+    with pytest.raises(RuntimeError, match=r"module\.to"):
         optimizer.step(backward(model))
