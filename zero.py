@@ -18,8 +18,8 @@ DDP's all-reduce.
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and again before its backward, and frees it afterwards.
 
-Read section 1 for the idea (10 minutes), to section 4 for the technique (40),
-and the rest to use it as a library (65).
+Read section 1 for the idea (10 minutes), to section 4 for the technique (55),
+and the rest to use it as a library (75).
 
 The table is for Ψ parameters of 16 bits, with Adam and fp32 master weights. Its first three columns
 are the bytes that a rank holds. The others are the elements that it sends in a step of 1 or of m
@@ -35,7 +35,7 @@ Sharded gradients are in fp32. Zero3 gathers 16-bit parameters from the fp32 mas
 fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 4Ψ/N, 4Ψ/N and 8Ψ/N. In no_sync(), Zero2
 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. In addition to the table, a bucket of
 gradients is held twice while it is reduced, and Zero3 holds the unit that runs. step() and
-clip_grad_norm_() also all-reduce one byte for each parameter tensor and each bucket.
+clip_grad_norm_() also all-reduce one byte for each parameter tensor.
 
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
 without clipping is bitwise equal to one device that adds in the same order. If a step has several
@@ -405,20 +405,24 @@ class Zero1(torch.optim.Optimizer):
     def _reduce_gradients(self):
         """Reduce the gradients that are still in .grad. Return the buckets that have gradients.
 
-        Ranks may use different parameters, but must issue the same collectives. So a bucket is
-        reduced if any rank has a .grad in it, and a parameter is updated if any rank has used it.
+        Ranks may use different parameters, but must issue the same collectives. So each rank sets a
+        flag for each parameter, and all ranks act on the maximum of their flags:
+
+            2   the parameter has a .grad, which is not reduced yet
+            1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
+            0   it has no gradient
         """
         slots = self._slots.values()
-        used = [slot.used or slot.parameter.grad is not None for slot in slots]
-        waits = [any(p.grad is not None for p in bucket.parameters) for bucket in self._buckets]
-        flags = self._buckets[0].flat.new_tensor(used + waits, dtype=torch.uint8)
+        own_flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
+        flags = self._buckets[0].flat.new_tensor(own_flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        flags = flags.tolist()  # the host waits here
-        for slot in slots:
-            slot.used = bool(flags.pop(0))
-        for bucket in self._buckets:
-            if flags.pop(0):
-                self._start_reduce(bucket)
+        to_reduce = []
+        for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits here
+            slot.used = flag > 0
+            if flag == 2 and slot.bucket not in to_reduce:
+                to_reduce.append(slot.bucket)
+        for bucket in to_reduce:
+            self._start_reduce(bucket)
         self._finish_reduce()
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 

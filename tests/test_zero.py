@@ -337,6 +337,17 @@ def test_a_loaded_state_restores_masters(stage):
     assert_equal_to_one_device(ours, plain)
 
 
+@each_stage
+@pool.on(2)
+def test_what_is_written_to_segments_reaches_the_parameters(stage):
+    optimizer = sgd(stage, plain_model())
+    for _, _, segment, _ in optimizer.shards():
+        segment.fill_(7)
+    optimizer.sync_parameters()
+    with full(optimizer):
+        assert all(parameter.eq(7).all() for parameter in optimizer.module.parameters())
+
+
 # ---- Norms
 
 
@@ -417,7 +428,7 @@ class Costs:
         self.optimizer = stage(self.model, torch.optim.AdamW, bucket_cap_mb=0.01)
         self.psi = sum(bucket.flat.nbytes for bucket in self.optimizer._buckets)
         self.share = (N - 1) / N
-        self.flags = 2 * (16 + len(self.optimizer._buckets)) * self.share  # a byte each
+        self.flags = 2 * 16 * self.share  # a byte per tensor
 
     def backward(self):
         loss_of(self.model(self.x)).backward()
