@@ -218,7 +218,7 @@ class Bucket:
 
         self.freed = False  # True while Zero3 has freed the memory of `flat`
         # The part's gradients since zero_grad(), in the dtype of `master`: sums over ranks. step()
-        # divides them by N, as one device does after its last backward.
+        # divides them by N once, as one device does after its last backward.
         self.grad = None
         # While an all-to-all runs: its handle, and the parts of the gradients that this rank adds.
         self.reducing = None
@@ -387,10 +387,11 @@ class Zero1(torch.optim.Optimizer):
         """Update this rank's segments with the mean gradients, and gather the parameters."""
         buckets = self._reduce_gradients()
         check_step(self, closure)
-        self._stepped = bool(buckets)
         for bucket in buckets:
             adopt_writes(bucket)
-            grad = (bucket.grad / bucket.N).to(bucket.master.device)
+            if not self._stepped:
+                bucket.grad /= bucket.N
+            grad = bucket.grad.to(bucket.master.device)
             for slot in bucket.slots:
                 if slot.used:
                     slot.segment.grad = grad[slot.in_part]
@@ -398,6 +399,7 @@ class Zero1(torch.optim.Optimizer):
         self._optimizer.param_groups = self._segment_groups()
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._stepped = bool(buckets)
         for bucket in buckets:
             if not bucket.freed:  # otherwise Zero3 gathers it in the next forward
                 bucket.all_gather()
@@ -755,7 +757,8 @@ def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
                 total += bucket.grad[slot.in_part].abs().norm(dtype=torch.float64) ** 2
     for group in (optimizer.process_group, *process_groups):
         dist.all_reduce(total, group=group)
-    norm = total.sqrt() / optimizer._buckets[0].N  # the buckets have sums over N ranks
+    # Before step(), the buckets have sums over ranks.
+    norm = total.sqrt() / (1 if optimizer._stepped else optimizer._buckets[0].N)
     if max_norm < torch.inf:  # otherwise an infinite norm would turn all gradients into NaN
         for bucket in buckets:
             bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -1044,7 +1047,7 @@ def whole(optimizer):
         flat = bucket.grad.new_empty(bucket.flat.numel())
         all_gather_single(flat, bucket.grad)
         for slot in bucket.slots:
-            gradients[slot.parameter] = slot.view(flat) / bucket.N
+            gradients[slot.parameter] = slot.view(flat)
     parameters = list(optimizer.module.parameters())
     with getattr(optimizer, "full_parameters", nullcontext)():
         copies = [parameter.clone() for parameter in parameters]

@@ -351,6 +351,21 @@ def test_what_is_written_to_segments_reaches_the_parameters(stage):
 # ---- Norms
 
 
+@each_stage
+@pool.on(3)
+def test_a_second_step_uses_the_same_mean(stage):
+    model = plain_model()
+    ours, theirs, plain = make_pair(stage, model)
+    backward(model)
+    backward_on_one_device(plain)
+    norm = ours.clip_grad_norm_(math.inf)
+    for _ in range(2):
+        ours.step()
+        theirs.step()
+    assert_equal_to_one_device(ours, plain)
+    torch.testing.assert_close(ours.clip_grad_norm_(math.inf), norm)
+
+
 def norm_of(plain):
     norm = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
     return norm.item()
