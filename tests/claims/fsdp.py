@@ -1,19 +1,23 @@
 """An implementation of --fsdp is called as function(module, process_group=group).
 
 It is called on submodules first and then on the root, and returns the module. A function
-without `process_group` gets `mesh`, a DeviceMesh of one dimension. Its file has a function
-`full_state_dict(module)`, unless the sharded parameters have a method `full_tensor()`.
+without `process_group` gets `mesh`, a DeviceMesh of one dimension. For hybrid sharding it gets
+`mesh` of two dimensions, (replicate, shard). Its file has a function `full_state_dict(module)`,
+unless the sharded parameters have a method `full_tensor()`.
 """
 
 from functools import partial
 
+import environment
+import pool
 import torch
 import torch.nn as nn
-from shared import loss_of
+from shared import loss_of, make_batch, make_model
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
 
-from claims.registry import add_kind, check, claim
-from claims.training import Trainer
+from claims.registry import add_kind, check, claim, same_on_all
+from claims.training import Trainer, clip, trains_as_one_device
 
 add_kind(
     "fsdp",
@@ -31,14 +35,19 @@ def local(tensor):
 @claim("fsdp", 4, about="property")
 def parameters_are_shards(make):
     """A rank holds 1/N of the parameters and gradients, up to a row of each."""
-    trainer = make(nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)]))
+    holds_a_part(make, 4)
+
+
+def holds_a_part(make, N, **options):
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+    trainer = make(model, **options)
     trainer.backward([torch.randn(2, 16)])
     parameters = list(trainer.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole = 3 * 16 * 16
     for what, held in (("parameters", parameters), ("gradients", gradients)):
         elements = sum(local(tensor).numel() for tensor in held)
-        check(0 < elements <= whole // 4 + 16, f"a rank holds {elements} of {whole} {what}")
+        check(0 < elements <= whole // N + 16, f"a rank holds {elements} of {whole} {what}")
 
 
 @claim("fsdp", 2, about="property")
@@ -59,3 +68,30 @@ def nothing_whole_is_kept(make):
     own = len(model) - len(trainer.units)  # the root's own may stay until backward
     check(whole <= own, f"the whole weights of {whole} layers are alive")
     loss.backward()
+
+
+def two_by_two():
+    """A mesh of two copies, each sharded over two ranks."""
+    return init_device_mesh(environment.DEVICE_TYPE, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@claim("fsdp", 4)
+def hybrid(make):
+    """With copies of the shards, AdamW and clipping by the norm train as on one device."""
+    trains_as_one_device(make, optimizer="adamw", before=clip, mesh=two_by_two())
+
+
+@claim("fsdp", 4)
+def hybrid_copies(make):
+    """With copies of the shards, all copies have the same bits after each step, in float32."""
+    trainer = make(make_model("plain"), "adamw", mesh=two_by_two())
+    for step in range(3):
+        trainer.step([make_batch(pool.rank(), step)])
+        flat = torch.cat([p.detach().flatten() for p in trainer.whole().values()])
+        same_on_all(flat, f"parameters after step {step + 1}")
+
+
+@claim("fsdp", 4, about="property")
+def hybrid_shards(make):
+    """With two copies on four ranks, a rank holds half of the parameters and gradients."""
+    holds_a_part(make, 2, mesh=two_by_two())

@@ -43,6 +43,8 @@ class Trainer:
             self.model = call(implementation, module, process_group=group, **options)
         elif kind == "fsdp":
             where = where or {"mesh": DeviceMesh.from_group(group, environment.DEVICE_TYPE)}
+            if "mesh" in options:  # for hybrid sharding
+                where = {"needed": {"mesh": options["mesh"]}}
             self.shard(partial(call, implementation, **where))
         elif not self.averages:
             self.model = nn.parallel.DistributedDataParallel(module, process_group=group, **options)

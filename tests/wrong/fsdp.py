@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+import fsdp
 from wrong.common import changed, gathered, summed
 
 
@@ -69,7 +70,14 @@ def keeps_what_it_gathers(module, gather=Gather, start=unchanged, is_due=always)
     return module
 
 
+def forgets_the_other_copies(module, mesh):
+    """Each copy of the shards trains alone."""
+    return fsdp.fully_shard(module, process_group=mesh.get_group("shard"))
+
+
 def full_state_dict(module):
+    if hasattr(module, "_fsdp_unit"):
+        return fsdp.full_state_dict(module)
     return {name: parameter.whole() for name, parameter in module.named_parameters()}
 
 
@@ -94,6 +102,7 @@ MISTAKES = {
         "stale_in_evaluation": "evaluation",
         "clips_by_its_own_norm": "clipping",
         "shards_nothing": "parameters_are_shards",
+        "forgets_the_other_copies": "hybrid",
     },
 }
 RIGHT = {
