@@ -16,8 +16,8 @@ The picture shows a unit with the parameters w. They are cut into w₀ and w₁ 
 ḡ is the mean of the ranks' gradients g. While a unit computes, the next unit is gathered. During
 backward, the gradients of the previous unit are reduced at the same time.
 
-Hybrid sharding keeps R copies of the shards, each on N of the N·R ranks. Only the all-reduce of ḡ₀
-over the R ranks that have w₀ crosses from one copy to another.
+Hybrid sharding keeps R copies of each shard, on N·R ranks. After the reduce-scatter over N ranks,
+ḡ₀ is all-reduced over the R ranks that have w₀. Gathers stay within N ranks, for example a node.
 
 Read section 1 for the idea (12 minutes), to section 3 for the technique (50), and the rest to use
 it as a library (75).
@@ -30,24 +30,27 @@ largest unit has u parameters. The rows with + add to the row "between steps":
     FSDP between steps                Ψ/N         T/N       2T/N
          in forward and backward     + 2u        + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
-         hybrid sharding                                              and 2T/N·(R-1)/R
 
-2u: one unit computes while the next is gathered.
-3u: one unit's gradients are computed while another's are sent and received (two buffers). float16
-gradients are added in float32, in a copy as large as 2u elements of float16.
-A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
-A frozen unit is gathered only in forward if backward does not reach it.
-m micro-batches send m times as much. In keep_unsharded() all of them share one gather: Ψ + mT, or
-Ψ + T if all but the last are in no_sync() as well. It holds Ψ, and no_sync() T more.
-Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
-A rank adds N parts of a gradient in N-1 kernels, in rank order: so training is bitwise equal to one
-device that adds the gradients of the ranks' parts of the batch. With copies, all-reduce chooses the
-order. Each backward adds its mean to .grad. In no_sync() a rank first adds its own gradients.
-torch 2.6 and 2.7 do not reuse the memory of a collective before the host sees that it has ended, so
-there a GPU may hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
+- Hybrid sharding sends 2T/N·(R-1)/R more. No unit computes while this all-reduce runs.
+- 2u: one unit computes while the next is gathered. A unit whose inputs need no gradient, such as an
+  embedding, stays gathered until backward ends. A frozen unit is gathered only in forward if
+  backward does not reach it.
+- 3u: one unit's gradients are computed while another's are sent and received (two buffers). float16
+  gradients are added in float32, in a copy as large as 2u elements of float16.
+- m micro-batches send m times as much. In keep_unsharded() they share one gather and send Ψ + mT.
+  If all but the last are in no_sync(), they send Ψ + T. keep_unsharded() holds Ψ parameters, and
+  no_sync() T gradients.
+- Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
+- torch 2.6 and 2.7 do not reuse the memory of a collective before the host sees that it has ended.
+  A GPU may then hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
+
+Order of additions: a rank adds the N parts of a gradient in rank order, in N-1 kernels. So training
+is bitwise equal to one device that adds up the gradients of the ranks' parts of the batch and then
+divides by N. With copies, all-reduce chooses the order. Each backward adds its mean to .grad. In
+no_sync() each rank first adds up its own micro-batches.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
-          --idea trains with section 1 alone
+          torchrun --nproc-per-node 4 fsdp.py --replicas 2       --idea trains with section 1 alone
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2). The
