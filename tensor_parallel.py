@@ -349,6 +349,8 @@ class ParallelLayer(nn.Module):
     def make_shard(self, name, whole):
         shard = nn.Parameter(self.shard(name, whole), whole.requires_grad)
         shard.is_split = name in self.split_dims  # see check_parameters_between()
+        if shard.is_split:
+            shard.differ_between_ranks = self.differ_between_ranks  # for muon.py
         return shard
 
     def shard(self, name, whole):

@@ -19,6 +19,7 @@ import amp
 import checkpoint
 import fsdp
 import muon
+import tensor_parallel
 import zero
 from muon import Muon, ShardedMuon
 
@@ -540,3 +541,11 @@ def test_shapes_that_do_not_fit_the_parts_are_an_error():
         sharded_muon(parts, {part: (3, 5)})
     with pytest.raises(ValueError, match="2D"):
         sharded_muon(parts, {})
+
+
+@pool.on(2)
+def test_slices_of_tensor_parallel_ranks_are_refused():
+    layer = tensor_parallel.ColumnParallelLinear(4, 6, bias=False, process_group=pool.group())
+
+    with pytest.raises(ValueError, match="ranks"):
+        muon.Muon(layer.parameters(), process_group=pool.group())
