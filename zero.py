@@ -128,7 +128,10 @@ class ShardedParameter:
 
 
 def step(sharded, optimizer):
-    """A step of ZeRO-1 or ZeRO-2, after backward: reduce, update, gather."""
+    """A step of ZeRO-1 or ZeRO-2, after backward: reduce, update, gather.
+
+    All ranks must use the same parameters. Call optimizer.zero_grad() after the step.
+    """
     for each in sharded:
         if each.parameter.grad is not None:  # in ZeRO-2, backward has reduced it
             each.reduce_scatter()
@@ -146,7 +149,8 @@ def zero2_hooks(sharded):
 class Zero3Unit(nn.Module):
     """Runs `module`, whose parameters have memory only while its forward or backward runs.
 
-    A step is optimizer.step() alone. The next forward gathers the updated shards.
+    A step is optimizer.step() and then optimizer.zero_grad(), because gradients are added to those
+    of the shards. The next forward gathers the updated shards.
     """
 
     def __init__(self, module, process_group=None):
