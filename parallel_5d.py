@@ -49,7 +49,9 @@ between. h is the hidden size, K the number of key heads and d their size, k the
 Ψ the parameters in a stage's slices, and F = shard · cp:
 
     tp           times (t-1)/t: 5mTh in attention, 5mTh in a dense MLP, 3mTh in the embedding,
-                 3mTh + 6mT in the head and the loss, 2 per element of the norms and routers
+                 3mTh + 6mT in the head and the loss, 2 per element of the norms and routers.
+                 5: gather the input, scatter the output; in backward the reverse of both, and
+                 the input gathered again for the weight's gradient
     cp           6mTKd/t · (c-1) in attention
     ep           4mkTh/t · (ep-1)/ep on average in an MoE layer, and counts
     pp           mTh/t to each neighbour stage
@@ -174,7 +176,7 @@ class Attention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.heads = [config.heads, config.kv_heads, config.kv_heads]
+        self.heads = [config.heads, config.kv_heads, config.kv_heads]  # of q, of k, of v
         self.head_dim = config.hidden // config.heads
         self.theta = config.theta
         self.qkv = nn.Linear(config.hidden, sum(self.heads) * self.head_dim, bias=False)
@@ -357,7 +359,8 @@ def tensor_parallel_plan(layer):
     if isinstance(layer, Head):
         return {"linear": "vocab"}
     attention = layer.attention
-    qkv = tuple(number * attention.head_dim for number in attention.heads)  # of q, k and v
+    # Rows of q, k and v in the stacked matrix. A tuple is a column layer that slices each of them.
+    qkv = tuple(number * attention.head_dim for number in attention.heads)
     plan = {"attention.qkv": qkv, "attention.proj": "row"}
     return plan if layer.has_experts else plan | {"mlp.gate_up": "swiglu", "mlp.down": "row"}
 
