@@ -188,6 +188,8 @@ class DistributedDataParallel(nn.Module):
         **others,
     ):
         super().__init__()
+        # Raises TypeError for an argument that PyTorch's class does not have.
+        inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
         others |= {  # {PyTorch's name of an argument: whether it is set}
             "dim": dim,
             "init_sync": not init_sync,
@@ -419,8 +421,6 @@ def verify_ready(ddp):
 
 def verify_arguments(module, process_group, unsupported):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
-    # Raises TypeError for an argument that PyTorch's class does not have.
-    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **unsupported)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError("module does not have any parameter that requires a gradient")
     for name, is_set in unsupported.items():
