@@ -3,6 +3,7 @@ GPUs does not look at CUDA_VISIBLE_DEVICES again.
 """
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -26,3 +27,16 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns if all parame
 CALLED_FROM = os.environ.setdefault("CALLED_FROM", str(Path.cwd()))  # run_all.sh changes directory
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the technique files
 sys.path.append(CALLED_FROM)  # modules that the user names
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        return listening.getsockname()[1]
+
+
+def of_torchrun(ranks):
+    """Return the variables that torchrun sets for each rank."""
+    world = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    world |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    return [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]

@@ -4,7 +4,6 @@ import gc
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ import uuid
 import warnings
 from pathlib import Path
 
+from environment import free_port as free_port
+from environment import of_torchrun
 from pool import forkserver
 
 ROOT = Path(__file__).parent.parent
@@ -70,29 +71,14 @@ def descendants(mark):
     return found
 
 
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        return listening.getsockname()[1]
-
-
-def environments(ranks):
-    """Return the variables that torchrun sets for each rank, or none if there is one rank."""
-    if ranks == 1:
-        return [{}]
-    world = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    world |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-
-
 def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
     """As launch(torchrun … path arguments), without torchrun and without an import of torch."""
     command = [str(path), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         processes = []
-        for environment in environments(ranks):
-            run = (command, cwd, environment, outputs)
+        for environ in of_torchrun(ranks) if ranks > 1 else [{}]:
+            run = (command, cwd, environ, outputs)
             processes.append(forkserver.Process(target=_run_as_main, args=run))
             processes[-1].start()
         end = time.monotonic() + timeout
@@ -108,11 +94,11 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
     return subprocess.CompletedProcess(command, status, stdout, stderr)
 
 
-def _run_as_main(command, cwd, environment, outputs):
+def _run_as_main(command, cwd, environ, outputs):
     for descriptor, output in enumerate(outputs, start=1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.chdir(cwd)
-    os.environ.update({name: str(value) for name, value in environment.items()})
+    os.environ.update(environ)
     sys.argv = command
     sys.path[0] = str(Path(command[0]).resolve().parent)
     warnings.simplefilter("error")

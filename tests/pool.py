@@ -39,6 +39,7 @@ forkserver.set_forkserver_preload(
 )
 
 HANGS_AFTER = 60.0  # seconds
+LOADS_WITHIN = 120.0  # seconds
 TIMEOUT = timedelta(seconds=20)  # of a collective that some ranks do not join
 _groups = {}  # in a worker: world size -> process group
 _current = None  # in a worker: the world size of the running body
@@ -95,8 +96,8 @@ def use_device(number):
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def _join_world(worker_rank, folder):
-    backend, largest = planned()
+def _join_world(worker_rank, largest, folder):
+    backend = planned()[0]
     torch.set_num_threads(1)
     use_device(worker_rank)
     dist.init_process_group(
@@ -124,11 +125,12 @@ def _forget_earlier_groups(number):
         dist.destroy_process_group(group)  # each has three threads
 
 
-def _worker(worker_rank, connection, folder):
+def _worker(worker_rank, largest, environ, connection, folder):
     global _current
+    os.environ.update(environ)
     stacks = (folder / f"stacks{worker_rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    _join_world(worker_rank, folder)
+    _join_world(worker_rank, largest, folder)
     connection.send("ready")
     while (task := connection.recv()) is not None:
         number, _current, body, args = task
@@ -148,26 +150,27 @@ def _worker(worker_rank, connection, folder):
 class BodyFailed(AssertionError):
     """A body raised, died or hung on some ranks. The text has all that is known of every rank."""
 
-    def __init__(self, problem, errors, stacks=""):
-        texts = [f"--- rank {rank}:\n{text}" for rank, text in errors.items()]
-        super().__init__("\n".join([problem, *texts, stacks]))
+    def __init__(self, problem, errors, stacks):
+        texts = [f"--- rank {rank}:\n{text}" for rank, text in (errors | stacks).items()]
+        super().__init__("\n".join([problem, *texts]))
         self.problem = problem  # in one line
         self.errors = errors  # rank: traceback
+        self.stacks = stacks  # rank that hangs: where each of its threads is
 
 
 class Pool:
     def __init__(self):
         self.workers = []  # (process, connection), by rank
         self.number = 0  # of bodies that have run
+        self.are_alone = False
 
-    def start(self):
+    def start(self, world_size, environs):
         self.temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self.temporary.name)
-        for worker_rank in range(planned()[1]):
+        for worker_rank in range(world_size):
             here, there = forkserver.Pipe()
-            process = forkserver.Process(
-                target=_worker, args=(worker_rank, there, self.folder), daemon=True
-            )
+            arguments = (worker_rank, world_size, environs[worker_rank], there, self.folder)
+            process = forkserver.Process(target=_worker, args=arguments, daemon=True)
             process.start()
             there.close()
             self.workers.append((process, here))
@@ -188,23 +191,38 @@ class Pool:
         self.workers = []
         self.temporary.cleanup()
 
-    def run(self, world_size, body, *args):
-        """Return [body(*args) on rank 0, …]. BodyFailed if it raises, dies or hangs on a rank."""
-        if world_size > planned()[1]:
+    def run(self, world_size, body, *args, load=None, alone=False):
+        """Return [body(*args) on rank 0, …]. BodyFailed if it raises, dies or hangs on a rank.
+
+        `load`, (function, argument), is called before. It may take longer. If `alone`, the ranks
+        are new processes, as torchrun starts them, and there are no others.
+        """
+        largest = planned()[1]
+        if world_size > largest:
             pytest.skip(f"needs a world of {world_size} ranks ({header()})")
+        if self.workers and (alone or self.are_alone):
+            self.stop(kill=True)
         if not self.workers:
-            self.start()
+            self.are_alone = alone
+            environs = environment.of_torchrun(world_size) if alone else [{}] * largest
+            self.start(len(environs), environs)
+        if load:
+            self.call(world_size, LOADS_WITHIN, *load)
+        return self.call(world_size, HANGS_AFTER, body, *args)
+
+    def call(self, world_size, limit, body, *args):
         workers = self.workers[:world_size]
         self.number += 1
         for _, connection in workers:
             connection.send((self.number, world_size, body, args))
         results = {}  # rank: (whether it returned, what it returned or its traceback)
-        end = time.monotonic() + HANGS_AFTER
+        end = time.monotonic() + limit
         while len(results) < world_size:
             waiting = {workers[rank][1]: rank for rank in range(world_size) if rank not in results}
             ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                self.fail(f"ranks {sorted(waiting.values())} hang", results, self.stacks(workers))
+                hanging = sorted(waiting.values())
+                self.fail(f"ranks {hanging} hang after {limit:.0f} s", results, hanging)
             for connection in ready:
                 rank = waiting[connection]
                 try:
@@ -217,19 +235,17 @@ class Pool:
             self.fail("the body raised", results)
         return [results[rank][1] for rank in range(world_size)]
 
-    def fail(self, problem, results, stacks=""):
+    def fail(self, problem, results, hanging=()):
+        stacks = self.stacks_of(hanging)
         self.stop(kill=True)  # messages in flight would disturb the next body
         errors = {rank: text for rank, (returned, text) in sorted(results.items()) if not returned}
         raise BodyFailed(problem, errors, stacks)
 
-    def stacks(self, workers):
-        for process, _ in workers:
-            os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return "\n".join(
-            f"--- rank {rank}:\n" + (self.folder / f"stacks{rank}").read_text()
-            for rank in range(len(workers))
-        )
+    def stacks_of(self, ranks):
+        for rank in ranks:
+            os.kill(self.workers[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5 if ranks else 0)
+        return {rank: (self.folder / f"stacks{rank}").read_text() for rank in ranks}
 
 
 _pool = Pool()

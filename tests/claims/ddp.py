@@ -1,9 +1,10 @@
 """An implementation of --ddp is called as PyTorch's class: class(module, process_group=group).
 
 It also gets bucket_cap_mb=1e-6 in the claims about overlap, and find_unused_parameters=True in
-those about unused parameters. An argument is left out if the class has no such name. If the
-class has a method `finish_gradient_synchronization()`, it is called after backward, before the
-optimizer's step.
+those about unused parameters. An argument is left out if the class has no such name. What it
+returns is called in forward, and has parameters(). If it has `finish_gradient_synchronization()`,
+this is called after every backward that is not under no_sync(). Names of parameters may have
+parts of wrappers in them, such as "module.".
 """
 
 from datetime import timedelta
@@ -92,5 +93,7 @@ def different_models(make):
     """Models of different shapes are an error on all ranks, at construction."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))  # PyTorch's class waits for it
     shapes = "a Linear(2, 2) on one rank and a Linear(2, 3) on the other"
-    with default_group(group), error_from(shapes):
-        make(nn.Linear(2, 2 + pool.rank()))
+    with default_group(group):
+        make(nn.Linear(2, 2))
+        with error_from(shapes):
+            make(nn.Linear(2, 2 + pool.rank()))

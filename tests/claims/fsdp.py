@@ -1,9 +1,15 @@
 """An implementation of --fsdp is called as function(module, process_group=group).
 
-It is called on submodules first and then on the root, and returns the module. A function
-without `process_group` gets `mesh`, a DeviceMesh of one dimension. For hybrid sharding it gets
-`mesh` of two dimensions, (replicate, shard). Its file has a function `full_state_dict(module)`,
-unless the sharded parameters have a method `full_tensor()`.
+It is called on submodules first and then on the root. What it returns for a submodule takes its
+place, and what it returns for the root is called in forward. A function without `process_group`
+gets `mesh`, a DeviceMesh of one dimension. For hybrid sharding it gets `mesh` of two dimensions,
+(replicate, shard). An optimizer of torch.optim trains the parameters of the root.
+
+Its file has a function `full_state_dict(module)`, unless the sharded parameters are DTensors.
+Claims also look for no_sync(module), clip_grad_norm_(module, max_norm) -> norm (for DTensors,
+torch.nn.utils.clip_grad_norm_ is called), and full_gradients(module) -> {name: gradient} after
+backward. Methods of the root will do as well. Names of parameters may have parts of wrappers in
+them, such as "_fsdp_wrapped_module.".
 """
 
 from functools import partial

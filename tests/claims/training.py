@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import environment
@@ -13,7 +13,18 @@ import torch.nn as nn
 from shared import HOW, OPTIMIZERS, Blocks, loss_of, make_batch, make_model
 from torch.distributed.device_mesh import DeviceMesh
 
-from claims.registry import NotOffered, call, check, claim, names_of, same, same_on_all, say
+from claims.registry import (
+    NotOffered,
+    call,
+    check,
+    claim,
+    names_of,
+    precision,
+    same,
+    same_on_all,
+    say,
+    say_in_float64,
+)
 
 ZERO = "zero1 zero2 zero3"
 SHARDED = f"{ZERO} fsdp"
@@ -27,43 +38,49 @@ class Trainer:
         names = names_of(implementation)
         # PyTorch's ZeRO-1 steps on gradients that DDP has averaged. Ours averages them itself.
         self.averages = kind in ("zero2", "zero3") or (kind == "zero1" and "module" in names)
-        if group and not (self.averages or {"process_group", "mesh"} & set(names)):
+        if group and not {"process_group", "mesh"} & set(names):
             raise NotOffered("no argument process_group")
         self.kind = kind
         self.module = module
         self.model = module  # what is called in forward
+        self.names = [name for name, _ in module.named_parameters()]
         self.file = sys.modules[getattr(implementation, "func", implementation).__module__]
         self.units = []  # what fsdp wraps, but for the root
 
-        group = group or dist.group.WORLD
-        takes_group = self.averages or "process_group" in names
-        where = {"process_group": group} if takes_group else {}
+        where = {"process_group": group or dist.group.WORLD}
         make_optimizer = OPTIMIZERS[optimizer]
         if kind == "ddp":
-            self.model = call(implementation, module, process_group=group, **options)
+            self.model = call(implementation, module, **where, **options)
         elif kind == "fsdp":
-            where = where or {"mesh": DeviceMesh.from_group(group, environment.DEVICE_TYPE)}
-            if "mesh" in options:  # for hybrid sharding
-                where = {"needed": {"mesh": options["mesh"]}}
-            self.shard(partial(call, implementation, **where))
+            self.model = self.shard(implementation, where, **options)
         elif not self.averages:
-            self.model = nn.parallel.DistributedDataParallel(module, process_group=group, **options)
+            self.model = nn.parallel.DistributedDataParallel(module, **where, **options)
 
         if kind in ("ddp", "fsdp"):
             self.optimizer = make_optimizer(self.model.parameters())
-        else:
-            trained = module if self.averages else module.parameters()
-            arguments = where | make_optimizer.keywords
-            self.optimizer = implementation(trained, make_optimizer.func, **arguments)
+            return
+        trained = module if self.averages else module.parameters()
+        inputs = (trained, make_optimizer.func)
+        made = call(implementation, *inputs, needed=make_optimizer.keywords, **where)
+        if not isinstance(made, tuple):
+            made = getattr(made, "model", self.model), made
+        self.model, self.optimizer = made
 
-    def shard(self, fully_shard):
+    def shard(self, implementation, where, mesh=None, **_):
         """Units are every second child. There are none if children are tied, or used by name."""
-        if isinstance(self.module, nn.Sequential):
-            children = list(self.module)[::2]
-            self.units = [child for child in children if list(child.parameters())]
-        for unit in self.units:
-            fully_shard(unit)
-        self.model = fully_shard(self.module)
+        if "process_group" not in names_of(implementation):
+            group = where["process_group"]
+            where = {"mesh": DeviceMesh.from_group(group, environment.DEVICE_TYPE)}
+        if mesh:  # for hybrid sharding
+            where = {"needed": {"mesh": mesh}}
+        children = dict(self.module.named_children())
+        units = list(children)[::2] if isinstance(self.module, nn.Sequential) else []
+        for name in units:
+            if list(children[name].parameters()):
+                unit = call(implementation, children[name], **where)
+                setattr(self.module, name, unit)
+                self.units.append(unit)
+        return call(implementation, self.module, **where)
 
     def find(self, name):
         """The implementation's method, or the function of its file that takes the module."""
@@ -85,40 +102,68 @@ class Trainer:
                 yield
 
     def backward(self, batches, loss=loss_of, sync="last"):
-        finish = getattr(self.model, "finish_gradient_synchronization", None)
         for batch in batches:
-            if finish or sync == "each" or batch is batches[-1]:
-                loss(self.model(batch)).backward()
-            else:
-                with self.no_sync():
-                    loss(self.model(batch)).backward()
-        if finish:
-            finish()
+            is_synchronised = sync == "each" or batch is batches[-1]
+            with nullcontext() if is_synchronised else self.no_sync():
+                value = loss(self.model(batch))
+                owners = [
+                    each for each in (self.model, self.optimizer) if hasattr(each, "backward")
+                ]
+                if owners:
+                    owners[0].backward(value)
+                else:
+                    value.backward()
+            finish = getattr(self.model, "finish_gradient_synchronization", None)
+            if finish and is_synchronised:
+                finish()
 
     def clip_grad_norm_(self, max_norm):
-        try:
-            return self.find("clip_grad_norm_")(max_norm)
-        except NotOffered:
-            norm = nn.utils.clip_grad_norm_(list(self.model.parameters()), max_norm)
-            return full(norm)
+        """Return the norm, or None if it is known in the step. DTensors and DDP rely on torch's."""
+        parameters = list(self.model.parameters())
+        averaged_by_ddp = self.kind == "zero1" and not self.averages
+        if averaged_by_ddp or any(map(is_dtensor, parameters)):
+            return full(nn.utils.clip_grad_norm_(parameters, max_norm))
+        return self.find("clip_grad_norm_")(max_norm)
 
     def step(self, batches):
         self.optimizer.zero_grad()
         self.backward(batches)
         self.optimizer.step()
 
+    def plain_names(self, tensors):
+        """Without what wrappers add to the names, in front or between."""
+        known = {part for name in self.names for part in name.split(".")}
+        parts = {name: [part for part in name.split(".") if part in known] for name in tensors}
+        return {".".join(parts[name]): tensor for name, tensor in tensors.items()}
+
     def whole(self):
         """Return the unsharded parameters, by name."""
-        found = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
-        is_torchs = any(hasattr(parameter, "full_tensor") for parameter in found.values())
-        if self.kind not in ("zero3", "fsdp") or is_torchs:
+        found = self.plain_names(dict(self.model.named_parameters()))
+        if self.kind not in ("zero3", "fsdp") or any(map(is_dtensor, found.values())):
             return {name: full(parameter) for name, parameter in found.items()}
-        state = self.find("full_state_dict" if self.kind == "fsdp" else "module_state_dict")()
-        return {name: state[name] for name in found}
+        save = self.find("full_state_dict" if self.kind == "fsdp" else "module_state_dict")
+        state = self.plain_names(save())
+        return {name: state.get(name) for name in self.names}
+
+    def gradients(self):
+        """Return the whole gradients that it gives, by name."""
+        parameters = self.plain_names(dict(self.model.named_parameters()))
+        is_whole = self.kind == "ddp" or (self.kind == "zero1" and not self.averages)
+        if is_whole or any(map(is_dtensor, parameters.values())):
+            trained = {name: p for name, p in parameters.items() if p.grad is not None}
+            return {name: full(parameter.grad) for name, parameter in trained.items()}
+        try:
+            return self.plain_names(self.find("full_gradients")())
+        except NotOffered:
+            return {}
+
+
+def is_dtensor(tensor):
+    return hasattr(tensor, "full_tensor")
 
 
 def full(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def one_device(plain, batches, loss=lambda model, batch: loss_of(model(batch))):
@@ -139,6 +184,19 @@ def do_nothing(trainer):
     pass
 
 
+def beside_one_device(make, model, optimizer, start, dtype, **options):
+    """Return a trainer with `plain`, the model on one device, and its `plain_optimizer`."""
+    plain = make_model(model) if isinstance(model, str) else model()
+    plain = plain.to(dtype)
+    module = copy.deepcopy(plain)
+    for parameter in module.parameters():
+        parameter.data += start * dist.get_rank()  # rank 0's are those that count
+    trainer = make(module, optimizer, **options)
+    trainer.plain = plain
+    trainer.plain_optimizer = OPTIMIZERS[optimizer](plain.parameters())
+    return trainer
+
+
 def trains_as_one_device(
     make,
     model="plain",
@@ -151,32 +209,31 @@ def trains_as_one_device(
     after=do_nothing,
     **options,
 ):
-    """Train for four steps, with other data on each rank in each step, and compare after each step.
+    """Train for four steps, with other data on each rank in each step, and compare in each step.
 
-    `before(trainer)` and `after(trainer)` are called around the optimizer's step. `trainer.plain`
-    is the model on one device, `trainer.plain_optimizer` its optimizer.
+    `before(trainer)` and `after(trainer)` are called around the optimizer's step.
     """
+    dtype = torch.float32 if exact else precision()
+    trainer = beside_one_device(make, model, optimizer, start, dtype, **options)
     ranks = dist.get_process_group_ranks(options.get("group", pool.group()))
-    rank = dist.get_rank()
-    dtype = torch.float32 if exact else torch.float64
-    plain = make_model(model) if isinstance(model, str) else model()
-    plain = plain.to(dtype)
-    module = copy.deepcopy(plain)
-    for parameter in module.parameters():
-        parameter.data += start * rank  # rank 0's are those that count
-    trainer = make(module, optimizer, **options)
-    trainer.plain = plain
-    trainer.plain_optimizer = OPTIMIZERS[optimizer](plain.parameters())
     for step in range(4):
         batches = {r: [make_batch(r, 10 * step + i, dtype) for i in range(micro)] for r in ranks}
-        one_device(plain, batches.values())
+        one_device(trainer.plain, batches.values())
         trainer.optimizer.zero_grad()
-        trainer.backward(batches[rank], sync=sync)
+        trainer.backward(batches[dist.get_rank()], sync=sync)
         before(trainer)
+        compare_gradients(trainer, step + 1, exact)
         trainer.optimizer.step()
         trainer.plain_optimizer.step()
         after(trainer)
         compare(trainer, step + 1, exact)
+
+
+def compare_gradients(trainer, step, exact):
+    ours = trainer.gradients()
+    for name, parameter in trainer.plain.named_parameters():
+        if name in ours and parameter.grad is not None:
+            same(ours[name], parameter.grad, f"gradient of {name} in step {step}", exact)
 
 
 def compare(trainer, step, exact):
@@ -185,10 +242,6 @@ def compare(trainer, step, exact):
     check(ours.keys() == plain.keys(), f"parameters are {list(ours)}")
     for name, parameter in plain.items():
         same(ours.get(name), parameter, f"{name} after step {step}", exact)
-        if trainer.kind == "ddp":
-            grad = trainer.module.get_parameter(name).grad
-            if grad is not None and parameter.grad is not None:
-                same(grad, parameter.grad, f"gradient of {name} in step {step}", exact)
 
 
 # ---- the claims
@@ -225,7 +278,7 @@ class Twice(Blocks):
 
 
 def evaluate(trainer):
-    x = make_batch(0, 99, torch.float64)
+    x = make_batch(0, 99, precision())
     with torch.no_grad():
         same(trainer.model(x), trainer.plain(x), "output of an evaluation")
 
@@ -233,7 +286,9 @@ def evaluate(trainer):
 def clip(trainer):
     norm = nn.utils.clip_grad_norm_(trainer.plain.parameters(), 0.01)
     check(norm > 0.01, "nothing to clip")
-    same(trainer.clip_grad_norm_(0.01), norm, "norm")
+    found = trainer.clip_grad_norm_(0.01)
+    if found is not None:
+        same(torch.as_tensor(found, dtype=norm.dtype), norm, "norm")
 
 
 def trains(name, sentence, worlds, kinds, **how):
@@ -246,6 +301,7 @@ trains(
     [2, 3],
     ALL,
 )
+say_in_float64(ALL, "mean_gradient")
 trains("momentum", "SGD with momentum trains as on one device.", [3], ALL, optimizer="momentum")
 trains("adamw", "AdamW trains as on one device.", [3], ALL, optimizer="adamw")
 trains(
@@ -272,23 +328,26 @@ trains(
     f"ddp {ZERO}",
     start=1,
 )
-trains("tied", "A parameter that two layers share stays one parameter.", [2], ALL, model="tied")
-trains("frozen", "Frozen parameters do not change, and the others train.", [2], ALL, model="frozen")
-trains(
+may_refuse = partial(trains, may_refuse=True)
+may_refuse("tied", "A parameter that two layers share stays one parameter.", [2], ALL, model="tied")
+may_refuse(
+    "frozen", "Frozen parameters do not change, and the others train.", [2], ALL, model="frozen"
+)
+may_refuse(
     "odd_shapes",
     "Scalar, empty, strided and one-element parameters train.",
     [3],
     ALL,
     model="odd",
 )
-trains(
+may_refuse(
     "called_twice",
     "A layer that forward calls twice trains.",
     [2],
     ALL,
     model=partial(Twice, "plainly"),
 )
-trains(
+may_refuse(
     "checkpointed",
     "A layer that backward computes again trains.",
     [2],
@@ -311,7 +370,7 @@ trains(
     sync="each",
 )
 UNUSED = {"optimizer": "adamw", "find_unused_parameters": True}
-trains(
+may_refuse(
     "unused",
     "A parameter that no rank uses does not change, weight decay or not.",
     [2],
@@ -319,7 +378,7 @@ trains(
     model=partial(Uses, False),
     **UNUSED,
 )
-trains(
+may_refuse(
     "unused_on_one_rank",
     "A parameter that some ranks use gets the mean over all ranks, and no rank hangs.",
     [3],

@@ -1,12 +1,17 @@
 """Does a claim hold for an implementation? What the suite asks, and how it reports the answers."""
 
+import inspect
 import re
+import sysconfig
 import textwrap
+from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import pool
+import torch
 
-from claims.registry import CLAIMS, KINDS, run
+from claims.registry import CLAIMS, KINDS, load, resolve, run
 
 # How an answer is reported: of a claim about results, and of one about a property.
 WORDS = {
@@ -15,105 +20,201 @@ WORDS = {
     "raises": ("RAISES", "no"),
     "hangs": ("HANGS", "no"),
     "dies": ("DIES", "no"),
+    "refuses": ("refuses", "no"),
     "not offered": ("not offered", "not offered"),
     "not run": ("not run", "not run"),
 }
+BAD = ("fails", "raises", "hangs", "dies")
+GROUPS = ("wrong", "refuses", "lacks", "not offered", "not run")  # what does not hold
+MOST_HANGS = 3
 
 
 class Verdict(NamedTuple):
     outcome: str  # a key of WORDS
-    why: str = ""  # in one line
+    why: str = ""  # if it holds, the dtype; else first of all one line
 
     @property
     def is_bad(self):
-        return self.outcome in ("fails", "raises", "hangs", "dies")
+        return self.outcome in BAD
 
 
 def names_of_claims(kind):
     return [name for of, name in CLAIMS if of == kind]
 
 
+def group_of(kind, name, verdict):
+    """Return "holds", or one of GROUPS."""
+    if CLAIMS[kind, name].about == "property" and verdict.outcome in (*BAD, "refuses"):
+        return "lacks"
+    return "wrong" if verdict.is_bad else verdict.outcome
+
+
+def by_group(kind, verdicts):
+    """Return {group: names of claims} of what does not hold."""
+    groups = {group: [] for group in GROUPS}
+    for name, verdict in verdicts.items():
+        groups.setdefault(group_of(kind, name, verdict), []).append(name)
+    return {group: groups[group] for group in GROUPS if groups[group]}
+
+
+_hangs = Counter()  # (kind, spec): how many claims
+
+
 def judge(kind, name, spec, worlds=None):
-    """Try the claim on `spec`, in one world after the other until it does not hold."""
+    """Try the claim on `spec`, in float64, and in float32 if it does not hold."""
     worlds = worlds or CLAIMS[kind, name].worlds
     backend, largest = pool.planned()
     possible = [N for N in worlds if largest >= N]
     if not possible:
         return Verdict("not run", f"needs {min(worlds)} ranks; {backend} has {largest} here")
-    for N in possible:
-        verdict = _judge_in_world(N, kind, name, spec)
-        if verdict.outcome != "holds":
-            return verdict
-    return Verdict("holds")
+    if _hangs[kind, spec] >= MOST_HANGS:
+        return Verdict("not run", f"{MOST_HANGS} claims before it hung")
+    first, *others = CLAIMS[kind, name].dtypes
+    verdict, asks = _judge_in(first, possible, kind, name, spec)
+    for dtype in others:
+        if asks and verdict.outcome in ("fails", "raises", "refuses"):
+            second, _ = _judge_in(dtype, possible, kind, name, spec)
+            if second.outcome == "holds" or verdict.outcome != "fails":
+                verdict = second
+    _hangs[kind, spec] += verdict.outcome == "hangs"
+    return verdict
 
 
-def _judge_in_world(N, kind, name, spec):
-    try:
-        answers = pool.run(N, run, kind, name, spec)
-    except pool.BodyFailed as failure:
-        return _what_happened(failure, N)
-    finally:
-        if name == "different_models":  # the ranks' connections may not survive it
-            pool.shut_down(kill=True)
-    if None in answers:
-        return Verdict("not offered")
-    for rank, answer in enumerate(answers):
-        if answer:
-            return Verdict("fails", f"{answer} (rank {rank} of {N})")
-    return Verdict("holds")
+def _judge_in(dtype, worlds, kind, name, spec):
+    """In one world after the other until it does not hold. Return also whether dtype matters."""
+    is_alone = getattr(resolve(spec), "fresh", False)
+    held = []
+    for N in worlds:
+        try:
+            answers = pool.run(N, run, kind, name, spec, dtype, load=(load, spec), alone=is_alone)
+        except pool.BodyFailed as failure:
+            return _what_happened(failure, N, CLAIMS[kind, name]), True
+        finally:
+            if name == "different_models":  # the ranks' connections may not survive it
+                pool.shut_down(kill=True)
+        asks = any(answer.asks for answer in answers)
+        for rank, answer in enumerate(answers):
+            if not answer.is_offered:
+                before = f" (holds on {held} ranks, not on {N})" if held else ""
+                return Verdict("not offered", answer.problem + before), asks
+            if answer.problem:
+                return Verdict("fails", f"{answer.problem} (rank {rank} of {N})"), asks
+        held.append(N)
+    return Verdict("holds", str(dtype).removeprefix("torch.") if asks else ""), asks
 
 
-def _what_happened(failure, N):
+def _what_happened(failure, N, claim):
     if reason := pool.refusal_of_gloo(failure):
         return Verdict("not run", reason)
     if failure.errors:  # a rank's own exception says more than that the others wait for it
         rank, text = next(iter(failure.errors.items()))
-        return Verdict("raises", f"{last_error(text)} (rank {rank} of {N})")
-    if "hang" in failure.problem:
-        return Verdict("hangs", f"{failure.problem} after {pool.HANGS_AFTER:.0f} s, of {N}")
+        exception, place = last_error(text)
+        first, *more = exception.splitlines()
+        why = "\n".join([f"{first}{place} (rank {rank} of {N})", *more[:20]])
+        is_refusal = claim.may_refuse and len(failure.errors) == N and is_clear(exception)
+        return Verdict("refuses" if is_refusal else "raises", why)
+    if failure.stacks:
+        places = [f"rank {rank}{where(text)}" for rank, text in failure.stacks.items()]
+        return Verdict("hangs", f"{failure.problem}, of {N}\n" + "\n".join(places))
     return Verdict("dies", f"{failure.problem}, of {N}")
+
+
+CRASHES = ("Attribute", "Index", "Key", "Name", "UnboundLocal", "ZeroDivision", "Recursion")
+
+
+def is_clear(exception):
+    """Does it say what is refused? An IndexError and its like are accidents."""
+    kind, _, message = exception.partition(":")
+    return bool(message.strip()) and kind.removesuffix("Error") not in CRASHES
+
+
+TESTS = Path(__file__).parent.parent
+NOT_THEIRS = (str(TESTS / "claims"), str(TESTS / "pool.py"), str(TESTS / "shared.py"), "<")
+NOT_THEIRS += (str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent))
+
+
+def is_theirs(path):
+    """Is it neither of the suite, nor of torch or the standard library?"""
+    in_packages = path.startswith(sysconfig.get_path("purelib")) and "/torch/" not in path
+    return in_packages or not path.startswith(NOT_THEIRS)
+
+
+def frames_in(text):
+    """Return what to print of each frame of the user's code, as a traceback orders them."""
+    frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', text)
+    return [f", at {path}:{line} in {name}" for path, line, name in frames if is_theirs(path)]
 
 
 def last_error(text):
     """Return the exception of a traceback, and the line of the user's code that it came through."""
-    exception = text.strip().splitlines()[-1]
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
-    theirs = [frame for frame in frames if not re.search(r"/tests/|/torch/|<", frame[0])]
-    if not theirs:
-        return exception
-    path, line, function = theirs[-1]
-    return f"{exception}, at {path}:{line} in {function}"
+    _, _, after = text.rpartition('\n  File "')
+    exception = re.search(r"^\S.*", after.partition("\n")[2], re.MULTILINE | re.DOTALL)
+    places = frames_in(text) or [""]
+    return (exception or [text])[0].strip(), places[-1]
+
+
+def where(stacks):
+    """Return the innermost line of the user's code, where the stack begins."""
+    main = stacks.rpartition("Thread 0x")[2]
+    places = frames_in(main) or re.findall(r'File "[^"]+", line \d+ in \S+', main) or [""]
+    return places[0]
+
+
+HELP = """
+How the suite treats it
+  The module that a claim makes is the one that is trained and called, unless the text above says
+  otherwise. Numbers are float64 and must be right to 1e-12. If a claim does not hold, it is tried
+  in float32 to 1e-5, and the table says which dtype it held in. Claims that say "bitwise" or "same
+  bits" are in float32.
+  torch.distributed's default group is that of the claim's ranks, so an implementation without
+  process_group uses the default group. All claims run in the same four processes. If the library
+  keeps state for each process, set `fresh = True` on the class or function. Then every claim runs
+  in new processes that have the variables of torchrun.
+  The file is executed once in each process. Import the library at its top: this does not count in
+  the 12 s after which a claim hangs. After three hangs the other claims are not run.
+  Keywords are passed if the signature has them. What is missing is "not offered". So is what
+  raises NotImplementedError("why"). Where a claim says so, a clear error on all ranks "refuses"
+  and is not wrong.
+  -k NAME tries the claims whose names have NAME in them."""
 
 
 def how_to_call(kind):
     """For --KIND --help."""
     yield KINDS[kind].called.strip()
+    yield HELP
     theirs = KINDS[kind].pytorchs or "none"
     yield f"\nOurs is {KINDS[kind].ours}; PyTorch's own, {theirs}. The claims:"
     for name in names_of_claims(kind):
-        about = " (a property)" if CLAIMS[kind, name].about == "property" else ""
+        claim = CLAIMS[kind, name]
+        about = " (a property)" if claim.about == "property" else ""
+        about += " (may refuse)" if claim.may_refuse else ""
         yield f"\n  {name}{about}"
-        yield textwrap.indent(textwrap.fill(CLAIMS[kind, name].sentence, 90), "      ")
+        yield textwrap.indent(textwrap.fill(claim.sentence, 90), "      ")
 
 
 def table(kind, verdicts):
-    """Return lines, of the claims' verdicts by name: results, then properties, then the sum."""
-    results = [name for name in verdicts if CLAIMS[kind, name].about == "result"]
-    properties = [name for name in verdicts if CLAIMS[kind, name].about == "property"]
-    yield "Results. Training goes wrong if one does not hold."
-    yield from _rows(kind, verdicts, results, 0)
-    if properties:
-        yield "Properties. An implementation that lacks one is not wrong."
-        yield from _rows(kind, verdicts, properties, 1)
-    wrong = [name for name in results if verdicts[name].is_bad]
-    lacking = [name for name in properties if verdicts[name].is_bad]
-    yield f"Results that do not hold: {', '.join(wrong) or 'none'}."
-    yield f"Properties that it lacks: {', '.join(lacking) or 'none'}."
+    """Return lines, of the claims' verdicts by name: results, then properties, then the sums."""
+    headings = {
+        "result": "Results. Training goes wrong if one is wrong.",
+        "property": "Properties. An implementation that lacks one is not wrong.",
+    }
+    for column, (about, heading) in enumerate(headings.items()):
+        names = [name for name in verdicts if CLAIMS[kind, name].about == about]
+        if names:
+            yield heading
+        for name in names:
+            yield from _row(kind, name, verdicts[name], column)
+    holding = sum(verdict.outcome == "holds" for verdict in verdicts.values())
+    yield f"{holding} of {len(verdicts)} claims hold."
+    for group, names in by_group(kind, verdicts).items():
+        yield f"{group}: {', '.join(names)}"
 
 
-def _rows(kind, verdicts, names, column):
-    for name in names:
-        outcome, why = verdicts[name]
-        yield f"  {name:<28}{WORDS[outcome][column]:<13}{CLAIMS[kind, name].sentence}"
-        if why:
-            yield f"  {'':<41}{why}"
+def _row(kind, name, verdict, column):
+    word = WORDS[verdict.outcome][column]
+    if verdict.outcome == "holds":
+        yield f"  {name:<28}{word:<7}{verdict.why:<9}{CLAIMS[kind, name].sentence}"
+        return
+    yield f"  {name:<28}{word:<16}{CLAIMS[kind, name].sentence}"
+    for line in verdict.why.splitlines():
+        yield f"  {'':<44}{line}"

@@ -1,9 +1,17 @@
 """An implementation of --zero1 is called as class(parameters, optimizer_class, **its arguments).
 
-So is PyTorch's. DistributedDataParallel has averaged the gradients before the step. A class whose
-first argument is called `module`, as ours is, gets the module and averages the gradients
-itself. So does every class under --zero2 and --zero3: class(module, optimizer_class,
-process_group=group, **arguments). A class under --zero3 has a method `module_state_dict()`.
+So is PyTorch's. DistributedDataParallel has averaged the gradients before the step, and is what is
+called. A class whose first argument is named `module`, as ours is, gets the module and averages
+the gradients itself. So does every class under --zero2 and --zero3: class(module, optimizer_class,
+process_group=group, **arguments). A function may be called, too. It returns the optimizer, or
+(model, optimizer) if another module than the given one is to be called. An attribute `model` of the
+optimizer does the same. If the model or the optimizer has backward(loss), it is called instead of
+loss.backward(). Names of parameters may have parts of wrappers in them, such as "module.".
+
+The optimizer has zero_grad() and step(), and param_groups for the claim about schedulers. Claims
+look for these methods of the optimizer or the model: no_sync(), clip_grad_norm_(max_norm) ->
+norm (or None if the step clips), state_dict(), consolidate_state_dict(0) before it on all ranks,
+full_gradients() -> {name: gradient} after backward. Under --zero3 module_state_dict() is needed.
 """
 
 from functools import partial
@@ -12,9 +20,8 @@ import pool
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.optim.lr_scheduler import ExponentialLR
 
-from claims.registry import add_kind, check, claim, same
+from claims.registry import NotOffered, add_kind, check, claim, same
 from claims.training import ZERO, Trainer, trains
 
 add_kind(
@@ -56,9 +63,11 @@ def state_is_sharded(make):
 
 def states_agree(trainer):
     if hasattr(trainer.optimizer, "consolidate_state_dict"):
-        trainer.optimizer.consolidate_state_dict(to=0)
+        trainer.optimizer.consolidate_state_dict(0)
         if pool.rank() > 0:
             return
+    if not hasattr(trainer.optimizer, "state_dict"):
+        raise NotOffered("no state_dict")
     ours = trainer.optimizer.state_dict()["state"]
     plain = trainer.plain_optimizer.state_dict()["state"]
     check(list(ours) == list(plain), f"it has the state of parameters {list(ours)}")
@@ -69,13 +78,12 @@ def states_agree(trainer):
 
 
 def schedule(trainer):
-    """Halve both learning rates after each step."""
-    if not hasattr(trainer, "schedulers"):
-        optimizers = [trainer.optimizer, trainer.plain_optimizer]
-        trainer.schedulers = [ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
-        return
-    for scheduler in trainer.schedulers:
-        scheduler.step()
+    """Halve both learning rates after each step, as a scheduler does."""
+    if not hasattr(trainer.optimizer, "param_groups"):
+        raise NotOffered("no param_groups")
+    for optimizer in (trainer.optimizer, trainer.plain_optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
 
 
 trains(

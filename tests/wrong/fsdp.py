@@ -81,12 +81,16 @@ def full_state_dict(module):
     return {name: parameter.whole() for name, parameter in module.named_parameters()}
 
 
+def clip_grad_norm_(module, max_norm):
+    """Every rank clips by the norm of its pieces."""
+    return nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+
+
 sums_shards = partial(keeps_what_it_gathers, gather=SummingGather)
 # It throws the given weights away.
 initialises_again = partial(keeps_what_it_gathers, start=nn.init.uniform_)
 # It gathers for training only, so an evaluation after the step uses the weights before it.
 stale_in_evaluation = partial(keeps_what_it_gathers, is_due=torch.is_grad_enabled)
-# Without a clip_grad_norm_ of its own, every rank clips by the norm of its pieces.
 clips_by_its_own_norm = keeps_what_it_gathers
 
 
