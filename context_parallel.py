@@ -44,7 +44,8 @@ Papers:   Liu et al. 2023, Ring Attention, arXiv 2310.01889; Llama 3, 2407.21783
           Jacobs et al. 2023, DeepSpeed-Ulysses, 2309.14509
 Mirrors:  torch.distributed.tensor.experimental.context_parallel; DeepSpeed's DistributedAttention
 Left out: dropout; masks other than the causal one; several documents in one sequence; gradients of
-          gradients; float64 on a GPU, which has no such kernel: blocks are computed on the CPU
+          gradients; float64 on a GPU, which has no such kernel: blocks are computed on the CPU; on
+          a GPU, head sizes that are no multiple of 8
 """
 
 import argparse
@@ -123,17 +124,15 @@ class Shift(torch.autograd.Function):
 def naive_ring_attention(q, k, v, causal=False, process_group=None):
     """Attend to one block of keys after the other. Weight the results by Σ exp(score) of each."""
     rank, world_size = rank_and_size(process_group)
-    S = q.shape[2]
-    group_size = q.shape[1] // k.shape[1]  # heads of queries that share a head of keys
     block = torch.stack([k, v])
     outputs = []
     lses = []  # log-sum-exp: log Σ exp(score)
     for step in range(world_size):
-        k, v = block.repeat_interleave(group_size, dim=2)
+        k, v = share_heads(block, q)
         scores = q @ k.mT * q.shape[-1] ** -0.5
         if causal:  # hide the keys that are later in the whole sequence than the query
             owner = (rank - step) % world_size
-            later = torch.ones_like(scores).triu((rank - owner) * S + 1)
+            later = torch.ones_like(scores).triu((rank - owner) * q.shape[2] + 1)
             scores = scores.masked_fill(later.bool(), torch.finfo(scores.dtype).min)
         outputs.append(scores.softmax(-1) @ v)
         lses.append(scores.logsumexp(-1, keepdim=True))
@@ -141,6 +140,11 @@ def naive_ring_attention(q, k, v, causal=False, process_group=None):
             block = Shift.apply(block, process_group)
     shares = torch.stack(lses).softmax(0)
     return (shares * torch.stack(outputs)).sum(0)
+
+
+def share_heads(kv, q):
+    """Return k and v with the heads of q: consecutive heads of queries share one of keys."""
+    return kv.repeat_interleave(q.shape[1] // kv.shape[2], dim=2)
 
 
 class AllToAll(torch.autograd.Function):
@@ -159,48 +163,46 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad_output, ctx.process_group), None
 
 
-def swap(x, split_dim, join_dim, process_group):
-    """Send each rank one of N parts of `x` along split_dim. Join what arrives along join_dim.
-
-    swap(x, 1, 2) goes from a part of the sequence, (B, heads, S/N, D), to a part of the heads,
-    (B, heads/N, S, D). swap(x, 2, 1) goes back.
-    """
-    parts = x.chunk(dist.get_world_size(process_group), split_dim)
-    received = AllToAll.apply(torch.stack(parts), process_group)
-    return torch.cat(received.unbind(), join_dim)
+def swap(parts, process_group):
+    """Send parts[i] to rank i. Return what the ranks sent here."""
+    return AllToAll.apply(torch.stack(parts), process_group).unbind()
 
 
-def local_attention(q, k, v, causal, scale):
+def local_attention(q, k, v, causal, scale=None):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
 
 def naive_ulysses_attention(q, k, v, causal=False, process_group=None):
     """Attend over the whole sequence with 1/N of the heads. N must divide H and K."""
-    q, k, v = (swap(x, 1, 2, process_group) for x in (q, k, v))
-    output = local_attention(q, k, v, causal, scale=None)
-    return swap(output, 2, 1, process_group)
+    _, N = rank_and_size(process_group)
+    whole = []
+    for x in (q, k, v):
+        parts = swap(x.chunk(N, 1), process_group)
+        whole.append(torch.cat(parts, 2))
+    output = local_attention(*whole, causal)
+    heads = swap(output.chunk(N, 2), process_group)
+    return torch.cat(heads, 1)
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. Which rank has which tokens.
 
 
-def to_rank_order(x, dim, world_size, zigzag):
-    """Sort the whole sequence `x`: the tokens of rank 0 first, then those of rank 1, and so on."""
+def to_parts(whole, dim, world_size, zigzag):
+    """Cut the whole sequence into the parts of rank 0, of rank 1, and so on."""
     if not zigzag:
-        return x
-    first, last = x.unflatten(dim, (2, world_size, -1)).unbind(dim)  # chunks 0 to N-1, N to 2N-1
-    pairs = torch.stack([first, last.flip(dim)], dim + 1)  # 0 and 2N-1, 1 and 2N-2, …
-    return pairs.flatten(dim, dim + 2)
+        return whole.chunk(world_size, dim)
+    chunks = whole.chunk(2 * world_size, dim)
+    return [torch.cat([chunks[rank], chunks[-1 - rank]], dim) for rank in range(world_size)]
 
 
-def to_sequence_order(x, dim, world_size, zigzag):
-    """The inverse of to_rank_order."""
-    if not zigzag:
-        return x
-    first, last = x.unflatten(dim, (world_size, 2, -1)).unbind(dim + 1)
-    chunks = torch.cat([first, last.flip(dim)], dim)
-    return chunks.flatten(dim, dim + 1)
+def to_sequence(parts, dim, zigzag):
+    """The inverse of to_parts()."""
+    if zigzag:
+        halves = [part.chunk(2, dim) for part in parts]
+        firsts, lasts = zip(*halves, strict=True)
+        parts = [*firsts, *reversed(lasts)]
+    return torch.cat(parts, dim)
 
 
 def split_sequence(x, dim=1, process_group=None, zigzag=True):
@@ -209,14 +211,8 @@ def split_sequence(x, dim=1, process_group=None, zigzag=True):
     Shift the labels before the split: the next token may be on another rank.
     """
     rank, world_size = rank_and_size(process_group)
-    num_chunks = 2 * world_size if zigzag else world_size
-    if x.shape[dim] % num_chunks:
-        raise ValueError(
-            f"a sequence of {x.shape[dim]} does not divide into {num_chunks} chunks "
-            f"({world_size} ranks, zigzag={zigzag}); pad it to a multiple of {num_chunks}"
-        )
-    dim = dim % x.dim()
-    parts = to_rank_order(x, dim, world_size, zigzag).chunk(world_size, dim)
+    verify_length(x.shape[dim], world_size, zigzag)
+    parts = to_parts(x, dim, world_size, zigzag)
     return parts[rank].clone()  # a view would keep the whole sequence in memory
 
 
@@ -252,15 +248,8 @@ def ring_attention(
     timeout of the process group. See verify_agreement().
     """
     verify_attention("ring_attention", q, k, v, causal, scale, process_group, zigzag)
-    D = q.shape[-1]
-    if scale is None:
-        scale = D**-0.5
     kv = torch.stack([k, v])
-    if q.is_cuda and D % 8:  # kernels for GPUs want a multiple of 8
-        q = F.pad(q, (0, -D % 8))
-        kv = F.pad(kv, (0, -D % 8))
-    output = RingAttention.apply(q, kv, causal, scale, process_group, zigzag)
-    return output[..., :D]
+    return RingAttention.apply(q, kv, scale, (causal, process_group, zigzag))
 
 
 class RingAttention(torch.autograd.Function):
@@ -277,20 +266,18 @@ class RingAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, kv, causal, scale, process_group, zigzag):
-        sum_dtype = torch.promote_types(q.dtype, torch.float32)
-        output = torch.zeros_like(q, dtype=sum_dtype)
+    def forward(ctx, q, kv, scale, options):
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        output = torch.zeros_like(q, dtype=dtype)
         lse = torch.full_like(output[..., 0], -math.inf)
-        group_size = q.shape[1] // kv.shape[2]  # heads of queries that share a head of keys
-        for block, first, end, is_diagonal in blocks(kv, causal, process_group, zigzag):
-            if end:
-                k, v = block[:, :, :, :end].repeat_interleave(group_size, dim=2)
-                rows = [x[:, :, first:] for x in (q, output, lse)]
-                result, *ctx.state = attend(rows[0], k, v, is_diagonal, scale)
-                merge(*rows[1:], *result)
+        for block, first, is_diagonal in blocks(kv, *options):
+            if block.numel():
+                k, v = share_heads(block, q)
+                result, *ctx.state = attend(q[:, :, first:], k, v, is_diagonal, scale)
+                merge(output[:, :, first:], lse[:, :, first:], *result)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, kv, output, lse)
-        ctx.options = (causal, scale, process_group, zigzag)
+        ctx.options = (scale, options)
         return output
 
     @staticmethod
@@ -301,37 +288,35 @@ class RingAttention(torch.autograd.Function):
                 "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
             )
         q, kv, output, lse = ctx.saved_tensors
-        causal, scale, process_group, zigzag = ctx.options
-        group_size = q.shape[1] // kv.shape[2]
+        scale, options = ctx.options
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
         own_grad = None
         exchange = None
-        for block, first, end, is_diagonal in blocks(kv, causal, process_group, zigzag):
+        for block, first, is_diagonal in blocks(kv, *options):
             grad = torch.zeros_like(kv, dtype=lse.dtype)
-            if end:
+            if block.numel():
                 rows = [x[:, :, first:] for x in (grad_output, q, output, lse)]
-                k, v = block[:, :, :, :end].repeat_interleave(group_size, dim=2)
+                k, v = share_heads(block, q)
                 gradients = attend_backward(*rows, k, v, ctx.state, is_diagonal, scale)
                 grad_q[:, :, first:] += gradients[0]
-                grad_kv = torch.stack(gradients[1:]).unflatten(2, (-1, group_size))
-                grad[:, :, :, :end] = grad_kv.sum(3, dtype=lse.dtype)
+                of_heads = torch.stack(gradients[1:]).unflatten(2, (kv.shape[2], -1))
+                grad[:, :, :, : k.shape[2]] = of_heads.sum(3, dtype=lse.dtype)
             if own_grad is None:
                 own_grad = grad
                 continue
             if exchange:
                 grad += exchange.wait()
-            exchange = Exchange(grad, process_group)
+            exchange = Exchange(grad, options[1])
         if exchange:
             own_grad += exchange.wait()
-        return grad_q, own_grad, None, None, None, None  # autograd rounds to the inputs' dtypes
+        return grad_q, own_grad, None, None  # autograd rounds to the inputs' dtypes
 
 
 def blocks(kv, causal, process_group, zigzag):
-    """Yield all ranks' blocks: this rank's own, the previous rank's, and so on.
+    """Yield the visible keys of all ranks: this rank's own, the previous rank's, and so on.
 
-    With each block comes what is visible in it, (first, end, is_diagonal): queries from `first` on
-    see the keys before `end`. In a diagonal block, query i sees the keys 0 to i. A rank's two
-    chunks are in the order of the whole sequence, so this holds with zigzag, too.
+    The queries from `first` on see them all. But in a diagonal block, query i sees the keys 0 to i.
+    A rank's two chunks are in the order of the whole sequence, so this holds with zigzag, too.
     """
     rank, world_size = rank_and_size(process_group)
     num_tokens = kv.shape[3]
@@ -346,7 +331,7 @@ def blocks(kv, causal, process_group, zigzag):
             end = num_tokens if zigzag else 0
         if step < world_size - 1:  # while the caller computes with a block, the next one arrives
             exchange = Exchange(kv, process_group)
-        yield kv, first, end, causal and owner == rank
+        yield kv[:, :, :, :end], first, causal and owner == rank
         if step < world_size - 1:
             kv = exchange.wait()
 
@@ -369,11 +354,9 @@ def attend(q, k, v, is_causal, scale):
         results = aten._scaled_dot_product_flash_attention(q, k, v, **how)
         return results[:2], *results[6:8]
     if q.is_cuda and q.element_size() == 4:
-        output, lse, *state = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, **how
-        )
-        lse = lse[..., : q.shape[2]]  # the kernel pads its queries
-        return (output, lse), *state
+        results = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, **how)
+        lse = results[1][..., : q.shape[2]]  # the kernel pads its queries
+        return (results[0], lse), *results[2:]
     # No kernel for GPUs takes float64. From 16 bits, results would be rounded before the merge.
     dtype = torch.promote_types(q.dtype, torch.float32)
     inputs = [x.to("cpu", dtype) for x in (q, k, v)]
@@ -427,12 +410,12 @@ def ulysses_attention(
     `attention` gets whole sequences, and 1/N of the heads. The default is PyTorch's function.
     """
     verify_attention("ulysses_attention", q, k, v, causal, scale, process_group, zigzag)
-    world_size = dist.get_world_size(process_group)
+    N = dist.get_world_size(process_group)
     K = k.shape[1]
     G = q.shape[1] // K  # heads of queries that share a head of keys
     # N must divide the number of key heads, so each becomes `copies` heads. Each copy serves an
     # equal share of the G query heads. If `copies` does not divide G, heads of zeros are added.
-    copies = world_size // math.gcd(world_size, K)
+    copies = N // math.gcd(N, K)
     padding = -G % copies
     grouped = q.unflatten(1, (K, G))
     q = F.pad(grouped, (0, 0, 0, 0, 0, padding)).flatten(1, 2)  # pads G, dimension 2
@@ -440,11 +423,11 @@ def ulysses_attention(
     v = v.repeat_interleave(copies, dim=1)
     whole = []
     for x in (q, k, v):
-        by_rank = swap(x, 1, 2, process_group)
-        whole.append(to_sequence_order(by_rank, 2, world_size, zigzag))
+        parts = swap(x.chunk(N, 1), process_group)
+        whole.append(to_sequence(parts, 2, zigzag))
     output = attention(*whole, causal=causal, scale=scale)
-    output = to_rank_order(output, 2, world_size, zigzag)
-    output = swap(output, 2, 1, process_group)
+    parts = to_parts(output, 2, N, zigzag)
+    output = torch.cat(swap(parts, process_group), 1)
     return output.unflatten(1, (K, -1))[:, :, :G].flatten(1, 2)
 
 
@@ -459,14 +442,11 @@ def join_sequence(x, dim=1, process_group=None, zigzag=True):
     back, and expand() adds them up.
     """
     call = f"join_sequence({describe(x)}, dim={dim}, zigzag={zigzag})"
-    verify_agreement(call, process_group)
-    verify_chunks(x.shape[dim], zigzag)
-    world_size = dist.get_world_size(process_group)
-    dim = dim % x.dim()
-    copies = x.expand(world_size, *x.shape)
+    N = verify_agreement(call, process_group)
+    verify_length(N * x.shape[dim], N, zigzag)
+    copies = x.expand(N, *x.shape)
     parts = AllToAll.apply(copies, process_group)
-    whole = torch.cat(parts.unbind(), dim)
-    return to_sequence_order(whole, dim, world_size, zigzag)
+    return to_sequence(parts.unbind(), dim, zigzag)
 
 
 def describe(x):
@@ -480,53 +460,52 @@ agreed = weakref.WeakKeyDictionary()  # process group: the calls that all its ra
 
 
 def verify_agreement(call, process_group):
-    """Raise the same ValueError on all ranks unless all of them make the same call.
+    """Return the number of ranks. Raise a ValueError on all unless all make the same call.
 
     Otherwise ranks could exchange tensors of different sizes, and gloo would abort or return
     garbage. The check communicates and waits for the device, so a call is checked once. One case is
     not found: some ranks repeat an earlier call while others make a new one. Then the ranks wait
     for each other until the timeout of the process group, or exchange the wrong tensors.
     """
-    rank_and_size(process_group)
+    _, N = rank_and_size(process_group)
     known = agreed.setdefault(process_group or dist.group.WORLD, set())
-    if call in known:
-        return
-    calls = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(calls, call, group=process_group)
-    if len(set(calls)) == 1:
+    if call not in known:
+        calls = [None] * N
+        dist.all_gather_object(calls, call, group=process_group)
+        if len(set(calls)) > 1:
+            ranks = "; ".join(f"rank {rank} makes {theirs}" for rank, theirs in enumerate(calls))
+            raise ValueError(f"all ranks must make the same call, but {ranks}")
         known.add(call)
-        return
-    ranks = "; ".join(f"rank {rank} makes {theirs}" for rank, theirs in enumerate(calls))
-    raise ValueError(f"all ranks must make the same call, but {ranks}")
+    return N
 
 
 def verify_attention(function, q, k, v, causal, scale, process_group, zigzag):
     """Raise ValueError on all ranks if the inputs do not fit, or differ between ranks."""
     inputs = f"q {describe(q)}, k {describe(k)}, v {describe(v)}"
     call = f"{function}({inputs}, causal={causal}, scale={scale}, zigzag={zigzag})"
-    verify_agreement(call, process_group)
-    if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
-        raise ValueError("causal must be True or False; other masks are not supported")
+    N = verify_agreement(call, process_group)
     fits = (
         q.dim() == k.dim() == 4
         and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])
         and q.shape[1] % k.shape[1] == 0
         and q.dtype == k.dtype == v.dtype
         and q.is_floating_point()
+        and isinstance(causal, bool)  # PyTorch's function takes a mask in its place
     )
     if not fits:
         raise ValueError(
-            "q must be (B, H, S/N, D), k and v (B, K, S/N, D), H a multiple of K, and all of the "
-            f"same floating-point dtype, but they are {inputs}"
+            "q must be (B, H, S/N, D), k and v (B, K, S/N, D), H a multiple of K, all of the same "
+            f"floating-point dtype, and causal True or False, but this is {call}"
         )
-    verify_chunks(q.shape[2], zigzag)
+    verify_length(N * q.shape[2], N, zigzag)
 
 
-def verify_chunks(num_tokens, zigzag):
-    if zigzag and num_tokens % 2:
+def verify_length(length, world_size, zigzag):
+    num_chunks = 2 * world_size if zigzag else world_size
+    if length % num_chunks:
         raise ValueError(
-            f"with zigzag each rank has two chunks, but its {num_tokens} tokens are an odd number; "
-            "pad the whole sequence, or use zigzag=False"
+            f"a sequence of {length} does not divide into {num_chunks} chunks ({world_size} ranks, "
+            f"zigzag={zigzag}); pad it to a multiple of {num_chunks}"
         )
 
 

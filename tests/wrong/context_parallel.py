@@ -37,8 +37,8 @@ def average(output, lse, other_output, other_lse):
 
 
 def blocks_as_if_of_this_rank(kv, causal, *options):
-    for block, _, _, _ in blocks(kv, False, *options):
-        yield block, 0, kv.shape[3], causal
+    for block, _, _ in blocks(kv, False, *options):
+        yield block, 0, causal
 
 
 def merge_in_16_bits(output, lse, other_output, other_lse):
@@ -66,7 +66,7 @@ class ForgetsTheScaleInBackward(RingAttention):
     @staticmethod
     def backward(ctx, grad_output):
         grad_q, *others = RingAttention.backward(ctx, grad_output)
-        _, scale, _, _ = ctx.options
+        scale, _ = ctx.options
         return grad_q / scale, *others
 
 
@@ -93,8 +93,8 @@ class KeepsTheGradient(AllToAll):
         return grad_output, None
 
 
-def leave_it_in_rank_order(x, dim, world_size, zigzag):
-    return x
+def leave_it_in_rank_order(parts, dim, zigzag):
+    return torch.cat(parts, dim)
 
 
 def gathered_attention(q, k, v, causal=False, scale=None, process_group=None, zigzag=True):
@@ -127,7 +127,7 @@ gradients_of_one_sharing_head = with_mistake(
     "ring_attention", attend_backward=gradients_of_one_head
 )
 overwrites_in_flight = with_mistake("ring_attention", Exchange=OverwritesInFlight)
-zigzag_not_undone = with_mistake("ulysses_attention", to_sequence_order=leave_it_in_rank_order)
+zigzag_not_undone = with_mistake("ulysses_attention", to_sequence=leave_it_in_rank_order)
 keeps_the_gradient = with_mistake("ulysses_attention", AllToAll=KeepsTheGradient)
 forgets_the_scale = partial(ulysses_attention, attention=attention_without_scale)
 
