@@ -40,21 +40,13 @@ def assert_all_equal(found, expected):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pool.on(1, 3)
-def test_the_naive_ring_is_attention_over_the_whole_sequence(causal):
-    inputs = whole_inputs(6, heads=4, shared=2)
-    naive = partial(cp.naive_ring_attention, causal=causal, process_group=pool.group())
-    expected = [mine(x) for x in one_device(*inputs, causal)]
-    assert_all_equal(on_ranks(naive, *inputs), expected)
-
-
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["naive_ring_attention", "naive_ulysses_attention"])
 @pool.on(1, 2)
-def test_the_naive_ulysses_is_attention_over_the_whole_sequence(causal):
+def test_the_idea_is_attention_over_the_whole_sequence(name, causal):
     inputs = whole_inputs(6, heads=4, shared=2)
-    naive = partial(cp.naive_ulysses_attention, causal=causal, process_group=pool.group())
-    expected = [mine(x) for x in one_device(*inputs, causal)]
-    assert_all_equal(on_ranks(naive, *inputs), expected)
+    naive = partial(getattr(cp, name), causal=causal, process_group=pool.group())
+    expected = one_device(*inputs, causal)
+    assert_all_equal(on_ranks(naive, *inputs), [mine(x) for x in expected])
 
 
 # ---- costs
@@ -160,34 +152,30 @@ def test_autocast_does_not_round_inside(autocast):
     if autocast is torch.autocast:
         options["device_type"] = pool.device().type
     inputs = local_inputs(dtype=torch.float32)
-    results = []
-    for enabled in (False, True):
-        with autocast(enabled=enabled, **options):
-            output = ring_attention(*inputs, process_group=pool.group())
-            gradients = torch.autograd.grad(output.sum(), inputs)
-        results.append([output, *gradients])
-    for without, within in zip(*results, strict=True):
-        assert torch.equal(without, within)
-
-
-def gradients_of_gradients(attention, inputs):
-    output = attention(*inputs, process_group=pool.group())
-    loss = output.square().sum()
-    gradients = torch.autograd.grad(loss, inputs, create_graph=True)
-    squares = [gradient.square().sum() for gradient in gradients]
-    return torch.autograd.grad(sum(squares), inputs)
+    attend = partial(ring_attention, *inputs, process_group=pool.group())
+    expected = torch.autograd.grad(attend().sum(), inputs)
+    with autocast(**options):
+        found = torch.autograd.grad(attend().sum(), inputs)
+    for within, without in zip(found, expected, strict=True):
+        assert torch.equal(within, without)
 
 
 @pool.on(2)
-def test_ulysses_has_gradients_of_gradients_where_the_ring_refuses_them():
-    inputs = local_inputs(heads=4, shared=4)
+def test_gradients_of_gradients_are_an_error_in_the_ring():
+    inputs = local_inputs()
+    output = ring_attention(*inputs, process_group=pool.group())
+    loss = output.square().sum()
     with pytest.raises(RuntimeError, match="use ulysses_attention"):
-        gradients_of_gradients(ring_attention, inputs)
-    contiguous = partial(ulysses_attention, zigzag=False)
+        torch.autograd.grad(loss, inputs, create_graph=True)
+
+
+@pool.on(2)
+def test_ulysses_has_gradients_of_gradients_of_its_attention():
+    inputs = local_inputs()
+    attend = partial(ulysses_attention, *inputs, process_group=pool.group())
     with sdpa_kernel(SDPBackend.MATH):
-        found = gradients_of_gradients(contiguous, inputs)
-        expected = gradients_of_gradients(cp.naive_ulysses_attention, inputs)
-    assert_all_equal(found, expected)
+        (gradient, *_) = torch.autograd.grad(attend().square().sum(), inputs, create_graph=True)
+        torch.autograd.grad(gradient.sum(), inputs)
 
 
 @pytest.mark.parametrize("attention", BOTH)
