@@ -104,6 +104,13 @@ def exchange_counts(counts, process_group):
     return received
 
 
+def count_choices(chosen, num_experts):
+    """How often each expert was chosen. torch.bincount() would make the host wait."""
+    flat = chosen.flatten()
+    ones = torch.ones_like(flat)
+    return flat.new_zeros(num_experts).scatter_add_(0, flat, ones)
+
+
 def naive_moe(x, gate, expert, top_k=2, process_group=None):
     """A mixture of experts with one expert per rank.
 
@@ -114,7 +121,7 @@ def naive_moe(x, gate, expert, top_k=2, process_group=None):
     weights = weights / weights.sum(-1, keepdim=True)
     owner = chosen.T.flatten()  # the rank of each row: all first choices, then all second choices
     order = owner.argsort(stable=True)  # the rows for rank 0 first, then those for rank 1, …
-    counts = owner.bincount(minlength=gate.out_features)
+    counts = count_choices(owner, gate.out_features)
     sent = counts.tolist()
     received = exchange_counts(counts, process_group).tolist()
     rows = x.repeat(top_k, 1)[order]
@@ -155,7 +162,7 @@ class Experts(nn.Module):
 
     def forward(self, rows, counts):
         """The first counts[0] of the rows are for expert 0, the next counts[1] for expert 1, …"""
-        parts = rows.split(counts.tolist())
+        parts = rows.split(counts)
         results = []
         for part, gate_up, down in zip(parts, self.gate_up_proj, self.down_proj, strict=True):
             gate, up = F.linear(part, gate_up).chunk(2, -1)
@@ -199,8 +206,8 @@ class MoE(nn.Module):
         self.shared_experts = None
         if num_shared_experts:
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
-        self.routing = None  # of the last forward: (logits, probabilities, chosen)
-        self.losses = None  # of the last forward, if they were read: (aux_loss, z_loss)
+        self.routing = (None, None)  # logits and chosen experts of the last forward
+        self.total = None  # of all ranks' tokens: what balance_losses() needs, once it was read
         self.load = 0  # (E,), how often this rank chose each expert since update_bias()
         bias = torch.zeros(num_experts, dtype=torch.float32)  # stays 0 if it is not used
         self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
@@ -208,15 +215,14 @@ class MoE(nn.Module):
     def forward(self, x):
         tokens = x.flatten(0, -2)  # (tokens, hidden)
         weights, chosen = self.route(tokens)
-        slots, counts = self.assign_slots(chosen)
-        rows = tokens.new_zeros(counts.sum() + 1, tokens.shape[1])
+        slots, counts, num_slots = self.assign_slots(chosen)
+        rows = tokens.new_zeros(num_slots + 1, tokens.shape[1])
         rows[slots] = tokens  # slots is (k, tokens): k copies of each token
         results = self.run_experts(rows[:-1], counts)
         results = F.pad(results, (0, 0, 0, 1))  # zeros for the extra slot, of dropped choices
         output = (results[slots] * weights.T[..., None]).sum(0)  # first choice first
         if self.shared_experts is not None:
-            counts = torch.tensor([len(tokens)])
-            output = output + self.shared_experts(tokens, counts)
+            output = output + self.shared_experts(tokens, [len(tokens)])
         return output.view_as(x)
 
     def route(self, tokens):
@@ -230,14 +236,16 @@ class MoE(nn.Module):
         weights = probabilities.gather(1, chosen)
         if self.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        self.routing = (logits, probabilities, chosen)
-        self.losses = None
+        self.routing = (logits, chosen)
+        self.total = None
         if logits.requires_grad:
-            logits.register_hook(partial(forget_graph, weakref.ref(self), id(chosen)))
+            logits.register_hook(partial(forget_graph, weakref.ref(logits)))
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
-        """Return a slot for each token and choice, (k, tokens), and each expert's number of slots.
+        """Return a slot for each token and choice, (k, tokens), and how many each expert has.
+
+        Then follows how many there are in all, as a number of the host.
 
         A slot is a row's index in the tensor of all rows that the rank sends. Slots are sorted by
         expert. Within an expert, they are in GShard's order: the first choices of all tokens, then
@@ -251,39 +259,41 @@ class MoE(nn.Module):
         expert = chosen.T  # (k, tokens) is GShard's order
         order = expert.flatten().argsort(stable=True)
         slots = order.argsort().view_as(expert)  # the inverse of that permutation
-        counts = expert.flatten().bincount(minlength=E)
+        counts = count_choices(chosen, E)
         if self.training:
             self.load = self.load + counts
         if self.capacity_factor is None:
-            return slots, counts
+            return slots, counts, slots.numel()
         first_slots = counts.cumsum(0) - counts
         position = slots - first_slots[expert]  # 0 for the expert's first choice
         C = math.ceil(self.capacity_factor * self.top_k * len(chosen) / E)
         slots = torch.where(position < C, expert * C + position, E * C)
-        return slots, torch.full_like(counts, C)
+        return slots, torch.full_like(counts, C), E * C
 
     def run_experts(self, rows, counts):
         """Return the results of the rows, in their order. A row's expert may be on any rank."""
         groups = self.experts.groups
         if groups is None:
-            return self.experts(rows, counts)
+            return self.experts(rows, counts.tolist())
         group = groups.axes[0]
-        sent_counts = counts.view(groups.size, -1)  # (to rank, its expert)
-        counts = exchange_counts(sent_counts, group)  # (from rank, this rank's expert)
-        sent = sent_counts.sum(1).tolist()
-        received = counts.sum(1).tolist()
+        sent = counts.view(groups.size, -1)  # (to rank, its expert)
+        received = exchange_counts(sent, group)  # (from rank, this rank's expert)
+        # The host waits for the device here, and only here.
+        sent_counts, counts = torch.stack([sent, received]).cpu()
+        to_ranks = sent_counts.sum(1).tolist()
+        from_ranks = counts.sum(1).tolist()
         # Backward runs the last line first. There it divides the gradients by N, because an expert
         # adds up the gradients of N ranks' losses, and the loss is their mean. At the next line it
         # multiplies them by N again, because a token needs the gradient of its own rank's loss.
         N = groups.divisors[0]
-        rows = AllToAllRows.apply(rows, sent, received, group, N)
+        rows = AllToAllRows.apply(rows, to_ranks, from_ranks, group, N)
         # Received rows are sorted by sender, then by expert. The experts need them by expert.
-        experts = torch.ones_like(counts).cumsum(1)  # 1, 2, … for each sender
-        expert_of_row = experts.flatten().repeat_interleave(counts.flatten())
-        order = expert_of_row.argsort(stable=True)
-        results = self.experts(rows[order], counts.sum(0))
+        experts = torch.ones_like(received).cumsum(1).flatten()  # 1, 2, … for each sender
+        of_rows = experts.repeat_interleave(received.flatten(), output_size=len(rows))
+        order = of_rows.argsort(stable=True)
+        results = self.experts(rows[order], counts.sum(0).tolist())
         by_sender = results[order.argsort()]
-        return AllToAllRows.apply(by_sender, received, sent, group, 1 / N)
+        return AllToAllRows.apply(by_sender, from_ranks, to_ranks, group, 1 / N)
 
     # The library's part. Sections 3 and 4 have the functions.
 
@@ -316,7 +326,7 @@ class MoE(nn.Module):
 
     def __getstate__(self):
         """copy.deepcopy() calls this. It cannot copy tensors with a graph."""
-        return self.__dict__ | {"routing": None, "losses": None}
+        return self.__dict__ | {"routing": (None, None)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -371,10 +381,10 @@ def parallelize(module, process_group=None, edp_group=None, loss="mean"):
     for tensor in [*module.parameters(), *module.buffers()]:
         if not tensor.is_meta:  # has no values
             broadcast(tensor, groups)
-    for experts in (layer.experts for layer in layers):
-        experts.groups = groups
-        experts.differ_between_ranks = dist.get_process_group_ranks(groups.axes[0])
-        for parameter in experts.parameters():
+    for layer in layers:
+        layer.experts.groups = groups
+        layer.experts.differ_between_ranks = dist.get_process_group_ranks(groups.axes[0])
+        for parameter in layer.experts.parameters():
             parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
     return module
 
@@ -396,13 +406,24 @@ def average_gradients(module, process_group=None, edp_group=None):
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad.contiguous()
         axes = list(zip(groups.axes, groups.divisors, strict=True))
-        for group, divisor in axes[1:] if name in split else axes:
+        for group, divisor in axes[name in split :]:  # all, or all but the first one
             gradient /= divisor
             dist.all_reduce(gradient, group=group)
         parameter.grad.copy_(gradient)
 
 
-@torch.enable_grad()  # even if they are first read under no_grad(), the losses keep their gradient
+def forget_graph(logits_ref, grad):
+    """In backward, keep the numbers that the losses need, but not the graph.
+
+    The graph may hold modules and groups. A layer that holds its own graph is never freed, and
+    gloo's threads outlive the process group.
+    """
+    logits = logits_ref()
+    if logits is not None:  # the layer had no other forward since
+        logits.detach_()
+
+
+@torch.enable_grad()  # the losses keep their gradient even if they are read under no_grad()
 def balance_losses(layer):
     """Return aux_loss and z_loss of the last forward, for the tokens of all ranks.
 
@@ -412,42 +433,29 @@ def balance_losses(layer):
     aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
     mean probability. Only P has a gradient.
     """
-    if layer.losses or not layer.routing:
-        return layer.losses or (None, None)
-    logits, probabilities, chosen = layer.routing
+    logits, chosen = layer.routing
+    if logits is None:
+        return None, None
     E = layer.num_experts
-    counts = chosen.flatten().bincount(minlength=E)
+    counts = count_choices(chosen, E)
+    probabilities = logits.softmax(-1)
     z = logits.logsumexp(-1, keepdim=True).square()
     sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])  # over this rank's tokens
     groups = layer.experts.groups
-    total = sum_over_ranks(sums.detach().clone(), groups)
-    # `total` has no gradient. The difference is 0, and has the gradient of this rank's sums. The
+    if layer.total is None:
+        layer.total = sum_over_ranks(sums.detach().clone(), groups)
+    # The total has no gradient. The difference is 0, and has the gradient of this rank's sums. The
     # factor W cancels the division by W in average_gradients().
     W = math.prod(groups.divisors) if groups else 1
-    num_tokens = total[:E].sum().clamp(min=1) / layer.top_k
-    means = (total + W * (sums - sums.detach())) / num_tokens
-    f, P, z = means.split([E, E, 1])
+    num_tokens = layer.total[:E].sum().clamp(min=1) / layer.top_k
+    means = (layer.total + W * (sums - sums.detach())) / num_tokens
+    f, P, z_loss = means.split([E, E, 1])
     aux_loss = E / layer.top_k * (f * P).sum()
-    layer.losses = (aux_loss, z.squeeze())
-    return layer.losses
+    return aux_loss, z_loss.squeeze()
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. The library: clipping, states, and what parallelize() refuses.
-
-
-def forget_graph(layer_ref, forward_id, grad):
-    """In backward, keep the values of the losses only. Their graph may hold modules and groups.
-
-    A layer that holds its own graph is never freed, and gloo's threads outlive the process group.
-    """
-    layer = layer_ref()
-    if layer is None or id(layer.routing[2]) != forward_id:  # there was another forward since
-        return
-    if layer.losses:
-        layer.losses = [loss.detach() for loss in layer.losses]
-    logits, probabilities, chosen = layer.routing
-    layer.routing = (logits.detach(), probabilities.detach(), chosen)
 
 
 def split_parameters(module, groups=None):
@@ -479,9 +487,9 @@ def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            square = parameter.grad.to(dtype).square().sum()
-            # Each rank of the group adds a replicated parameter.
-            squares = squares + (square if name in split else square / groups.size)
+            norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
+            copies = 1 if name in split else groups.size  # which the sum adds up
+            squares = squares + norm**2 / copies
     dist.all_reduce(squares, group=process_group)
     norm = squares.sqrt()
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
@@ -490,9 +498,8 @@ def clip_grad_norm_(module, max_norm, process_group=None, edp_group=None):
 
 def full_state_dict(module, gradients=False):
     """Return a copy of the whole module's state dict, or of its gradients, on every rank."""
-    tensors = module.state_dict()
-    if gradients:
-        tensors = {name: p.grad for name, p in module.named_parameters(remove_duplicate=False)}
+    parameters = module.named_parameters(remove_duplicate=False)
+    tensors = {name: p.grad for name, p in parameters} if gradients else module.state_dict()
     tensors = copy.deepcopy(tensors)
     names, groups = split_parameters(module)
     for name in names:
@@ -535,14 +542,14 @@ def verify_split(module, layers, groups):
         facts = [groups.divisors, groups.size, groups.rank * number]
         everyone = [None] * group.size()
         dist.all_gather_object(everyone, facts, group=group)
-        if any(theirs != facts for theirs in everyone):
+        if everyone.count(facts) < len(everyone):
             raise ValueError(
                 f"ranks have (divisors, size of process_group, number in it) {everyone}; pass the "
                 "same loss, and in edp_group ranks with the same number in process_groups"
             )
+        members = set(dist.get_process_group_ranks(group))
         for name, child in module.named_modules():
-            marked = getattr(child, "differ_between_ranks", [])
-            differ = set(marked).intersection(dist.get_process_group_ranks(group))
+            differ = members.intersection(getattr(child, "differ_between_ranks", []))
             if len(differ) > 1:
                 raise ValueError(
                     f"ranks {sorted(differ)} have different values in {name}, which a broadcast "
@@ -559,7 +566,7 @@ class NaiveMoE(MoE):
 
     def forward(self, x):
         def expert(rows):
-            return self.experts(rows, torch.tensor([len(rows)]))
+            return self.experts(rows, [len(rows)])
 
         return naive_moe(x.flatten(0, -2), self.gate, expert, self.top_k).view_as(x)
 
