@@ -34,8 +34,8 @@ backwards, times (N-1)/N.
 Sharded gradients are in fp32. Zero3 gathers 16-bit parameters from the fp32 master weights. With
 fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 4Ψ/N, 4Ψ/N and 8Ψ/N. In no_sync(), Zero2
 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. In addition to the table, a bucket of
-gradients is held twice while it is reduced, and Zero3 holds the unit that runs. step() and
-clip_grad_norm_() also all-reduce one byte for each parameter tensor.
+gradients is held twice while it is reduced, Zero3 holds the unit that runs, and each step
+all-reduces one byte for each parameter tensor.
 
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
 without clipping is bitwise equal to one device that adds in the same order. If a step has several
@@ -51,18 +51,19 @@ Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
           stages 1, 2 and 3
 Left out: Muon, which needs whole matrices (muon.py: Muon, ShardedMuon), Adafactor, closures,
-          gradients that stay sparse, zero_grad(set_to_none=False), which also drops gradients,
-          offload to disk (DeepSpeed), construction on the meta device and any optimizer over
-          shards (fsdp.py), NCCL's own reduce-scatter, which adds in an order of its own, and
-          training after a forward or backward that raised; in Zero3, gathers that overlap with
-          computation (fsdp.py), modules that return their input changed in place, a view of a
-          parameter, or tensors in objects other than lists, tuples and dicts, and errors for all
-          reads and writes of freed parameters
+          gradients that stay sparse, or that stay after step(), offload to disk (DeepSpeed),
+          construction on the meta device and any optimizer over shards (fsdp.py), NCCL's own
+          reduce-scatter, which adds in an order of its own, and training after a forward or
+          backward that raised; in Zero3, gathers that overlap with computation (fsdp.py), modules
+          that return their input changed in place, a view of a parameter, or tensors in objects
+          other than lists, tuples and dicts, and errors for all reads and writes of freed
+          parameters
 """
 
 import argparse
 import copy
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -200,29 +201,26 @@ class Bucket:
     """
 
     def __init__(self, parameters, process_group, offload=None, copy_part=False):
-        first = parameters[0].data
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
 
-        starts = []
-        end = 0
-        for parameter in parameters:
-            starts.append(end)
-            # As PyTorch does. At other addresses, kernels are slower or round differently.
-            end += round_up(parameter.numel(), 64 // first.itemsize)
+        first = parameters[0].data
+        # As PyTorch does. At other addresses, kernels are slower or round differently.
+        sizes = [round_up(p.numel(), 64 // first.itemsize) for p in parameters]
+        *starts, end = itertools.accumulate(sizes, initial=0)
         # No part is empty. NCCL is faster if messages are aligned to 16 bytes.
         self.flat = first.new_zeros(round_up(max(1, end), self.N * 16 // first.itemsize))
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
-        is_16_bit = first.is_floating_point() and first.itemsize < 4
+        is_16_bit = first.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if is_16_bit else first.dtype
         self.master = self.part.to(offload or first.device, dtype, copy=copy_part)
         self.slots = [Slot(*each, self) for each in zip(parameters, starts, strict=True)]
         self.master.copy_(self.part)  # the slots have filled `flat`
 
         self.freed = False  # True while Zero3 has freed the memory of `flat`
-        # The part's gradients since zero_grad(), in the dtype of `master`: sums over ranks. step()
-        # divides them by N once, as one device does after its last backward.
+        # The part's gradients, in the dtype of `master`: sums over ranks. step() divides them by N
+        # once, as one device does after its last backward.
         self.grad = None
         # While an all-to-all runs: its handle, and the parts of the gradients that this rank adds.
         self.reducing = None
@@ -231,7 +229,6 @@ class Bucket:
         """Move the gradients out of .grad, and start to send part r of them to rank r."""
         gradients = torch.empty_like(self.flat)  # zeroing it would take 3% of a step
         for slot in self.slots:
-            check_is_here(slot)
             view = slot.view(gradients)
             if slot.parameter.grad is None:
                 view.zero_()
@@ -271,28 +268,27 @@ class Slot:
     """The place of one parameter in its bucket.
 
     This rank updates the parameter's segment, which is the part of it that lies in this rank's
-    part of the bucket. The segment may be empty.
+    part of the bucket. The segment may be empty. The numbers in the comments are those of `weight`
+    and `bias` on rank 1 in the example above.
     """
 
     def __init__(self, parameter, start, bucket):
         self.parameter = parameter
-        self.start = start  # the parameter's first element in the bucket
+        self.start = start  # the parameter's first element in the bucket: 0 and 5
         self.bucket = bucket
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
-        self.is_contiguous = parameter.is_contiguous()
-        self.pointer = None  # the address of the parameter's data, see check_is_here()
-        # Whether the bucket's `grad` has a gradient of this parameter: from this rank, and after
+        # Whether `bucket.grad` has a gradient of this parameter: from this rank, and after
         # _reduce_gradients(), from any rank.
         self.used = False
         self.attach(self.view(bucket.flat).copy_(parameter.data))
 
         size = parameter.numel()
-        start_in_part = start - bucket.part.storage_offset()  # negative if it begins before
-        # Slicing cuts off the elements after the end of the part.
-        self.in_part = slice(max(0, start_in_part), max(0, start_in_part + size))
-        self.segment = bucket.master[self.in_part]
-        self.offset = min(max(0, -start_in_part), size)  # of the segment in the parameter's memory
+        start_in_part = start - bucket.part.storage_offset()  # -4 and 1
+        end_in_part = start_in_part + size  # 1 and 4. Slicing cuts off what is beyond the part
+        self.in_part = slice(max(0, start_in_part), max(0, end_in_part))  # 0:1 and 1:4
+        self.segment = bucket.master[self.in_part]  # 5 and 6 7 8
+        self.offset = min(max(0, -start_in_part), size)  # of the segment in the parameter: 4 and 0
 
     def view(self, flat):
         """Return the parameter's part of `flat`, a whole bucket, in the parameter's shape."""
@@ -301,7 +297,7 @@ class Slot:
     def attach(self, data):
         """Let the parameter use the memory of `data`."""
         self.parameter.data = data
-        self.pointer = data.data_ptr()
+        self.pointer = data.data_ptr()  # its address, for check_is_here()
 
 
 def round_up(number, multiple):
@@ -337,8 +333,8 @@ class Zero1(torch.optim.Optimizer):
     it reaches `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
 
     Use this class's clip_grad_norm_() and zero_grad(). torch.nn.utils.clip_grad_norm_ clips by the
-    norm of each rank's own gradients. module.zero_grad() does not drop reduced gradients, and then
-    the next step() raises an error. Buffers are not synchronized after construction.
+    norm of each rank's own gradients, and module.zero_grad() does not drop reduced gradients.
+    step() drops all gradients. Buffers are not synchronized after construction.
     """
 
     _copy_part = False  # True in Zero3: the master has memory of its own
@@ -370,10 +366,9 @@ class Zero1(torch.optim.Optimizer):
         self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
+        self._agreed = False  # whether ranks know which gradients any of them has
         self._sync = True  # False in no_sync()
         self._in_backward = False  # Zero2: True until the callback at the end of a backward
-        self._stepped = False  # True from step() until zero_grad()
-        self._mixed = False  # whether gradients were added to those of the last step
 
     def _kind(self, parameter):
         """Only parameters of one kind share a bucket."""
@@ -393,8 +388,7 @@ class Zero1(torch.optim.Optimizer):
         check_step(self, closure)
         for bucket in buckets:
             adopt_writes(bucket)
-            if not self._stepped:
-                bucket.grad /= bucket.N
+            bucket.grad /= bucket.N
             grad = bucket.grad.to(bucket.master.device)
             for slot in bucket.slots:
                 if slot.used:
@@ -403,7 +397,7 @@ class Zero1(torch.optim.Optimizer):
         self._optimizer.param_groups = self._segment_groups()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._stepped = bool(buckets)
+        self.zero_grad()
         for bucket in buckets:
             if not bucket.freed:  # otherwise Zero3 gathers it in the next forward
                 bucket.all_gather()
@@ -419,22 +413,25 @@ class Zero1(torch.optim.Optimizer):
             0   it has no gradient
         """
         slots = self._slots.values()
-        own_flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
-        flags = self._buckets[0].flat.new_tensor(own_flags, dtype=torch.uint8)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
+        flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
+        if 2 in flags or not self._agreed:
+            own_flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
+            dist.all_reduce(own_flags, op=dist.ReduceOp.MAX, group=self.process_group)
+            flags = own_flags.tolist()  # the host waits for the device here
         to_reduce = []
-        for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits here
+        for slot, flag in zip(slots, flags, strict=True):
             slot.used = flag > 0
             if flag == 2 and slot.bucket not in to_reduce:
                 to_reduce.append(slot.bucket)
         for bucket in to_reduce:
             self._start_reduce(bucket)
         self._finish_reduce()
+        self._agreed = True
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
         self._finish_reduce()  # one bucket at a time, because each holds its gradients twice
-        self._mixed |= self._stepped
+        self._agreed = False
         bucket.start_reduce()
 
     def _finish_reduce(self):
@@ -444,8 +441,7 @@ class Zero1(torch.optim.Optimizer):
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, those in .grad and those already reduced, for either argument."""
         super().zero_grad()
-        self._stepped = False
-        self._mixed = False
+        self._agreed = False
         for bucket in self._buckets:
             bucket.grad = None
             for slot in bucket.slots:
@@ -479,11 +475,7 @@ class Zero1(torch.optim.Optimizer):
 
         Returns 1.0 if a gradient is inf or NaN, else 0.0.
         """
-        norm = self.clip_grad_norm_(torch.inf)  # clips nothing
-        for bucket in self._buckets:
-            if bucket.grad is not None:
-                bucket.grad /= loss_scale
-        return 1.0 - norm.isfinite().float()
+        return unscale_(self, loss_scale)
 
     def state_dict(self):
         """Return the plain optimizer's state_dict, in host memory. All ranks must call this."""
@@ -503,9 +495,7 @@ class Zero1(torch.optim.Optimizer):
 
     def sync_parameters(self):
         """Write the segments of all ranks into the parameters."""
-        for bucket in self._buckets:
-            if not bucket.freed:
-                bucket.all_gather()
+        sync_parameters(self)
 
     def add_param_group(self, param_group):
         if hasattr(self, "_buckets"):
@@ -547,8 +537,12 @@ class Zero2(Zero1):
             if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
                 leaf.register_hook(functools.partial(self._pre_backward, module))
 
-    def _pre_backward(self, module=None, gradient=None):
-        """Prepare for a backward. Many hooks call this, but only the first call does anything."""
+    def _pre_backward(self, module, gradient):
+        """A hook. Backward calls it when it has the gradient of an output of `module`."""
+        self._begin_backward()
+
+    def _begin_backward(self):
+        """Prepare for a backward. Only the first call in a backward does anything."""
         if self._in_backward:
             return
         self._in_backward = True
@@ -558,7 +552,7 @@ class Zero2(Zero1):
 
     def _post_accumulate_grad(self, parameter):
         """A hook. Backward calls it after adding to the .grad of `parameter`."""
-        self._pre_backward()
+        self._begin_backward()
         self._arrived.add(parameter)
         # A full bucket waits for those before it. Ranks may fill buckets in different orders. If
         # they also sent them in different orders, they would add up different buckets.
@@ -602,29 +596,28 @@ class Zero3(Zero2):
     def __init__(self, module, *args, units=None, **kwargs):
         around = units_around(module, units)
         # For each parameter, the innermost unit around it: several, if modules share it.
-        self._units = dict.fromkeys(module.parameters(), ())
+        self._innermost = dict.fromkeys(module.parameters(), frozenset())
         for child, outer_units in around.items():
             for parameter in child.parameters(recurse=False):
-                self._units[parameter] += (outer_units[-1],)
+                self._innermost[parameter] |= {outer_units[-1]}
         super().__init__(module, *args, **kwargs)
-        self._full_contexts = 0  # how many full_parameters() are open; nothing is freed in them
-        self._has_run = False  # whether the module's first output was checked
         self._needed = {}  # for each module, the buckets of all units around it
         for child, outer_units in around.items():
             self._needed[child] = [
                 bucket
                 for bucket in self._buckets
-                if not set(outer_units).isdisjoint(self._units[bucket.parameters[0]])
+                if self._innermost[bucket.parameters[0]].intersection(outer_units)
             ]
             child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
             if child is not module:  # which Zero2 has hooked
                 child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
-            child.register_state_dict_pre_hook(WeakHook(self._check_is_whole))
-            child.register_load_state_dict_pre_hook(WeakHook(self._check_is_whole))
+        self._kept = []  # in full_parameters(), all buckets: none is freed
+        self._has_run = False  # whether check_output() has seen an output of the module
+        refuse_state_dicts(self)
         self._unshard([])
 
     def _kind(self, parameter):
-        return *super()._kind(parameter), self._units[parameter]
+        return *super()._kind(parameter), self._innermost[parameter]
 
     def _enter(self, module, args=None):
         """A hook. `module` is about to run forward, or has been reached by backward."""
@@ -635,14 +628,13 @@ class Zero3(Zero2):
 
     def _post_forward(self, module, args, kwargs, output):
         super()._post_forward(module, args, kwargs, output)
-        if module is self.module and not (self._in_backward or self._full_contexts):
+        if module is self.module and not self._in_backward:
             check_output(self, output)
             self._unshard([])
 
-    def _pre_backward(self, module=None, gradient=None):
-        super()._pre_backward()
-        if module is not None:  # backward has reached an output of the module
-            self._enter(module)
+    def _pre_backward(self, module, gradient):
+        self._begin_backward()
+        self._enter(module)
 
     def _unshard(self, needed):
         """Gather these buckets, and free all others.
@@ -650,9 +642,7 @@ class Zero3(Zero2):
         Autograd runs nodes in the reverse order of their creation. So in backward, too, only the
         unit that begins now, and those around it, need their parameters.
         """
-        past = [b for b in self._buckets if not b.freed and b not in needed]
-        if self._full_contexts:
-            past = []
+        past = [b for b in self._buckets if not (b.freed or b in needed or b in self._kept)]
         self._reduce_past(past)
         for bucket in past:
             free(bucket)
@@ -661,7 +651,7 @@ class Zero3(Zero2):
                 unfree(bucket)
 
     def _reduce_past(self, past):
-        """Reduce the buckets of a unit that backward has left.
+        """Reduce the buckets of units that backward has left.
 
         They may not be full, if ranks use different members of a unit. So the order of collectives
         must not depend on when a bucket is full, as it does in Zero2.
@@ -674,33 +664,25 @@ class Zero3(Zero2):
                 self._start_reduce(bucket)
 
     def _post_accumulate_grad(self, parameter):
-        self._pre_backward()
+        self._begin_backward()
         self._arrived.add(parameter)
 
     def _post_backward(self):
         super()._post_backward()
         self._unshard([])
 
-    @contextmanager
+    # The library: see section 5.
+
     def full_parameters(self):
         """A context with whole parameters. The caller may write to them, alike on all ranks."""
-        self._full_contexts += 1
-        self._unshard(self._buckets)
-        try:
-            yield
-        finally:
-            self._full_contexts -= 1
-            for bucket in self._buckets:
-                adopt_writes(bucket)
-            self._unshard([])
+        return full_parameters(self)
 
     def module_state_dict(self):
         """Return the whole state_dict of the module.
 
         Load one with `with optimizer.full_parameters(): module.load_state_dict(state_dict)`.
         """
-        with self.full_parameters():
-            return copy.deepcopy(self.module.state_dict())
+        return module_state_dict(self)
 
     def _check_is_whole(self, *_):
         check_is_whole(self)
@@ -708,10 +690,10 @@ class Zero3(Zero2):
 
 def unfree(bucket):
     """Allocate the parameters of a freed bucket, and gather them."""
+    check_is_here(bucket)
     bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
     bucket.freed = False
     for slot in bucket.slots:
-        check_is_here(slot)
         slot.attach(slot.view(bucket.flat))
     bucket.all_gather()
 
@@ -742,31 +724,32 @@ def units_around(module, units=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: norms, state dicts and pieces of checkpoints.
-
-# These optimizers update each element on its own. Their state has one number for each element. The
-# entries in PER_TENSOR, such as "step", are one number for the whole parameter.
-ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
-ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
-PER_TENSOR = {"step", "mu_product", "eta", "mu"}
+# 5. The library: norms, whole parameters, state dicts and pieces of checkpoints.
 
 
 def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
     buckets = optimizer._reduce_gradients()
-    total = optimizer._buckets[0].flat.new_zeros((), dtype=torch.float64)
+    gradients = []
     for bucket in buckets:
         for slot in bucket.slots:
             if counted is None or counted(slot.parameter):
-                # abs() makes complex numbers real.
-                total += bucket.grad[slot.in_part].abs().norm(dtype=torch.float64) ** 2
+                gradients.append(bucket.grad[slot.in_part])
+    norm = nn.utils.get_total_norm(gradients).to(optimizer._buckets[0].flat.device)
+    total = norm.double() ** 2
     for group in (optimizer.process_group, *process_groups):
         dist.all_reduce(total, group=group)
-    # Before step(), the buckets have sums over ranks.
-    norm = total.sqrt() / (1 if optimizer._stepped else optimizer._buckets[0].N)
+    norm = total.sqrt() / optimizer._buckets[0].N  # until step(), gradients are sums over ranks
     if max_norm < torch.inf:  # otherwise an infinite norm would turn all gradients into NaN
         for bucket in buckets:
             bucket.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm
+
+
+def unscale_(optimizer, loss_scale):
+    norm = optimizer.clip_grad_norm_(torch.inf)  # clips nothing
+    for bucket in optimizer._reduce_gradients():
+        bucket.grad /= loss_scale
+    return 1.0 - norm.isfinite().float()
 
 
 def adopt_writes(bucket):
@@ -779,6 +762,38 @@ def adopt_writes(bucket):
         values = bucket.part.to(bucket.master.device)
         unchanged = bucket.master.to(values.dtype) == values
         bucket.master.copy_(torch.where(unchanged, bucket.master, values))
+
+
+def sync_parameters(optimizer):
+    for bucket in optimizer._buckets:
+        if not bucket.freed:
+            bucket.all_gather()
+
+
+@contextmanager
+def full_parameters(optimizer):
+    before = optimizer._kept
+    optimizer._kept = optimizer._buckets
+    optimizer._unshard(optimizer._buckets)
+    try:
+        yield
+    finally:
+        optimizer._kept = before
+        for bucket in optimizer._buckets:
+            adopt_writes(bucket)
+        optimizer._unshard([])
+
+
+def module_state_dict(optimizer):
+    with optimizer.full_parameters():
+        return copy.deepcopy(optimizer.module.state_dict())
+
+
+# These optimizers update each element on its own. Their state has one number for each element. The
+# entries in PER_TENSOR, such as "step", are one number for the whole parameter.
+ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
+ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
+PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
 def whole_state_dict(optimizer):
@@ -831,10 +846,11 @@ def split(slot, whole):
 
 def shards_of(optimizer):
     for parameter, slot in optimizer._slots.items():
-        if not slot.is_contiguous:
+        shape = tuple(parameter.shape)
+        if not torch.empty_strided(shape, slot.stride, device="meta").is_contiguous():
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is not contiguous, and a "
-                "checkpoint would permute its elements; save state_dict() instead"
+                f"a parameter of shape {shape} is not contiguous, and a checkpoint would permute "
+                "its elements; save state_dict() instead"
             )
         state = optimizer._optimizer.state[slot.segment]
         yield parameter, slot.offset, slot.segment, state
@@ -923,8 +939,8 @@ def copy_from_rank_0(module, process_group):
         tensor.detach().copy_(values.view_as(tensor))
 
 
-def check_is_here(slot):
-    if slot.parameter.data_ptr() != slot.pointer:
+def check_is_here(bucket):
+    if any(slot.parameter.data_ptr() != slot.pointer for slot in bucket.slots):
         raise RuntimeError(
             "parameters are no longer where they were: make the optimizer after module.to()"
         )
@@ -935,11 +951,16 @@ def check_step(optimizer, closure):
         raise ValueError("closures are not supported: call backward, then step() without one")
     if optimizer._in_backward:
         raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
-    if optimizer._mixed:
-        raise RuntimeError(
-            "gradients were added to those of the last step: call the optimizer's zero_grad() "
-            "after each step; that of the module does not drop reduced gradients"
-        )
+    for bucket in optimizer._buckets:
+        check_is_here(bucket)
+
+
+def refuse_state_dicts(optimizer):
+    """Let the module refuse to save or load parameters that are freed."""
+    hook = WeakHook(optimizer._check_is_whole)
+    for child in optimizer.module.modules():
+        child.register_state_dict_pre_hook(hook)
+        child.register_load_state_dict_pre_hook(hook)
 
 
 def check_is_whole(optimizer):
@@ -952,14 +973,15 @@ def check_is_whole(optimizer):
 
 def check_output(optimizer, output):
     """Look at the first output only, because the host waits for the device."""
-    if not optimizer._has_run:
-        optimizer._has_run = True
-        if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
-            raise RuntimeError(
-                "the first output has NaN, as freed parameters have: call the module, as in "
-                "self.pos(positions), instead of reading self.pos.weight, or give `units` a module "
-                "around both"
-            )
+    if optimizer._has_run or optimizer._kept:
+        return
+    optimizer._has_run = True
+    if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
+        raise RuntimeError(
+            "the first output has NaN, as freed parameters have: call the module, as in "
+            "self.pos(positions), instead of reading self.pos.weight, or give `units` a module "
+            "around both"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -984,17 +1006,18 @@ def train_class(demo, stage, passes):
     model = demo.start(stage.__name__, bitwise=True)
     optimizer = stage(model, torch.optim.AdamW, bucket_cap_mb=2, lr=1e-3)
     held_now = None
+    gradients = []  # of this rank's parts, which step() averages and drops
 
     def step(inputs, targets):
         nonlocal held_now
-        optimizer.zero_grad()
         loss = language_loss(model(demo.part(inputs)), demo.part(targets))
         loss.backward()
         held_now = held_by(optimizer)  # Zero1's gradients are still whole
+        gradients[:] = [bucket.grad for bucket in optimizer._reduce_gradients()]
         optimizer.step()
         return loss
 
-    demo.train(step, lambda: whole(optimizer))
+    demo.train(step, lambda: whole(optimizer, gradients))
     return demo.report(held_now, *cost(demo, passes))
 
 
@@ -1045,11 +1068,11 @@ def cost(demo, passes):
     return f"{passes}Ψ(N-1)/N", sent
 
 
-def whole(optimizer):
+def whole(optimizer, parts):
     gradients = {}
-    for bucket in optimizer._buckets:
-        flat = bucket.grad.new_empty(bucket.flat.numel())
-        all_gather_single(flat, bucket.grad)
+    for bucket, part in zip(optimizer._buckets, parts, strict=True):
+        flat = part.new_empty(bucket.flat.numel())
+        all_gather_single(flat, part)
         for slot in bucket.slots:
             gradients[slot.parameter] = slot.view(flat)
     parameters = list(optimizer.module.parameters())

@@ -33,15 +33,16 @@ import zero
 
 STAGES = (zero.Zero1, zero.Zero2, zero.Zero3)
 each_stage = pytest.mark.parametrize("stage", STAGES)
+whole_and_freed = pytest.mark.parametrize("stage", [zero.Zero1, zero.Zero3])
 
 
-def bitwise(ours, theirs):
+def assert_bitwise(ours, theirs):
     """Compare whole structures."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def full(optimizer):
-    """Whole parameters, of Zero3. The others have them anyway."""
+def whole(optimizer):
+    """A context with whole parameters, which only Zero3 has not always."""
     return getattr(optimizer, "full_parameters", contextlib.nullcontext)()
 
 
@@ -53,19 +54,16 @@ def plain_model(dtype=torch.float32):
     return make_model("plain", dtype)
 
 
-def batch(step=0):
-    return make_batch(pool.rank(), step)
-
-
 def backward(model, step=0, loss=batch_loss):
     loss(model, pool.rank(), step).backward()
 
 
-def backward_on_one_device(plain, rounds=((0,),), loss=batch_loss, dtype=None):
+def backward_on_one_device(plain, rounds, loss=batch_loss, dtype=None):
     """Leave the mean over ranks in .grad of `plain`, the masters of a model in `dtype`.
 
     In each round every rank adds up the gradients of these steps before they are reduced.
     """
+    plain.zero_grad()
     for steps in rounds:
         for rank in range(pool.world_size()):
             model = copy.deepcopy(plain).to(dtype)
@@ -81,9 +79,9 @@ def backward_on_one_device(plain, rounds=((0,),), loss=batch_loss, dtype=None):
 
 
 def assert_equal_to_one_device(ours, plain):
-    with full(ours):
+    with whole(ours):
         for p, q in zip(ours.module.parameters(), plain.parameters(), strict=True):
-            bitwise(p, q.to(p.dtype))
+            assert_bitwise(p, q.to(p.dtype))
 
 
 def make_pair(stage, model, name="AdamW", groups=nn.Module.parameters, offload=None, **options):
@@ -102,10 +100,8 @@ def train(stage, model, name="AdamW", loss=batch_loss, **options):
     dtype = next(model.parameters()).dtype
     ours, theirs, plain = make_pair(stage, model, name, **options)
     for step in range(3):
-        ours.zero_grad()
         backward(model, step, loss)
-        ours.step()
-        theirs.zero_grad()
+        ours.step()  # drops the gradients
         backward_on_one_device(plain, [[step]], loss, dtype if dtype.itemsize == 2 else None)
         theirs.step()
         assert_equal_to_one_device(ours, plain)
@@ -115,7 +111,7 @@ def train(stage, model, name="AdamW", loss=batch_loss, **options):
 # ---- The idea
 
 
-def idea(stage, model):
+def make_idea(stage, model):
     """Return the model to train and its sharded parameters."""
     if stage is zero.Zero3:
         model = nn.Sequential(*[zero.Zero3Unit(layer, pool.group()) for layer in model])
@@ -130,20 +126,19 @@ def idea(stage, model):
 @pool.on(3)
 def test_the_idea_trains_as_one_device(stage):
     plain = plain_model()
-    model, sharded = idea(stage, plain_model())
+    model, sharded = make_idea(stage, plain_model())
     ours = torch.optim.AdamW([each.shard for each in sharded])
     theirs = torch.optim.AdamW(plain.parameters())
     for step in range(3):
         ours.zero_grad()
-        loss_of(model(batch(step))).backward()
+        loss_of(model(make_batch(pool.rank(), step))).backward()
         assert all((each.shard.grad is None) == (stage is zero.Zero1) for each in sharded)
         assert (zero.held_bytes(model.parameters()) == 0) == (stage is zero.Zero3)
         zero.step(sharded, ours)
-        theirs.zero_grad()
         backward_on_one_device(plain, [[step]])
         theirs.step()
         for each, parameter in zip(sharded, plain.parameters(), strict=True):
-            bitwise(each.parameter, parameter)
+            assert_bitwise(each.parameter, parameter)
 
 
 @pool.on(2)
@@ -153,8 +148,10 @@ def test_the_idea_of_zero2_adds_up_backwards():
     zero.zero2_hooks([sharded])
     backward(model)
     once = sharded.shard.grad
+
     backward(model)
-    bitwise(sharded.shard.grad, 2 * once)
+
+    assert_bitwise(sharded.shard.grad, 2 * once)
 
 
 # ---- Training
@@ -170,52 +167,45 @@ class Words(nn.Module):
         self.blocks[1].weight = self.blocks[0].weight
 
     def forward(self, x):
-        hidden = self.embed(x.argmax(1))
-        hidden = F.linear(hidden.tanh(), self.embed.weight)
+        hidden = F.linear(self.embed(x.argmax(1)).tanh(), self.embed.weight)
         return F.linear(self.blocks(hidden), self.embed.weight)
 
 
-@each_stage
+@pytest.mark.parametrize(
+    "make",
+    [Words, Outer, partial(make_model, "mixed")],
+    ids=["a weight tied over units", "a checkpoint around units", "two dtypes"],
+)
 @pool.on(3)
-def test_two_dtypes_train_as_on_one_device(stage):
-    train(stage, make_model("mixed"))
-
-
-@pytest.mark.parametrize("make", [Words, Outer], ids=["tied in other units", "checkpointed units"])
-@each_stage
-@pool.on(3)
-def test_units_that_share_parameters_or_a_checkpoint_train_as_on_one_device(stage, make):
-    train(stage, make())
+def test_zero3_trains_as_one_device(make):
+    train(zero.Zero3, make())
 
 
 @pytest.mark.parametrize("name", sorted(zero.ELEMENTWISE))
 @pool.on(3)
-def test_state_of_every_elementwise_optimizer_is_that_of_one_device(name):
+def test_the_state_of_an_optimizer_is_that_of_one_device(name):
     ours, theirs, _ = train(zero.Zero1, plain_model(), name, lr=0.01)
-    bitwise(ours.state_dict(), theirs.state_dict())
+    assert_bitwise(ours.state_dict(), theirs.state_dict())
 
 
-@each_stage
 @pool.on(2)
-def test_a_compiled_model_trains_as_on_one_device(stage):
+def test_a_compiled_model_trains_as_on_one_device():
     def loss(model, rank, step):
-        model.compile(backend="eager", disable=model is plain)
+        model.compile(backend="eager", disable=model is not ours)
         return batch_loss(model, rank, step)
 
-    plain = None
-    train(stage, plain_model(), loss=loss)
+    ours = plain_model()
+    train(zero.Zero3, ours, loss=loss)
 
 
-@each_stage
 @pool.on(2)
-def test_sparse_gradients_are_made_dense(stage):
+def test_sparse_gradients_are_made_dense():
     def loss(model, rank, step):
         model.sparse = model is ours
-        tokens = make_batch(rank, step).argmax(1)
-        return model(tokens).square().sum()
+        return model(make_batch(rank, step).argmax(1)).square().sum()
 
     ours = nn.Embedding(6, 4)
-    train(stage, ours, "SGD", loss)
+    train(zero.Zero1, ours, "SGD", loss)
 
 
 def two_groups(model):
@@ -224,7 +214,7 @@ def two_groups(model):
     return [{"params": matrices}, {"params": vectors[1:], "weight_decay": 0.9, "lr": 0.05}]
 
 
-@each_stage
+@whole_and_freed
 @pool.on(3)
 def test_groups_have_options_of_their_own_and_a_parameter_may_be_in_none(stage):
     train(stage, plain_model(), groups=two_groups)
@@ -248,30 +238,27 @@ def test_micro_batches_are_added_in_the_order_of_the_docstring(stage):
     assert_equal_to_one_device(ours, plain)
 
 
-def body_random(stage, saved, numels, micros, name):
+def body_continues(stage, saved, numels, name):
     """Go on from `saved`, the parameters and the optimizer's state. Return what to go on from."""
     torch.manual_seed(1)
     model = Reader(numels)
     ours, theirs, plain = make_pair(stage, model, name, lr=0.01)
     if saved:
-        parameters, state = copy.deepcopy(saved)
-        with full(ours):
-            model.load_state_dict(parameters)
-        plain.load_state_dict(parameters)
-        ours.load_state_dict(state)
-        theirs.load_state_dict(copy.deepcopy(state))
-    for step in range(3):
-        steps = range(step * micros, (step + 1) * micros)
+        with whole(ours):
+            model.load_state_dict(saved[0])
+        plain.load_state_dict(saved[0])
+        ours.load_state_dict(saved[1])
+        theirs.load_state_dict(copy.deepcopy(saved[1]))
+    for step in range(0, 6, 2):
         ours.zero_grad()
         with ours.no_sync():
-            for number in steps:
-                backward(model, number, Reader.__call__)
+            backward(model, step, Reader.__call__)
+            backward(model, step + 1, Reader.__call__)
         ours.step()
-        theirs.zero_grad()
-        backward_on_one_device(plain, [steps], Reader.__call__)
+        backward_on_one_device(plain, [[step, step + 1]], Reader.__call__)
         theirs.step()
         assert_equal_to_one_device(ours, plain)
-    bitwise(ours.state_dict(), theirs.state_dict())
+    assert_bitwise(ours.state_dict(), theirs.state_dict())
     return copy.deepcopy((plain.state_dict(), theirs.state_dict()))
 
 
@@ -279,13 +266,12 @@ def body_random(stage, saved, numels, micros, name):
 @given(
     worlds=st.lists(st.tuples(st.integers(1, 4), st.sampled_from(STAGES)), min_size=2, max_size=2),
     numels=st.lists(st.integers(0, 70), min_size=1, max_size=7),
-    micros=st.integers(1, 2),
     name=st.sampled_from(["SGD", "AdamW"]),
 )
-def test_any_ranks_use_any_parameters_and_other_worlds_continue(worlds, numels, micros, name):
+def test_ranks_use_any_parameters_and_other_worlds_continue(worlds, numels, name):
     saved = None
     for world_size, stage in worlds:
-        saved = pool.run(world_size, body_random, stage, saved, numels, micros, name)[0]
+        saved = pool.run(world_size, body_continues, stage, saved, numels, name)[0]
 
 
 # ---- Masters
@@ -298,91 +284,72 @@ def large_loss(model, rank, step):
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
-@each_stage
+@whole_and_freed
 @pool.on(3)
 def test_16_bit_gradients_are_added_in_fp32_and_update_fp32_masters(stage, offload):
     model = plain_model(torch.float16)
     ours, theirs, plain = train(stage, model, "Adam", large_loss, lr=0.01, offload=offload)
     state = ours.state_dict()["state"]
-    expected = theirs.state_dict()["state"]
     for number, master in enumerate(plain.parameters()):
-        bitwise(state[number].pop("master"), master.detach())
-    bitwise(state, expected)
+        assert_bitwise(state[number].pop("master"), master.detach())
+    assert_bitwise(state, theirs.state_dict()["state"])
 
 
-@each_stage
+@whole_and_freed
 @pool.on(2)
 def test_a_write_to_a_16_bit_parameter_reaches_its_master_and_the_rest_keeps_its_digits(stage):
     model = plain_model(torch.bfloat16)
-    ours, theirs, plain = train(stage, model)
-    for optimizer, module in ((ours, model), (theirs, plain)):
-        with full(optimizer):
-            module[0].bias.data[:5] = 0.125
-    ours.step()
-    theirs.step()
-    assert_equal_to_one_device(ours, plain)
-
-
-@each_stage
-@pool.on(2)
-def test_a_loaded_state_restores_masters(stage):
-    model = plain_model(torch.bfloat16)
     ours, _, plain = train(stage, model)
+    for optimizer, module in ((ours, model), (None, plain)):
+        with whole(optimizer):
+            module[0].bias.data[:5] = 0.125
+    backward(model)
+    ours.param_groups[0].update(lr=0.0)
+    ours.step()
+    state = ours.state_dict()["state"]
+    for number, master in enumerate(plain.parameters()):
+        assert_bitwise(state[number]["master"], master.detach())
+
+
+@pool.on(2)
+def test_a_loaded_state_restores_masters():
+    ours, _, plain = train(zero.Zero1, plain_model(torch.bfloat16))
     state = ours.state_dict()
     for _, _, segment, _ in ours.shards():
         segment.add_(1)
+
     ours.load_state_dict(state)
+
     ours.sync_parameters()
-    bitwise(ours.state_dict(), state)
+    assert_bitwise(ours.state_dict(), state)
     assert_equal_to_one_device(ours, plain)
 
 
-@each_stage
+@whole_and_freed
 @pool.on(2)
 def test_what_is_written_to_segments_reaches_the_parameters(stage):
     optimizer = sgd(stage, plain_model())
     for _, _, segment, _ in optimizer.shards():
         segment.fill_(7)
+
     optimizer.sync_parameters()
-    with full(optimizer):
+
+    with whole(optimizer):
         assert all(parameter.eq(7).all() for parameter in optimizer.module.parameters())
 
 
 # ---- Norms
 
 
-@each_stage
-@pool.on(3)
-def test_a_second_step_uses_the_same_mean(stage):
-    model = plain_model()
-    ours, theirs, plain = make_pair(stage, model)
-    backward(model)
-    backward_on_one_device(plain)
-    norm = ours.clip_grad_norm_(math.inf)
-    for _ in range(2):
-        ours.step()
-        theirs.step()
-    assert_equal_to_one_device(ours, plain)
-    torch.testing.assert_close(ours.clip_grad_norm_(math.inf), norm)
-
-
-def norm_of(plain):
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
-    return norm.item()
-
-
-@each_stage
-@pool.on(3)
-def test_clipping_after_unscaling_and_an_overflow(stage):
+@pool.on(2)
+def test_the_norm_after_unscaling_and_of_an_overflow():
     """test_amp has a GradScaler."""
     model = plain_model()
-    optimizer = sgd(stage, model)
+    optimizer = sgd(zero.Zero2, model)
     backward(model)
     norm = optimizer.clip_grad_norm_(math.inf)
     assert optimizer.unscale_(1024.0) == 0
     assert optimizer.clip_grad_norm_(math.inf) == norm / 1024
-    optimizer.clip_grad_norm_(norm / 4096)
-    assert optimizer.clip_grad_norm_(math.inf) < norm / 4000
     model[4].bias.register_hook(lambda gradient: gradient * math.inf)
     backward(model, 1)
     assert optimizer.unscale_(1.0) == 1
@@ -392,15 +359,16 @@ def test_clipping_after_unscaling_and_an_overflow(stage):
 @each_stage
 @pool.on(3)
 def test_a_backward_after_clipping_adds_to_the_mean(stage):
-    model = plain_model()
-    plain = plain_model().double()
-    optimizer = sgd(stage, model.double())
+    model = plain_model(torch.float64)
+    plain = plain_model(torch.float64)
+    optimizer = sgd(stage, model)
     backward(model, 0)
     optimizer.clip_grad_norm_(math.inf)
     backward(model, 1)
     norm = optimizer.clip_grad_norm_(math.inf)
     backward_on_one_device(plain, [[0], [1]])
-    assert norm.item() == pytest.approx(norm_of(plain))
+    expected = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
+    assert norm.item() == pytest.approx(expected.item())
 
 
 @pool.on(3)
@@ -409,12 +377,10 @@ def test_the_norm_of_a_split_model_counts_each_parameter_once():
     model = plain_model()
     optimizer = sgd(zero.Zero1, model)
     backward(model)
-    norms = [
-        optimizer.clip_grad_norm_(math.inf, counted=lambda p, dim=dim: p.dim() == dim)
-        for dim in (1, 2)
-    ]
     norm = optimizer.clip_grad_norm_(math.inf)
-    torch.testing.assert_close(torch.stack(norms).norm(), norm)
+    matrices = optimizer.clip_grad_norm_(math.inf, counted=lambda p: p.dim() == 2)
+    vectors = optimizer.clip_grad_norm_(math.inf, counted=lambda p: p.dim() == 1)
+    torch.testing.assert_close(torch.hypot(matrices, vectors), norm)
     twice = optimizer.clip_grad_norm_(math.inf, process_groups=[pool.group()])
     torch.testing.assert_close(twice, norm * math.sqrt(3))
 
@@ -423,7 +389,7 @@ def test_the_norm_of_a_split_model_counts_each_parameter_once():
 def test_complex_gradients_are_clipped():
     model = nn.Linear(6, 5, dtype=torch.complex128)
     optimizer = sgd(zero.Zero2, model)
-    model(batch().to(torch.complex128)).abs().square().sum().backward()
+    model(make_batch(pool.rank(), 0, torch.complex128)).abs().square().sum().backward()
     assert optimizer.clip_grad_norm_(1.0) > 1.1
     assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(1.0)
 
@@ -443,7 +409,6 @@ class Costs:
         self.optimizer = stage(self.model, torch.optim.AdamW, bucket_cap_mb=0.01)
         self.psi = sum(bucket.flat.nbytes for bucket in self.optimizer._buckets)
         self.share = (N - 1) / N
-        self.flags = 2 * 16 * self.share  # a byte per tensor
 
     def backward(self):
         loss_of(self.model(self.x)).backward()
@@ -476,7 +441,6 @@ def test_bytes_held_are_those_of_the_docstring(stage, N, dtype):
     with fake_world(N, rank=N // 2):
         costs = Costs(stage, N, dtype)
         for _ in range(2):
-            costs.optimizer.zero_grad()
             costs.backward()
             held = costs.live()
             held_by = zero.held_by(costs.optimizer)
@@ -495,23 +459,28 @@ def test_bytes_held_are_those_of_the_docstring(stage, N, dtype):
         assert 0 <= measured - parameters - gradients - state <= 600
 
 
-PASSES = {zero.Zero1: (2, 2, 2), zero.Zero2: (2, 3, 2), zero.Zero3: (3, 6, 5)}
+@pytest.mark.parametrize(
+    ("stage", "one_backward", "two", "two_of_which_one_in_no_sync"),
+    [(zero.Zero1, 2, 2, 2), (zero.Zero2, 2, 3, 2), (zero.Zero3, 3, 6, 5)],
+)
+def test_bytes_sent_are_those_of_the_docstring(
+    stage, N, one_backward, two, two_of_which_one_in_no_sync
+):
+    def sent(backwards, no_sync=contextlib.nullcontext):
+        with zero.SentBytes() as sent:
+            with no_sync():
+                for _ in range(backwards - 1):
+                    costs.backward()
+            costs.backward()
+            costs.optimizer.step()
+        flags = 2 * 16 * costs.share  # a byte per tensor
+        return (sent.total - flags) / (costs.psi * costs.share)
 
-
-@each_stage
-def test_bytes_sent_are_those_of_the_docstring(stage, N):
-    """With one backward, with two, and with two of which the first is in no_sync()."""
     with fake_world(N, rank=0):
         costs = Costs(stage, N)
-        for passes, sync in zip(PASSES[stage], [(True,), (True, True), (False, True)], strict=True):
-            costs.optimizer.zero_grad()
-            with zero.SentBytes() as sent:
-                for each in sync:
-                    with contextlib.nullcontext() if each else costs.optimizer.no_sync():
-                        costs.backward()
-                costs.optimizer.step()
-            expected = passes * costs.psi * costs.share + costs.flags
-            assert sent.total == pytest.approx(expected)
+        assert sent(1) == pytest.approx(one_backward)
+        assert sent(2) == pytest.approx(two)
+        assert sent(2, costs.optimizer.no_sync) == pytest.approx(two_of_which_one_in_no_sync)
 
 
 def test_zero2_reduces_and_frees_gradients_in_backward(N):
@@ -550,7 +519,7 @@ def test_a_backward_that_reaches_no_parameter_frees_units(N):
 def test_each_bucket_is_reduced_once_in_a_backward(stage, how):
     model = Blocks(4)
     optimizer = sgd(stage, model, bucket_cap_mb=1e-4)
-    loss = loss_of(model(batch().requires_grad_(), how=HOW[how]))
+    loss = loss_of(model(make_batch(pool.rank(), 0).requires_grad_(), how=HOW[how]))
     with Collectives() as seen:
         loss.backward()
     names = [name for name, _ in seen.calls]
@@ -610,26 +579,24 @@ class Experts(nn.Module):
 @pool.on(3)
 def test_ranks_may_use_different_members_of_a_list_that_is_a_unit():
     def loss(model, rank, step):
-        x = make_batch(rank, step)
-        return loss_of(model(x, rank))
+        return loss_of(model(make_batch(rank, step), rank))
 
     model = Experts()
     units = [*model.blocks, model.experts]
-    stage = partial(zero.Zero3, units=units)
-    train(stage, model, loss=loss)
+    train(partial(zero.Zero3, units=units), model, loss=loss)
 
 
 @pool.on(2)
 def test_a_module_inside_a_unit_runs_alone_and_a_step_updates_what_it_gathered():
     model = Blocks(3)
     ours, theirs, plain = make_pair(zero.Zero3, model)
-    backward(model)
-    backward_on_one_device(plain)
     x = make_batch(0, 0)
-    bitwise(model[0].one(x), plain[0].one(x))  # stays whole until another unit runs
+    backward(model)
+    backward_on_one_device(plain, [[0]])
+    assert_bitwise(model[0].one(x), plain[0].one(x))  # stays whole until another unit runs
     ours.step()
     theirs.step()
-    bitwise(model[0].one(x), plain[0].one(x))
+    assert_bitwise(model[0].one(x), plain[0].one(x))
 
 
 @pool.on(2)
@@ -645,7 +612,7 @@ def test_in_full_parameters_the_model_is_an_ordinary_one():
         stepped = copy.deepcopy(model.state_dict())
     assert model[0].weight.isnan().all()
     assert copied[0].bias.eq(1).all()
-    bitwise(optimizer.module_state_dict(), stepped)
+    assert_bitwise(optimizer.module_state_dict(), stepped)
 
 
 @pytest.mark.parametrize(
@@ -657,7 +624,7 @@ def test_in_full_parameters_the_model_is_an_ordinary_one():
 def test_freed_parameters_are_neither_saved_nor_loaded_nor_copied(use):
     model = plain_model()
     optimizer = sgd(zero.Zero3, model)
-    with pytest.raises(RuntimeError, match=r"module_state_dict.*full_parameters"):
+    with pytest.raises(RuntimeError, match="full_parameters"):
         use(model)
     assert optimizer.module is model
 
@@ -692,13 +659,12 @@ def test_units_must_be_inside_the_module():
 # ---- Split layers
 
 
-@each_stage
 @pool.on(2)
-def test_split_layers_keep_their_values_beside_what_is_trained(stage):
+def test_split_layers_keep_their_values_beside_what_is_trained():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].differ_between_ranks = [0, 1]
     model[1].weight.data.fill_(pool.rank())
-    optimizer = sgd(stage, model, params=model[0].parameters())
+    optimizer = sgd(zero.Zero2, model, params=model[0].parameters())
     backward(model)
     optimizer.step()
     assert model[1].weight.eq(pool.rank()).all()
@@ -724,26 +690,17 @@ def test_a_group_with_one_rank_of_those_that_differ_is_trained():
 # ---- Wrong use
 
 
-def transposed_on_one_rank():
-    memory_format = (torch.contiguous_format, torch.channels_last)[pool.rank()]
-    return nn.Conv2d(2, 2, 3).to(memory_format=memory_format)
-
-
-def other_shape():
-    return nn.Linear(6, 4 + pool.rank())
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (other_shape, "shape"),
-        (transposed_on_one_rank, "strides"),
-    ],
-)
 @pool.on(2)
-def test_models_that_ranks_do_not_share_are_refused(make, words):
-    with pytest.raises(ValueError, match=words):
-        sgd(zero.Zero1, make())
+def test_shapes_that_differ_between_ranks_are_refused():
+    with pytest.raises(ValueError, match="shape"):
+        sgd(zero.Zero1, nn.Linear(6, 4 + pool.rank()))
+
+
+@pool.on(2)
+def test_strides_that_differ_between_ranks_are_refused():
+    memory_format = (torch.contiguous_format, torch.channels_last)[pool.rank()]
+    with pytest.raises(ValueError, match="strides"):
+        sgd(zero.Zero1, nn.Conv2d(2, 2, 3).to(memory_format=memory_format))
 
 
 @pytest.mark.parametrize("name", ["weight_decay", "bucket_cap_mb"])
@@ -769,13 +726,13 @@ def test_parameters_of_another_module_are_refused():
 
 @pool.on(1)
 def test_an_optimizer_that_needs_whole_matrices_is_refused():
-    with pytest.raises(ValueError, match=r"LBFGS.*AdamW"):
+    with pytest.raises(ValueError, match="LBFGS"):
         zero.Zero1(nn.Linear(2, 2), torch.optim.LBFGS, pool.group())
 
 
 @pool.on(1)
 def test_a_rank_outside_the_group_is_refused():
-    with pytest.raises(ValueError, match="not in process_group"):
+    with pytest.raises(ValueError, match="process_group"):
         zero.Zero1(nn.Linear(2, 2), torch.optim.SGD, dist.GroupMember.NON_GROUP_MEMBER)
 
 
@@ -785,20 +742,6 @@ def test_a_closure_is_an_error_and_none_is_not():
     optimizer.step(None)
     with pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: 0.0)
-
-
-@each_stage
-@pool.on(2)
-def test_gradients_that_only_the_module_dropped_are_an_error(stage):
-    """Also in buckets that had no gradients in the first step."""
-    model = Blocks(2)
-    optimizer = sgd(stage, model, bucket_cap_mb=1e-4)
-    backward(model[0])
-    optimizer.step()
-    model.zero_grad()
-    backward(model[1])
-    with pytest.raises(RuntimeError, match="zero_grad"):
-        optimizer.step()
 
 
 @pool.on(1)
@@ -823,11 +766,11 @@ def test_a_group_cannot_be_added():
 def test_pieces_of_a_permuted_parameter_are_refused():
     model = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
     optimizer = sgd(zero.Zero1, model)
-    with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\) is not contiguous"):
+    with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\)"):
         list(optimizer.shards())
 
 
-@each_stage
+@whole_and_freed
 @pool.on(1)
 def test_parameters_that_moved_are_an_error(stage):
     model = plain_model()
