@@ -51,7 +51,8 @@ Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
 Left out: attention masks other than causal; more ranks than key and value heads; label smoothing;
-          max_norm and scale_grad_by_freq of an embedding; gradients of gradients
+          max_norm and scale_grad_by_freq of an embedding; gradients of gradients; transformers'
+          Conv1D (GPT-2) and T5, whose biases have a column per head
 """
 
 import argparse
@@ -322,9 +323,10 @@ class ParallelLayer(nn.Module):
         pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
         super().__init__()
-        check_no_hooks(plain)
-        attributes = {name: x for name, x in vars(plain).items() if not name.startswith("_")}
-        vars(self).update(attributes)  # in_features, training, and so on
+        check_plain(plain)
+        for name, value in vars(plain).items():
+            if not name.startswith("_"):
+                setattr(self, name, value)  # in_features, training, and so on
         self.rank, self.world_size = rank_and_size(process_group)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
@@ -332,9 +334,6 @@ class ParallelLayer(nn.Module):
         self.input_is_parallel = input_is_parallel
         # The global ranks that hold other values. DDP, ZeRO and FSDP refuse a group of two of them.
         self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self.is_transposed = is_conv1d(plain)
-        if self.is_transposed:
-            self.split_dims = self.split_dims | {"weight": 1 - self.split_dims["weight"]}
         self.size = plain.weight.shape[self.split_dims["weight"]]  # of the dimension that is split
         self.padding = -self.size % self.world_size if pad else 0  # in rows, over all ranks
         # The size of each stacked matrix, over all ranks and in this rank's shard.
@@ -344,13 +343,12 @@ class ParallelLayer(nn.Module):
             self.register_parameter(name, None if whole is None else self.make_shard(name, whole))
         # In evaluation nn.TransformerEncoderLayer takes a fast path, which would take the shards
         # for whole weights. A hook on any layer inside it turns the fast path off.
-        self.register_forward_hook(do_nothing)
+        self.register_forward_hook(lambda *unused: None)
 
     def make_shard(self, name, whole):
         shard = nn.Parameter(self.shard(name, whole), whole.requires_grad)
-        shard.is_split = name in self.split_dims  # see check_parameters_between()
-        if shard.is_split:
-            shard.differ_between_ranks = self.differ_between_ranks  # for muon.py
+        if name in self.split_dims:  # for muon.py, and for check_parameters_between()
+            shard.differ_between_ranks = self.differ_between_ranks
         return shard
 
     def shard(self, name, whole):
@@ -368,10 +366,6 @@ class ParallelLayer(nn.Module):
         matrices = shards.split(self.part_sizes, dim + 1)  # each is (rank, *shape of a part)
         whole = torch.cat([part for parts in matrices for part in parts], dim)
         return whole.narrow(dim, 0, self.size)  # without the padding
-
-    def matrix(self):
-        """Return the weight as (outputs, inputs)."""
-        return self.weight.T if self.is_transposed else self.weight
 
 
 class ColumnLinear(Function):
@@ -417,7 +411,7 @@ class ColumnParallelLinear(ParallelLayer):
     split_dims = {"weight": 0, "bias": 0}
 
     def forward(self, x):
-        y = ColumnLinear.apply(x, self.matrix(), self.bias, self)
+        y = ColumnLinear.apply(x, self.weight, self.bias, self)
         if self.padding:
             rows = len(self.weight)
             is_padding = torch.arange(rows, device=y.device) >= self.size - self.rank * rows
@@ -443,7 +437,7 @@ class RowParallelLinear(ParallelLayer):
         if not self.is_checked:
             check_parameters_between(x)
             self.is_checked = x.requires_grad
-        return row_linear(x, self.matrix(), self.bias, self.sequence_parallel, self.process_group)
+        return row_linear(x, self.weight, self.bias, self.sequence_parallel, self.process_group)
 
 
 def scatter_to_region(x, process_group=None):
@@ -474,8 +468,6 @@ class VocabParallelEmbedding(ParallelLayer):
 
     def take_shard(self, plain, pad=True, **options):
         super().take_shard(plain, pad=pad, **options)
-        if plain.scale_grad_by_freq or plain.max_norm is not None:
-            raise ValueError("max_norm and scale_grad_by_freq are left out")
         first = self.rank * len(self.weight)
         rows = range(first, first + len(self.weight))
         # padding_idx gets no gradient. This is its row in the shard, if it is there.
@@ -584,8 +576,10 @@ class ParallelMLP(nn.Module):
         if activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
         self.activation = activation
-        stack = [ffn_hidden_size] * (2 if activation == "swiglu" else 1)
-        self.linear1 = ColumnParallelLinear(hidden_size, sum(stack), stack=stack, **options)
+        stack = 2 if activation == "swiglu" else 1
+        self.linear1 = ColumnParallelLinear(
+            hidden_size, stack * ffn_hidden_size, stack=stack, **options
+        )
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
 
     def forward(self, x):
@@ -601,15 +595,13 @@ class ParallelSelfAttention(nn.Module):
 
     def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, **options):
         super().__init__()
-        _, world_size = rank_and_size(options.get("process_group"))
-        num_kv_heads = num_kv_heads or num_heads
-        check_divides("attention heads", num_heads, world_size)
-        check_divides("key and value heads", num_kv_heads, world_size)
         self.head_dim = hidden_size // num_heads
         self.dropout = dropout
-        stack = [heads * self.head_dim for heads in (num_heads, num_kv_heads, num_kv_heads)]
+        kv_size = (num_kv_heads or num_heads) * self.head_dim
+        stack = [hidden_size, kv_size, kv_size]
         self.qkv = ColumnParallelLinear(hidden_size, sum(stack), stack=stack, **options)
         self.proj = RowParallelLinear(hidden_size, hidden_size, **options)
+        check_divides("key and value heads", kv_size // self.head_dim, self.qkv.world_size)
 
     def forward(self, x):
         qkv = self.qkv(x).split(self.qkv.part_sizes, -1)
@@ -639,24 +631,23 @@ class ParallelTransformerLayer(nn.Module):
         num_kv_heads=None,
         activation="gelu",
         dropout=0.0,
-        bias=True,
         **options,
     ):
         super().__init__()
-        ffn_hidden_size = ffn_hidden_size or 4 * hidden_size
-        options |= {"bias": bias}
         self.norm1 = nn.LayerNorm(hidden_size)
         self.self_attn = ParallelSelfAttention(
             hidden_size, num_heads, num_kv_heads, dropout, **options
         )
         self.norm2 = nn.LayerNorm(hidden_size)
-        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, **options)
+        self.mlp = ParallelMLP(
+            hidden_size, ffn_hidden_size or 4 * hidden_size, activation, **options
+        )
         self.dropout = nn.Dropout(dropout)
         if options.get("sequence_parallel"):
-            process_group = options.get("process_group")
-            self.norm1 = with_base(self.norm1, SumsGradients, process_group)
-            self.norm2 = with_base(self.norm2, SumsGradients, process_group)
-            self.dropout = with_base(self.dropout, ParallelDropout, process_group)
+            group = options.get("process_group")
+            self.norm1 = with_base(self.norm1, SumsGradients, group)
+            self.norm2 = with_base(self.norm2, SumsGradients, group)
+            self.dropout = with_base(self.dropout, ParallelDropout, group)
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
@@ -666,7 +657,7 @@ class ParallelTransformerLayer(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 5. The library: parallelize() splits the layers of a plain model. A plan gives each layer a kind:
 #
-#     "column", "row"   the first and the second matrix of a pair: nn.Linear, transformers' Conv1D
+#     "column", "row"   the first and the second matrix of a pair
 #     "qkv"             a first matrix that stacks q, k and v, which are equal in size
 #     "swiglu"          a first matrix that stacks gate and up, which are equal in size
 #     (2048, 512, 512)  a first matrix that stacks matrices of these sizes
@@ -682,8 +673,7 @@ class ParallelTransformerLayer(nn.Module):
 # embedding.
 #
 # Attention that reshapes by its own number of heads needs that of this rank: after parallelize()
-# `attention.num_heads //= t` for Whisper, `attention.n_heads //= t` for T5 (whose
-# relative_attention_bias is "column"), `attention.split_size //= t` for GPT-2.
+# `attention.num_heads //= t` for Whisper.
 #
 # These mistakes make no error:
 # - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
@@ -696,18 +686,8 @@ class ParallelTransformerLayer(nn.Module):
 #   that are frozen then, or that are no nn.Parameter in forward, such as those of FSDP.
 
 
-class ColumnParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its columns split, such as T5's biases, which have a column per head."""
-
-    split_dims = {"weight": 1}
-
-    def forward(self, tokens):
-        return F.embedding(tokens, self.weight)
-
-
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
-    ("column", nn.Embedding): ColumnParallelEmbedding.from_full,
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
@@ -749,7 +729,8 @@ def make_layer(plain, kind, process_group, sequence_parallel):
     if kind == "dropout" and type(plain) is nn.Dropout:
         return with_base(plain, ParallelDropout, process_group)
     if kind in ("norm", "replicated_with_grad_allreduce"):
-        check_replicated(plain, kind)
+        if [*plain.children(), *plain.buffers()]:
+            raise ValueError("it has buffers, or layers in it")
         is_partial = sequence_parallel or kind != "norm"
         return with_base(plain, SumsGradients, process_group) if is_partial else plain
     options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
@@ -757,7 +738,7 @@ def make_layer(plain, kind, process_group, sequence_parallel):
     if not isinstance(stack, str):
         options["stack"] = stack
         kind = "column"
-    make = KINDS.get((kind, nn.Linear if is_conv1d(plain) else type(plain)))
+    make = KINDS.get((kind, type(plain)))
     if not make:
         raise ValueError(f"use one of {list(KINDS)}")
     return make(plain, **options)
@@ -872,11 +853,6 @@ def boxes_of(layer, name, shape):
 # 7. The library: checks.
 
 
-def is_conv1d(plain):
-    """Whether `plain` is transformers' Conv1D: an nn.Linear with a weight of (inputs, outputs)."""
-    return type(plain).__name__ == "Conv1D"
-
-
 def sizes_of_matrices(size, stack, world_size):
     """Return the sizes of the matrices that a dimension of `size` stacks."""
     sizes = [size // stack] * stack if isinstance(stack, int) else list(stack)
@@ -887,12 +863,8 @@ def sizes_of_matrices(size, stack, world_size):
     return sizes
 
 
-def do_nothing(module, inputs, output):
-    pass
-
-
-def check_no_hooks(plain):
-    """Raise ValueError if `plain` has hooks, which the parallel layer would not have.
+def check_plain(plain):
+    """Raise ValueError if the parallel layer would not do all that `plain` does.
 
     nn.utils.weight_norm, nn.utils.spectral_norm and nn.utils.prune work by hooks.
     """
@@ -901,15 +873,8 @@ def check_no_hooks(plain):
         hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
     if any(hooks):
         raise ValueError("it has hooks; register hooks on the parallel layer")
-
-
-def check_replicated(plain, kind):
-    """Raise ValueError if `plain` would be wrong on a part of the activations."""
-    is_flat = all(parameter.dim() == 1 for parameter in plain.parameters())
-    if [*plain.children(), *plain.buffers()] or (kind == "norm" and not is_flat):
-        raise ValueError(
-            "a norm has parameters of one dimension; neither has buffers, or layers in it"
-        )
+    if getattr(plain, "max_norm", None) or getattr(plain, "scale_grad_by_freq", False):
+        raise ValueError("max_norm and scale_grad_by_freq are left out")
 
 
 def check_tokens(tokens, V):
@@ -938,12 +903,12 @@ def check_parameters_between(x):
             continue
         seen.add(node)
         parameter = getattr(node, "variable", None)
-        if isinstance(parameter, nn.Parameter) and not getattr(parameter, "is_split", False):
+        if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "differ_between_ranks"):
             raise ValueError(
                 f"a parameter of {tuple(parameter.shape)} is between a column and a row layer, so "
                 "a rank has only a part of its gradient; give its module the kind "
                 "'replicated_with_grad_allreduce'. If it is this rank's slice of a parameter, set "
-                "its attribute is_split = True"
+                "its attribute differ_between_ranks, a list of the ranks that have slices"
             )
         nodes += [next_node for next_node, _ in node.next_functions]
 
@@ -959,9 +924,8 @@ def describe(module, plan, sequence_parallel):
     split = {name for name, _, _ in split_parameters(module)}  # by an earlier parallelize()
     texts = {f"plan {plan}", f"{sequence_parallel=}"}
     for name, parameter in module.named_parameters():
-        total = None
-        if name not in split and not parameter.is_meta:
-            total = parameter.sum().item()
+        has_same_values = name not in split and not parameter.is_meta
+        total = parameter.sum().item() if has_same_values else None
         texts.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
     return texts
 
