@@ -95,64 +95,52 @@ from torch.utils._pytree import tree_leaves
 # 1. The idea: GPipe and 1F1B with blocking transfers. They differ in one number.
 
 
-def start_transfers(operation, tensors, peer, group):
-    """Send or receive each tensor (`dist.isend` or `dist.irecv`). Return the works to wait for.
-
-    Over NCCL, a bare isend would create a communicator for the two ranks in the middle of a step.
-    A batch of transfers uses the communicator of the group. Each batch has one transfer here. With
-    several, the sender and the receiver would have to form the same batches.
-    """
-    works = []
-    for tensor in tensors:
-        # a view of the memory, whatever the strides, which are the same on both ranks
-        message = tensor.detach().as_strided([tensor.numel()], [1])
-        transfer = dist.P2POp(operation, message, group=group, group_peer=peer)
-        works += dist.batch_isend_irecv([transfer])
-    return works
-
-
 def transfer(operation, tensor, peer, group):
-    """Send or receive, and wait. Return the tensor, unchanged if there is no such rank."""
+    """Send or receive (`dist.isend` or `dist.irecv`), and wait. Return the tensor.
+
+    It does nothing if there is no such rank.
+    """
     if 0 <= peer < dist.get_world_size(group):
-        (work,) = start_transfers(operation, [tensor], peer, group)
+        # A batch of one: over NCCL, a bare isend would create a communicator for the two ranks.
+        single = dist.P2POp(operation, tensor.detach(), group=group, group_peer=peer)
+        (work,) = dist.batch_isend_irecv([single])
         work.wait()
     return tensor
 
 
-def blocking_step(name, stage, micro_batches, loss_fn, like, process_group=None):
+def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_group=None):
     """Forward and backward of micro_batches, a list of (input, target) of the same size.
 
-    `like` has the shape and dtype of the input of a stage after the first. Return the mean loss on
-    the last rank, None elsewhere.
+    `example_input` has the shape and dtype of the inputs of all stages but the first. Return the
+    mean loss on the last rank, None elsewhere.
     """
     m = len(micro_batches)
     rank = dist.get_rank(process_group)
     last = dist.get_world_size(process_group) - 1
-    # A turn is a forward and a backward. The first turns have no backward, because no gradient is
-    # there yet, and as many turns at the end have no forward.
-    turns_before = {"gpipe": m, "1f1b": last - rank}[name]
+    # A turn is a forward and a backward. Turns before this one have no backward, because no
+    # gradient is there yet. As many turns at the end have no forward.
+    first_backward = {"gpipe": m, "1f1b": last - rank}[name]
     saved = collections.deque()  # (input, output) of each micro-batch that awaits its backward
     losses = []
-    for turn in range(m + turns_before):
+    for turn in range(m + first_backward):
         if turn < m:
             x, target = micro_batches[turn]
             if rank > 0:
-                x = transfer(dist.irecv, torch.empty_like(like), rank - 1, process_group)
+                x = transfer(dist.irecv, torch.empty_like(example_input), rank - 1, process_group)
                 x.requires_grad_()
             y = stage(x).contiguous()
             if rank == last:
                 y = loss_fn(y, target) / m
                 losses.append(y.detach())
             saved.append((x, y))
-        if turn >= turns_before:
+        if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # Receive before you send: the next rank sends the gradient of old_y first, and only
-            # then receives y. If this rank sent y first, both would wait forever. On the last rank
-            # nothing arrives, and the ones stay: the gradient of the loss.
+            # Receive before you send y. The next rank sends this gradient first, and only then
+            # receives y. If this rank is the last, the ones stay: the gradient of the loss.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
-        if turn >= turns_before:
+        if turn >= first_backward:
             old_y.backward(gradient)
             transfer(dist.isend, old_x.grad, rank - 1, process_group)
     return torch.stack(losses).sum() if rank == last else None
@@ -201,10 +189,11 @@ def split_backwards(actions, delay):
     split = []
     waiting = []  # each W whose I is in `split`, but which is not there itself
     for action in actions:
-        is_forward = action.kind == "F"
-        split.append(action if is_forward else action._replace(kind="I"))
-        if not is_forward:
-            waiting.append(action._replace(kind="W"))
+        if action.kind == "F":
+            split.append(action)
+            continue
+        split.append(action._replace(kind="I"))
+        waiting.append(action._replace(kind="W"))
         if len(waiting) > delay:
             split.append(waiting.pop(0))
     return [*split, *waiting]
@@ -262,14 +251,15 @@ def input_of(action):
 
 
 def output_of(action, last_stage):
-    """Return the message that an action gives, or None for W, which adds to .grad.
+    """Return the message that an action gives.
 
-    The last stage's forward gives its own backward the gradient to begin with. The first stage's
-    backward gives gradients to a stage -1, which no rank has.
+    The last stage's forward gives its own backward the gradient to begin with. Messages to stage -1
+    go to no rank: the first stage's backward gives the gradients of the batch's inputs, and W gives
+    nothing, because it adds to .grad.
     """
     stage, kind, i = action
     if kind == "W":
-        return None
+        return Message(-1, "nothing", i)
     if kind != "F":
         return Message(stage - 1, "gradients", i)
     if stage < last_stage:
@@ -308,7 +298,6 @@ class Pipeline(nn.Module):
         self._last_backward = {stage: i for stage, kind, i in own if kind in "BI"}
         numbers = map(str, sorted(self._last_backward))
         self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
-        self._split = [(stage, i) for stage, kind, i in own if kind == "I"]
         self._weights = set(self.parameters())  # W computes gradients of these only
         # All ranks walk through one list: the actions of all ranks, sorted by their simulated end
         # (section 5). A rank runs its own actions, and takes part in its own transfers, each right
@@ -319,7 +308,7 @@ class Pipeline(nn.Module):
         end = simulate(self.schedule).end
         actions = itertools.chain(*self.schedule)
         self._order = sorted(actions, key=lambda action: end[str(action)])
-        # Gloo sends from the host's memory. dist.get_backend_config() names each device's backend.
+        # Gloo sends from the host's memory. dist.get_backend_config() names each device's backend;
         # dist.get_backend() is "undefined" after init_process_group() without a backend.
         is_gloo = f"{self.device.type}:gloo" in dist.get_backend_config(process_group)
         self._wire = torch.device("cpu") if is_gloo else self.device  # of messages
@@ -341,12 +330,10 @@ class Pipeline(nn.Module):
                 continue
             message = output_of(action, self._last_stage)
             source = self._rank_of[action.stage]
-            destination = self._rank_of.get(message.stage) if message else None
+            destination = self._rank_of.get(message.stage)
             if source == self._rank:
-                tensors, works = self._messages.pop(input_of(action), ([], []))
-                for work in works:
-                    work.wait()
-                self._messages[message] = self.run(action, tensors), []
+                tensors = self._take(input_of(action))
+                self._messages[message] = self.run(action, tensors)
             if destination not in (source, None):
                 self._transfer(message, source, destination)
         self._wait_for_sends()
@@ -354,20 +341,29 @@ class Pipeline(nn.Module):
 
     def _start(self, inputs, targets):
         m = self.num_microbatches
-        self._messages = {}  # message -> its tensors, and works to wait for
+        self._messages = {}  # message -> its tensors
+        self._receives = {}  # message -> works to wait for before its tensors are read
         self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
-        self._deferred = {key: [] for key in self._split}  # (stage, micro-batch) -> I's list for W
+        own = self.schedule[self._rank]
+        # (stage, micro-batch) -> what I leaves to W
+        self._deferred = {(stage, i): [] for stage, kind, i in own if kind == "I"}
         self._losses = []
         if "0" in self.stages:
             for i, tensors in enumerate(split_exactly("inputs", inputs, m)):
-                self._messages[Message(0, "activations", i)] = tensors, []
+                self._messages[Message(0, "activations", i)] = tensors
         if str(self._last_stage) in self.stages:
-            self._targets = split_exactly("targets", targets, m)
+            self._targets = [target for (target,) in split_exactly("targets", targets, m)]
+
+    def _take(self, message):
+        """Return the tensors of a message. There are none if W takes it, because I has done so."""
+        for work in self._receives.pop(message, []):
+            work.wait()
+        return self._messages.pop(message, [])
 
     def run(self, action, tensors):
         """Run an action of this rank on the tensors of its input. Return those of its output."""
         stage, kind, i = action
-        deferred = self._deferred.get((stage, i))
+        deferred = self._deferred.get((stage, i))  # None if the backward is not split
         if kind == "W":
             return backward_for_weights(self._deferred.pop((stage, i)))
         with leave_weights_to_w(deferred, self._weights):
@@ -383,10 +379,9 @@ class Pipeline(nn.Module):
         inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in tensors]
         output = self.stages[str(stage)](*inputs)
         if stage == self._last_stage:
-            (target,) = self._targets[i]
-            num_targets = sum(len(target) for (target,) in self._targets)
+            target = self._targets[i]
             # Nothing but this scales the loss: a micro-batch counts by its share of the batch.
-            share = len(target) / num_targets
+            share = len(target) / sum(map(len, self._targets))
             output = self.loss_fn(output, target.to(self.device)) * share
             check_loss(output)
             self._losses.append(output.detach())
@@ -412,8 +407,8 @@ class Pipeline(nn.Module):
         All ranks call this for each transfer, in one order. So in the first step they can all join
         a broadcast of its metadata.
         """
-        tensors, _ = self._messages.pop(message, ([], []))  # empty, unless this rank is the source
-        metadata = [meta_of(tensor) for tensor in tensors]
+        tensors = self._take(message)  # none, unless this rank is the source
+        metadata = list(map(meta_of, tensors))
         key = torch.is_grad_enabled(), message
         if key not in self._metadata:
             shared = [metadata]
@@ -421,8 +416,7 @@ class Pipeline(nn.Module):
             self._metadata[key] = shared[0]
         if source == self._rank:
             check_metadata(message, self._metadata[key], metadata)
-            tensors = [tensor.detach() for tensor in tensors if tensor is not None]
-            sent = [tensor.to(self._wire, copy=True) for tensor in tensors]
+            sent = [t.detach().to(self._wire, copy=True) for t in tensors if t is not None]
             works = start_transfers(dist.isend, sent, destination, self._group)
             self._sends.extend(zip(works, sent, strict=True))
             # A message takes memory until it is received. A sender is rarely more than 4 ahead.
@@ -432,10 +426,9 @@ class Pipeline(nn.Module):
                 meta and torch.empty_strided(**meta, device=self._wire)
                 for meta in self._metadata[key]
             ]
-            works = start_transfers(
-                dist.irecv, filter(torch.is_tensor, received), source, self._group
-            )
-            self._messages[message] = received, works
+            here = filter(torch.is_tensor, received)
+            self._receives[message] = start_transfers(dist.irecv, here, source, self._group)
+            self._messages[message] = received
 
     def _wait_for_sends(self, at_most=0):
         while len(self._sends) > at_most:
@@ -443,20 +436,18 @@ class Pipeline(nn.Module):
             work.wait()
 
 
-def meta_of(tensor):
-    """Return the arguments with which torch.empty_strided allocates such a tensor on the receiver.
+def start_transfers(operation, tensors, peer, group):
+    """Send or receive each tensor (`dist.isend` or `dist.irecv`). Return the works to wait for.
 
-    Return None for None, which is the gradient of an output that the next stage does not use.
+    Each batch has one transfer. With several, both ranks would have to form the same batches.
     """
-    if tensor is None:
-        return None
-    return {
-        "size": tensor.shape,
-        # of a copy: dense, and otherwise as the tensor's, so that the next stage rounds alike
-        "stride": torch.empty_like(tensor, device="meta").stride(),
-        "dtype": tensor.dtype,
-        "requires_grad": tensor.requires_grad,
-    }
+    works = []
+    for tensor in tensors:
+        # a view of the memory, whatever the strides, which are the same on both ranks
+        flat = tensor.as_strided([tensor.numel()], [1])
+        single = dist.P2POp(operation, flat, group=group, group_peer=peer)
+        works += dist.batch_isend_irecv([single])
+    return works
 
 
 # --------------------------------------------------------------------------------------------------
@@ -486,17 +477,7 @@ def split_linear(deferred, weights, x, weight, bias=None):
     If the weight has another use, which is not split, I adds the gradient of that use, and W adds
     the others later. So the sum is not bitwise that of one device.
     """
-    can_wait = (
-        # Nothing reads the gradient before W adds it. A weight that is computed from a parameter
-        # (weight_norm, FSDP), or that has a hook (DDP), needs its gradient in I.
-        weight in weights
-        and not weight._backward_hooks
-        and not weight._post_accumulate_grad_hooks
-        # a vector or a strided x would be rounded differently below
-        and x.dim() > 1
-        and x.is_contiguous()
-    )
-    if not (can_wait and torch.is_grad_enabled() and weight.requires_grad and x.requires_grad):
+    if not can_wait(x, weight, weights):
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
     version = rows._version  # how often x has been changed in place
@@ -659,6 +640,23 @@ def agree_on_grad_mode(group, device):
         raise ValueError(f"only {number} ranks have gradients enabled; all or none must")
 
 
+def can_wait(x, weight, weights):
+    """Return whether W can compute the gradient of `weight` in F.linear(x, weight)."""
+    return (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and weight.requires_grad
+        # Nothing reads the gradient before W adds it. A weight that is computed from a parameter
+        # (weight_norm, FSDP), or that has a hook (DDP), needs its gradient in I.
+        and weight in weights
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+        # W would round the gradients of a vector or a strided x differently.
+        and x.dim() > 1
+        and x.is_contiguous()
+    )
+
+
 def as_tensors(value):
     tensors = value if isinstance(value, tuple) else (value,)
     if not tensors or not all(map(torch.is_tensor, tensors)):
@@ -682,6 +680,22 @@ def split_exactly(name, batch, number):
             "take another number of samples, or of micro-batches"
         )
     return micro_batches
+
+
+def meta_of(tensor):
+    """Return the arguments with which torch.empty_strided allocates such a tensor on the receiver.
+
+    Return None for None, which is the gradient of an output that the next stage does not use.
+    """
+    if tensor is None:
+        return None
+    return {
+        "size": tensor.shape,
+        # of a copy: dense, and otherwise as the tensor's, so that the next stage rounds alike
+        "stride": torch.empty_like(tensor, device="meta").stride(),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+    }
 
 
 def check_metadata(message, first, now):
