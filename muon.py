@@ -136,19 +136,24 @@ def naive_step(parameters, state, options, process_group=None):
 # 2. Owners: each rank gets whole matrices, with an even share of the operations and the elements.
 
 
-def operations(shape, ns_steps):
-    """Return how many operations it takes to orthogonalize a matrix: 4m²n + 2m³ in each step."""
+def operations(shape):
+    """Return how many operations a step takes to orthogonalize a matrix: 4m²n + 2m³."""
     m, n = sorted(shape)
-    return ns_steps * (4 * m**2 * n + 2 * m**3)
+    return 4 * m**2 * n + 2 * m**3
 
 
-def assign_owners(work, sizes, N):
+def assign_owners(shapes, N):
     """Return, for each of N ranks, the list of matrices that it owns.
 
-    `work` is {matrix: its operations}, and `sizes` is {matrix: its elements}. Both count, because a
-    matrix of (8, 2048) has as many elements as one of (128, 128) for 1/24 of the operations. The
-    largest matrix comes first. Each goes to the rank with the smallest load.
+    `shapes` is {matrix: its shape}. Operations and elements both count, because a matrix of
+    (8, 2048) has as many elements as one of (128, 128) for 1/24 of the operations. The largest
+    matrix comes first. Each goes to the rank with the smallest load.
     """
+    work = {}
+    sizes = {}
+    for matrix, shape in shapes.items():
+        work[matrix] = operations(shape)
+        sizes[matrix] = math.prod(shape)
     total_work = sum(work.values())
     total_size = sum(sizes.values())
     loads = {}  # as integers, so that all ranks find the same owners
@@ -209,12 +214,7 @@ class Muon(torch.optim.Optimizer):
         self.N = dist.get_world_size(process_group)
         self._find_options()
         self._start()
-        work = {}
-        sizes = {}
-        for parameter, shape in self._shapes.items():
-            work[parameter] = operations(shape, self._options[parameter]["ns_steps"])
-            sizes[parameter] = math.prod(shape)
-        self._owned = assign_owners(work, sizes, self.N)
+        self._owned = assign_owners(self._shapes, self.N)
 
     def _find_options(self):
         # {parameter: its group}. Again in each step, because load_state_dict() replaces the groups.
@@ -260,8 +260,8 @@ class Muon(torch.optim.Optimizer):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         flags = iter(flags.tolist())  # the host waits for the device
         used = []
-        for matrices in self._owned:
-            used.append([parameter for parameter in matrices if next(flags)])
+        for own in self._owned:
+            used.append([parameter for parameter in own if next(flags)])
         return used
 
     def _part_for_owner(self, parameter):
@@ -408,7 +408,7 @@ def check(optimizer):
     everyone = [None] * optimizer.N
     dist.all_gather_object(everyone, (ours, numels), group=optimizer.process_group)
     found, numels = zip(*everyone, strict=True)
-    if any(theirs != ours for theirs in found):
+    if found.count(ours) < len(found):
         raise ValueError(f"ranks have different matrices or options: {found}")
     for group in optimizer.param_groups:
         check_group(optimizer, group)
@@ -558,7 +558,7 @@ def show_owners(demo, muon, matrices):
     for block in range(len(matrices) // len(KINDS)):
         own = matrices[block * len(KINDS) :][: len(KINDS)]
         demo.show(f"  block {block + 1}    " + "  ".join(f"{owners[p]:>7}" for p in own))
-    work = [sum(operations(p.shape, 5) for p in each) for each in owned]
+    work = [sum(operations(p.shape) for p in each) for each in owned]
     sizes = [sum(p.numel() for p in each) for each in owned]
     for rank in range(N):
         share = N * work[rank] / sum(work)
