@@ -46,7 +46,6 @@ import os
 import signal
 import sys
 import time
-import weakref
 from contextlib import ContextDecorator, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -61,6 +60,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: scale the loss and keep fp32 masters; or keep fp32 weights and cast the inputs.
@@ -338,9 +338,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none=True):
         for weight in self._weights:
-            if set_to_none:
+            if set_to_none or weight.grad is None:
                 weight.grad = None
-            elif weight.grad is not None:
+            else:
                 weight.grad.zero_()
         self.optimizer.zero_grad()  # if unscale_() was called, but not step()
         self._grad_versions = None
@@ -451,16 +451,13 @@ def adopt_written_weights(optimizer):
     for weight, master, version in zip(
         optimizer._weights, optimizer._masters, optimizer._versions, strict=True
     ):
-        is_written = weight._version != version  # PyTorch counts writes, but not those to .data
-        if is_written and optimizer._is_new:
-            # DDP was made after this object, and broadcast rank 0's weights in 16 bits. All
-            # ranks' masters, even rank 0's, become these, or the ranks would differ.
-            master.copy_(weight)
-        elif is_written:
+        if weight._version != version:  # PyTorch counts writes, but not those to .data
             # The caller loaded a state dict. An element may still equal its rounded master: then
-            # the master keeps the bits that the weight does not have.
+            # the master keeps the bits that the weight does not have. But before the first step
+            # DDP has broadcast rank 0's weights in 16 bits. All ranks' masters, even rank 0's,
+            # become these, or the ranks would differ.
             is_same = master.to(optimizer.dtype) == weight
-            master.copy_(torch.where(is_same, master, weight))
+            master.copy_(torch.where(is_same & (not optimizer._is_new), master, weight))
         elif optimizer._is_new and not torch.equal(master.to(optimizer.dtype), weight):
             # A write to .data. Only the first step looks for one, because it takes time.
             raise RuntimeError(
@@ -474,18 +471,16 @@ def verify_frozen(weights, dtype):
 
     The optimizer does not have them, so it cannot cast them.
     """
-    references = [weakref.ref(weight) for weight in weights]
+    own = WeakIdKeyDictionary(dict.fromkeys(weights))  # it does not keep the model alive
 
     def hook(module, _):
-        alive = {id(reference()) for reference in references if reference() is not None}
         parameters = dict(module.named_parameters())
-        if alive and alive.isdisjoint(map(id, parameters.values())):
+        is_own = any(parameter in own for parameter in parameters.values())
+        if own and not is_own:
             return  # another model
         handle.remove()
-        if not alive:
-            return  # the model is gone, and others may have its ids
         wrong = [n for n, p in parameters.items() if not p.requires_grad and p.dtype != dtype]
-        if wrong:
+        if is_own and wrong:
             raise ValueError(
                 f"frozen parameters are not in {dtype}: {', '.join(wrong)}; call model.to({dtype}) "
                 "before you make the MixedPrecisionOptimizer"
