@@ -110,8 +110,10 @@ def gather_and_save(path, pieces, process_group=None):
     dist.all_gather_object(everyone, list(named_pieces(pieces)), group=process_group)
     wholes = {}
     for name, piece in itertools.chain(*everyone):
-        wholes.setdefault(name, piece.tensor.new_empty(piece.shape))
-        whole_piece(wholes[name]).at(piece.box).copy_(piece.tensor)
+        if name not in wholes:
+            wholes[name] = piece.tensor.new_empty(piece.shape)
+        part = whole_piece(wholes[name]).at(piece.box)
+        part.copy_(piece.tensor)
     if dist.get_rank(process_group) == 0:
         torch.save(wholes, path)
     dist.barrier(process_group)  # the file is complete when a rank returns
@@ -120,7 +122,8 @@ def gather_and_save(path, pieces, process_group=None):
 def load_and_cut(path, pieces):
     wholes = torch.load(path)
     for name, piece in named_pieces(pieces):
-        piece.tensor.copy_(whole_piece(wholes[name]).at(piece.box))
+        part = whole_piece(wholes[name]).at(piece.box)
+        piece.tensor.copy_(part)
 
 
 def whole_piece(tensor):
@@ -215,14 +218,14 @@ def named_pieces(pieces):
 
 
 def check(name, piece):
-    sizes = piece.tensor.shape
-    fits = len(sizes) == len(piece.offset) == len(piece.shape)
-    for size, start, whole in zip(sizes, piece.offset, piece.shape, strict=False):
+    tensor, shape, offset = piece
+    fits = tensor.dim() == len(offset) == len(shape)
+    for size, start, whole in zip(tensor.shape, offset, shape, strict=False):
         fits = fits and 0 <= start <= whole - size
     if not fits:
         raise ValueError(
-            f"{name}: a piece of {list(sizes)} at {list(piece.offset)} does not fit into a whole "
-            f"of {list(piece.shape)}"
+            f"{name}: a piece of {list(tensor.shape)} at {list(offset)} does not fit into a whole "
+            f"of {list(shape)}"
         )
 
 
@@ -254,10 +257,11 @@ def publish(root, rank, index):
     number = str(max(numbers, default=0) + 1)
     text = json.dumps(index)
     checksum = zlib.crc32(text.encode())
-    (root / "tmp" / "index").write_text(f"{checksum}\n{text}")
+    folder = root / "tmp"
+    (folder / "index").write_text(f"{checksum}\n{text}")
     (root / "next").write_text(number)
-    sync(root / "tmp" / "index", root / "tmp", root / "next")
-    os.rename(root / "tmp", root / number)
+    sync(folder / "index", folder, root / "next")
+    os.rename(folder, root / number)
     sync(root)
     os.replace(root / "next", root / "latest")
     sync(root)
@@ -303,16 +307,15 @@ def read(root, pieces):
                 f"{name} is {saved} in {path}, but {piece.dtype_and_shape} here: "
                 "is it the checkpoint of another model?"
             )
-        # A piece of booleans, which are True for the elements that no saved box has filled yet.
-        missing = piece._replace(tensor=torch.ones_like(piece.tensor, dtype=torch.bool))
+        missing = torch.ones_like(piece.tensor, dtype=torch.bool)  # no box has filled it yet
         for rank, boxes in enumerate(index["files"]):
             for position, checksum, box in boxes.get(name, []):
                 common = overlap(piece.box, box)
                 if common is not None:  # the box of a scalar is (), which is falsy
                     part = read_box(path / f"{rank}.bin", position, checksum, box, piece)
                     piece.at(common).copy_(part.at(common))
-                    missing.at(common).fill_(False)
-        if missing.tensor.any():
+                    piece._replace(tensor=missing).at(common).fill_(False)
+        if missing.any():
             raise ValueError(
                 f"{path} lacks elements of {name} {saved}: {piece.box} was not saved whole"
             )
@@ -350,9 +353,10 @@ def load_whole(directory):
     """
     root = Path(directory)
     _, index = open_latest(root)
-    state_dict = {}
-    for name, (dtype, shape) in index["wholes"].items():
-        state_dict[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+    state_dict = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, (dtype, shape) in index["wholes"].items()
+    }
     read(root, state_dict)
     return state_dict
 
@@ -480,41 +484,45 @@ class Sharded:
             start -= parameter.numel()  # the next parameter begins that much later
 
 
+def restart(demo, run, directory, group):
+    """Save, make a new model, and load it on the ranks of `group`."""
+    path = f"{directory}/whole"
+    done = len(demo.losses)
+    saves = demo.rank < run.world_size
+    if saves and demo.args.idea:
+        gather_and_save(path, run.pieces(), run.group)
+    elif saves:
+        save(directory, run.pieces(), {"steps": done}, run.group)
+    dist.barrier()
+    run = Sharded(language_model().to(run.flat), group)
+    if demo.args.idea:
+        load_and_cut(path, run.pieces())
+    else:
+        done = load(directory, run.pieces(), run.group)["steps"]
+    run.gather(run.flat, run.shard)
+    dist.barrier()  # the next save writes the same file
+    ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
+    demo.show(f"saved       after step {done}; loaded on {ranks}")
+    return run
+
+
 def main():
     demo = Demo()
     run = Sharded(demo.start("checkpoint", bitwise=True))
-    stops = [math.ceil(n * demo.args.steps / 3) for n in (1, 2)]
     directory = [tempfile.mkdtemp() if demo.rank == 0 else None]
     dist.broadcast_object_list(directory, 0)
     alone = [dist.new_group([rank]) for rank in range(demo.ranks)][demo.rank]
-
-    def restart(done):
-        """Save, make a new model, and load: at the first stop on one rank, then on all ranks."""
-        nonlocal run
-        saves = demo.rank < run.world_size
-        path = f"{directory[0]}/whole"
-        if saves and demo.args.idea:
-            gather_and_save(path, run.pieces(), run.group)
-        elif saves:
-            save(directory[0], run.pieces(), {"steps": done}, run.group)
-        dist.barrier()
-        run = Sharded(language_model().to(run.flat), alone if done == stops[0] else None)
-        if demo.args.idea:
-            load_and_cut(path, run.pieces())
-        else:
-            done = load(directory[0], run.pieces(), run.group)["steps"]
-        run.gather(run.flat, run.shard)
-        dist.barrier()  # the next save writes the same file
-        ranks = f"{run.world_size} rank{'s' * (run.world_size > 1)}"
-        demo.show(f"saved       after step {done}; loaded on {ranks}")
+    first, second = [math.ceil(n * demo.args.steps / 3) for n in (1, 2)]
+    stops = {second: None, first: alone}  # where it loads: on all ranks, on one rank
 
     def whole():
         """Return gradients and parameters to compare. At a stop, the parameters are loaded."""
+        nonlocal run
         run.gather(run.gradients, run.shard.grad)
         gradients = [parameter.grad for parameter in run.model.parameters()]
         done = len(demo.losses)
         if done in stops:
-            restart(done)
+            run = restart(demo, run, directory[0], stops[done])
         return gradients, run.model.parameters()
 
     demo.train(lambda *batch: run.step(*batch), whole)  # noqa: PLW0108  restart() replaces run
