@@ -1,6 +1,7 @@
 """activation_checkpoint.py beyond its claims: what it keeps and what it computes."""
 
 import gc
+import math
 from functools import partial
 
 import pool
@@ -26,7 +27,8 @@ def make_layers(number):
     torch.manual_seed(1)
     layers = nn.ModuleList()
     for _ in range(number):
-        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+        first = nn.Linear(6, 6)
+        second = nn.Linear(6, 6)
         layers.append(nn.Sequential(first, nn.Tanh(), NativeDropout(), second, nn.Dropout(0.3)))
     return layers
 
@@ -49,43 +51,65 @@ def keep_all_but_empty(operator, *args, **kwargs):
 
 
 selective = partial(ac.checkpoint, policy=ac.keep_products)
-HOW = {  # run(layers, x), and how many tensors like y live after it, of 3 layers
-    "full": (each(ac.checkpoint), 3),
-    "one in another": (partial(ac.checkpoint, each(ac.checkpoint)), 1),
-    "products": (each(selective), 6 + 3),
-    "selective in selective": (partial(selective, each(selective)), None),
-    "native dropout": (each(partial(ac.checkpoint, policy=keep_dropout)), None),
-    "all but empty tensors": (each(partial(ac.checkpoint, policy=keep_all_but_empty)), None),
-    "2 segments": (partial(ac.run_in_segments, segments=2), None),
-    "offload": (each(ac.offload_to_cpu()(plainly)), None),
-    "offload around": (ac.offload_to_cpu()(each(ac.checkpoint)), None),
+HOW = {
+    "full": each(ac.checkpoint),
+    "one in another": partial(ac.checkpoint, each(ac.checkpoint)),
+    "products": each(selective),
+    "selective in selective": partial(selective, each(selective)),
+    "native dropout": each(partial(ac.checkpoint, policy=keep_dropout)),
+    "all but empty tensors": each(partial(ac.checkpoint, policy=keep_all_but_empty)),
+    "2 segments": partial(ac.run_in_segments, segments=2),
+    "offload": each(ac.offload_to_cpu()(plainly)),
+    "offload around": ac.offload_to_cpu()(each(ac.checkpoint)),
+    "the idea": each(ac.NaiveCheckpoint.apply),
 }
+
+
+def results_of(run):
+    """Return output, gradients, and the random numbers after backward."""
+    layers = make_layers(3)
+    x = make_batch(0, 0).requires_grad_()
+    y = run(layers, x)
+    loss_of(y).backward()
+    gradients = [parameter.grad for parameter in layers.parameters()]
+    return [y.detach(), x.grad, *gradients, torch.rand(3)]
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_outputs_gradients_and_next_random_numbers_are_bitwise_those_without(how):
-    """Two backwards through one graph. Between them no more is kept, and afterwards nothing."""
-    with ac.Alive():  # the first in a process imports what it needs, and holds frames
-        make_layers(1)
-    results = []
+    expected = results_of(each(plainly))
+    torch.testing.assert_close(results_of(HOW[how]), expected, rtol=0, atol=0)
+
+
+KEPT = {"full": 3, "one in another": 1, "products": 6 + 3}  # tensors of the output's size
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_no_more_is_kept_from_forward_to_the_end_of_backward(how):
+    results_of(HOW[how])  # the first in a process imports what it needs, and holds frames
+    layers = make_layers(3)
+    x = make_batch(0, 0).requires_grad_()
+    leaves = [x, *layers.parameters()]
+    with ac.Alive() as alive:
+        y = HOW[how](layers, x)
+        kept = alive.bytes()
+        assert kept == KEPT[how] * y.nbytes
+        ones = torch.ones(())
+        gradients = torch.autograd.grad(y.sum(), leaves, ones, retain_graph=True)
+        sizes = [tensor.nbytes for tensor in (ones, *gradients)]
+        assert alive.bytes() == kept + sum(sizes)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_weights_are_freed_without_garbage_collection(how):
+    layers = make_layers(3)
+    weight = StorageWeakRef(layers[0][0].weight.untyped_storage())
     gc.disable()
-    for run, number in (HOW[how], (each(plainly), None)):
-        layers = make_layers(3)
-        x = make_batch(0, 0).requires_grad_()
-        leaves = [x, *layers.parameters()]
-        weight = StorageWeakRef(layers[0][0].weight.untyped_storage())
-        with ac.Alive() as alive:
-            y = run(layers, x)
-            kept = alive.bytes()
-            assert number in (None, kept / y.nbytes)
-            first = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
-            assert alive.bytes() == kept + sum(gradient.nbytes for gradient in first)
-        second = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
-        results.append([y.detach(), torch.rand(3), *first, *second])
-        del layers, leaves, y
-        assert weight.expired()
+    y = HOW[how](layers, make_batch(0, 0).requires_grad_())
+    loss_of(y).backward()
+    del layers, y
     gc.enable()
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert weight.expired()
 
 
 def gradient_inside(x):
@@ -101,34 +125,11 @@ def catches_all(x):
     return x
 
 
-@pytest.mark.parametrize(
-    ("how", "inside"),
-    [
-        (ac.NaiveCheckpoint.apply, torch.sin),
-        (ac.checkpoint, gradient_inside),
-        (ac.checkpoint, catches_all),
-    ],
-)
-def test_the_idea_is_right_without_dropout_and_a_function_may_call_backward(how, inside):
-    results = []
-    for run in (how, plainly):
-        layer = make_layers(1)[0].eval()
-        x = make_batch(0, 0).requires_grad_()
-        loss_of(run(lambda x, layer=layer: inside(layer(x)), x)).backward()
-        results.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_the_idea_has_the_gradients_and_next_random_numbers_of_no_checkpoint():
-    results = []
-    for how in (ac.NaiveCheckpoint.apply, plainly):
-        layers = make_layers(3)
-        x = make_batch(0, 0).requires_grad_()
-        y = each(how)(layers, x)
-        loss_of(y).backward()
-        gradients = [parameter.grad for parameter in layers.parameters()]
-        results.append([y.detach(), x.grad, *gradients, torch.rand(3)])
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+@pytest.mark.parametrize("inside", [gradient_inside, catches_all])
+def test_a_function_may_call_backward_and_catch_errors(inside):
+    expected = results_of(each(lambda layer, x: inside(layer(x))))
+    ours = results_of(each(lambda layer, x: ac.checkpoint(inside, layer(x))))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 def test_under_no_grad_a_function_may_still_compute_gradients_inside():
@@ -154,65 +155,95 @@ def test_without_preserve_rng_state_the_second_run_draws_anew_and_then_restores(
 
 @pytest.mark.parametrize(("policy", "again"), [(None, 2), (ac.keep_products, 0)])
 def test_what_policy_keeps_or_nothing_needs_is_not_computed_again(policy, again):
+    """The last product is not needed: tanh saves its output, and the linear layer its input."""
     weight = torch.randn(2, 6, 6, requires_grad=True)
     linear = nn.Linear(6, 6)
 
     def function(x):
-        x = torch.tanh(torch.tanh(x @ weight[0]) @ weight[1]).exp()  # whose output is what it saves
-        return linear(torch.sin(x)) + 1
+        for matrix in weight:
+            x = torch.tanh(x @ matrix)
+        return linear(x.exp().sin()) + 1
 
+    x = torch.randn(4, 6)  # it has no gradient
     with ac.FlopCounterMode(display=False) as flops:
-        ac.checkpoint(function, torch.randn(4, 6), policy=policy).sum().backward()
-    assert flops.get_total_flops() == (3 + again + 5) * 2 * 4 * 6 * 6  # x has no gradient
+        y = ac.checkpoint(function, x, policy=policy)
+        y.sum().backward()
+    assert flops.get_total_flops() == (3 + again + 5) * 2 * 4 * 6 * 6
 
 
-@pytest.mark.parametrize("change", [None, torch.detach, lambda y: y.detach()[0]])
-@pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6)])  # a product of three dimensions is a view
+CHANGES = {
+    "the output": lambda y: y,
+    "a detached output": torch.detach,
+    "a part of a detached output": lambda y: y.detach()[0],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("shape", [(4, 6), (2, 4, 6)], ids=["matrix", "view"])
 def test_a_kept_output_that_changes_in_place_is_an_error_not_another_number(shape, change):
     weight = torch.randn(6, 6, requires_grad=True)
 
     def function(x):
         y = x @ weight
         z = (y + 1).sin()
-        return y if change else y.mul_(2), z.cos()
+        return y, z.cos()
 
     y, z = selective(function, torch.randn(shape))
-    if change:
-        change(y).mul_(2)
+    CHANGES[change](y).mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        z.sum().backward()
+
+
+def test_a_kept_output_that_the_function_changes_in_place_is_an_error():
+    weight = torch.randn(6, 6, requires_grad=True)
+
+    def function(x):
+        y = x @ weight
+        z = (y + 1).sin()
+        return y.mul_(2), z.cos()
+
+    _, z = selective(function, torch.randn(4, 6))
     with pytest.raises(RuntimeError, match="changed in place"):
         z.sum().backward()
 
 
 def test_a_policy_that_keeps_all_is_right_if_autocast_has_cast_a_weight_before():
-    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    layer = nn.Linear(6, 6)
     gradients = []
     for how in (plainly, partial(ac.checkpoint, policy=lambda *args, **kwargs: True)):
         with torch.autocast("cpu", torch.bfloat16):
-            y = first(torch.ones(4, 6))  # casts the weight of `first`
-            z = how(lambda y: second(first(y).tanh()), y)
-        gradients.append(torch.autograd.grad(z.float().square().sum(), first.weight)[0])
+            y = layer(torch.ones(4, 6))  # casts its weight
+            z = how(lambda y: layer(layer(y).tanh()), y)
+        loss = z.float().square().sum()
+        gradients += torch.autograd.grad(loss, layer.weight)
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("l", [1, 2, 7, 16])
-def test_k_segments_keep_k_1_and_l_over_k_tensors_and_compute_all_but_the_last_again(l):
-    for k in range(1, l + 1):
-        seen = []
-        x = torch.zeros(1, requires_grad=True)
-        last = -(-l // k)  # layers of the last segment
-        layers = [lambda x, i=i, seen=seen: seen.append(i) or x.sin() for i in range(l)]
-        with ac.Alive() as alive:
-            y = ac.checkpoint_sequential(layers, k, x)
-        assert alive.bytes() == (k - 1 + last) * y.nbytes
-        y.backward()
-        assert seen[:l] == list(range(l))
-        assert sorted(seen[l:]) == list(range(l - last))
-    for k in (0, l + 1):
-        with pytest.raises(ValueError, match=f"{l} layers do not make {k} segments; take 1 to {l}"):
-            ac.checkpoint_sequential(layers, k, x)
+@pytest.mark.parametrize(("l", "k"), [(1, 1), (7, 1), (7, 3), (7, 7), (16, 4)])
+def test_k_segments_keep_k_1_and_l_over_k_tensors_and_compute_all_but_the_last_again(l, k):
+    seen = []
+    x = torch.zeros(1, requires_grad=True)
+    last = math.ceil(l / k)  # layers of the last segment
+    layers = [lambda x, i=i: seen.append(i) or x.sin() for i in range(l)]
+    with ac.Alive() as alive:
+        y = ac.checkpoint_sequential(layers, k, x)
+    assert alive.bytes() == (k - 1 + last) * y.nbytes
+    y.backward()
+    assert seen[:l] == list(range(l))
+    assert sorted(seen[l:]) == list(range(l - last))
 
 
-s, h, a, b, l = 32, 48, 3, 3, 4  # tokens, width, heads, sequences, layers
+@pytest.mark.parametrize("segments", [0, 4])
+def test_there_are_at_least_one_segment_and_at_most_as_many_as_layers(segments):
+    with pytest.raises(ValueError, match=f"3 layers do not make {segments} segments"):
+        ac.checkpoint_sequential(make_layers(3), segments, torch.ones(6))
+
+
+s = 32  # tokens
+h = 48  # width
+a = 3  # heads
+b = 3  # sequences
+l = 4  # layers
 INSIDE = 34 + 5 * a * s / h  # bytes that a layer keeps, in units of sbh, as all below
 PRODUCTS = 12 * h * h + 2 * s * h  # operations of a layer's forward per token
 COPIES = 2 + 24 * h / (s * b) * l  # offload also copies the first input and the weights
@@ -251,28 +282,31 @@ def test_a_policy_does_not_keep_collectives_because_they_write_into_their_argume
 
     x = torch.tensor(pool.rank() / 2, requires_grad=True)
     keep = {torch.ops.c10d.allreduce_.default}
-    (expected,) = torch.autograd.grad(function(x), w)
+    expected = torch.autograd.grad(function(x), w)
     output = ac.checkpoint(function, x, policy=lambda operator, *_: operator in keep)
-    assert torch.equal(torch.autograd.grad(output, w)[0], expected)
+    assert torch.autograd.grad(output, w) == expected
+
+
+def train(how, technique):
+    model = nn.Sequential()
+    model.layers = make_layers(3)
+    model.forward = partial(each(how), model.layers)
+    if technique == "fsdp":
+        for module in (*model.layers, model):
+            fsdp.fully_shard(module, process_group=pool.group())
+    else:
+        model = ddp.DDP(model, process_group=pool.group(), bucket_cap_mb=1e-4)
+    for step in range(2):
+        torch.manual_seed(step)
+        output = model(make_batch(pool.rank(), step))
+        loss_of(output).backward()
+    return [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("technique", ["ddp", "fsdp"])
 @pool.on(2)
 def test_checkpointed_layers_are_bitwise_those_without_under_other_techniques(technique):
-    group = pool.group()
-    results = []
-    for how in (ac.checkpoint, selective, plainly):
-        model = nn.Sequential()
-        model.layers = make_layers(3)
-        model.forward = partial(each(how), model.layers)
-        if technique == "fsdp":
-            for module in (*model.layers, model):
-                fsdp.fully_shard(module, process_group=group)
-        else:
-            model = ddp.DDP(model, process_group=group, bucket_cap_mb=1e-4)
-        for step in range(2):
-            torch.manual_seed(step)
-            loss_of(model(make_batch(pool.rank(), step))).backward()
-        results.append([parameter.grad for parameter in model.parameters()])
-    for ours in results[:2]:
-        torch.testing.assert_close(ours, results[2], rtol=0, atol=0)
+    expected = train(plainly, technique)
+    for how in (ac.checkpoint, selective):
+        ours = train(how, technique)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)

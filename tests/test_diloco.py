@@ -13,7 +13,6 @@ from shared import (
     OPTIMIZERS,
     Blocks,
     Watch,
-    fake_world,
     fake_world_on_meta,
     make_batch,
     make_model,
@@ -135,16 +134,6 @@ def test_bytes_on_average_and_at_once_are_those_of_the_formula(compress):
     assert sent == [0, at_once, 0, at_once]
 
 
-def test_bytes_of_1024_workers_are_those_of_the_formula():
-    with fake_world(1024, 5):
-        module = nn.Linear(1024, 1024, bias=False)
-        optimizer = torch.optim.SGD(module.parameters())
-        synchronizer = DiLoCo(module, optimizer, sync_every=1)
-        with diloco.SentBytes() as sent:
-            synchronizer.step()
-    assert sent.total == 2 * 4 * 1024 * 1023
-
-
 @pool.on(2)
 def test_outer_parameters_and_their_momentum_take_8_bytes_per_parameter():
     module = make_model("plain")
@@ -229,9 +218,9 @@ def test_a_state_is_the_same_on_every_worker_and_taking_it_changes_nothing():
         state = saved.diloco.state_dict()
         assert torch.equal(flat_parameters(saved), flat_parameters(plain))
     first, second = gathered(state)
-    means = [[mean for _, _, mean in of_one["in_flight"]] for of_one in (first, second)]
-    assert len(means[0]) == 2
-    assert_all_equal(*means)
+    assert len(first["in_flight"]) == 2
+    for (*_, mean), (*_, other) in zip(first["in_flight"], second["in_flight"], strict=True):
+        assert torch.equal(mean, other)
     assert_all_equal(first["outer"].values(), second["outer"].values())
 
 
@@ -248,9 +237,8 @@ def test_a_state_can_be_restored_again_and_again():
         worker.diloco.load_state_dict(state)
         train(worker, 9, 17)
         results.append(flat_parameters(worker).clone())
-    first, *others = results
-    for other in others:
-        assert torch.equal(other, first)
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
 
 
 @pool.on(2)
@@ -325,13 +313,10 @@ def test_a_nan_on_one_worker_is_a_nan_on_all_and_no_step_is_skipped(compress):
 
 PROBLEMS = [
     ("sync_every", 0),
-    ("num_fragments", 0),
     ("num_fragments", 3),  # H = 4 is not a multiple
     ("num_fragments", 4),  # there are three layers
     ("delay", 4),
-    ("delay", -1),
     ("mix", 1.5),
-    ("mix", -0.5),
     ("compress", "fp8"),
 ]
 
@@ -344,16 +329,13 @@ def test_a_wrong_argument_on_one_worker_is_an_error_on_all(option, value):
         make_worker(make_model("plain"), **options)
 
 
-@pytest.mark.parametrize("as_list", [False, True])
 @pool.on(2)
-def test_an_optimizer_over_other_parameters_is_an_error(as_list):
+def test_an_optimizer_over_other_parameters_is_an_error():
     module = make_model("plain")
     owner = make_model("plain") if pool.rank() == 0 else module
-    optimizer = torch.optim.SGD(owner.parameters())
-    if as_list:
-        optimizer = [torch.optim.SGD(module.parameters()), optimizer]
+    optimizers = [torch.optim.SGD(each.parameters()) for each in (module, owner)]
     with pytest.raises(ValueError, match="worker 0: an optimizer has parameters"):
-        DiLoCo(module, optimizer, process_group=pool.group())
+        DiLoCo(module, optimizers, process_group=pool.group())
 
 
 OTHERS = {"outer_lr": 0.8, "outer_momentum": 0.8, "mix": 0.4, "delay": 1, "compress": "bf16"}
@@ -367,13 +349,12 @@ def test_another_option_on_one_worker_is_an_error_on_all(option):
         make_worker(make_model("plain"), **options)
 
 
-@pytest.mark.parametrize(("change", "words"), [("double", "float64"), ("half", "float16")])
 @pool.on(3)
-def test_another_dtype_on_one_worker_is_an_error_on_all(change, words):
+def test_another_dtype_on_one_worker_is_an_error_on_all():
     module = nn.Linear(6, 3)
     if pool.rank() == 2:
-        getattr(module, change)()
-    with pytest.raises(ValueError, match=f"weight.*{words}"):
+        module.half()
+    with pytest.raises(ValueError, match=r"weight.*float16"):
         make_worker(module)
 
 
@@ -412,15 +393,6 @@ def test_the_demo_with_all_options_is_bitwise_equal_and_shows_what_is_traded():
     assert "parameters bitwise equal over 8 steps" in done.stdout
     assert "0.5 MB per step      formula 2Ψ(N-1)/N/H = 0.5 MB" in done.stdout
     assert "after step   8               60.1 MB" in done.stdout
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_demo_trains_with_the_idea_alone(ranks):
-    done = fork("diloco.py", "--idea", "--steps", 4, "--sync-every", 2, ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("diloco idea")
-    assert "parameters bitwise equal over 4 steps" in done.stdout
 
 
 @pytest.mark.cpu

@@ -1,13 +1,12 @@
 """Every technique of this project trains as one device does. Start here.
 
-Each test trains a small model for three steps on 2 and on 3 (or 4) ranks. Beside it, every rank
-trains a copy on one device, as plainly as possible. Then it compares losses, gradients and
-parameters after each step. They are bitwise equal if the same numbers are added in the same order,
-and otherwise equal within 1e-12, in float64.
+Each test trains a small model for three steps on 2 and on 3 ranks. Beside it, every rank trains a
+copy on one device, as plainly as possible. After each step the test compares losses, gradients and
+parameters: bitwise if the same numbers are added in the same order, otherwise within 1e-12.
 
 `@pool.on(2, 3)` runs a test in worker processes: first on two ranks, then on three.
-`pool.group()` is their process group. Data-parallel ranks have different data. The other files
-have a test of each further claim, and test_parallel_3d.py and test_parallel_5d.py combine them all.
+`pool.group()` is their process group. The other files have a test of each further claim, and
+test_parallel_3d.py and test_parallel_5d.py combine the techniques.
 """
 
 import copy
@@ -28,12 +27,11 @@ import pipeline
 import tensor_parallel
 import zero
 
-STEPS = 3
-
 
 def make_model():
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3)]
+    linear = [nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 3)]
+    layers = [linear[0], nn.Tanh(), linear[1], nn.Tanh(), linear[2]]
     return nn.Sequential(*layers).double()
 
 
@@ -49,8 +47,8 @@ def loss_of(model, batch):
     return (model(inputs) - targets).square().mean()
 
 
-def make_optimizer(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def backward_on_one_device(plain, step):
@@ -63,8 +61,9 @@ def backward_on_one_device(plain, step):
         parameter.grad /= pool.world_size()
 
 
-def train_beside_one_device(model, optimizer, plain, plain_optimizer, compare):
-    for step in range(STEPS):
+def train_beside_one_device(model, optimizer, plain, plain_optimizer):
+    """Yield after each step."""
+    for step in range(3):
         batch = make_batch(pool.rank(), step)
         optimizer.zero_grad()
         loss = loss_of(model, batch)
@@ -74,15 +73,13 @@ def train_beside_one_device(model, optimizer, plain, plain_optimizer, compare):
         optimizer.step()
         backward_on_one_device(plain, step)
         plain_optimizer.step()
-        compare()
+        yield step
 
 
 def assert_equal(ours, plain, bitwise):
+    tolerance = 0.0 if bitwise else 1e-12
     for a, b in zip(ours, plain, strict=True):
-        if bitwise:
-            assert torch.equal(a, b)
-        else:
-            assert (a - b).abs().max() <= 1e-12 * max(1.0, b.abs().max().item())
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
 
 
 def gradients_of(model):
@@ -99,13 +96,9 @@ def test_ddp():
     module = make_model()
     model = ddp.DistributedDataParallel(module, process_group=pool.group(), bucket_cap_mb=0.001)
     bitwise = pool.world_size() == 2
-
-    def compare():
+    for _ in train_beside_one_device(model, make_optimizer(model), plain, make_optimizer(plain)):
         assert_equal(gradients_of(module), gradients_of(plain), bitwise)
         assert_equal(module.parameters(), plain.parameters(), bitwise)
-
-    optimizers = make_optimizer(model.parameters()), make_optimizer(plain.parameters())
-    train_beside_one_device(model, optimizers[0], plain, optimizers[1], compare)
 
 
 @pytest.mark.parametrize("stage", [zero.Zero1, zero.Zero2, zero.Zero3])
@@ -115,13 +108,9 @@ def test_zero(stage):
     plain = make_model()
     model = make_model()
     optimizer = stage(model, torch.optim.SGD, pool.group(), lr=0.1, momentum=0.9)
-
-    def compare():
+    for _ in train_beside_one_device(model, optimizer, plain, make_optimizer(plain)):
         whole = optimizer.module_state_dict() if stage is zero.Zero3 else model.state_dict()
         assert_equal(whole.values(), plain.parameters(), bitwise=True)
-
-    plain_optimizer = make_optimizer(plain.parameters())
-    train_beside_one_device(model, optimizer, plain, plain_optimizer, compare)
 
 
 @pool.on(2, 3)
@@ -130,14 +119,10 @@ def test_fsdp():
     model = make_model()
     for layer in (*model[::2], model):  # the linear layers, then the whole
         fsdp.fully_shard(layer, process_group=pool.group())
-
-    def compare():
+    for _ in train_beside_one_device(model, make_optimizer(model), plain, make_optimizer(plain)):
         gradients = [fsdp.gather_full(shard, shard.grad) for shard in model.parameters()]
         assert_equal(gradients, gradients_of(plain), bitwise=True)
         assert_equal(fsdp.full_state_dict(model).values(), plain.parameters(), bitwise=True)
-
-    optimizers = make_optimizer(model.parameters()), make_optimizer(plain.parameters())
-    train_beside_one_device(model, optimizers[0], plain, optimizers[1], compare)
 
 
 @pool.on(2, 3)
@@ -149,12 +134,9 @@ def test_diloco_that_sends_every_step():
     options = {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
     worker = diloco.DiLoCo(model, inner, process_group=pool.group(), **options)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-
-    def compare():
+    for _ in train_beside_one_device(model, inner, plain, plain_optimizer):
         worker.step()
         assert_equal(model.parameters(), plain.parameters(), bitwise=False)
-
-    train_beside_one_device(model, inner, plain, plain_optimizer, compare)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
@@ -162,14 +144,12 @@ def test_diloco_that_sends_every_step():
 def test_muon():
     plain = make_model()
     model = make_model()
-    ours, theirs = ([p for p in each.parameters() if p.ndim == 2] for each in (model, plain))
+    ours = [layer.weight for layer in model[::2]]
+    theirs = [layer.weight for layer in plain[::2]]
     optimizer = muon.Muon(ours, lr=0.1, process_group=pool.group())
     plain_optimizer = torch.optim.Muon(theirs, lr=0.1)
-
-    def compare():
+    for _ in train_beside_one_device(model, optimizer, plain, plain_optimizer):
         assert_equal(ours, theirs, bitwise=True)
-
-    train_beside_one_device(model, optimizer, plain, plain_optimizer, compare)
 
 
 # ---- the model is split. All ranks have the same data
@@ -185,13 +165,14 @@ def test_tensor_parallel():
     plain = make_model()
     plan = {"0": "column", "2": "row"}
     model = tensor_parallel.parallelize(make_model(), plan, pool.group())
-    optimizers = [make_optimizer(model.parameters()), make_optimizer(plain.parameters())]
-    for step in range(STEPS):
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            optimizer.zero_grad()
+    optimizer = make_optimizer(model)
+    plain_optimizer = make_optimizer(plain)
+    for step in range(3):
+        for each, its_optimizer in ((model, optimizer), (plain, plain_optimizer)):
+            its_optimizer.zero_grad()
             loss = loss_of(each, joined_batch(step))
             loss.backward()
-            optimizer.step()
+            its_optimizer.step()
         assert_equal(model[4].weight.grad, plain[4].weight.grad, bitwise=False)
         whole = tensor_parallel.full_state_dict(model).values()
         assert_equal(whole, plain.parameters(), bitwise=False)
@@ -203,13 +184,12 @@ def test_pipeline(schedule):
     """Bitwise equal to one device that accumulates four micro-batches."""
     plain = make_model()
     rank = pool.rank()
-    layers = list(make_model())
-    cuts = {2: [0, 2, 5], 3: [0, 2, 4, 5]}[pool.world_size()]
-    stage = nn.Sequential(*layers[cuts[rank] : cuts[rank + 1]])
+    cuts = [0, 2, 5] if pool.world_size() == 2 else [0, 2, 4, 5]
+    stage = make_model()[cuts[rank] : cuts[rank + 1]]
     loss_fn = nn.functional.mse_loss
     pipe = pipeline.Pipeline(stage, schedule, 4, loss_fn, pool.group())
-    optimizers = [make_optimizer(stage.parameters()), make_optimizer(plain.parameters())]
-    for step in range(STEPS):
+    optimizers = make_optimizer(stage), make_optimizer(plain)
+    for step in range(3):
         inputs, targets = joined_batch(step)
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -233,7 +213,8 @@ def test_context_parallel(name):
     whole = torch.randn(3, 2, ranks, 12, 4, dtype=torch.float64, requires_grad=True)
     expected = flash_attention.naive_attention(*whole, causal=True)
     expected.square().sum().backward()
-    part = context_parallel.split_sequence(whole.detach(), 3, pool.group()).requires_grad_()
+    part = context_parallel.split_sequence(whole.detach(), 3, pool.group())
+    part.requires_grad_()
     attention = getattr(context_parallel, name)
 
     output = attention(*part, causal=True, process_group=pool.group())
@@ -250,18 +231,17 @@ def test_expert_parallel():
     torch.manual_seed(0)
     plain = expert_parallel.MoE(6, 8, 6).double()
     model = expert_parallel.parallelize(copy.deepcopy(plain), pool.group())
-    optimizers = [make_optimizer(model.parameters()), make_optimizer(plain.parameters())]
-    for step in range(STEPS):
-        optimizers[0].zero_grad()
-        inputs, _ = make_batch(pool.rank(), step)
-        loss = model(inputs).square().mean()
+    optimizers = make_optimizer(model), make_optimizer(plain)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        tokens, _ = make_batch(pool.rank(), step)
+        loss = model(tokens).square().mean()
         loss.backward()
         expert_parallel.average_gradients(model, pool.group())
-        optimizers[1].zero_grad()
-        for rank in range(pool.world_size()):
-            inputs, _ = make_batch(rank, step)
-            loss = plain(inputs).square().mean() / pool.world_size()
-            loss.backward()
+        tokens, _ = joined_batch(step)
+        loss = plain(tokens).square().mean()
+        loss.backward()
         gradients = expert_parallel.full_state_dict(model, gradients=True)
         assert_equal(gradients.values(), gradients_of(plain), bitwise=False)
         for optimizer in optimizers:
