@@ -208,8 +208,8 @@ class Segment:
         """Autograd, autocast, kept outputs and random numbers as when forward began."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            for arguments in self.autocasts:
-                stack.enter_context(torch.autocast(*arguments))
+            for autocast in self.autocasts:
+                stack.enter_context(autocast)
             for mode in self.modes:
                 if mode not in _get_current_function_mode_stack():
                     stack.enter_context(mode)
@@ -230,10 +230,10 @@ def kind_of(tensor):
 
 
 def current_autocasts():
-    """Return the arguments of torch.autocast that restore the state of each device type."""
+    """Return a context for each device type that restores the state of torch.autocast."""
     device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
-        (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
+        torch.autocast(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
         for each in device_types
     ]
 
@@ -259,7 +259,7 @@ class Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._unsafe_view.default:  # a part of matmul
-            # A view also shares the version counter, by which outputs_of() finds changes in place.
+            # A view also shares the version counter, by which versions_of() finds changes in place.
             with shared_versions():
                 return args[0].view(args[1])
         # Views and changes in place always run: they are never kept. So do collectives, which
@@ -271,23 +271,20 @@ class Keep(TorchDispatchMode):
         self.calls[func] += 1
         call = func, self.calls[func]
         if call in self.kept:
-            return self.outputs_of(call)
+            outputs, versions, states = self.kept[call]
+            if versions != versions_of(outputs):
+                raise RuntimeError(
+                    f"checkpoint: an output of {func} that the policy keeps was changed in place; "
+                    "change a clone of it"
+                )
+            set_random_states(states)  # the next dropout draws the same numbers as in forward
+            return detached(outputs)
         outputs = func(*args, **kwargs)
         if self.policy and self.policy(func, *args, **kwargs):
             # The second run skips this call, so it must set the generators as the call left them.
             states = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
             self.kept[call] = detached(outputs), versions_of(outputs), states
         return outputs
-
-    def outputs_of(self, call):
-        outputs, versions, states = self.kept[call]
-        if versions != versions_of(outputs):
-            raise RuntimeError(
-                f"checkpoint: an output of {call[0]} that the policy keeps was changed in place; "
-                "change a clone of it"
-            )
-        set_random_states(states)  # the next dropout draws the same numbers as in forward
-        return detached(outputs)
 
 
 def versions_of(outputs):
