@@ -261,6 +261,16 @@ def test_only_the_place_of_the_forward_decides_whether_gradients_are_averaged():
     assert model.module.weight.grad.item() == 1.5
 
 
+@pool.on(2)
+def test_two_forwards_may_come_before_their_backwards():
+    model = wrap(nn.Linear(1, 1, bias=False))
+    first = model(one_input())
+    second = model(one_input())
+    first.backward()
+    second.backward()
+    assert model.module.weight.grad.item() == 3
+
+
 @pytest.mark.parametrize("idea", [False, True], ids=["the class", "the idea"])
 @pool.on(2)
 def test_sparse_gradients_become_the_dense_mean(idea):
