@@ -283,32 +283,31 @@ def large_loss(model, rank, step):
     return 16000 * model(x).square().sum()
 
 
+def assert_masters_equal(ours, plain):
+    state = ours.state_dict()["state"]
+    masters = [state[number]["master"] for number in range(len(state))]
+    assert_bitwise(masters, [parameter.detach() for parameter in plain.parameters()])
+
+
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @whole_and_freed
 @pool.on(3)
 def test_16_bit_gradients_are_added_in_fp32_and_update_fp32_masters(stage, offload):
     model = plain_model(torch.float16)
-    ours, theirs, plain = train(stage, model, "Adam", large_loss, lr=0.01, offload=offload)
-    state = ours.state_dict()["state"]
-    for number, master in enumerate(plain.parameters()):
-        assert_bitwise(state[number].pop("master"), master.detach())
-    assert_bitwise(state, theirs.state_dict()["state"])
+    ours, _, plain = train(stage, model, "Adam", large_loss, lr=0.01, offload=offload)
+    assert_masters_equal(ours, plain)
 
 
-@whole_and_freed
 @pool.on(2)
-def test_a_write_to_a_16_bit_parameter_reaches_its_master_and_the_rest_keeps_its_digits(stage):
+def test_a_write_to_a_16_bit_parameter_reaches_its_master_and_the_rest_keeps_its_digits():
     model = plain_model(torch.bfloat16)
-    ours, _, plain = train(stage, model)
-    for optimizer, module in ((ours, model), (None, plain)):
-        with whole(optimizer):
-            module[0].bias.data[:5] = 0.125
+    ours, _, plain = train(zero.Zero1, model)
+    for module in (model, plain):
+        module[0].bias.data[:5] = 0.125
+    ours.param_groups[0]["lr"] = 0.0
     backward(model)
-    ours.param_groups[0].update(lr=0.0)
     ours.step()
-    state = ours.state_dict()["state"]
-    for number, master in enumerate(plain.parameters()):
-        assert_bitwise(state[number]["master"], master.detach())
+    assert_masters_equal(ours, plain)
 
 
 @pool.on(2)
@@ -317,12 +316,8 @@ def test_a_loaded_state_restores_masters():
     state = ours.state_dict()
     for _, _, segment, _ in ours.shards():
         segment.add_(1)
-
     ours.load_state_dict(state)
-
-    ours.sync_parameters()
-    assert_bitwise(ours.state_dict(), state)
-    assert_equal_to_one_device(ours, plain)
+    assert_masters_equal(ours, plain)
 
 
 @whole_and_freed
@@ -331,9 +326,7 @@ def test_what_is_written_to_segments_reaches_the_parameters(stage):
     optimizer = sgd(stage, plain_model())
     for _, _, segment, _ in optimizer.shards():
         segment.fill_(7)
-
     optimizer.sync_parameters()
-
     with whole(optimizer):
         assert all(parameter.eq(7).all() for parameter in optimizer.module.parameters())
 
@@ -342,18 +335,13 @@ def test_what_is_written_to_segments_reaches_the_parameters(stage):
 
 
 @pool.on(2)
-def test_the_norm_after_unscaling_and_of_an_overflow():
-    """test_amp has a GradScaler."""
+def test_the_norm_of_an_overflow_is_inf_and_not_nan():
     model = plain_model()
     optimizer = sgd(zero.Zero2, model)
+    model[4].bias.register_hook(lambda gradient: gradient + math.inf)
     backward(model)
-    norm = optimizer.clip_grad_norm_(math.inf)
-    assert optimizer.unscale_(1024.0) == 0
-    assert optimizer.clip_grad_norm_(math.inf) == norm / 1024
-    model[4].bias.register_hook(lambda gradient: gradient * math.inf)
-    backward(model, 1)
-    assert optimizer.unscale_(1.0) == 1
-    assert optimizer.clip_grad_norm_(math.inf).isinf()  # not NaN
+    assert optimizer.clip_grad_norm_(math.inf).isinf()
+    assert optimizer.clip_grad_norm_(math.inf).isinf()
 
 
 @each_stage
@@ -369,29 +357,6 @@ def test_a_backward_after_clipping_adds_to_the_mean(stage):
     backward_on_one_device(plain, [[0], [1]])
     expected = nn.utils.get_total_norm([parameter.grad for parameter in plain.parameters()])
     assert norm.item() == pytest.approx(expected.item())
-
-
-@pool.on(3)
-def test_the_norm_of_a_split_model_counts_each_parameter_once():
-    """The group of all ranks stands for one of model parallelism."""
-    model = plain_model()
-    optimizer = sgd(zero.Zero1, model)
-    backward(model)
-    norm = optimizer.clip_grad_norm_(math.inf)
-    matrices = optimizer.clip_grad_norm_(math.inf, counted=lambda p: p.dim() == 2)
-    vectors = optimizer.clip_grad_norm_(math.inf, counted=lambda p: p.dim() == 1)
-    torch.testing.assert_close(torch.hypot(matrices, vectors), norm)
-    twice = optimizer.clip_grad_norm_(math.inf, process_groups=[pool.group()])
-    torch.testing.assert_close(twice, norm * math.sqrt(3))
-
-
-@pool.on(2)
-def test_complex_gradients_are_clipped():
-    model = nn.Linear(6, 5, dtype=torch.complex128)
-    optimizer = sgd(zero.Zero2, model)
-    model(make_batch(pool.rank(), 0, torch.complex128)).abs().square().sum().backward()
-    assert optimizer.clip_grad_norm_(1.0) > 1.1
-    assert optimizer.clip_grad_norm_(1.0).item() == pytest.approx(1.0)
 
 
 # ---- Costs
@@ -440,23 +405,20 @@ def N(request):
 def test_bytes_held_are_those_of_the_docstring(stage, N, dtype):
     with fake_world(N, rank=N // 2):
         costs = Costs(stage, N, dtype)
-        for _ in range(2):
-            costs.backward()
-            held = costs.live()
-            held_by = zero.held_by(costs.optimizer)
-            costs.optimizer.step()
+        costs.backward()
+        costs.optimizer.step()
+        costs.backward()
+        held = costs.live()
     psi = costs.psi  # 16-bit masters and sums are in fp32, and Zero3 gathers from the masters
     is_low = dtype == torch.bfloat16
+    state = psi * (6 if is_low else 2) / N
+    parameters = psi
     gradients = psi * (2 if is_low else 1) / N
     if stage is zero.Zero1:
         gradients = sum(p.nbytes for p in costs.model.parameters())
-    state = psi * (6 if is_low else 2) / N
-    parameters = psi
     if stage is zero.Zero3:
         parameters = 0 if is_low else psi / N
-    assert held_by[:2] == (parameters, gradients)
-    for measured in (held, sum(held_by)):
-        assert 0 <= measured - parameters - gradients - state <= 600
+    assert 0 <= held - parameters - gradients - state <= 600
 
 
 @pytest.mark.parametrize(
@@ -505,14 +467,6 @@ def test_zero3_holds_one_unit_in_forward_and_backward(N):
     assert max(whole for _, whole in watch.seen) == costs.psi / 8
 
 
-def test_a_backward_that_reaches_no_parameter_frees_units(N):
-    with fake_world(N, rank=0):
-        costs = Costs(zero.Zero3, N)
-        y = costs.model(costs.x.requires_grad_())
-        torch.autograd.grad(y.sum(), costs.x)
-        assert costs.whole() == 0
-
-
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])
 @pool.on(2)
@@ -524,14 +478,6 @@ def test_each_bucket_is_reduced_once_in_a_backward(stage, how):
         loss.backward()
     names = [name for name, _ in seen.calls]
     assert names.count("alltoall_base_") == len(optimizer._buckets)
-
-
-def test_buckets_are_in_the_order_of_backward_and_of_one_kind():
-    parameters = [nn.Parameter(torch.tensor(float(number))) for number in range(6)]
-    kinds = dict(zip(parameters, "abaccc", strict=True))
-    buckets = zero.assign_buckets(parameters, kinds.get, cap_bytes=8)
-    numbers = [[int(parameter) for parameter in bucket] for bucket in buckets]
-    assert numbers == [[5, 4], [2, 0], [3], [1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -560,30 +506,15 @@ def test_an_optimizer_that_is_gone_leaves_an_ordinary_model():
 # ---- Zero3
 
 
-class Experts(nn.Module):
-    """Each rank uses other experts: the first rank one, the second two, and so on."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x, rank):
-        x = self.blocks[0](x).tanh()
-        x = self.blocks[1](x)
-        for expert in self.experts[: rank + 1]:
-            x = torch.tanh(expert(x))
-        return self.blocks[2](x)
-
-
 @pool.on(3)
 def test_ranks_may_use_different_members_of_a_list_that_is_a_unit():
     def loss(model, rank, step):
-        return loss_of(model(make_batch(rank, step), rank))
+        x = model[0](make_batch(rank, step))
+        x = model[1](x.tanh(), which=range(rank + 1))
+        return loss_of(model[2](x))
 
-    model = Experts()
-    units = [*model.blocks, model.experts]
-    train(partial(zero.Zero3, units=units), model, loss=loss)
+    model = nn.Sequential(nn.Linear(6, 6), Blocks(3), nn.Linear(3, 3))
+    train(partial(zero.Zero3, units=list(model)), model, loss=loss)
 
 
 @pool.on(2)
@@ -629,25 +560,16 @@ def test_freed_parameters_are_neither_saved_nor_loaded_nor_copied(use):
     assert optimizer.module is model
 
 
-class Positions(nn.ModuleList):
-    """Reads the weight of its position embedding, instead of calling it."""
-
-    def __init__(self):
-        super().__init__(nn.Embedding(9, 4) for _ in range(2))
-
-    def forward(self, tokens):
-        return self[0](tokens) + self[1].weight[: len(tokens)]
-
-
 @pool.on(2)
 def test_the_first_forward_says_that_a_freed_parameter_was_read():
-    model = Positions()
-    tokens = torch.tensor([0, 1, 2])
-    optimizer = sgd(zero.Zero3, model)
+    """Words reads the weight of its embedding, which is a unit here."""
+    model = Words()
+    optimizer = sgd(zero.Zero3, model, units=[model.embed, model.blocks])
+    x = make_batch(0, 0)
     with optimizer.full_parameters():  # in which it may be read
-        assert model(tokens).isfinite().all()
+        assert model(x).isfinite().all()
     with pytest.raises(RuntimeError, match="NaN"):
-        model(tokens)
+        model(x)
 
 
 @pool.on(1)
@@ -661,20 +583,20 @@ def test_units_must_be_inside_the_module():
 
 @pool.on(2)
 def test_split_layers_keep_their_values_beside_what_is_trained():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].differ_between_ranks = [0, 1]
-    model[1].weight.data.fill_(pool.rank())
-    optimizer = sgd(zero.Zero2, model, params=model[0].parameters())
+    model = plain_model()
+    model[4].differ_between_ranks = [0, 1]
+    model[4].bias.data.fill_(pool.rank())
+    optimizer = sgd(zero.Zero1, model, params=model[:4].parameters())
     backward(model)
     optimizer.step()
-    assert model[1].weight.eq(pool.rank()).all()
-    assert model[1].weight.grad is not None
+    assert model[4].bias.eq(pool.rank()).all()
+    assert model[4].bias.grad is not None
 
 
 @pool.on(2)
 def test_a_group_with_two_ranks_that_differ_is_refused():
-    model = nn.Linear(6, 6)
-    model.differ_between_ranks = [0, 1, 7]
+    model = plain_model()
+    model[0].differ_between_ranks = [0, 1, 7]
     with pytest.raises(ValueError, match="different values"):
         sgd(zero.Zero1, model)
 
@@ -691,16 +613,9 @@ def test_a_group_with_one_rank_of_those_that_differ_is_trained():
 
 
 @pool.on(2)
-def test_shapes_that_differ_between_ranks_are_refused():
+def test_models_that_differ_between_ranks_are_refused():
     with pytest.raises(ValueError, match="shape"):
         sgd(zero.Zero1, nn.Linear(6, 4 + pool.rank()))
-
-
-@pool.on(2)
-def test_strides_that_differ_between_ranks_are_refused():
-    memory_format = (torch.contiguous_format, torch.channels_last)[pool.rank()]
-    with pytest.raises(ValueError, match="strides"):
-        sgd(zero.Zero1, nn.Conv2d(2, 2, 3).to(memory_format=memory_format))
 
 
 @pytest.mark.parametrize("name", ["weight_decay", "bucket_cap_mb"])
@@ -737,11 +652,9 @@ def test_a_rank_outside_the_group_is_refused():
 
 
 @pool.on(1)
-def test_a_closure_is_an_error_and_none_is_not():
-    optimizer = sgd(zero.Zero1, plain_model())
-    optimizer.step(None)
+def test_a_closure_is_an_error():
     with pytest.raises(ValueError, match="closure"):
-        optimizer.step(lambda: 0.0)
+        sgd(zero.Zero1, plain_model()).step(lambda: 0.0)
 
 
 @pool.on(1)
@@ -764,9 +677,8 @@ def test_a_group_cannot_be_added():
 
 @pool.on(1)
 def test_pieces_of_a_permuted_parameter_are_refused():
-    model = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
-    optimizer = sgd(zero.Zero1, model)
-    with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\)"):
+    optimizer = sgd(zero.Zero1, make_model("odd"))
+    with pytest.raises(ValueError, match=r"\(6, 5\)"):
         list(optimizer.shards())
 
 
