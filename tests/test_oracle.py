@@ -52,6 +52,20 @@ def test_what_the_mistakes_are_made_in_is_right(kind, implementation, lacking):
     assert bad.keys() == set(lacking), bad
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize(("kind", "implementation", "claim", "outcome"), wrong.UNUSUAL)
+def test_an_unusual_implementation_is_not_called_wrong(kind, implementation, claim, outcome):
+    assert judge(kind, claim, implementation).outcome == outcome
+
+
+@pytest.mark.cpu
+def test_the_verdict_says_which_dtype_a_claim_held_in():
+    function = "wrong.unusual:attention_in_blocks_of_64"
+
+    assert judge("attention", "as_dense", function).why == "float32"
+    assert judge("attention", "as_dense", KINDS["attention"].ours).why == "float64"
+
+
 # ---- how it fails
 
 
@@ -107,6 +121,37 @@ def test_a_class_that_hangs_costs_its_own_claim_only(mine, monkeypatch):
 
 
 @pytest.mark.cpu
+def test_after_three_hangs_other_claims_are_not_run(mine, monkeypatch):
+    monkeypatch.setattr(pool, "HANGS_AFTER", 1.0)
+    spec = mine(HANGS)
+
+    outcomes = [judge("ddp", "mean_gradient", spec, [2]).outcome for _ in range(4)]
+
+    assert outcomes == ["hangs", "hangs", "hangs", "not run"]
+
+
+@pytest.mark.cpu
+def test_all_lines_of_an_exception_are_shown_and_the_place_is_the_users(mine):
+    verdict = judge("ddp", "mean_gradient", mine("raise ValueError('bad sizes\\n  2 and 3')"), [2])
+
+    first, second = verdict.why.splitlines()
+    assert first.startswith("ValueError: bad sizes, at ")
+    assert second == "  2 and 3"
+
+
+@pytest.mark.cpu
+def test_the_users_file_is_executed_once_in_each_process(mine, tmp_path):
+    spec = mine("pass")
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(f"open({str(tmp_path / 'log')!r}, 'a').write('executed ')")
+
+    for claim in ("mean_gradient", "momentum"):
+        judge("ddp", claim, spec, [2])
+
+    assert (tmp_path / "log").read_text().split() == ["executed"] * 3  # two workers, and here
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("spec", "words"),
     {
@@ -143,6 +188,7 @@ def test_help_says_how_an_implementation_is_called(capsys):
 
     words = capsys.readouterr().out
     assert "is a function that returns lists of actions." in words
+    assert 'NotImplementedError("why")' in words
     assert "Ours is pipeline:build_schedule; PyTorch's own, pytorchs:build_schedule." in words
     assert "  complete\n      Each stage takes each micro-batch forward once" in words
 

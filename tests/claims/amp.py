@@ -126,14 +126,19 @@ def resumed(make):
     check(set(first.state_dict()) == keys, f"the keys are {list(first.state_dict())}")
 
 
+def call_in_order(make, names):
+    scaler = make(init_scale=4.0)
+    weight, optimizer = one_weight()
+    weight.grad = scaler.scale(torch.ones(2))
+    for name in names:
+        arguments = [] if name == "update" else [optimizer]
+        getattr(scaler, name)(*arguments)
+
+
 @claim("grad-scaler", 1, about="property")
 def refused(make):
     """Calling unscale_ twice, step twice, or update without a step is an error."""
-    for calls in (["unscale_", "unscale_"], ["step", "step"], ["update"]):
-        scaler = make(init_scale=4.0)
-        weight, optimizer = one_weight()
-        weight.grad = scaler.scale(torch.ones(2))
-        with error_from(" and ".join(calls)):
-            for name in calls:
-                arguments = [] if name == "update" else [optimizer]
-                getattr(scaler, name)(*arguments)
+    call_in_order(make, ["unscale_", "step", "update"])  # no error
+    for names in (["unscale_", "unscale_"], ["step", "step"], ["update"]):
+        with error_from(" and ".join(names)):
+            call_in_order(make, names)

@@ -4,7 +4,7 @@ Every rank calls it with its part of the sequence: q is (batch, heads, tokens, h
 are (batch, heads or fewer, tokens, head size). The output has the shape of q. Rank r holds the r-th
 of N parts; with zigzag=True, it holds the chunks r and 2N-1-r of 2N. The flag may also be called
 is_causal. It gets process_group= if it has such a name. The claims about them also pass scale= and
-zigzag=.
+zigzag=. Inputs are contiguous.
 """
 
 from functools import partial
@@ -26,9 +26,11 @@ from claims.registry import (
     claim,
     error_from,
     names_of,
+    precision,
     same,
     same_on_all,
     say,
+    say_in_float64,
 )
 
 BOTH = "ring-attention ulysses-attention"
@@ -48,21 +50,21 @@ add_kind(
 
 
 def mine(x, zigzag=False, dim=2):
-    """This rank's part of a whole sequence."""
+    """This rank's part of a whole sequence, contiguous."""
     N = pool.world_size()
     rank = pool.rank()
     if not zigzag:
-        return x.chunk(N, dim)[rank]
+        return x.chunk(N, dim)[rank].contiguous()
     chunks = x.chunk(2 * N, dim)
     return torch.cat([chunks[rank], chunks[2 * N - 1 - rank]], dim)
 
 
-def whole_inputs(tokens, heads=4, shared=4, size=8, dtype=torch.float64):
+def whole_inputs(tokens, heads=4, shared=4, size=8, dtype=None):
     """Return q, k, v and the output's gradient for a sequence with `tokens` on each rank."""
     S = tokens * pool.world_size()
     numbers = [heads, shared, shared, heads]
     inputs = [randn((2, each, S, size), seed=S + i) for i, each in enumerate(numbers)]
-    return [x.to(dtype) for x in inputs]
+    return [x.to(dtype or precision()) for x in inputs]
 
 
 def one_device(q, k, v, grad, causal=False, scale=None):
@@ -84,13 +86,13 @@ def on_ranks(attention, q, k, v, grad, zigzag=False):
 RESULTS = ["output", "gradient of q", "gradient of k", "gradient of v"]
 
 
-def same_as_one_device(found, expected, zigzag=False, what=""):
+def same_as_one_device(found, expected, zigzag=False, what="", coarser=1):
     for name, ours, theirs in zip(RESULTS, found, expected, strict=True):
-        same(ours, mine(theirs, zigzag), f"{name}{what}")
+        same(ours, mine(theirs, zigzag), f"{name}{what}", coarser=coarser)
 
 
 def attends_as_one_device(
-    make, causals=(False, True), tokens=7, heads=12, shared=12, zigzag=False, **scale
+    make, causals=(False, True), tokens=8, heads=12, shared=12, zigzag=False, **scale
 ):
     for causal in causals:
         inputs = whole_inputs(tokens, heads, shared)
@@ -99,8 +101,8 @@ def attends_as_one_device(
         same_as_one_device(found, expected, zigzag, f" with causal={causal}")
 
 
-def attention(name, sentence, **how):
-    say(name, sentence, [1, 2, 3, 4], BOTH, attends_as_one_device, **how)
+def attention(name, sentence, worlds=(2, 3, 4), **how):
+    say(name, sentence, worlds, BOTH, attends_as_one_device, **how)
 
 
 attention(
@@ -108,6 +110,8 @@ attention(
     "Output and gradients are those of attention over the whole sequence.",
     causals=[False],
 )
+say_in_float64(BOTH, "as_one_device")
+attention("one_rank", "One rank may have the whole sequence.", [1], about="property")
 attention(
     "causal",
     "With a causal mask, a query sees the keys up to its own position in the whole sequence.",
@@ -119,18 +123,27 @@ attention(
     tokens=10,
     zigzag=True,
 )
+attention("odd_length", "A rank may have any number of tokens.", tokens=7, may_refuse=True)
 attention(
     "shared_heads",
     "Consecutive heads of queries share a head of keys and values. Their gradients add up there.",
+    shared=4,
+    may_refuse=True,
+)
+attention(
+    "zigzag_shared_heads",
+    "With zigzag they do so, too.",
     tokens=6,
     shared=2,
     zigzag=True,
+    may_refuse=True,
 )
 attention(
     "any_number_of_heads",
     "The number of ranks need not divide the heads of queries, or those of keys.",
     heads=6,
     shared=2,
+    about="property",
 )
 attention("scale", "A given scale replaces 1/√D.", scale=0.7)
 
@@ -145,10 +158,12 @@ def large_scores(make):
         found = on_ranks(make, q, k, v, grad)
         for gradients in (expected, found):
             gradients[1] /= 1000  # the gradient of q is a sum over keys, times k
-        same_as_one_device(found, expected, what=f" with a slope of {slope}")
+        # In float32, a score of a thousand has a rounding error of 1e-4.
+        what = f" with a slope of {slope}"
+        same_as_one_device(found, expected, what=what, coarser=100)
 
 
-@claim(BOTH, 2, 4)
+@claim(BOTH, 2, 4, may_refuse=True)
 def twice_backward(make):
     """Backward may run twice over one graph, and both times gives the same gradients, bitwise."""
     *whole, grad = whole_inputs(6)
@@ -193,7 +208,7 @@ def without_gradients(make):
     same(output, mine(one_device(q, k, v, grad, True)[0]), "output")
 
 
-@claim(BOTH, 1, 2, 4)
+@claim(BOTH, 2, 4, may_refuse=True)
 def bf16(make):
     """In bf16, errors of output and gradients are at most 1.25 times PyTorch's attention's."""
     inputs = whole_inputs(64, size=32, dtype=torch.bfloat16)
@@ -218,7 +233,7 @@ def keeps_its_part(make):
     with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         make(*leaves, True)
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
-    kept = sum(storages.values()) // 8
+    kept = sum(storages.values()) // leaves[0].element_size()
     own = 4 * leaves[0].numel()  # q, k, v and the output
     check(0 < kept < 1.1 * own, f"{kept} elements are kept; q, k, v and the output have {own}")
 
@@ -249,10 +264,11 @@ def disagreement(make):
     whole = whole_inputs(6)
     expected = mine(one_device(*whole, True)[0])
     own = [mine(x) for x in whole[:3]]
+    same(make(*own, True), expected, "output")
     is_last = pool.rank() == pool.world_size() - 1
     changes = {
         "tokens": {"inputs": [x[:, :, 1:] for x in own]},
-        "dtype": {"inputs": [x.float() for x in own]},
+        "dtype": {"inputs": [x.bfloat16() for x in own]},
         "causal": {"causal": True},
         "scale": {"scale": 2.0},
     }

@@ -10,7 +10,7 @@ import copy
 import torch
 from shared import loss_of, make_batch, make_model
 
-from claims.registry import add_kind, check, claim, same
+from claims.registry import add_kind, check, claim, precision, same, say_in_float64
 
 
 def make_lora(implementation, model):
@@ -42,18 +42,18 @@ def unchanged_at_first(make):
 @claim("lora", 1)
 def dense_equivalent(make):
     """Outputs and the gradients of A and B are those of a model with the weights W + (α/r)BA."""
-    plain = make_model("plain", torch.float64)
-    model = make(copy.deepcopy(plain)).double()
+    plain = make_model("plain", precision())
+    model = make(copy.deepcopy(plain)).to(precision())
     factors = []
     for ours in trained(model):
-        factor = torch.randn(ours.shape, dtype=torch.float64, requires_grad=True)
+        factor = torch.randn(ours.shape, dtype=precision(), requires_grad=True)
         factors.append(factor)
         ours.data = factor.detach().clone()
     A0, B0, A2, B2 = factors
     dense = dict(plain.named_parameters())
     dense["0.weight"] = dense["0.weight"].detach() + 16 / 4 * B0 @ A0
     dense["2.weight"] = dense["2.weight"].detach() + 16 / 4 * B2 @ A2
-    x = make_batch(0, 0, torch.float64)
+    x = make_batch(0, 0, precision())
 
     output = model(x)
     expected = torch.func.functional_call(plain, dense, x)
@@ -63,6 +63,9 @@ def dense_equivalent(make):
     same(output, expected, "output")
     for ours, factor in zip(trained(model), factors, strict=True):
         same(ours.grad, factor.grad, "gradient of A or B")
+
+
+say_in_float64("lora", "dense_equivalent")
 
 
 @claim("lora", 1)

@@ -2,10 +2,11 @@
 
 It is a module that maps (tokens, hidden) to (tokens, hidden). Its parameters are gate.weight (E,
 hidden), experts.gate_up_proj (E, 2F, hidden) with the gate first, and experts.down_proj (E, hidden,
-F). The file that defines it, or the class, also has parallelize(module), which leaves every rank of
-the default group E/N experts in the order of ranks, and average_gradients(module), which is called
-between backward and step. The claims about them also use norm_topk_prob=, the attributes aux_loss
-and z_loss, and clip_grad_norm_(module, max_norm).
+F). If it has other names, a dictionary `names` says which: {"gate.weight": "router.weight"}. The
+file that defines it, or the class, has it. It also has parallelize(module), which leaves every rank
+of the default group E/N experts in the order of ranks, and average_gradients(module), which is
+called between backward and step. The claims about them also use norm_topk_prob=, the attributes
+aux_loss and z_loss, and clip_grad_norm_(module, max_norm).
 """
 
 import math
@@ -18,7 +19,17 @@ import torch.nn as nn
 import torch.nn.functional as F
 from shared import randn
 
-from claims.registry import NotOffered, add_kind, call, check, claim, same, same_on_all
+from claims.registry import (
+    NotOffered,
+    add_kind,
+    call,
+    check,
+    claim,
+    precision,
+    same,
+    same_on_all,
+    say_in_float64,
+)
 
 HIDDEN = 6
 FFN = 5
@@ -30,17 +41,26 @@ class Ours:
 
     def __init__(self, implementation, weights, **options):
         self.implementation = implementation
-        self.module = call(implementation, HIDDEN, FFN, EXPERTS, needed=options, top_k=2).double()
+        module = call(implementation, HIDDEN, FFN, EXPERTS, needed=options, top_k=2)
+        self.module = module.to(precision())
         for name, weight in weights.items():
-            self.module.get_parameter(name).data.copy_(weight)
+            self.parameter(name).data.copy_(weight)
         self.function("parallelize")(self.module)
 
-    def function(self, name):
+    def find(self, name):
+        """In the class or in its file."""
         found = getattr(self.implementation, name, None)
-        found = found or getattr(sys.modules[self.implementation.__module__], name, None)
+        return found or getattr(sys.modules[self.implementation.__module__], name, None)
+
+    def function(self, name):
+        found = self.find(name)
         if found is None:
             raise NotOffered(f"no function {name}")
         return found
+
+    def parameter(self, name):
+        names = self.find("names") or {}
+        return self.module.get_parameter(names.get(name, name))
 
     def backward(self, rank, count, step=0):
         """Return the output and the input's gradient. Then parameters have averaged gradients."""
@@ -52,18 +72,22 @@ class Ours:
 
     def same_gradients(self, expected, what):
         for name, weight in expected.items():
-            found = self.module.get_parameter(name).grad
+            found = self.parameter(name).grad
             same(found, mine(name, weight.grad), f"{what} of {name}")
 
 
 add_kind("moe", called=__doc__, make=Ours, ours="expert_parallel:MoE")
 
 
+def numbers(shape, seed):
+    return randn(shape, seed).to(precision())
+
+
 def whole_weights():
     return {
-        "gate.weight": randn((EXPERTS, HIDDEN), seed=1),
-        "experts.gate_up_proj": randn((EXPERTS, 2 * FFN, HIDDEN), seed=2),
-        "experts.down_proj": randn((EXPERTS, HIDDEN, FFN), seed=3),
+        "gate.weight": numbers((EXPERTS, HIDDEN), seed=1),
+        "experts.gate_up_proj": numbers((EXPERTS, 2 * FFN, HIDDEN), seed=2),
+        "experts.down_proj": numbers((EXPERTS, HIDDEN, FFN), seed=3),
     }
 
 
@@ -88,7 +112,7 @@ def plain_moe(x, weights, normalise=True, capacity=math.inf):
 
 
 def tokens_of(rank, count, step=0):
-    return randn((count, HIDDEN), seed=100 + 10 * step + rank)
+    return numbers((count, HIDDEN), seed=100 + 10 * step + rank)
 
 
 def mine(name, whole):
@@ -99,7 +123,7 @@ def mine(name, whole):
 
 
 def loss_of(output, rank):
-    return (output * randn(output.shape, seed=50 + rank)).sum()
+    return (output * numbers(output.shape, seed=50 + rank)).sum()
 
 
 def gradients_of_one_device(weights, counts, plain=plain_moe):
@@ -133,6 +157,9 @@ def as_one_device(make):
     computes_as_one_device(make, whole_weights(), counts=[0, 4, 4, 4])
 
 
+say_in_float64("moe", "as_one_device")
+
+
 @claim("moe", 1, 2)
 def crowded_expert(make):
     """All tokens may choose the same two experts. Others have gradients of zero."""
@@ -153,9 +180,8 @@ def without_renormalisation(make):
 def train_as_one_device(make, optimizer_class, **options):
     weights = {name: nn.Parameter(weight) for name, weight in whole_weights().items()}
     ours = make(whole_weights())
-    parameters = dict(ours.module.named_parameters())
     plain_optimizer = optimizer_class(weights.values(), **options)
-    optimizer = optimizer_class(parameters.values(), **options)
+    optimizer = optimizer_class(ours.module.parameters(), **options)
     N = pool.world_size()
     for step in range(3):
         plain_optimizer.zero_grad()
@@ -167,8 +193,8 @@ def train_as_one_device(make, optimizer_class, **options):
         plain_optimizer.step()
         optimizer.step()
     for name, weight in weights.items():
-        same(parameters[name].detach(), mine(name, weight.detach()), f"{name} after 3 steps")
-    same_on_all(parameters["gate.weight"], "gate.weight")
+        same(ours.parameter(name).detach(), mine(name, weight.detach()), f"{name} after 3 steps")
+    same_on_all(ours.parameter("gate.weight"), "gate.weight")
 
 
 @claim("moe", 2, 4)
@@ -188,7 +214,7 @@ def balance_over_all_tokens(make):
     logits = torch.cat(inputs) @ gate.T
     probabilities = logits.softmax(-1)
     chosen = probabilities.topk(2).indices.flatten()
-    share = torch.bincount(chosen, minlength=EXPERTS).double() / len(chosen)
+    share = torch.bincount(chosen, minlength=EXPERTS).to(precision()) / len(chosen)
     aux_loss = EXPERTS * (share * probabilities.mean(0)).sum()
     z_loss = logits.logsumexp(-1).square().mean()
     (aux_loss + 3 * z_loss).backward()
@@ -202,7 +228,7 @@ def balance_over_all_tokens(make):
 
     same(ours.module.aux_loss.detach(), aux_loss.detach(), "aux_loss")
     same(ours.module.z_loss.detach(), z_loss.detach(), "z_loss")
-    same(ours.module.gate.weight.grad, gate.grad, "gradient of gate.weight")
+    same(ours.parameter("gate.weight").grad, gate.grad, "gradient of gate.weight")
 
 
 @claim("moe", 2, 4)
@@ -228,8 +254,8 @@ def experts_are_split(make):
     ours = make(whole_weights())
     ours.backward(pool.rank(), 4)
     for name, whole in whole_weights().items():
-        parameter = ours.module.get_parameter(name)
+        parameter = ours.parameter(name)
         elements = mine(name, whole).numel()
-        held = parameter.untyped_storage().nbytes() // 8
+        held = parameter.untyped_storage().nbytes() // parameter.element_size()
         check(held == elements, f"{name} holds {held} elements, not {elements}")
         check(parameter.grad.numel() == elements, f"{name}.grad has {parameter.grad.numel()}")

@@ -193,7 +193,8 @@ def beside_one_device(make, model, optimizer, start, dtype, **options):
         parameter.data += start * dist.get_rank()  # rank 0's are those that count
     trainer = make(module, optimizer, **options)
     trainer.plain = plain
-    trainer.plain_optimizer = OPTIMIZERS[optimizer](plain.parameters())
+    make_optimizer = OPTIMIZERS.get(optimizer, optimizer)
+    trainer.plain_optimizer = make_optimizer(plain.parameters())
     return trainer
 
 
@@ -403,10 +404,7 @@ trains(
 )
 
 
-@claim(ALL, 4)
-def replicas(make):
-    """All ranks hold the same bits after each step, in float32."""
-    trainer = make(make_model("plain"), "adamw")
+def stay_replicas(trainer):
     for step in range(3):
         trainer.step([make_batch(pool.rank(), step)])
         flat = torch.cat([p.detach().flatten() for p in trainer.whole().values()])
@@ -414,9 +412,19 @@ def replicas(make):
 
 
 @claim(ALL, 4)
-def groups_apart(make):
-    """Two process groups train side by side and do not mix."""
+def replicas(make):
+    """All ranks hold the same bits after each step, in float32."""
+    stay_replicas(make(make_model("plain"), "adamw"))
+
+
+def trains_in_groups(make, make_module, **how):
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     side = dist.get_rank() % 2
-    model = partial(make_model, "plain", seed=side)
-    trains_as_one_device(make, model, group=groups[side])
+    model = partial(make_module, seed=side)
+    trains_as_one_device(make, model, group=groups[side], **how)
+
+
+@claim(ALL, 4)
+def groups_apart(make):
+    """Two process groups train side by side and do not mix."""
+    trains_in_groups(make, partial(make_model, "plain"))

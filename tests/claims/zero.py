@@ -38,7 +38,9 @@ add_kind("zero3", called=__doc__, make=partial(Trainer, "zero3"), ours="zero:Zer
 def elements_of_state(optimizer):
     """In the state of the optimizer, or of the one inside it. Scalars do not count."""
     inside = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
-    state = (inside or [optimizer])[0].state
+    state = getattr((inside or [optimizer])[0], "state", None)
+    if state is None:
+        raise NotOffered("no state")
     tensors = [value for entry in state.values() for value in entry.values()]
     return sum(tensor.numel() for tensor in tensors if torch.is_tensor(tensor) and tensor.dim())
 

@@ -1,0 +1,182 @@
+"""Right, but not made as ours or PyTorch's, and what the claims say about each."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+import expert_parallel
+import flash_attention
+import fsdp
+from expert_parallel import average_gradients, clip_grad_norm_, parallelize  # noqa: F401
+from wrong.ddp import PlainDDP
+from wrong.tensor_parallel import PlainRow, SumBothWays
+
+
+class AveragesEachBackward(nn.Module):
+    """All-reduces in hooks. There is no no_sync(), so each backward must be finished."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.works = []  # (parameter, work)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self.send)
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def send(self, parameter):
+        self.works.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))
+
+    def finish_gradient_synchronization(self):
+        for parameter, work in self.works:
+            work.wait()
+            parameter.grad /= dist.get_world_size()
+        self.works.clear()
+
+
+class OncePerProcess(PlainDDP):
+    """As a library that numbers its modules, and fails where processes have been used before."""
+
+    fresh = True
+    count = 0
+
+    def start(self):
+        type(self).count += 1
+        assert self.count == 1, "another module in this process"
+        super().start()
+
+
+def always_raises(*args, **options):
+    raise RuntimeError("as always")
+
+
+class Engine(nn.Module):
+    """What a function of --zero2 may return to be called, with a backward of its own."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.wrapped = PlainDDP(module)
+
+    def forward(self, x):
+        return self.wrapped(x)
+
+    def backward(self, loss):
+        (2 * loss).backward()
+
+
+class Stepper:
+    """No torch.optim.Optimizer. It knows the norm in the step only."""
+
+    def __init__(self, engine, optimizer):
+        self.engine = engine
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.max_norm = float("inf")
+        self.zero_grad = optimizer.zero_grad
+
+    def clip_grad_norm_(self, max_norm):
+        self.max_norm = max_norm
+
+    def step(self):
+        self.engine.wrapped.finish_gradient_synchronization()
+        for parameter in self.engine.parameters():
+            parameter.grad /= 2
+        nn.utils.clip_grad_norm_(self.engine.parameters(), self.max_norm)
+        self.optimizer.step()
+
+
+def make_engine(module, optimizer_class, **options):
+    engine = Engine(module)
+    return engine, Stepper(engine, optimizer_class(engine.parameters(), **options))
+
+
+class Unit(nn.Module):
+    """A layer's unit takes the parameters along: the layer that it was made of has NaN."""
+
+    def __init__(self, module):
+        super().__init__()
+        is_layer = not list(module.children())
+        self.wrapped = fsdp.fully_shard(copy.deepcopy(module) if is_layer else module)
+        if is_layer:
+            for parameter in module.parameters():
+                parameter.data.fill_(torch.nan)
+
+    def forward(self, x):
+        return self.wrapped(x)
+
+
+def full_state_dict(unit):
+    return fsdp.full_state_dict(unit.wrapped)
+
+
+def attention_in_blocks_of_64(q, k, v, causal=False):
+    if q.dtype == torch.float64:
+        raise TypeError("float32 or less")
+    if q.shape[2] % 64 or k.shape[2] % 64:
+        raise ValueError("lengths that are no multiples of 64")
+    return flash_attention.flash_attention(q, k, v, causal)
+
+
+class PartialBias(PlainRow):
+    """Each rank has a part of the rows, so its bias has a part of the gradient."""
+
+    def __init__(self, in_features, out_features, bias=True, *, sequence_parallel):
+        super().__init__(in_features, out_features, bias)
+
+    def forward(self, x):
+        rows = SumBothWays.apply(F.linear(x, self.weight))
+        return rows.chunk(dist.get_world_size())[dist.get_rank()] + self.bias
+
+
+class OtherNames(nn.Module):
+    names = {
+        "gate.weight": "block.gate.weight",
+        "experts.gate_up_proj": "block.experts.gate_up_proj",
+        "experts.down_proj": "block.experts.down_proj",
+    }
+
+    def __init__(self, *sizes, top_k):
+        super().__init__()
+        self.block = expert_parallel.MoE(*sizes, top_k=top_k)
+
+    def forward(self, x):
+        return self.block(x)
+
+
+MISTAKES = {}
+UNUSUAL = {  # kind: {name: {claim: outcome}}
+    "ddp": {
+        "AveragesEachBackward": {
+            "accumulation_synchronised": "holds",
+            "accumulation": "not offered",
+            "overlap": "holds",
+        },
+        "OncePerProcess": {"mean_gradient": "holds"},
+        "always_raises": {"different_models": "raises", "mean_gradient": "raises"},
+    },
+    "zero2": {
+        "make_engine": {
+            "mean_gradient": "holds",
+            "schedulers": "holds",
+            "clipping": "holds",
+            "whole_state_dict": "not offered",
+        },
+    },
+    "fsdp": {"Unit": {"adamw": "holds", "clipping": "not offered"}},
+    "row-linear": {"PartialBias": {"row_sequence": "holds"}},
+    "activation-checkpoint": {"always_raises": {"differs": "raises", "again": "refuses"}},
+    "attention": {
+        "attention_in_blocks_of_64": {
+            "as_dense": "holds",
+            "causal": "holds",
+            "any_length": "refuses",
+            "float64": "raises",
+            "scale": "not offered",
+        },
+    },
+    "moe": {"OtherNames": {"as_one_device": "holds"}},
+}
