@@ -10,7 +10,6 @@ import torch.nn.functional as F
 import expert_parallel
 import flash_attention
 import fsdp
-from expert_parallel import average_gradients, clip_grad_norm_, parallelize  # noqa: F401
 from wrong.ddp import PlainDDP
 from wrong.tensor_parallel import PlainRow, SumBothWays
 
@@ -138,6 +137,8 @@ class OtherNames(nn.Module):
         "experts.gate_up_proj": "block.experts.gate_up_proj",
         "experts.down_proj": "block.experts.down_proj",
     }
+    parallelize = staticmethod(expert_parallel.parallelize)
+    average_gradients = staticmethod(expert_parallel.average_gradients)
 
     def __init__(self, *sizes, top_k):
         super().__init__()
