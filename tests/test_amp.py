@@ -267,7 +267,10 @@ def test_without_a_scaler_an_overflow_skips_the_step():
     bitwise(flat(masters_of(optimizer)), before)
 
 
-@pytest.mark.parametrize(("name", "adam"), [("adamw", 8), ("momentum", 4)])
+@pytest.mark.parametrize(
+    ("name", "adam"),
+    [("adamw", 8), ("momentum", 4)],
+)
 def test_weights_and_gradients_take_two_bytes_and_masters_four(name, adam):
     model = make_model("tied")
     optimizer = make_optimizer(model, name)

@@ -210,7 +210,11 @@ def test_a_full_disk_on_one_rank_is_raised_on_all(where, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "latest"]
 
 
-@pytest.mark.parametrize("at", [0, 0.5, 1], ids=["first byte", "middle", "last byte"])
+@pytest.mark.parametrize(
+    "at",
+    [0, 0.5, 1],
+    ids=["first byte", "middle", "last byte"],
+)
 @pytest.mark.parametrize("name", ["0.bin", "index"])
 def test_a_flipped_bit_is_an_error_that_names_the_file(name, at, tmp_path):
     save(tmp_path, {"a": torch.arange(21)})

@@ -14,9 +14,24 @@ from shared import fake_world
 import collectives as c
 
 ORDERS = {  # in which the numbers of 1, 2, 3, 4 ranks are added
-    c.naive_all_reduce: [0, (0, 1), ((0, 1), 2), (((0, 1), 2), 3)],
-    c.tree_all_reduce: [0, (0, 1), ((0, 1), 2), ((0, 1), (2, 3))],
-    c.recursive_doubling_all_reduce: [0, (0, 1), ((0, 2), 1), ((0, 1), (2, 3))],
+    c.naive_all_reduce: [
+        0,
+        (0, 1),
+        ((0, 1), 2),
+        (((0, 1), 2), 3),
+    ],
+    c.tree_all_reduce: [
+        0,
+        (0, 1),
+        ((0, 1), 2),
+        ((0, 1), (2, 3)),
+    ],
+    c.recursive_doubling_all_reduce: [
+        0,
+        (0, 1),
+        ((0, 2), 1),
+        ((0, 1), (2, 3)),
+    ],
 }
 broadcast = functools.partial(c.tree_broadcast, src=0)
 broadcast.__name__ = "tree_broadcast"
@@ -215,7 +230,10 @@ def record(function, N, rank, monkeypatch):
 
 
 @pytest.mark.parametrize("function", SENT, ids=lambda function: function.__name__)
-@pytest.mark.parametrize("N", [1, 2, 3, 4, 5, 8, 13, 1024])
+@pytest.mark.parametrize(
+    "N",
+    [1, 2, 3, 4, 5, 8, 13, 1024],
+)
 def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
     function, N, monkeypatch
 ):
@@ -233,7 +251,10 @@ def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
             assert simulate(programs, alpha, 1 / bandwidth) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(("factor", "faster"), [(7.9, "recursive_doubling"), (8.1, "ring")])
+@pytest.mark.parametrize(
+    ("factor", "faster"),
+    [(7.9, "recursive_doubling"), (8.1, "ring")],
+)
 def test_ring_and_recursive_doubling_cross_at_8_alpha_over_beta_on_4_ranks(factor, faster):
     nbytes = factor * 1e-4 * 1e9
     costs = {}
@@ -247,7 +268,10 @@ def test_predict_takes_a_name_or_a_function(algorithm):
     assert c.predict(algorithm, 3, 9, 1, 1) == 16
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("star", 4), ("ring", 0)])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("star", 4), ("ring", 0)],
+)
 def test_predict_names_the_algorithms_that_it_knows(name, ranks):
     with pytest.raises(ValueError, match=f"{name} on {ranks} ranks: .* recursive_doubling"):
         c.predict(name, ranks, 1, 1, 1)

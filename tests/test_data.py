@@ -52,7 +52,10 @@ def written(prefix):
     return tuple(Path(f"{prefix}.{kind}").read_bytes() for kind in ("bin", "idx"))
 
 
-@pytest.mark.parametrize(("vocab_size", "code"), [(257, 8), (65499, 8), (65500, 4)])
+@pytest.mark.parametrize(
+    ("vocab_size", "code"),
+    [(257, 8), (65499, 8), (65500, 4)],
+)
 def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, tmp_path):
     documents = [[0, vocab_size - 1, 7], [], [5], [*range(100)]]
     prefix = tmp_path / "x"
@@ -257,7 +260,14 @@ def test_a_vocabulary_that_is_not_there_is_an_error(fails):
     assert "nothing, merges: Error while reading BPE files" in fails(f"{BPE} nothing")
 
 
-LINES_OF_JSON = [{"text": text, "other": str(n), "n": n} for n, text in enumerate(TEXTS)]
+LINES_OF_JSON = [
+    {
+        "text": text,
+        "other": str(n),
+        "n": n,
+    }
+    for n, text in enumerate(TEXTS)
+]
 
 
 def write_input(path):
@@ -423,7 +433,16 @@ def test_the_order_is_the_seeds_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "ranks"), [(1, 1), (1, 8), (6, 4), (8, 3), (8, 8), (13, 5), (13, 8)]
+    ("size", "ranks"),
+    [
+        (1, 1),
+        (1, 8),
+        (6, 4),
+        (8, 3),
+        (8, 8),
+        (13, 5),
+        (13, 8),
+    ],
 )
 def test_every_grid_cuts_batches_as_torch_does(size, ranks):
     parts = [[*part_of_batch(9, size, rank, ranks)] for rank in range(ranks)]

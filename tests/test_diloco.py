@@ -144,7 +144,10 @@ def test_outer_parameters_and_their_momentum_take_8_bytes_per_parameter():
     assert worker.diloco._in_flight == []
 
 
-@pytest.mark.parametrize(("delay", "step"), [(0, 4), (1, 4), (2, 5), (3, 5)])
+@pytest.mark.parametrize(
+    ("delay", "step"),
+    [(0, 4), (1, 4), (2, 5), (3, 5)],
+)
 @pool.on(2)
 def test_the_second_half_starts_in_the_middle_of_the_delay(delay, step):
     worker = make_worker(make_model("plain"), delay=delay)

@@ -122,7 +122,8 @@ def test_fsdp():
     for _ in train_beside_one_device(model, make_optimizer(model), plain, make_optimizer(plain)):
         gradients = [fsdp.gather_full(shard, shard.grad) for shard in model.parameters()]
         assert_equal(gradients, gradients_of(plain), bitwise=True)
-        assert_equal(fsdp.full_state_dict(model).values(), plain.parameters(), bitwise=True)
+        whole = fsdp.full_state_dict(model)
+        assert_equal(whole.values(), plain.parameters(), bitwise=True)
 
 
 @pool.on(2, 3)
@@ -165,14 +166,13 @@ def test_tensor_parallel():
     plain = make_model()
     plan = {"0": "column", "2": "row"}
     model = tensor_parallel.parallelize(make_model(), plan, pool.group())
-    optimizer = make_optimizer(model)
-    plain_optimizer = make_optimizer(plain)
+    optimizers = make_optimizer(model), make_optimizer(plain)
     for step in range(3):
-        for each, its_optimizer in ((model, optimizer), (plain, plain_optimizer)):
-            its_optimizer.zero_grad()
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
             loss = loss_of(each, joined_batch(step))
             loss.backward()
-            its_optimizer.step()
+            optimizer.step()
         assert_equal(model[4].weight.grad, plain[4].weight.grad, bitwise=False)
         whole = tensor_parallel.full_state_dict(model).values()
         assert_equal(whole, plain.parameters(), bitwise=False)

@@ -138,7 +138,9 @@ def test_operations_are_those_of_the_keys_that_a_block_sees(causal):
     inputs = make_inputs(S=20, Skv=30, size=4)
     with FlopCounterMode(display=False) as flops:
         output_and_gradients(in_blocks_of_7, *inputs, causal=causal)
-    pairs = 7 * (10 + 7) + 7 * (10 + 14) + 6 * 30 if causal else 20 * 30
+    pairs = 20 * 30
+    if causal:
+        pairs = 7 * (10 + 7) + 7 * (10 + 14) + 6 * 30
     assert flops.get_total_flops() == 2 * 2 * pairs * 14 * 4
 
 
@@ -177,7 +179,10 @@ def test_16_bits_are_no_worse_than_pytorchs(dtype):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("autocast", [amp.autocast, partial(torch.autocast, "cpu")])
+@pytest.mark.parametrize(
+    "autocast",
+    [amp.autocast, partial(torch.autocast, "cpu")],
+)
 def test_autocast_does_not_reach_inside(autocast):
     inputs = make_inputs(S=40, Skv=40, dtype=torch.float32)
     expected = output_and_gradients(flash.flash_attention, *inputs)
@@ -247,7 +252,9 @@ def body_parts_merge(S, cut, causal, kernel, dtype, tolerance):
 
     whole = flash.flash_forward(q, k, v, causal, kernel="torch")
     expected = flash.flash_backward(grad_output, q, k, v, *whole, causal, kernel="torch")
-    ours = [*merged, dq_a + dq_b, torch.cat([dk_a, dk_b], 2), torch.cat([dv_a, dv_b], 2)]
+    dk = torch.cat([dk_a, dk_b], 2)
+    dv = torch.cat([dv_a, dv_b], 2)
+    ours = [*merged, dq_a + dq_b, dk, dv]
     torch.testing.assert_close(ours, [*whole, *expected], rtol=0, atol=tolerance)
 
 
@@ -256,7 +263,12 @@ def body_scores_of_minus_inf(kernel, dtype, tolerance):
 
     The others are as if these did not exist, and these have zeros."""
     q, k, v, grad_output = make_inputs(S=32, Skv=300, dtype=dtype)
-    seen = (q[:, :, 1:, :-1], k[:, :, 200:, :-1], v[:, :, 200:], grad_output[:, :, 1:])
+    seen = [
+        q[:, :, 1:, :-1],
+        k[:, :, 200:, :-1],
+        v[:, :, 200:],
+        grad_output[:, :, 1:],
+    ]
     expected = output_and_gradients(dense_attention, *seen, scale=0.3)
     q[..., -1] = 1.0
     q[:, :, 0, -1] = torch.inf
@@ -283,7 +295,14 @@ BOTH = pytest.mark.parametrize(
 
 
 @BOTH
-@pytest.mark.parametrize(("S", "cut", "causal"), [(9, 10, False), (4, 6, True), (12, 0, True)])
+@pytest.mark.parametrize(
+    ("S", "cut", "causal"),
+    [
+        (9, 10, False),
+        (4, 6, True),
+        (12, 0, True),
+    ],
+)
 def test_parts_of_the_keys_merge_into_the_whole(S, cut, causal, how, on_kernels):
     on_kernels(body_parts_merge, S, cut, causal, *how)
 
