@@ -332,9 +332,9 @@ class Zero1(torch.optim.Optimizer):
     state and master weights are in host memory, and the update runs there. A bucket is closed when
     it reaches `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
 
-    Use this class's clip_grad_norm_() and zero_grad(). torch.nn.utils.clip_grad_norm_ clips by the
-    norm of each rank's own gradients, and module.zero_grad() does not drop reduced gradients.
-    step() drops all gradients. Buffers are not synchronized after construction.
+    step() drops the gradients. To drop them without a step, call this class's zero_grad(), because
+    module.zero_grad() leaves those that are reduced. Clip with this class's clip_grad_norm_():
+    torch's uses each rank's own norm. Buffers are not synchronized after construction.
     """
 
     _copy_part = False  # True in Zero3: the master has memory of its own
@@ -369,6 +369,7 @@ class Zero1(torch.optim.Optimizer):
         self._agreed = False  # whether ranks know which gradients any of them has
         self._sync = True  # False in no_sync()
         self._in_backward = False  # Zero2: True until the callback at the end of a backward
+        self.add_param_group = refuse_param_group  # from now on
 
     def _kind(self, parameter):
         """Only parameters of one kind share a bucket."""
@@ -411,6 +412,9 @@ class Zero1(torch.optim.Optimizer):
             2   the parameter has a .grad, which is not reduced yet
             1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
             0   it has no gradient
+
+        They need not agree again if no gradient has come since. So a backward between
+        clip_grad_norm_() and step() must reach a parameter on every rank.
         """
         slots = self._slots.values()
         flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
@@ -449,10 +453,7 @@ class Zero1(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self):
-        """A context in which backward leaves whole gradients in .grad.
-
-        The next backward outside, or step(), reduces them.
-        """
+        """A context in which backward leaves whole gradients in .grad, to be reduced later."""
         before = self._sync
         self._sync = False
         try:
@@ -471,10 +472,7 @@ class Zero1(torch.optim.Optimizer):
         return clip_grad_norm_(self, max_norm, counted, process_groups)
 
     def unscale_(self, loss_scale):
-        """Divide the averaged gradients by `loss_scale`, in fp32. amp.GradScaler calls this.
-
-        Returns 1.0 if a gradient is inf or NaN, else 0.0.
-        """
+        """Divide the gradients by `loss_scale`. Return 1.0 if any is inf or NaN, else 0.0."""
         return unscale_(self, loss_scale)
 
     def state_dict(self):
@@ -488,19 +486,14 @@ class Zero1(torch.optim.Optimizer):
     def shards(self):
         """Yield (parameter, offset, segment, state) for each parameter, to save or load in pieces.
 
-        The optimizer updates `segment`: this rank's elements of the flattened parameter, from
-        element `offset` on. After writing to segments, call sync_parameters().
+        `segment` has this rank's elements of the flattened parameter, from element `offset` on.
+        After writing to segments, call sync_parameters().
         """
         return shards_of(self)
 
     def sync_parameters(self):
         """Write the segments of all ranks into the parameters."""
         sync_parameters(self)
-
-    def add_param_group(self, param_group):
-        if hasattr(self, "_buckets"):
-            raise ValueError("the buckets are made: give all parameter groups to the constructor")
-        super().add_param_group(param_group)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -538,7 +531,7 @@ class Zero2(Zero1):
                 leaf.register_hook(functools.partial(self._pre_backward, module))
 
     def _pre_backward(self, module, gradient):
-        """A hook. Backward calls it when it has the gradient of an output of `module`."""
+        """A hook. Backward has reached an output of `module`. Zero3 needs to know which module."""
         self._begin_backward()
 
     def _begin_backward(self):
@@ -953,6 +946,10 @@ def check_step(optimizer, closure):
         raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
     for bucket in optimizer._buckets:
         check_is_here(bucket)
+
+
+def refuse_param_group(param_group):
+    raise ValueError("the buckets are made: give all parameter groups to the constructor")
 
 
 def refuse_state_dicts(optimizer):
