@@ -25,7 +25,8 @@ def on_all_ranks(value):
 
 def backward(model, data_rank=None):
     batch = make_batch(pool.rank() if data_rank is None else data_rank, 0)
-    loss_of(model(batch)).backward()
+    loss = loss_of(model(batch))
+    loss.backward()
 
 
 def torchs_norms(model):
@@ -99,7 +100,8 @@ def test_torchs_scaler_over_zero2_and_zero3_finds_no_gradient(stage):
 
 def updated_after_an_overflow_on_rank_0(scaler):
     """Return which ranks' shards change."""
-    shards = list(fully_sharded().parameters())
+    model = fully_sharded()
+    shards = list(model.parameters())
     optimizer = torch.optim.SGD(shards, lr=0.1)
     before = [shard.detach().clone() for shard in shards]
     for shard in shards:

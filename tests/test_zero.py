@@ -55,7 +55,8 @@ def plain_model(dtype=torch.float32):
 
 
 def backward(model, step=0, loss=batch_loss):
-    loss(model, pool.rank(), step).backward()
+    here = loss(model, pool.rank(), step)
+    here.backward()
 
 
 def backward_on_one_device(plain, rounds, loss=batch_loss, dtype=None):
@@ -131,7 +132,9 @@ def test_the_idea_trains_as_one_device(stage):
     theirs = torch.optim.AdamW(plain.parameters())
     for step in range(3):
         ours.zero_grad()
-        loss_of(model(make_batch(pool.rank(), step))).backward()
+        x = make_batch(pool.rank(), step)
+        loss = loss_of(model(x))
+        loss.backward()
         assert all((each.shard.grad is None) == (stage is zero.Zero1) for each in sharded)
         assert (zero.held_bytes(model.parameters()) == 0) == (stage is zero.Zero3)
         zero.step(sharded, ours)
@@ -202,7 +205,9 @@ def test_a_compiled_model_trains_as_on_one_device():
 def test_sparse_gradients_are_made_dense():
     def loss(model, rank, step):
         model.sparse = model is ours
-        return model(make_batch(rank, step).argmax(1)).square().sum()
+        tokens = make_batch(rank, step).argmax(1)
+        output = model(tokens)
+        return output.square().sum()
 
     ours = nn.Embedding(6, 4)
     train(zero.Zero1, ours, "SGD", loss)
@@ -280,7 +285,8 @@ def test_ranks_use_any_parameters_and_other_worlds_continue(worlds, numels, name
 def large_loss(model, rank, step):
     """The sum of three ranks' fp16 gradients is beyond 65504."""
     x = make_batch(rank, step, torch.float16)
-    return 16000 * model(x).square().sum()
+    output = model(x)
+    return 16000 * output.square().sum()
 
 
 def assert_masters_equal(ours, plain):
@@ -376,7 +382,8 @@ class Costs:
         self.share = (N - 1) / N
 
     def backward(self):
-        loss_of(self.model(self.x)).backward()
+        loss = loss_of(self.model(self.x))
+        loss.backward()
 
     def live(self):
         return live_bytes() - self.before - self.x.nbytes
@@ -448,7 +455,8 @@ def test_bytes_sent_are_those_of_the_docstring(
 def test_zero2_reduces_and_frees_gradients_in_backward(N):
     with fake_world(N, rank=0):
         costs = Costs(zero.Zero2, N)
-        with Watch(lambda: sum(p.grad is not None for p in costs.model.parameters())) as watch:
+        parameters = list(costs.model.parameters())
+        with Watch(lambda: sum(p.grad is not None for p in parameters)) as watch:
             costs.backward()
     names = [name for name, _ in watch.seen]
     first = names.index("c10d::alltoall_base_")
@@ -473,7 +481,8 @@ def test_zero3_holds_one_unit_in_forward_and_backward(N):
 def test_each_bucket_is_reduced_once_in_a_backward(stage, how):
     model = Blocks(4)
     optimizer = sgd(stage, model, bucket_cap_mb=1e-4)
-    loss = loss_of(model(make_batch(pool.rank(), 0).requires_grad_(), how=HOW[how]))
+    x = make_batch(pool.rank(), 0).requires_grad_()
+    loss = loss_of(model(x, how=HOW[how]))
     with Collectives() as seen:
         loss.backward()
     names = [name for name, _ in seen.calls]
@@ -483,8 +492,9 @@ def test_each_bucket_is_reduced_once_in_a_backward(stage, how):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_parameters_and_parts_are_aligned(dtype):
     """Parameters to 64 bytes, as torch allocates them; parts to 16 bytes, as NCCL wants them."""
+    model = plain_model(dtype)
     with fake_world(3, rank=1):
-        bucket = zero.Bucket(list(plain_model(dtype).parameters()), None)
+        bucket = zero.Bucket(list(model.parameters()), None)
     assert all(slot.start * dtype.itemsize % 64 == 0 for slot in bucket.slots)
     assert bucket.part.nbytes % 16 == 0
 
@@ -567,7 +577,8 @@ def test_the_first_forward_says_that_a_freed_parameter_was_read():
     optimizer = sgd(zero.Zero3, model, units=[model.embed, model.blocks])
     x = make_batch(0, 0)
     with optimizer.full_parameters():  # in which it may be read
-        assert model(x).isfinite().all()
+        output = model(x)
+    assert output.isfinite().all()
     with pytest.raises(RuntimeError, match="NaN"):
         model(x)
 
