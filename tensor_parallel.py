@@ -51,8 +51,7 @@ Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
 Left out: attention masks other than causal; more ranks than key and value heads; label smoothing;
-          max_norm and scale_grad_by_freq of an embedding; gradients of gradients; transformers'
-          Conv1D (GPT-2) and T5, whose biases have a column per head
+          max_norm and scale_grad_by_freq of an embedding; gradients of gradients
 """
 
 import argparse
@@ -324,9 +323,8 @@ class ParallelLayer(nn.Module):
     ):
         super().__init__()
         check_plain(plain)
-        for name, value in vars(plain).items():
-            if not name.startswith("_"):
-                setattr(self, name, value)  # in_features, training, and so on
+        attributes = {name: x for name, x in vars(plain).items() if not name.startswith("_")}
+        vars(self).update(attributes)  # in_features, training, and so on
         self.rank, self.world_size = rank_and_size(process_group)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
@@ -334,6 +332,9 @@ class ParallelLayer(nn.Module):
         self.input_is_parallel = input_is_parallel
         # The global ranks that hold other values. DDP, ZeRO and FSDP refuse a group of two of them.
         self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self.is_transposed = is_conv1d(plain)
+        if self.is_transposed:
+            self.split_dims = self.split_dims | {"weight": 1 - self.split_dims["weight"]}
         self.size = plain.weight.shape[self.split_dims["weight"]]  # of the dimension that is split
         self.padding = -self.size % self.world_size if pad else 0  # in rows, over all ranks
         # The size of each stacked matrix, over all ranks and in this rank's shard.
@@ -343,7 +344,7 @@ class ParallelLayer(nn.Module):
             self.register_parameter(name, None if whole is None else self.make_shard(name, whole))
         # In evaluation nn.TransformerEncoderLayer takes a fast path, which would take the shards
         # for whole weights. A hook on any layer inside it turns the fast path off.
-        self.register_forward_hook(lambda *unused: None)
+        self.register_forward_hook(do_nothing)
 
     def make_shard(self, name, whole):
         shard = nn.Parameter(self.shard(name, whole), whole.requires_grad)
@@ -366,6 +367,10 @@ class ParallelLayer(nn.Module):
         matrices = shards.split(self.part_sizes, dim + 1)  # each is (rank, *shape of a part)
         whole = torch.cat([part for parts in matrices for part in parts], dim)
         return whole.narrow(dim, 0, self.size)  # without the padding
+
+    def matrix(self):
+        """Return the weight as (outputs, inputs)."""
+        return self.weight.T if self.is_transposed else self.weight
 
 
 class ColumnLinear(Function):
@@ -411,7 +416,7 @@ class ColumnParallelLinear(ParallelLayer):
     split_dims = {"weight": 0, "bias": 0}
 
     def forward(self, x):
-        y = ColumnLinear.apply(x, self.weight, self.bias, self)
+        y = ColumnLinear.apply(x, self.matrix(), self.bias, self)
         if self.padding:
             rows = len(self.weight)
             is_padding = torch.arange(rows, device=y.device) >= self.size - self.rank * rows
@@ -437,7 +442,7 @@ class RowParallelLinear(ParallelLayer):
         if not self.is_checked:
             check_parameters_between(x)
             self.is_checked = x.requires_grad
-        return row_linear(x, self.weight, self.bias, self.sequence_parallel, self.process_group)
+        return row_linear(x, self.matrix(), self.bias, self.sequence_parallel, self.process_group)
 
 
 def scatter_to_region(x, process_group=None):
@@ -657,7 +662,7 @@ class ParallelTransformerLayer(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 5. The library: parallelize() splits the layers of a plain model. A plan gives each layer a kind:
 #
-#     "column", "row"   the first and the second matrix of a pair
+#     "column", "row"   the first and the second matrix of a pair: nn.Linear, transformers' Conv1D
 #     "qkv"             a first matrix that stacks q, k and v, which are equal in size
 #     "swiglu"          a first matrix that stacks gate and up, which are equal in size
 #     (2048, 512, 512)  a first matrix that stacks matrices of these sizes
@@ -673,7 +678,8 @@ class ParallelTransformerLayer(nn.Module):
 # embedding.
 #
 # Attention that reshapes by its own number of heads needs that of this rank: after parallelize()
-# `attention.num_heads //= t` for Whisper.
+# `attention.num_heads //= t` for Whisper, `attention.n_heads //= t` for T5 (whose
+# relative_attention_bias is "column"), `attention.split_size //= t` for GPT-2.
 #
 # These mistakes make no error:
 # - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
@@ -686,8 +692,18 @@ class ParallelTransformerLayer(nn.Module):
 #   that are frozen then, or that are no nn.Parameter in forward, such as those of FSDP.
 
 
+class ColumnParallelEmbedding(ParallelLayer):
+    """nn.Embedding with its columns split, such as T5's biases, which have a column per head."""
+
+    split_dims = {"weight": 1}
+
+    def forward(self, tokens):
+        return F.embedding(tokens, self.weight)
+
+
 KINDS = {
     ("column", nn.Linear): ColumnParallelLinear.from_full,
+    ("column", nn.Embedding): ColumnParallelEmbedding.from_full,
     ("row", nn.Linear): RowParallelLinear.from_full,
     ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
     ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
@@ -738,7 +754,7 @@ def make_layer(plain, kind, process_group, sequence_parallel):
     if not isinstance(stack, str):
         options["stack"] = stack
         kind = "column"
-    make = KINDS.get((kind, type(plain)))
+    make = KINDS.get((kind, nn.Linear if is_conv1d(plain) else type(plain)))
     if not make:
         raise ValueError(f"use one of {list(KINDS)}")
     return make(plain, **options)
@@ -861,6 +877,15 @@ def sizes_of_matrices(size, stack, world_size):
     for matrix_size in sizes:
         check_divides("features", matrix_size, world_size)
     return sizes
+
+
+def is_conv1d(plain):
+    """Whether `plain` is transformers' Conv1D: an nn.Linear with a weight of (inputs, outputs)."""
+    return type(plain).__name__ == "Conv1D"
+
+
+def do_nothing(module, inputs, output):
+    pass
 
 
 def check_plain(plain):
