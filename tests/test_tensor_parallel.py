@@ -437,6 +437,53 @@ def test_padding_idx_gets_no_gradient():
     assert_same_model(ours, plain)
 
 
+class Conv1D(nn.Module):
+    """A linear layer as transformers' GPT-2 has it: the weight is (inputs, outputs)."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 10)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+@SEQUENCE_PARALLEL
+@pool.on(2)
+def test_a_pair_of_conv1d_trains_as_on_one_device(sp):
+    plain = nn.Sequential(Conv1D(6, 8), nn.GELU(), Conv1D(8, 6)).double()
+    ours = split(plain, {"0": "column", "2": "row"}, sp)
+    optimizers = make_optimizers(ours, plain)
+    for step in range(3):
+        x = randn((4, 3, 6), seed=step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ours(mine(x) if sp else x).square().sum().backward()
+        plain(x).square().sum().backward()
+        assert_same_model(ours, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pool.on(2)
+def test_each_matrix_that_a_conv1d_stacks_is_split():
+    plain = Conv1D(4, 3 * 8).double()
+    part = split_layer(plain, "qkv")(randn((5, 4)))
+    within(part, torch.cat([mine(y, -1) for y in plain(randn((5, 4))).chunk(3, -1)], -1))
+
+
+@pool.on(2)
+def test_columns_of_an_embedding_are_split_such_as_t5s_biases_per_head():
+    plain = nn.Embedding(8, 4).double()
+    tokens = torch.tensor([1, 7, 1])
+    layer = split_layer(plain, "column")
+    layer(tokens).square().sum().backward()
+    plain(tokens).square().sum().backward()
+    bitwise(layer(tokens), mine(plain(tokens), -1))
+    bitwise(layer.weight.grad, mine(plain.weight.grad, -1))
+
+
 # ---- dropout
 
 
