@@ -24,8 +24,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a process that co
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns if all parameters are used
 
-CALLED_FROM = os.environ.setdefault("CALLED_FROM", str(Path.cwd()))  # run_all.sh changes directory
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the technique files
+HERE = str(Path.cwd())
+CALLED_FROM = os.environ.setdefault("CALLED_FROM", HERE)  # run_all.sh changes directory
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # the technique files
 sys.path.append(CALLED_FROM)  # modules that the user names
 
 

@@ -83,7 +83,8 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
             processes[-1].start()
         end = time.monotonic() + timeout
         for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
+            left = end - time.monotonic()
+            process.join(max(0.0, left))
         hanging = [process for process in processes if process.is_alive()]
         for process in hanging:
             process.kill()

@@ -20,22 +20,26 @@ class Odd(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.transposed = nn.Parameter(torch.randn(5, 6).t())
+        transposed = torch.randn(5, 6).t()
+        self.transposed = nn.Parameter(transposed)
         self.first = nn.Linear(5, 7)
         self.one = nn.Parameter(torch.randn(1))
 
     def forward(self, x):
-        return self.first(x * self.one @ self.transposed) * self.scale + self.empty.sum()
+        hidden = x * self.one @ self.transposed
+        return self.first(hidden) * self.scale + self.empty.sum()
 
 
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
         self.second.weight = self.first.weight
 
     def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden)
 
 
 class Mixed(nn.Module):
@@ -49,7 +53,8 @@ class Mixed(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+            x = x.to(layer.weight.dtype)
+            x = torch.tanh(layer(x))
         return x
 
 
@@ -96,13 +101,16 @@ def make_batch(rank, step, dtype=torch.float32, rows=5):
 
 
 def loss_of(output):
-    return (
-        output.float().square().mean() if output.dtype == torch.bfloat16 else output.square().mean()
-    )
+    if output.dtype == torch.bfloat16:
+        output = output.float()
+    squares = output.square()
+    return squares.mean()
 
 
 def batch_loss(model, rank, step):
-    return loss_of(model(make_batch(rank, step, next(model.parameters()).dtype)))
+    first = next(model.parameters())
+    batch = make_batch(rank, step, first.dtype)
+    return loss_of(model(batch))
 
 
 def assert_equal(ours, theirs, exact, what=""):
@@ -111,14 +119,16 @@ def assert_equal(ours, theirs, exact, what=""):
     if ours is None or torch.equal(ours, theirs):
         return
     assert ours.shape == theirs.shape, what
-    difference = (ours - theirs).abs().max().item()
-    bound = 0.0 if exact else 1e-12 * max(1.0, theirs.abs().max().item())
+    difference = torch.max((ours - theirs).abs()).item()
+    largest = torch.max(theirs.abs()).item()
+    bound = 0.0 if exact else 1e-12 * max(1.0, largest)
     assert difference <= bound, f"{what}: max difference {difference:.3e}, allowed {bound:.1e}"
 
 
 def assert_same_parameters(ours, theirs, exact, what=""):
     """Parameters and gradients of two models."""
-    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+    expected = list(theirs.parameters())
+    for (name, a), b in zip(ours.named_parameters(), expected, strict=True):
         assert_equal(a.grad, b.grad, exact, f"{what} gradient of {name}")
         assert_equal(a.detach(), b.detach(), exact, f"{what} {name}")
 
@@ -132,8 +142,9 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
             size = sum(tensor.nbytes for tensor in tree_leaves(args[0]))
-            self.calls.append((func._schema.name.removeprefix("c10d::"), size))
+            self.calls.append((name, size))
         return func(*args, **(kwargs or {}))
 
     def bytes_of(self, name):
@@ -143,10 +154,12 @@ class Collectives(TorchDispatchMode):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.one = nn.Linear(6, 12)
+        self.two = nn.Linear(12, 6)
 
     def forward(self, x):
-        return x + self.two(torch.tanh(self.one(x)))
+        hidden = torch.tanh(self.one(x))
+        return x + self.two(hidden)
 
 
 HOW = {
@@ -163,7 +176,8 @@ class Blocks(nn.Sequential):
         super().__init__(*[Block() for _ in range(count)], nn.Linear(6, 3))
 
     def forward(self, x, which=None, how=HOW["plainly"]):
-        for i in range(len(self) - 1) if which is None else which:
+        every_block = range(len(self) - 1)
+        for i in every_block if which is None else which:
             x = how(self[i], x)
         return self[-1](x)
 
@@ -172,20 +186,28 @@ class Outputs(Block):
     """Its outputs lie in containers: a view, one that is not used, the input itself."""
 
     def forward(self, *, x):
-        return {"a": [self.one(x)], "b": (self.two(self.one(x)).view(2, -1, 3), None), "x": x}
+        hidden = self.one(x)
+        view = self.two(hidden).view(2, -1, 3)
+        return {"a": [self.one(x)], "b": (view, None), "x": x}
 
 
 class Outer(nn.Sequential):
     """Its last two parts are in one checkpoint."""
 
     def __init__(self):
-        super().__init__(Outputs(), nn.Sequential(Block(), Block()), Outputs())
+        blocks = nn.Sequential(Block(), Block())
+        super().__init__(Outputs(), blocks, Outputs())
 
     def forward(self, x):
         first = self[0](x=x[:4])
         first["a"][0].mul_(2.0)  # changed in place
         inner = first["b"][0].reshape(4, 6) + first["a"][0].sum()
-        last = checkpoint(lambda inner: self[2](x=self[1](inner)), inner, use_reentrant=False)
+
+        def last_two(inner):
+            hidden = self[1](inner)
+            return self[2](x=hidden)
+
+        last = checkpoint(last_two, inner, use_reentrant=False)
         return last["a"][0][:, :6] + last["x"]
 
 
@@ -195,14 +217,16 @@ class Reader(nn.Module):
     def __init__(self, numels):
         super().__init__()
         shapes = [(n,) if n % 2 else (n // 2, 2) for n in numels]
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+        tensors = [torch.randn(shape) for shape in shapes]
+        self.weights = nn.ParameterList(map(nn.Parameter, tensors))
 
     def forward(self, rank, step):
         generator = torch.Generator().manual_seed(rank + 7 * step)
         total = self.weights[0].sum() * 0
         for number, weight in enumerate(self.weights):
             if hash((len(self.weights), step, rank, number)) % 3 == 0:
-                total = total + (weight * torch.rand(weight.shape, generator=generator)).exp().sum()
+                factors = torch.rand(weight.shape, generator=generator)
+                total = total + (weight * factors).exp().sum()
         return total * (-0.0 if step == 1 else 1.0)
 
 

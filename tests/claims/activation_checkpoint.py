@@ -64,11 +64,12 @@ def layer(*more):
 
 def three_layers(how, drop=0.0, autocast=False):
     x = torch.randn(4, 6, requires_grad=True)
-    layers = nn.ModuleList([layer(nn.Dropout(drop)) for _ in range(3)])
+    layers = layer(nn.Dropout(drop)), layer(nn.Dropout(drop)), layer()
     with torch.autocast(environment.DEVICE_TYPE, torch.bfloat16, enabled=autocast):
         y = F.dropout(how(layers[0], x), drop)
         y = F.dropout(how(layers[1], y), drop)
-    return loss_of(how(layers[2], y.float())), [x, *layers.parameters()]
+    y = how(layers[2], y.float())
+    return loss_of(y), [x, *nn.ModuleList(layers).parameters()]
 
 
 def of_layers(name, sentence, **how):
@@ -96,7 +97,12 @@ def closures(how):
     module = layer()
     hidden = torch.tanh(weight)
     tokens = torch.randn(4, 6)  # needs no gradient
-    output = how(lambda x: torch.tanh(module(x) @ hidden), tokens)
+
+    def function(x):
+        y = module(x)
+        return torch.tanh(y @ hidden)
+
+    output = how(function, tokens)
     return loss_of(output), [weight, *module.parameters()]
 
 
@@ -123,9 +129,14 @@ def nested(how):
     second = layer()
 
     def inner(x):
-        return how(first, torch.sin(how(second, x))) + x
+        y = how(second, x)
+        return how(first, torch.sin(y)) + x
 
-    y = how(lambda x: torch.cos(how(inner, inner(x))), x)
+    def outer(x):
+        y = how(inner, inner(x))
+        return torch.cos(y)
+
+    y = how(outer, x)
     return loss_of(y), [x, *first.parameters(), *second.parameters()]
 
 
@@ -153,7 +164,9 @@ def collectives_again(how):
             x = torch.tanh(AllReduce.apply(x @ weight))
         return x
 
-    return loss_of(how(function, how(function, x))), [x, weights]
+    y = how(function, x)
+    y = how(function, y)
+    return loss_of(y), [x, weights]
 
 
 @alike(1, may_refuse=True)
@@ -161,7 +174,8 @@ def again(how):
     """Backward may run twice with retain_graph."""
     x = torch.randn(4, 6, requires_grad=True)
     module = layer(nn.Dropout(0.5))
-    loss = loss_of(how(module, how(torch.sin, x)))
+    y = how(torch.sin, x)
+    loss = loss_of(how(module, y))
     loss.backward(retain_graph=True)
     return loss, [x, *module.parameters()]
 
@@ -171,7 +185,8 @@ def autograd_grad(how):
     """torch.autograd.grad works, for one leaf after another and for gradients of gradients."""
     x = torch.randn(4, 6, requires_grad=True)
     module = layer(nn.Dropout(0.5))
-    loss = loss_of(how(module, how(torch.sin, x)))
+    y = how(torch.sin, x)
+    loss = loss_of(how(module, y))
     weight = module[0].weight
     gradients = torch.autograd.grad(loss, weight, retain_graph=True)
     gradients += torch.autograd.grad(loss, [x, weight], create_graph=True)
@@ -181,35 +196,41 @@ def autograd_grad(how):
 @claim("activation-checkpoint", 1, about="property")
 def forgotten(make):
     """What the function computed is freed after forward, and the function runs twice in all."""
-    inside = []  # of each run: weak references to the memory of what it computed
+    inside = []  # weak references to the memory of what it computed, two in each run
     x = torch.randn(4, 6, requires_grad=True)
 
     def function(x):
         y = torch.tanh(x)
         z = torch.sigmoid(y)
-        inside.append([weakref.ref(tensor.untyped_storage()) for tensor in (y, z)])
+        for tensor in (y, z):
+            memory = tensor.untyped_storage()
+            inside.append(weakref.ref(memory))
         return torch.exp(z * y).sin()
 
     def check_forgotten(when):
-        references = itertools.chain.from_iterable(inside)
-        alive = sum(reference() is not None for reference in references)
-        check(not alive, f"{alive} of {2 * len(inside)} tensors are alive after {when}")
+        alive = sum(reference() is not None for reference in inside)
+        check(not alive, f"{alive} of {len(inside)} tensors are alive after {when}")
 
     output = make(function, x)
     check_forgotten("forward")
     output.sum().backward()
     check_forgotten("backward")
-    check(len(inside) == 2, f"the function ran {len(inside)} times")
+    check(len(inside) == 4, f"the function ran {len(inside) // 2} times")
     with torch.no_grad():
         make(function, x)
-    check(len(inside) == 3, "under no_grad it did not run once")
+    check(len(inside) == 6, "under no_grad it did not run once")
 
 
 def backward_through(make, function, is_changed=False):
-    """`function(x, whether it runs again)`. If `is_changed`, its input changes before backward."""
+    """`function(x, number of the run)`. If `is_changed`, its input changes before backward."""
     x = torch.randn(4, requires_grad=True) * 1
     runs = itertools.count()
-    y = make(lambda x: function(x, next(runs) > 0), x)
+
+    def run(x):
+        number = next(runs)
+        return function(x, number)
+
+    y = make(run, x)
     if is_changed:
         x.mul_(2)
     y.sum().backward()
@@ -220,13 +241,16 @@ def differs(make):
     """A recomputation that saves other tensors than forward, or a changed input, is an error."""
 
     def number(x, again):
-        return x.sin() if again else x.sin().cos().tan()
+        y = x.sin()
+        return y if again else y.cos()
 
     def shape(x, again):
-        return (x if again else torch.cat([x, x])).sin().sum()
+        y = x if again else torch.cat([x, x])
+        return y.sin()
 
     def dtype(x, again):
-        return (x.double() if again else x).sin().sum()
+        y = x.double() if again else x
+        return y.sin()
 
     def value(x, again):
         return x.sin()

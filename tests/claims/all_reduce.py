@@ -24,7 +24,8 @@ def all_reduce(implementation, tensor, group=None):
     names = {"process_group", "group"} & set(names_of(implementation))
     if group and not names:
         raise NotOffered("no argument process_group")
-    implementation(tensor, **dict.fromkeys(names, group or pool.group()))
+    where = group or pool.group()
+    implementation(tensor, **dict.fromkeys(names, where))
     return tensor
 
 
@@ -46,8 +47,14 @@ def total_of(ranks, shape, dtype=None):
     return sum(numbers_of(rank, shape, dtype) for rank in ranks)
 
 
-def everyone():
-    return range(pool.world_size())
+def total_of_all(shape, dtype=None):
+    everyone = range(pool.world_size())
+    return total_of(everyone, shape, dtype)
+
+
+def sum_of_mine(make, shape, dtype=None):
+    mine = numbers_of(pool.rank(), shape, dtype)
+    return make(mine)
 
 
 @claim("all-reduce", 1, 2, 3, 4)
@@ -61,8 +68,8 @@ def summed(make):
 
 
 def sums_up(make, shape, dtype):
-    ours = make(numbers_of(pool.rank(), shape, dtype))
-    same(ours, total_of(everyone(), shape, dtype), f"the sum of shape {shape} in {dtype}")
+    ours = sum_of_mine(make, shape, dtype)
+    same(ours, total_of_all(shape, dtype), f"the sum of shape {shape} in {dtype}")
 
 
 say_in_float64("all-reduce", "summed")
@@ -81,8 +88,9 @@ def strided(make):
     views = [lambda x: x.t(), lambda x: x[:, 1], lambda x: x[::2, 1::2]]
     for view in views:
         mine = numbers_of(pool.rank(), (6, 8))
-        expected = numbers_of(pool.rank(), (6, 8))
-        view(expected).copy_(view(total_of(everyone(), (6, 8))))
+        expected = mine.clone()
+        total = total_of_all((6, 8))
+        view(expected).copy_(view(total))
         make(view(mine))
         same(mine, expected, "the whole memory of a strided tensor")
 
@@ -90,10 +98,10 @@ def strided(make):
 @claim("all-reduce", 2, 3, 4)
 def same_bits(make):
     """All ranks end with the same bits in float32. At two ranks these are those of a + b."""
-    ours = make(numbers_of(pool.rank(), (1001,), torch.float32))
+    ours = sum_of_mine(make, (1001,), torch.float32)
     same_on_all(ours, "their sums")
     if pool.world_size() == 2:
-        same(ours, total_of(everyone(), (1001,), torch.float32), "the sum", exact=True)
+        same(ours, total_of_all((1001,), torch.float32), "the sum", exact=True)
 
 
 @claim("all-reduce", 4)
@@ -111,7 +119,7 @@ def reused(make):
     """The caller may overwrite the tensor at once, because nothing of it is still to be sent."""
     shape = (2**21 + 1,)  # 16 MB: sending takes longer than the next line
     for number in range(2):
-        total = total_of(everyone(), shape) + number * pool.world_size()
+        total = total_of_all(shape) + number * pool.world_size()
         mine = numbers_of(pool.rank(), shape) + number
         make(mine)
         if (pool.rank() + number) % 2 == 0:

@@ -51,7 +51,8 @@ def queries_and_keys(S, Skv, batch=2, heads=2, shared=2, size=8, size_v=None):
     shapes = [(heads, S, size), (shared, Skv, size), (shared, Skv, size_v or size)]
     seeds = itertools.count(S * Skv)
     numbers = [randn((batch, *shape), next(seeds)) for shape in shapes]
-    return [each.to(precision()).requires_grad_() for each in numbers]
+    dtype = precision()
+    return [each.to(dtype).requires_grad_() for each in numbers]
 
 
 def dense_weights(q, k, causal=False, scale=None):
@@ -165,7 +166,7 @@ def dropout(make):
     """Weights are dropped with the given probability, and backward has forward's mask."""
     q, k, v = queries_and_keys(64, 64, size=64)
     # As v, the identity makes the output the weights.
-    identity = torch.eye(64, dtype=v.dtype).expand_as(v).contiguous()
+    identity = torch.eye(64, dtype=v.dtype).repeat(*v.shape[:2], 1, 1)
     weights = dense_weights(q, k)
     torch.manual_seed(3)
     kept = make(q, k, identity, dropout_p=0.25) / weights > 0.5
@@ -178,10 +179,8 @@ def dropout(make):
     same_with_gradients(output, (weights * mask) @ v, q, k, v)
 
 
-@claim("attention", 1, about="property")
-def no_matrix_is_kept(make):
-    """The memory kept for backward grows with the queries and keys, not with their product."""
-    q, k, v = queries_and_keys(1280, 1280, batch=1, size=64)
+def elements_kept(function):
+    """How many elements `function` keeps for backward. What two tensors share counts once."""
     saved = []
 
     def keep(tensor):
@@ -189,8 +188,16 @@ def no_matrix_is_kept(make):
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        make(q, k, v, causal=True)
-    storages = [x.untyped_storage() for x in saved]
-    kept = sum({each.data_ptr(): each.nbytes() for each in storages}.values()) // q.element_size()
+        function()
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in saved}
+    sizes = [storage.nbytes() for storage in storages.values()]
+    return sum(sizes) // precision().itemsize
+
+
+@claim("attention", 1, about="property")
+def no_matrix_is_kept(make):
+    """The memory kept for backward grows with the queries and keys, not with their product."""
+    q, k, v = queries_and_keys(1280, 1280, batch=1, size=64)
+    kept = elements_kept(lambda: make(q, k, v, causal=True))
     scores = 1280 * 1280  # of one head
     check(0 < kept < scores, f"{kept} elements are kept, and a head has {scores} scores")

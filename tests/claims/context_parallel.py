@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shared import randn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from claims.attention import dense_weights
+from claims.attention import dense_attention, elements_kept
 from claims.registry import (
     add_kind,
     call,
@@ -39,7 +38,10 @@ BOTH = "ring-attention ulysses-attention"
 def attend(implementation, q, k, v, causal=False, zigzag=False, **options):
     name = "causal" if "causal" in names_of(implementation) else "is_causal"
     welcome = {name: causal, "process_group": pool.group()}
-    (options if zigzag else welcome)["zigzag"] = zigzag
+    if zigzag:
+        options["zigzag"] = True
+    else:
+        welcome["zigzag"] = False
     return call(implementation, q, k, v, needed=options, **welcome)
 
 
@@ -70,15 +72,18 @@ def whole_inputs(tokens, heads=4, shared=4, size=8, dtype=None):
 def one_device(q, k, v, grad, causal=False, scale=None):
     """Return output and gradients of attention over the whole sequence."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    sharing = q.shape[1] // k.shape[1]
-    each_k, each_v = (x.repeat_interleave(sharing, 1) for x in leaves[1:])
-    output = dense_weights(leaves[0], each_k, causal, scale) @ each_v
+    output = dense_attention(*leaves, causal, scale)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def my_leaves(inputs, zigzag=False):
+    parts = [mine(x, zigzag) for x in inputs]
+    return [part.clone().requires_grad_() for part in parts]
 
 
 def on_ranks(attention, q, k, v, grad, zigzag=False):
     """Return this rank's part of the same, by `attention(q, k, v)`."""
-    leaves = [mine(x, zigzag).clone().requires_grad_() for x in (q, k, v)]
+    leaves = my_leaves([q, k, v], zigzag)
     output = attention(*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, mine(grad, zigzag))]
 
@@ -167,11 +172,13 @@ def large_scores(make):
 def twice_backward(make):
     """Backward may run twice over one graph, and both times gives the same gradients, bitwise."""
     *whole, grad = whole_inputs(6)
-    leaves = [mine(x).clone().requires_grad_() for x in whole]
+    leaves = my_leaves(whole)
     output = make(*leaves, True)
-    first = torch.autograd.grad(output, leaves, mine(grad), retain_graph=True)
-    second = torch.autograd.grad(output, leaves, mine(grad))
-    same_as_one_device([output.detach(), *first], one_device(*whole, grad, True))
+    own_grad = mine(grad)
+    first = torch.autograd.grad(output, leaves, own_grad, retain_graph=True)
+    second = torch.autograd.grad(output, leaves, own_grad)
+    expected = one_device(*whole, grad, True)
+    same_as_one_device([output.detach(), *first], expected)
     for name, ours, theirs in zip("qkv", second, first, strict=True):
         same(ours, theirs, f"gradient of {name} in the second backward", exact=True)
 
@@ -188,8 +195,8 @@ def two_layers(make):
         return checkpoint(layers, q, k, v, use_reentrant=False)
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    hidden = dense_weights(leaves[0], leaves[1], True) @ leaves[2]
-    output = dense_weights(hidden, leaves[1], True) @ leaves[2]
+    hidden = dense_attention(*leaves, True)
+    output = dense_attention(hidden, *leaves[1:], True)
     expected = [output.detach(), *torch.autograd.grad(output, leaves, grad)]
     first = on_ranks(layers, q, k, v, grad)
     again = on_ranks(layers, q, k, v, grad)
@@ -202,10 +209,10 @@ def two_layers(make):
 @claim(BOTH, 2, 4)
 def without_gradients(make):
     """Under no_grad the output is the same."""
-    q, k, v, grad = whole_inputs(6)
+    *whole, grad = whole_inputs(6)
+    output, *_ = one_device(*whole, grad, True)
     with torch.no_grad():
-        output = make(*(mine(x) for x in (q, k, v)), True)
-    same(output, mine(one_device(q, k, v, grad, True)[0]), "output")
+        same(make(*map(mine, whole), True), mine(output), "output")
 
 
 @claim(BOTH, 2, 4, may_refuse=True)
@@ -227,13 +234,8 @@ def bf16(make):
 @claim(BOTH, 2, 4, about="property")
 def keeps_its_part(make):
     """The memory kept for backward is that of one device, divided by the number of ranks."""
-    q, k, v, _ = whole_inputs(60)
-    leaves = [mine(x).clone().requires_grad_() for x in (q, k, v)]
-    saved = []
-    with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        make(*leaves, True)
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
-    kept = sum(storages.values()) // leaves[0].element_size()
+    leaves = my_leaves(whole_inputs(60)[:3])
+    kept = elements_kept(lambda: make(*leaves, True))
     own = 4 * leaves[0].numel()  # q, k, v and the output
     check(0 < kept < 1.1 * own, f"{kept} elements are kept; q, k, v and the output have {own}")
 

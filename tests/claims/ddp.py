@@ -3,8 +3,9 @@
 It also gets bucket_cap_mb=1e-6 in the claims about overlap, and find_unused_parameters=True in
 those about unused parameters. An argument is left out if the class has no such name. What it
 returns is called in forward, and has parameters(). If it has `finish_gradient_synchronization()`,
-this is called after every backward that is not under no_sync(). Names of parameters may have
-parts of wrappers in them, such as "module.".
+this is called after every backward that is not under no_sync(). The claims about accumulation need
+no_sync(). If it has backward(loss), it is called instead of loss.backward(). Names of parameters
+may have parts of wrappers in them, such as "module.".
 """
 
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch.nn as nn
 from shared import Collectives, loss_of, make_batch, make_model
 
 from claims.registry import add_kind, check, claim, default_group, error_from, names_of, same_on_all
-from claims.training import Trainer
+from claims.training import Trainer, own_batch
 
 add_kind(
     "ddp",
@@ -34,7 +35,7 @@ def buffers(make):
     model = make_model("batchnorm")
     trainer = make(model)
     for step in range(2):
-        trainer.step([make_batch(pool.rank(), step)])
+        trainer.step([own_batch(step)])
     trainer.model(make_batch(0, 5))  # the same on all ranks, after rank 0's statistics have come
     same_on_all(model[1].running_mean, "the running mean")
 
@@ -54,7 +55,8 @@ def no_sync_is_silent(make):
     for step in range(2):  # PyTorch's sends the order of its buckets once
         trainer.step([make_batch(0, step)])
     with Collectives() as seen, trainer.no_sync():
-        loss_of(trainer.model(make_batch(0, 1))).backward()
+        output = trainer.model(own_batch(2))
+        loss_of(output).backward()
     check(not seen.calls, f"it sends {seen.calls}")
 
 
@@ -64,10 +66,10 @@ def two_steps(make):
     width = 6 if has_small_buckets else 2600  # a layer fills PyTorch's bucket of 25 MB
     model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, width), nn.Linear(width, 6))
     trainer = make(model, bucket_cap_mb=1e-6)
-    trainer.step([make_batch(pool.rank(), 0)])  # PyTorch's first step has buckets of its own
+    trainer.step([own_batch(0)])  # PyTorch's first step has buckets of its own
     with Collectives() as seen:
         model[0].weight.register_hook(lambda _: seen.calls.append(("last gradient", 0)))
-        trainer.step([make_batch(pool.rank(), 1)])
+        trainer.step([own_batch(1)])
     return model, seen
 
 

@@ -67,7 +67,8 @@ def nothing_whole_is_kept(make):
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = loss_of(trainer.model(torch.randn(3, 50)))
+        output = trainer.model(torch.randn(3, 50))
+        loss = loss_of(output)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
     whole = sum(size >= 50 * 50 * 4 for size in storages.values())
     own = len(model) - len(trainer.units)  # the root's own may stay until backward
@@ -89,7 +90,8 @@ def hybrid(make):
 @claim("fsdp", 4)
 def hybrid_copies(make):
     """With copies of the shards, all copies have the same bits after each step, in float32."""
-    stay_replicas(make(make_model("plain"), "adamw", mesh=two_by_two()))
+    module = make_model("plain")
+    stay_replicas(make(module, "adamw", mesh=two_by_two()))
 
 
 @claim("fsdp", 4, about="property")

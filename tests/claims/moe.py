@@ -105,8 +105,10 @@ def plain_moe(x, weights, normalise=True, capacity=math.inf):
             taken[expert] += 1
             if taken[expert] > capacity:
                 continue
-            gate, up = (weights["experts.gate_up_proj"][expert] @ token).chunk(2)
-            result = weights["experts.down_proj"][expert] @ (F.silu(gate) * up)
+            projected = weights["experts.gate_up_proj"][expert] @ token
+            gate, up = projected.chunk(2)
+            hidden = F.silu(gate) * up
+            result = weights["experts.down_proj"][expert] @ hidden
             outputs[position] = outputs[position] + values[position, choice] * result
     return torch.stack(outputs) if outputs else x
 
@@ -119,11 +121,13 @@ def mine(name, whole):
     """This rank's part of a whole weight."""
     if not name.startswith("experts."):
         return whole
-    return whole.chunk(pool.world_size())[pool.rank()]
+    parts = whole.chunk(pool.world_size())
+    return parts[pool.rank()]
 
 
 def loss_of(output, rank):
-    return (output * numbers(output.shape, seed=50 + rank)).sum()
+    factors = numbers(output.shape, seed=50 + rank)
+    return (output * factors).sum()
 
 
 def gradients_of_one_device(weights, counts, plain=plain_moe):
@@ -188,12 +192,14 @@ def train_as_one_device(make, optimizer_class, **options):
         optimizer.zero_grad()
         for rank in range(N):
             output = plain_moe(tokens_of(rank, 4, step), weights)
-            (loss_of(output, rank) / N).backward()
+            loss = loss_of(output, rank) / N
+            loss.backward()
         ours.backward(pool.rank(), 4, step)
         plain_optimizer.step()
         optimizer.step()
     for name, weight in weights.items():
-        same(ours.parameter(name).detach(), mine(name, weight.detach()), f"{name} after 3 steps")
+        expected = mine(name, weight.detach())
+        same(ours.parameter(name).detach(), expected, f"{name} after 3 steps")
     same_on_all(ours.parameter("gate.weight"), "gate.weight")
 
 

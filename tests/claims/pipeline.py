@@ -45,7 +45,8 @@ def schedules_of(make, sizes=SIZES):
     for schedule in make():
         for p, m, v in sizes:
             try:
-                yield p, m, v, [list(map(str, actions)) for actions in schedule(p, m, v)]
+                lists = schedule(p, m, v)
+                yield p, m, v, [list(map(str, actions)) for actions in lists]
             except (ValueError, AssertionError):
                 check((p, m, v) != (2, 2, 1), "it refuses 2 ranks with 2 micro-batches")
 
@@ -56,14 +57,21 @@ def complete(make):
     for p, m, v, schedule in schedules_of(make):
         for rank, actions in enumerate(schedule):
             where = f"{p} ranks, {m} micro-batches, rank {rank}"
-            expected = {f"{stage}F{i}" for stage in range(rank, p * v, p) for i in range(m)}
-            done = {kind: {a.replace(kind, "F") for a in actions if kind in a} for kind in "FBIW"}
-            odd = (expected ^ done["F"]) | (expected ^ (done["B"] | done["I"]))
+            stages = range(rank, p * v, p)
+            expected = {f"{stage}F{i}" for stage in stages for i in range(m)}
+            F, B, I, W = (forwards_of(actions, kind) for kind in "FBIW")
+            odd = (expected ^ F) | (expected ^ (B | I))
             check(not odd, f"{where}: too few or too many of {sorted(odd)[:3]}")
-            twice = done["B"] & done["I"]
+            twice = B & I
             check(not twice, f"{where}: two backwards of {sorted(twice)[:3]}")
-            check(done["W"] == done["I"], f"{where}: an I without its W, or a W without its I")
-            check(len(actions) == len(set(actions)), f"{where}: an action twice")
+            check(W == I, f"{where}: an I without its W, or a W without its I")
+            different = set(actions)
+            check(len(actions) == len(different), f"{where}: an action twice")
+
+
+def forwards_of(actions, kind):
+    """The forwards that belong to the actions of this kind."""
+    return {action.replace(kind, "F") for action in actions if kind in action}
 
 
 @claim("pipeline-schedule", 1)
@@ -81,7 +89,8 @@ def runs_as_one_device(make, dtype=torch.float64, exact=False):
         torch.manual_seed(0)
         stages = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(p * v)]
         plain = nn.Sequential(*stages).to(dtype)
-        mine = copy.deepcopy(plain)[pool.rank() :: p]
+        own = slice(pool.rank(), None, p)
+        mine = copy.deepcopy(plain)[own]
         inputs, targets = torch.randn(2, 2 * m, 6, dtype=dtype)
 
         runner = pipeline.Pipeline(list(mine), schedule, m, F.mse_loss, process_group=pool.group())
@@ -92,11 +101,13 @@ def runs_as_one_device(make, dtype=torch.float64, exact=False):
             micro_loss.backward()
             total += micro_loss.item()
 
-        pairs = zip(mine.parameters(), plain[pool.rank() :: p].parameters(), strict=True)
-        for ours, theirs in pairs:
-            same(ours.grad, theirs.grad, f"gradient with {m} micro-batches", exact)
+        expected = dict(plain[own].named_parameters())
+        for name, parameter in mine.named_parameters():
+            what = f"gradient of {name} with {m} micro-batches"
+            same(parameter.grad, expected[name].grad, what, exact)
         if loss is not None:
-            check(abs(loss.item() - total) < 1e-6, "the loss is not the mean")
+            error = abs(loss.item() - total)
+            check(error < 1e-6, "the loss is not the mean")
 
 
 @claim("pipeline-schedule", 2)
@@ -114,12 +125,13 @@ def gradients_bitwise(make):
 @claim("pipeline-schedule", 1, about="property")
 def in_order(make):
     """Micro-batches go backward in their order, so gradients add up as in a loop on one device."""
-    for _, _, _, schedule in schedules_of(make):
-        for actions in schedule:
-            for stage in {action.partition("F")[0] for action in actions if "F" in action}:
+    for p, _, v, schedule in schedules_of(make):
+        for rank, actions in enumerate(schedule):
+            for stage in range(rank, p * v, p):
                 for kind in "BIW":
-                    start = stage + kind
-                    numbers = [int(a.removeprefix(start)) for a in actions if a.startswith(start)]
+                    start = f"{stage}{kind}"
+                    found = [action for action in actions if action.startswith(start)]
+                    numbers = [int(action.removeprefix(start)) for action in found]
                     order = f"stage {stage} takes micro-batches backward in the order {numbers}"
                     check(numbers == sorted(numbers), order)
 

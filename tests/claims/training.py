@@ -162,6 +162,10 @@ def is_dtensor(tensor):
     return hasattr(tensor, "full_tensor")
 
 
+def own_batch(step):
+    return make_batch(pool.rank(), step)
+
+
 def full(tensor):
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
@@ -184,8 +188,11 @@ def do_nothing(trainer):
     pass
 
 
-def beside_one_device(make, model, optimizer, start, dtype, **options):
-    """Return a trainer with `plain`, the model on one device, and its `plain_optimizer`."""
+def beside_one_device(make, model, optimizer, dtype, start=0, **options):
+    """Return a trainer with `plain`, the model on one device, and its `plain_optimizer`.
+
+    Ranks begin `start` times their number apart.
+    """
     plain = make_model(model) if isinstance(model, str) else model()
     plain = plain.to(dtype)
     module = copy.deepcopy(plain)
@@ -205,36 +212,33 @@ def trains_as_one_device(
     exact=False,
     micro=1,
     sync="last",
-    start=0,
     before=do_nothing,
     after=do_nothing,
     **options,
 ):
-    """Train for four steps, with other data on each rank in each step, and compare in each step.
-
-    `before(trainer)` and `after(trainer)` are called around the optimizer's step.
-    """
+    """Compare each of four steps. before(trainer) and after(trainer) are called around step()."""
     dtype = torch.float32 if exact else precision()
-    trainer = beside_one_device(make, model, optimizer, start, dtype, **options)
+    trainer = beside_one_device(make, model, optimizer, dtype, **options)
     ranks = dist.get_process_group_ranks(options.get("group", pool.group()))
     for step in range(4):
-        batches = {r: [make_batch(r, 10 * step + i, dtype) for i in range(micro)] for r in ranks}
+        steps = range(10 * step, 10 * step + micro)
+        batches = {rank: [make_batch(rank, each, dtype) for each in steps] for rank in ranks}
         one_device(trainer.plain, batches.values())
         trainer.optimizer.zero_grad()
         trainer.backward(batches[dist.get_rank()], sync=sync)
         before(trainer)
-        compare_gradients(trainer, step + 1, exact)
+        compare_gradients(trainer, step, exact)
         trainer.optimizer.step()
         trainer.plain_optimizer.step()
         after(trainer)
-        compare(trainer, step + 1, exact)
+        compare(trainer, step, exact)
 
 
 def compare_gradients(trainer, step, exact):
     ours = trainer.gradients()
     for name, parameter in trainer.plain.named_parameters():
         if name in ours and parameter.grad is not None:
-            same(ours[name], parameter.grad, f"gradient of {name} in step {step}", exact)
+            same(ours[name], parameter.grad, f"gradient of {name} in step {step + 1}", exact)
 
 
 def compare(trainer, step, exact):
@@ -242,7 +246,7 @@ def compare(trainer, step, exact):
     plain = dict(trainer.plain.named_parameters())
     check(ours.keys() == plain.keys(), f"parameters are {list(ours)}")
     for name, parameter in plain.items():
-        same(ours.get(name), parameter, f"{name} after step {step}", exact)
+        same(ours.get(name), parameter, f"{name} after step {step + 1}", exact)
 
 
 # ---- the claims
@@ -406,7 +410,7 @@ trains(
 
 def stay_replicas(trainer):
     for step in range(3):
-        trainer.step([make_batch(pool.rank(), step)])
+        trainer.step([own_batch(step)])
         flat = torch.cat([p.detach().flatten() for p in trainer.whole().values()])
         same_on_all(flat, f"parameters after step {step + 1}")
 

@@ -173,8 +173,9 @@ How the suite treats it
   The file is executed once in each process. Import the library at its top: this does not count in
   the 12 s after which a claim hangs. After three hangs the other claims are not run.
   Keywords are passed if the signature has them. What is missing is "not offered". So is what
-  raises NotImplementedError("why"). Where a claim says so, a clear error on all ranks "refuses"
-  and is not wrong.
+  raises NotImplementedError("why"). Where a claim says so, an implementation "refuses" if it raises
+  an error with a message on all ranks. That is not wrong, unless it is an accident such as an
+  IndexError.
   -k NAME tries the claims whose names have NAME in them."""
 
 

@@ -11,7 +11,8 @@ loss.backward(). Names of parameters may have parts of wrappers in them, such as
 The optimizer has zero_grad() and step(), and param_groups for the claim about schedulers. Claims
 look for these methods of the optimizer or the model: no_sync(), clip_grad_norm_(max_norm) ->
 norm (or None if the step clips), state_dict(), consolidate_state_dict(0) before it on all ranks,
-full_gradients() -> {name: gradient} after backward. Under --zero3 module_state_dict() is needed.
+full_gradients() -> {name: gradient} after backward. Gradients that DistributedDataParallel has
+averaged are clipped by torch.nn.utils.clip_grad_norm_. Under --zero3 module_state_dict() is needed.
 """
 
 from functools import partial

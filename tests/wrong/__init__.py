@@ -5,34 +5,24 @@ them, and the claims listed with them say what they lack. UNUSUAL ones are right
 """
 
 import importlib
+from pathlib import Path
 
-FILES = [
-    "ddp",
-    "zero",
-    "fsdp",
-    "tensor_parallel",
-    "pipeline",
-    "amp",
-    "lora",
-    "activation_checkpoint",
-    "attention",
-    "context_parallel",
-    "all_reduce",
-    "moe",
-    "diloco",
-    "muon",
-    "unusual",
-]
+HERE = Path(__file__).parent
+FILES = sorted(path.stem for path in HERE.glob("[a-z]*.py"))
 
-MISTAKES = []  # (kind, "wrong.file:name", the claim that does not hold)
-RIGHT = []  # (kind, "wrong.file:name", the claims that do not hold)
+
+def listed(what):
+    """Return [(kind, "wrong.file:name", what is listed with the name)]."""
+    found = []
+    for file in FILES:
+        module = importlib.import_module(f"wrong.{file}")
+        for kind, names in getattr(module, what, {}).items():
+            found += [(kind, f"wrong.{file}:{name}", value) for name, value in names.items()]
+    return found
+
+
+MISTAKES = listed("MISTAKES")  # and the claim that does not hold
+RIGHT = listed("RIGHT")  # and the claims that do not hold
 UNUSUAL = []  # (kind, "wrong.file:name", claim, outcome)
-for _file in FILES:
-    _module = importlib.import_module(f"wrong.{_file}")
-    for _kind, _claims in _module.MISTAKES.items():
-        MISTAKES += [(_kind, f"wrong.{_file}:{name}", claim) for name, claim in _claims.items()]
-    for _kind, _claims in getattr(_module, "RIGHT", {}).items():
-        RIGHT += [(_kind, f"wrong.{_file}:{name}", claims) for name, claims in _claims.items()]
-    for _kind, _names in getattr(_module, "UNUSUAL", {}).items():
-        for _name, _claims in _names.items():
-            UNUSUAL += [(_kind, f"wrong.{_file}:{_name}", *each) for each in _claims.items()]
+for _kind, _spec, _outcomes in listed("UNUSUAL"):
+    UNUSUAL += [(_kind, _spec, *each) for each in _outcomes.items()]

@@ -28,7 +28,8 @@ def ring_off_by_one(tensor):
         return
     rank = dist.get_rank()
     N = dist.get_world_size()
-    parts = list(F.pad(tensor.flatten(), (0, -tensor.numel() % N)).chunk(N))
+    padded = F.pad(tensor.flatten(), (0, -tensor.numel() % N))
+    parts = list(padded.chunk(N))
     for step in range(2 * (N - 1)):
         is_reducing = step < N - 1
         first = rank - (step if is_reducing else step - 1)
@@ -55,7 +56,8 @@ def leaves_before_it_is_sent(tensor):
     """Rank 0 returns while the sum is on its way to the others."""
     dist.reduce(tensor, 0)
     if dist.get_rank() == 0:
-        in_flight.extend(dist.isend(tensor, to) for to in range(1, dist.get_world_size()))
+        others = range(1, dist.get_world_size())
+        in_flight.extend(dist.isend(tensor, to) for to in others)
     else:
         time.sleep(0.2)  # so that it is certainly still on its way
         dist.recv(tensor, 0)

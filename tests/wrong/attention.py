@@ -33,8 +33,7 @@ def plain_attention(
     share=consecutive,  # heads of keys among heads of queries
 ):
     """Online softmax over blocks of 64 keys. Autograd keeps all blocks."""
-    k = share(k, q.shape[1] // k.shape[1])
-    v = share(v, q.shape[1] // v.shape[1])
+    k, v = (share(x, q.shape[1] // x.shape[1]) for x in (k, v))
     S, Skv = q.shape[2], k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     hidden = torch.ones(S, Skv, dtype=torch.bool).triu(offset(S, Skv) + 1) & causal

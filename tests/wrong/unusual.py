@@ -148,7 +148,6 @@ class OtherNames(nn.Module):
         return self.block(x)
 
 
-MISTAKES = {}
 UNUSUAL = {  # kind: {name: {claim: outcome}}
     "ddp": {
         "AveragesEachBackward": {
