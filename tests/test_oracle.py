@@ -13,7 +13,7 @@ import torch
 import wrong
 from claims import KINDS
 from claims.registry import resolve
-from claims.verdicts import by_group, group_of, judge, names_of_claims
+from claims.verdicts import by_group, group_of, is_clear, judge, names_of_claims
 from launch import ROOT
 
 
@@ -128,6 +128,20 @@ def test_after_three_hangs_other_claims_are_not_run(mine, monkeypatch):
     outcomes = [judge("ddp", "mean_gradient", spec, [2]).outcome for _ in range(4)]
 
     assert outcomes == ["hangs", "hangs", "hangs", "not run"]
+
+
+@pytest.mark.parametrize(
+    ("exception", "expected"),
+    {
+        "ValueError: 3 heads do not divide by 2 ranks": True,
+        "AssertionError": False,
+        "IndexError: index 3 is out of range": False,
+        "TypeError: empty() missing 1 required positional arguments": False,
+        "TypeError: 'NoneType' object is not subscriptable": False,
+    }.items(),
+)
+def test_an_accident_is_not_a_refusal(exception, expected):
+    assert is_clear(exception) == expected
 
 
 @pytest.mark.cpu

@@ -122,10 +122,14 @@ def _what_happened(failure, N, claim):
 CRASHES = ("Attribute", "Index", "Key", "Name", "UnboundLocal", "ZeroDivision", "Recursion")
 
 
+ACCIDENTS = r"positional arg|NoneType|unsupported operand|is not (subscript|iter|call)able"
+
+
 def is_clear(exception):
-    """Does it say what is refused? An IndexError and its like are accidents."""
+    """Does it say what is refused? An IndexError and what the interpreter raises are accidents."""
     kind, _, message = exception.partition(":")
-    return bool(message.strip()) and kind.removesuffix("Error") not in CRASHES
+    is_accident = kind.removesuffix("Error") in CRASHES or re.search(ACCIDENTS, message)
+    return bool(message.strip()) and not is_accident
 
 
 TESTS = Path(__file__).parent.parent
