@@ -442,8 +442,8 @@ class Conv1D(nn.Module):
 
     def __init__(self, inputs, outputs):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 10)
-        self.bias = nn.Parameter(torch.randn(outputs))
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 100)
+        self.bias = nn.Parameter(torch.randn(outputs) / 100)
 
     def forward(self, x):
         return x @ self.weight + self.bias
