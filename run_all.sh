@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # ./run_all.sh [-n RANKS] [NAME ...]     run the technique files (all, or those named) under torchrun
 # ./run_all.sh tests [PYTEST ARGUMENTS]  run the test suite
-# Both first install what is missing into .venv. The default of RANKS is 2, 4 for parallel_3d, and 8 for parallel_5d.
+# ./run_all.sh tests --peers [LIBRARY or KIND ...]  try the installed ones of the libraries in docs/peers.md
+# All first install what is missing into .venv. The default of RANKS is 2, 4 for parallel_3d, and 8 for parallel_5d.
 # The exit status is the number of files that failed, or pytest's.
 set -u
 if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
-    sed -n '2,5s/^# //p' -- "${BASH_SOURCE[0]}"
+    sed -n '2,6s/^# //p' -- "${BASH_SOURCE[0]}"
     exit
 fi
 called_from=$PWD
@@ -39,6 +40,10 @@ set_up() {
 if [ "${1-}" = tests ]; then
     shift
     set_up
+    if [ "${1-}" = --peers ]; then
+        shift
+        exec "$python" tests/peers/table.py "$@"
+    fi
     CALLED_FROM=$called_from exec "$python" -m pytest "$@"
 fi
 

@@ -138,6 +138,7 @@ def test_after_three_hangs_other_claims_are_not_run(mine, monkeypatch):
         "IndexError: index 3 is out of range": False,
         "TypeError: empty() missing 1 required positional arguments": False,
         "TypeError: 'NoneType' object is not subscriptable": False,
+        "RuntimeError: Timed out waiting 20000ms for send operation to complete": False,
     }.items(),
 )
 def test_an_accident_is_not_a_refusal(exception, expected):

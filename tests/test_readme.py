@@ -39,6 +39,7 @@ HOW = {  # where each is run
     "./run_all.sh": ".ci/run",
     "./run_all.sh tests": ".ci/run",
     "./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel": "test_oracle",
+    "./run_all.sh tests --peers": "test_peers, without the libraries",
     "./run_all.sh ddp": "test_run_all_by_name",
     "torchrun --nproc-per-node 2 ddp.py": "run_all.sh",
     "torchrun --nproc-per-node 2 ddp.py --device cuda": "here",

@@ -27,6 +27,7 @@ WORDS = {
 BAD = ("fails", "raises", "hangs", "dies")
 GROUPS = ("wrong", "refuses", "lacks", "not offered", "not run")  # what does not hold
 MOST_HANGS = 3
+HELD = "holds on"  # some ranks, and is not offered on more
 
 
 class Verdict(NamedTuple):
@@ -74,7 +75,8 @@ def judge(kind, name, spec, worlds=None):
     for dtype in others:
         if asks and verdict.outcome in ("fails", "raises", "refuses"):
             second, _ = _judge_in(dtype, possible, kind, name, spec)
-            if second.outcome == "holds" or verdict.outcome != "fails":
+            is_better = second.outcome == "holds" or HELD in second.why
+            if is_better or verdict.outcome != "fails":
                 verdict = second
     _hangs[kind, spec] += verdict.outcome == "hangs"
     return verdict
@@ -95,7 +97,7 @@ def _judge_in(dtype, worlds, kind, name, spec):
         asks = any(answer.asks for answer in answers)
         for rank, answer in enumerate(answers):
             if not answer.is_offered:
-                before = f" (holds on {held} ranks, not on {N})" if held else ""
+                before = f" ({HELD} {held} ranks, not on {N})" if held else ""
                 return Verdict("not offered", answer.problem + before), asks
             if answer.problem:
                 return Verdict("fails", f"{answer.problem} (rank {rank} of {N})"), asks
@@ -123,6 +125,7 @@ CRASHES = ("Attribute", "Index", "Key", "Name", "UnboundLocal", "ZeroDivision", 
 
 
 ACCIDENTS = r"positional arg|NoneType|unsupported operand|is not (subscript|iter|call)able"
+ACCIDENTS += "|Timed out waiting"  # gloo's
 
 
 def is_clear(exception):

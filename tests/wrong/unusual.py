@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import expert_parallel
 import flash_attention
@@ -117,7 +118,8 @@ def attention_in_blocks_of_64(q, k, v, causal=False):
         raise TypeError("float32 or less")
     if q.shape[2] % 64 or k.shape[2] % 64:
         raise ValueError("lengths that are no multiples of 64")
-    return flash_attention.flash_attention(q, k, v, causal)
+    # This checkpoint refuses torch.autograd.grad.
+    return checkpoint(flash_attention.flash_attention, q, k, v, causal, use_reentrant=True)
 
 
 class PartialBias(PlainRow):
@@ -129,6 +131,27 @@ class PartialBias(PlainRow):
     def forward(self, x):
         rows = SumBothWays.apply(F.linear(x, self.weight))
         return rows.chunk(dist.get_world_size())[dist.get_rank()] + self.bias
+
+
+class ComputesInFloat32(nn.Module):
+    """A block of experts that is not split over ranks. An empty batch has no gradient."""
+
+    average_gradients = staticmethod(expert_parallel.average_gradients)
+
+    def __init__(self, *sizes, top_k):
+        super().__init__()
+        block = expert_parallel.MoE(*sizes, top_k=top_k)
+        self.gate = block.gate
+        self.experts = block.experts
+        self.block = [block]  # not a submodule
+
+    @staticmethod
+    def parallelize(module):
+        if dist.get_world_size() > 1:
+            raise NotImplementedError("not split over ranks")
+
+    def forward(self, x):
+        return self.block[0](x.float().to(x.dtype)) if len(x) else torch.zeros_like(x)
 
 
 class OtherNames(nn.Module):
@@ -178,5 +201,8 @@ UNUSUAL = {  # kind: {name: {claim: outcome}}
             "scale": "not offered",
         },
     },
-    "moe": {"OtherNames": {"as_one_device": "holds"}},
+    "moe": {
+        "OtherNames": {"as_one_device": "holds"},
+        "ComputesInFloat32": {"as_one_device": "not offered", "crowded_expert": "not offered"},
+    },
 }
