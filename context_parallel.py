@@ -33,8 +33,8 @@ lse is the log-sum-exp of each query's scores, one number in fp32 for each D ele
 Half of the elements that the ring sends in backward are gradients. These travel in fp32, even if
 the keys have 16 bits. Ulysses needs equally many heads on all ranks. So it copies key heads until
 there are K' = lcm(K, N), and adds query heads of zeros until there are H', the next multiple of K'.
-The first call with given shapes, dtypes and options also sends 8(N-1) bytes to check that the ranks
-agree.
+The first call with given shapes, dtypes and options also sends a text that describes it, a few
+hundred bytes, to check that the ranks agree.
 
 Read section 1 for the idea (10 minutes), to section 4 for the technique (25), and the rest to use
 it as a library (40).

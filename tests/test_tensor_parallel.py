@@ -159,61 +159,62 @@ def test_section_1_alone_has_the_loss_and_the_gradients_of_one_device(sp):
 # ---- models
 
 
-class PlainLayer(nn.Module):
-    """The plain ParallelTransformerLayer, with 12 heads. `stack` is the heads of q, k and v."""
+def plain_transformer_layer(state, x, stack, activation):
+    """The formula, from the whole weights. `stack` is the sizes of q, k and v. A head has 2."""
 
-    def __init__(self, kv_heads, swiglu, h=24):
-        super().__init__()
-        self.swiglu = swiglu
-        self.stack = (12, kv_heads, kv_heads)
-        self.norm1 = nn.LayerNorm(h)
-        self.norm2 = nn.LayerNorm(h)
-        self.self_attn = nn.Module()
-        self.self_attn.qkv = nn.Linear(h, 2 * sum(self.stack), bias=swiglu)
-        self.self_attn.proj = nn.Linear(h, h, bias=swiglu)
-        self.mlp = nn.Module()
-        self.mlp.linear1 = nn.Linear(h, 2 * h if swiglu else h, bias=swiglu)
-        self.mlp.linear2 = nn.Linear(h, h, bias=swiglu)
+    def linear(name, x):
+        return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
 
-    def forward(self, x):
-        qkv = self.self_attn.qkv(self.norm1(x))
-        heads = qkv.unflatten(-1, (-1, 2)).movedim(0, 2)
-        # A rank's part has fewer heads.
-        sizes = [heads.shape[1] * n // sum(self.stack) for n in self.stack]
-        q, k, v = heads.split(sizes, 1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.self_attn.proj(y.movedim(2, 0).flatten(2))
-        hidden = self.mlp.linear1(self.norm2(x))
-        if not self.swiglu:
-            return x + self.mlp.linear2(F.gelu(hidden))
-        gate, up = hidden.chunk(2, -1)
-        return x + self.mlp.linear2(F.silu(gate) * up)
+    def norm(name, x):
+        return F.layer_norm(x, (24,), state[f"{name}.weight"], state[f"{name}.bias"])
+
+    qkv = linear("self_attn.qkv", norm("norm1", x)).split(stack, -1)
+    heads = [y.unflatten(-1, (-1, 2)).movedim(0, 2) for y in qkv]
+    y = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    x = x + linear("self_attn.proj", y.movedim(2, 0).flatten(2))
+    hidden = linear("mlp.linear1", norm("norm2", x))
+    if activation == "gelu":
+        return x + linear("mlp.linear2", F.gelu(hidden))
+    gate, up = hidden.chunk(2, -1)
+    return x + linear("mlp.linear2", F.silu(gate) * up)
 
 
 @SEQUENCE_PARALLEL
-@pytest.mark.parametrize("swiglu", [False, True], ids=["gelu, no bias", "swiglu, GQA"])
+@pytest.mark.parametrize(
+    ("activation", "kv_heads"),
+    [("gelu", 12), ("swiglu", 6)],
+    ids=["gelu, no bias", "swiglu, GQA"],
+)
 @pool.on(1, 2, 3)
-def test_a_transformer_layer_is_that_of_one_device(swiglu, sp):
-    """Made as ParallelTransformerLayer from the same random state, or by parallelize()."""
-    kv_heads = 6 if swiglu else 12
-    torch.manual_seed(0)
-    plain = PlainLayer(kv_heads, swiglu).double()
-    torch.manual_seed(0)
-    options = {"process_group": pool.group(), "sequence_parallel": sp, "bias": swiglu}
-    activation = "swiglu" if swiglu else "gelu"
-    drawn = tp.ParallelTransformerLayer(24, 12, 24, kv_heads, activation, **options)
-    plan = {"norm?": "norm", "*.qkv": (24, 12, 12) if swiglu else "qkv", "*.proj": "row"}
-    plan |= {"*.linear1": "swiglu" if swiglu else "column", "*.linear2": "row"}
+def test_a_transformer_layer_computes_what_one_device_does(activation, kv_heads, sp):
+    options = {"process_group": pool.group(), "sequence_parallel": sp}
+    options["bias"] = activation == "swiglu"
+    layer = tp.ParallelTransformerLayer(24, 12, 24, kv_heads, activation, **options).double()
+    state = tp.full_state_dict(layer)
+    leaves = {name: whole.detach().requires_grad_() for name, whole in state.items()}
     x = randn((6, 2, 24))
-    expected = plain(x)
+    stack = [24, 2 * kv_heads, 2 * kv_heads]
+    expected = plain_transformer_layer(leaves, x, stack, activation)
     expected.backward(x)
-    for ours in (drawn.double(), split(plain, plan, sp)):
-        part = mine(x) if sp else x
-        ours.zero_grad()
-        y = ours(part)
-        y.backward(part)
-        within(y, mine(expected) if sp else expected)
-        assert_same_model(ours, plain)
+
+    part = mine(x) if sp else x
+    y = layer(part)
+    y.backward(part)
+
+    within(y, mine(expected) if sp else expected)
+    gradients = tp.whole_gradients(layer)
+    within(gradients, {name: leaf.grad for name, leaf in leaves.items()})
+    assert alike(layer.norm1.weight.grad)
+    assert alike(layer.mlp.linear2.weight.grad) == (pool.world_size() == 1)
+
+
+@pool.on(1, 3)
+def test_a_layer_draws_its_slices_from_the_whole_weight():
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 12)
+    torch.manual_seed(0)
+    layer = tp.ColumnParallelLinear(6, 12, process_group=pool.group())
+    bitwise(tp.full_state_dict(layer), plain.state_dict())
 
 
 PLAN = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
@@ -583,12 +584,10 @@ def test_positions_that_the_ranks_cannot_share_are_an_error():
         (nn.LayerNorm(4), "row", "LayerNorm.* 'row'"),
         (nn.Linear(4, 14), "qkv", "14"),
         (nn.Linear(4, 8), (5, 3), "5 features"),
-        (nn.Linear(4, 12), (4, 2), "12"),
         (nn.BatchNorm1d(4), "norm", "buffers"),
         (nn.Sequential(nn.Linear(4, 4)), "replicated_with_grad_allreduce", "layers in it"),
         (nn.Embedding(4, 4, scale_grad_by_freq=True), "vocab", "scale_grad_by_freq"),
         (nn.Embedding(4, 4, max_norm=1.0), "vocab", "max_norm"),
-        (nn.utils.spectral_norm(nn.Linear(4, 4)), "row", "hooks"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
@@ -601,8 +600,7 @@ def test_a_layer_that_cannot_be_of_its_kind_is_an_error_that_names_it(plain, kin
 
 @pool.on(2)
 def test_a_layer_with_hooks_is_an_error():
-    with_forward_hook = nn.Linear(4, 4)
-    with_forward_hook.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with_forward_hook = nn.utils.spectral_norm(nn.Linear(4, 4))
     with_gradient_hook = nn.Linear(4, 4)
     with_gradient_hook.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
     with_accumulation_hook = nn.Linear(4, 4)
@@ -850,7 +848,7 @@ def block_of(box):
     return tuple(slice(begin, begin + length) for begin, length in ranges)
 
 
-@pytest.mark.parametrize("kind", ["column", "row", "qkv", (18, 12, 6), "vocab"], ids=str)
+@pytest.mark.parametrize("kind", ["column", "row", "qkv", "swiglu", (18, 12, 6), "vocab"], ids=str)
 @pool.on(1, 2, 3)
 def test_the_boxes_of_all_ranks_cover_the_whole_parameter_once(kind):
     plain = nn.Linear(6, 13 if kind == "vocab" else 36)
