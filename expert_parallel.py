@@ -36,8 +36,8 @@ rank has T tokens. An optional capacity limits an expert to C rows from each ran
 
 Gradients and Adam's state take three times as much memory as the parameters. Without a capacity, a
 rank sends exactly (a + b)h elements forward: a rows to other ranks' experts, and b results back to
-other ranks. Ranks also exchange 8E(N-1)/N bytes of counts. If you read aux_loss or z_loss, they
-all-reduce 2E + 1 numbers.
+other ranks. Ranks also exchange 8E(N-1)/N bytes of counts, for which the host waits once. If you
+read aux_loss or z_loss, they all-reduce 2E + 1 numbers.
 
 Read section 1 for the idea (10 minutes), to section 3 for the technique (25), and the rest to use
 it as a library (40).
