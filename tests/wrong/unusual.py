@@ -1,6 +1,7 @@
 """Right, but not made as ours or PyTorch's, and what the claims say about each."""
 
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import expert_parallel
 import flash_attention
 import fsdp
+from wrong.common import changed, summed
 from wrong.ddp import PlainDDP
 from wrong.tensor_parallel import PlainRow, SumBothWays
 
@@ -67,6 +69,10 @@ class Engine(nn.Module):
     def backward(self, loss):
         (2 * loss).backward()
 
+    def full_gradients(self):
+        factor = 2 * dist.get_world_size()
+        return {name: summed(p.grad) / factor for name, p in self.named_parameters()}
+
 
 class Stepper:
     """No torch.optim.Optimizer. It knows the norm in the step only."""
@@ -89,8 +95,14 @@ class Stepper:
         self.optimizer.step()
 
 
-def make_engine(module, optimizer_class, **options):
-    engine = Engine(module)
+GivesSummedGradients = changed(
+    Engine,
+    full_gradients=lambda self: {name: summed(p.grad) for name, p in self.named_parameters()},
+)
+
+
+def make_engine(module, optimizer_class, kind=Engine, **options):
+    engine = kind(module)
     return engine, Stepper(engine, optimizer_class(engine.parameters(), **options))
 
 
@@ -171,6 +183,8 @@ class OtherNames(nn.Module):
         return self.block(x)
 
 
+gives_summed_gradients = partial(make_engine, kind=GivesSummedGradients)
+MISTAKES = {"zero2": {"gives_summed_gradients": "mean_gradient"}}
 UNUSUAL = {  # kind: {name: {claim: outcome}}
     "ddp": {
         "AveragesEachBackward": {
