@@ -103,6 +103,8 @@ def test_no_thread_outlives_the_groups_of_a_grid(name):
 @pytest.mark.parametrize("name", SCALED)
 def test_a_gradient_scaled_by_1_001_is_seen(name, tmp_path):
     """The demo ends with status 1 and says by how much it is off."""
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("before torch 2.9 the demo compares our Muon with itself on one rank")
     text = (ROOT / f"{name}.py").read_text()
     assert SCALED[name][0] in text
     (tmp_path / f"{name}.py").write_text(text.replace(*SCALED[name]))
