@@ -83,7 +83,7 @@ def test_the_page_has_a_row_for_each_adapter_and_counts_each_claim():
         (f"{library}=={version}", kind): sum(counts) for library, version, kind, counts in ROWS
     }
     peers = table.all_peers()
-    assert found.keys() <= {(peer.requirement, peer.kind) for peer in peers}
+    assert found.keys() == {(peer.requirement, peer.kind) for peer in peers}
     for (_, kind), number in found.items():
         assert number == len(table.verdicts.names_of_claims(kind)), kind
 
