@@ -38,8 +38,8 @@ largest unit has u parameters. The rows with + add to the row "between steps":
 - 3u: one unit's gradients are computed while another's are sent and received (two buffers). float16
   gradients are added in float32, in a copy as large as 2u elements of float16.
 - m micro-batches send m times as much. In keep_unsharded() they share one gather and send Ψ + mT.
-  If all but the last are in no_sync(), they send Ψ + T. keep_unsharded() holds Ψ parameters, and
-  no_sync() T gradients.
+  If all but the last are in no_sync(), too, they send Ψ + T. keep_unsharded() holds Ψ parameters,
+  and no_sync() T gradients.
 - Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
 - torch 2.6 and 2.7 do not reuse the memory of a collective before the host sees that it has ended.
   A GPU may then hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
@@ -50,7 +50,8 @@ divides by N. With copies, all-reduce chooses the order. Each backward adds its 
 no_sync() each rank first adds up its own micro-batches.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
-          torchrun --nproc-per-node 4 fsdp.py --replicas 2       --idea trains with section 1 alone
+          torchrun --nproc-per-node 4 fsdp.py --replicas 2
+          torchrun --nproc-per-node 2 fsdp.py --idea     trains with section 1 alone
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2). The
@@ -141,9 +142,9 @@ def naive_fully_shard(module, process_group=None):
         return functional_call(module, parameters, inputs)
 
     # The checkpoint frees the full parameters after forward. Backward gathers them again, and also
-    # computes the forward again. Sections 2 and 3 avoid that: autograd keeps views of a buffer,
-    # whose memory is freed and filled again.
-    # With reshard_after_forward=False there is no checkpoint.
+    # computes the forward again. Sections 2 and 3 avoid that: they free the memory of the views
+    # that autograd has saved, and fill it again. They also have reshard_after_forward=False, which
+    # would leave out the checkpoint here.
     return functools.partial(checkpoint, unshard_and_compute, use_reentrant=False)
 
 
@@ -191,10 +192,11 @@ class ShardedParameter:
         begin = start - group.rank * group.shard_size  # negative: it begins on an earlier rank
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data gives it a version counter of its own. The gather for backward writes to the buffer
-        # and raises the buffer's counter. If the parameter shared that, autograd would say that a
-        # saved tensor was changed.
-        self.unsharded = nn.Parameter(self.view(group.unsharded).data)
+        # .data gives the unsharded parameter a version counter of its own. The gather for backward
+        # writes to the buffer and raises the buffer's counter. With that counter, autograd would
+        # say that a saved tensor was changed.
+        can_train = original.is_floating_point() or original.is_complex()  # even if it is frozen
+        self.unsharded = nn.Parameter(self.view(group.unsharded).data, can_train)
         self.sharded._sharded_parameter = self  # for functions that take module.parameters()
         original._sharded_parameter = self  # another unit may hold it: see find_parameters()
 
@@ -227,8 +229,10 @@ class ParameterGroup:
         self.world_size = dist.get_world_size(self.process_group)
         self.rank = dist.get_rank(self.process_group)
         self.divide_factor = settings.divide_factor
-        param_dtype = settings.mp_policy.param_dtype or dtype
-        self.reduce_dtype = settings.mp_policy.reduce_dtype or param_dtype
+        # Integers and complex numbers keep their dtype.
+        policy = settings.mp_policy if dtype.is_floating_point else MixedPrecisionPolicy()
+        param_dtype = policy.param_dtype or dtype
+        self.reduce_dtype = policy.reduce_dtype or param_dtype
         sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals]
         *starts, end = itertools.accumulate(sizes, initial=0)  # offset of each; end of the last
         padded = round_up(max(end, 1), self.world_size * SHARD_ALIGNMENT)
@@ -243,7 +247,7 @@ class ParameterGroup:
         items = zip(originals.items(), starts, strict=True)
         self.parameters = [ShardedParameter(self, *item, start) for item, start in items]
         self.unsharded.untyped_storage().resize_(0)
-        # Of the all-gather, kept after it has ended. None: `unsharded` has no memory.
+        # Handle of the all-gather, from its start until reshard(). None: `unsharded` has no memory.
         self.gather_handle = None
 
     def start_unshard(self):
@@ -293,7 +297,7 @@ class ParameterGroup:
                 self.collected.add(parameter)
                 parameter.unsharded.grad = None
             elif parameter not in self.collected:
-                place.fill_(NO_GRADIENT)
+                place.fill_(NO_GRADIENT)  # -0.0, which write_gradient() never writes
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
@@ -365,9 +369,11 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward runs after the backward of the unit.
 
-    Autograd runs ready nodes in the reverse order of their creation, and adds a gradient to a
-    leaf's .grad at once. This node is created before those of the unit. So when it runs, .grad of
-    the unit's parameters is complete. If a unit uses its input twice, this node gets the sum of
+    When it runs, .grad of the unit's parameters is complete: autograd runs ready nodes in the
+    reverse order of their creation, this node is created before those of the unit, and a gradient
+    is added to a leaf's .grad at once.
+
+    If a unit uses its input twice, this node gets the sum of
     both gradients. A gradient from outside the unit is added later. One device may add the three in
     another order, and then the results differ in rounding.
     """
@@ -401,7 +407,7 @@ class Unit:
         self.settings = settings
         self.order = None  # the UnshardOrder that all units of the model share
         self.contexts = []  # that the user is in: "no_sync" or "keep_unsharded" for each
-        self.needs_reduce = False  # True from pre_backward until post_backward sends the gradients
+        self.needs_reduce = False  # backward has reached it, and its gradients are not sent yet
 
     def start_unshard(self):
         for group in self.groups:
@@ -423,7 +429,7 @@ class Unit:
 
     def prepare_input(self, tensor):
         if tensor.is_floating_point():
-            tensor = tensor.to(dtype=self.settings.mp_policy.param_dtype)
+            tensor = tensor.to(dtype=self.settings.mp_policy.param_dtype)  # None: no cast
         return PostBackward.apply(self, tensor) if tensor.requires_grad else tensor
 
     def post_forward(self, module, args, output):
@@ -479,9 +485,9 @@ class UnshardOrder:
             if self.backward.is_running:
                 raise RuntimeError("an earlier backward raised an error; nothing is right after it")
             self.outermost = unit
-            self.restart()
+            self.reshard_all()
 
-    def restart(self):
+    def reshard_all(self):
         self.previous = None
         for unit in self.units:
             unit.reshard()  # a unit that was gathered early and then not called, for example
@@ -521,7 +527,7 @@ class Backward:
             if unit.needs_reduce:
                 unit.post_backward()
         self.finish_reduce()
-        self.order.restart()
+        self.order.reshard_all()
         self.is_running = False
 
 
@@ -586,7 +592,7 @@ def fully_shard(
     settings = Settings(axes, reshard_after_forward, mp_policy, offload, divide_factor)
     check_module(module)
     unit = Unit(make_groups(module, settings), settings)
-    UnshardOrder([unit, *units_of(module)])
+    UnshardOrder([unit, *units_of(module)])  # replaces the orders of inner units
     register_hooks(unit)
     module._fsdp_unit = unit
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
@@ -804,7 +810,8 @@ def register_hooks(unit):
 
     parameters = [parameter for group in unit.groups for parameter in group.parameters]
     for parameter in parameters:
-        parameter.unsharded.register_hook(check)
+        if parameter.unsharded.requires_grad:  # otherwise it has integers
+            parameter.unsharded.register_hook(check)
         for module, attribute in dict.fromkeys(parameter.owners):  # it may be there twice
             cut = functools.partial(cut_state_dict, parameter, attribute)
             module.register_load_state_dict_pre_hook(cut)

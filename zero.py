@@ -32,10 +32,10 @@ backwards, times (N-1)/N.
     Zero3  0           4Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
 Sharded gradients are in fp32. Zero3 gathers 16-bit parameters from the fp32 master weights. With
-fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 4Ψ/N, 4Ψ/N and 8Ψ/N. In no_sync(), Zero2
-sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. In addition to the table, a bucket of
-gradients is held twice while it is reduced, Zero3 holds the unit that runs, and each step
-all-reduces one byte for each parameter tensor.
+fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 4Ψ/N, 4Ψ/N and 8Ψ/N. In a step of m
+backwards in optimizer.no_sync(), Zero2 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients.
+In addition to the table, a bucket of gradients is held twice while it is reduced, Zero3 holds the
+unit that runs, and each step all-reduces one byte for each parameter tensor.
 
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
 without clipping is bitwise equal to one device that adds in the same order. If a step has several
@@ -107,20 +107,25 @@ class ShardedParameter:
         return F.pad(flat, (0, -flat.numel() % self.N)).view(self.N, -1)
 
     def reduce_scatter(self, _=None):
-        """Move the gradient to the shards: to each its row of the mean over ranks."""
+        """Move the gradient to the shards: to each its row of the mean over ranks.
+
+        As a hook it gets an argument that it does not use. So do free() and gather().
+        """
         gradients = self.rows(self.parameter.grad)
         received = torch.empty_like(gradients)  # row r is from rank r
         dist.all_to_all_single(received, gradients, group=self.process_group)
-        mean = sum(received) / self.N
+        mean = sum(received) / self.N  # in rank order: a reduce-scatter may add in another order
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         self.parameter.grad = None
 
     def all_gather(self):
         """Fill the parameter with the shards of all ranks. Allocate it first, if it is freed."""
-        self.parameter.untyped_storage().resize_(self.parameter.nbytes)
+        if not self.parameter.untyped_storage().size():
+            self.parameter.untyped_storage().resize_(self.parameter.nbytes)
         flat = self.shard.new_empty(self.N * self.shard.numel())
         all_gather_single(flat, self.shard, group=self.process_group)
         values = flat[: self.parameter.numel()]
+        # By .data: autograd must not see a change of what it saved for backward.
         self.parameter.data.copy_(values.view_as(self.parameter))
 
     def free(self, _=None):
@@ -161,7 +166,8 @@ class Zero3Unit(nn.Module):
         zero2_hooks(self.sharded)
         for each in self.sharded:
             each.free()
-            # Also when its gradient is reduced. Then backward has used it for the last time.
+            # forward() frees it. So does backward, which has used it for the last time when its
+            # gradient is complete. A parameter that is frozen or not used would stay whole.
             each.parameter.register_post_accumulate_grad_hook(each.free)
 
     def gather(self, _=None):
@@ -208,9 +214,11 @@ class Bucket:
         first = parameters[0].data
         # As PyTorch does. At other addresses, kernels are slower or round differently.
         sizes = [round_up(p.numel(), 64 // first.itemsize) for p in parameters]
+        # starts[i] is the first element of parameter i, and `end` the sum of all sizes.
         *starts, end = itertools.accumulate(sizes, initial=0)
         # No part is empty. NCCL is faster if messages are aligned to 16 bytes.
         self.flat = first.new_zeros(round_up(max(1, end), self.N * 16 // first.itemsize))
+        # Still zeros. The slots will copy the parameters into `flat`, and then `master` is filled.
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         is_16_bit = first.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if is_16_bit else first.dtype
@@ -349,7 +357,8 @@ class Zero1(torch.optim.Optimizer):
         params=None,
         **optimizer_kwargs,
     ):
-        # A dummy parameter, because only an instance knows the defaults.
+        # With a dummy parameter, because only an instance knows the defaults, and its class if
+        # optimizer_class is a functools.partial.
         dummy = optimizer_class([torch.zeros(1)], **optimizer_kwargs)
         check_arguments(module, type(dummy), process_group)
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
@@ -366,7 +375,8 @@ class Zero1(torch.optim.Optimizer):
         self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
-        self._agreed = False  # whether ranks know which gradients any of them has
+        # True if `used` is the same on all ranks, and no bucket has been reduced since.
+        self._agreed = False
         self._sync = True  # False in no_sync()
         self._in_backward = False  # Zero2: True until the callback at the end of a backward
         self.add_param_group = refuse_param_group  # from now on
@@ -413,8 +423,8 @@ class Zero1(torch.optim.Optimizer):
             1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
             0   it has no gradient
 
-        They need not agree again if no gradient has come since. So a backward between
-        clip_grad_norm_() and step() must reach a parameter on every rank.
+        If no gradient has come since they agreed, they skip this. Each rank decides that alone. So
+        after clip_grad_norm_(), a backward must reach a parameter on every rank, or on none.
         """
         slots = self._slots.values()
         flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
@@ -521,8 +531,8 @@ class Zero2(Zero1):
     def _post_forward(self, module, args, kwargs, output):
         """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`.
 
-        So all of backward belongs together. The first gradient of a parameter would be too late: a
-        checkpoint with use_reentrant=True runs a backward of its own inside of backward.
+        This marks the beginning of the whole backward. The first gradient of a parameter would be
+        too late: it may come from the inner backward of a checkpoint with use_reentrant=True.
         """
         # An output that is also an input was made by another module, which has hooked it.
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
@@ -594,7 +604,9 @@ class Zero3(Zero2):
             for parameter in child.parameters(recurse=False):
                 self._innermost[parameter] |= {outer_units[-1]}
         super().__init__(module, *args, **kwargs)
-        self._needed = {}  # for each module, the buckets of all units around it
+        # For each module, the buckets of all units around it. A parameter in several modules has
+        # several innermost units. Any of them around the module suffices.
+        self._needed = {}
         for child, outer_units in around.items():
             self._needed[child] = [
                 bucket
@@ -621,7 +633,7 @@ class Zero3(Zero2):
 
     def _post_forward(self, module, args, kwargs, output):
         super()._post_forward(module, args, kwargs, output)
-        if module is self.module and not self._in_backward:
+        if module is self.module and not self._in_backward:  # in backward, a checkpoint runs it
             check_output(self, output)
             self._unshard([])
 
@@ -632,8 +644,8 @@ class Zero3(Zero2):
     def _unshard(self, needed):
         """Gather these buckets, and free all others.
 
-        Autograd runs nodes in the reverse order of their creation. So in backward, too, only the
-        unit that begins now, and those around it, need their parameters.
+        Backward leaves units in the reverse order of forward, because autograd runs nodes in the
+        reverse order of their creation. So it is done with a unit when it enters another.
         """
         past = [b for b in self._buckets if not (b.freed or b in needed or b in self._kept)]
         self._reduce_past(past)
@@ -650,13 +662,14 @@ class Zero3(Zero2):
         must not depend on when a bucket is full, as it does in Zero2.
         """
         past = [bucket for bucket in past if bucket in self._to_reduce]
-        # Not when a checkpoint runs the forward of several units again, before their gradients.
+        # Without gradients yet, a checkpoint is running several forwards again: reduce them later.
         if any(self._arrived.intersection(bucket.parameters) for bucket in past):
             for bucket in past:
                 self._to_reduce.remove(bucket)
                 self._start_reduce(bucket)
 
     def _post_accumulate_grad(self, parameter):
+        """A hook. Unlike in Zero2, _reduce_past() and _post_backward() reduce."""
         self._begin_backward()
         self._arrived.add(parameter)
 

@@ -686,6 +686,27 @@ def test_a_gradient_that_rounds_to_minus_zero_is_a_gradient(accumulates):
         assert layer.bias.grad.item() == 0.0
 
 
+class Quantized(nn.Linear):
+    """A linear layer with a frozen table of integers."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.table = nn.Parameter(torch.arange(-8, 9, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        assert self.table.tolist() == list(range(-8, 9))
+        assert self.table.dtype == torch.int8
+        return super().forward(x)
+
+
+@pool.on(2)
+def test_integers_keep_their_values_and_dtype_whatever_the_policy():
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16)
+    model = fully_shard(Quantized(), mp_policy=policy)
+    model(torch.ones(2, 4)).sum().backward()
+    assert fsdp.full_state_dict(model)["table"].tolist() == list(range(-8, 9))
+
+
 @pytest.mark.skipif(IS_TORCH_2_6, reason="gloo sends no complex numbers in torch 2.6")
 @pool.on(2)
 def test_complex_gradients_are_averaged_and_clipped_where_one_rank_uses_a_parameter():
