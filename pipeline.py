@@ -37,7 +37,8 @@ Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
     * if m ≥ p   ** if m ≥ p, and F, I and W take equally long
 
-The first rank sends no gradients and the last no activations, so each of them sends m·bsh less.
+The first stage sends no gradients and the last no activations, so the ranks of these two stages
+send m·bsh less.
 
 Read section 1 for the idea (11 minutes), to section 4 for the technique (44), and the rest to use
 it as a library (58).
@@ -117,8 +118,7 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
     m = len(micro_batches)
     rank = dist.get_rank(process_group)
     last = dist.get_world_size(process_group) - 1
-    # A turn is a forward and a backward. Turns before this one have no backward, because no
-    # gradient is there yet. As many turns at the end have no forward.
+    # A turn is the forward of micro-batch `turn` and the backward of `turn - first_backward`.
     first_backward = {"gpipe": m, "1f1b": last - rank}[name]
     saved = collections.deque()  # (input, output) of each micro-batch that awaits its backward
     losses = []
@@ -210,11 +210,13 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     # A rank runs a stage on a round of about p micro-batches before it runs its next stage. After p
     # of them, the first is ready for the next stage.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    before_last_stage = (v - 1) * len(rounds[0])  # forwards before the first of the last stage
+    # Forwards of a rank's other stages, before its last stage can begin.
+    before_last_stage = (v - 1) * len(rounds[0])
     schedule = []
     for rank in range(p):
         # Schedules differ in how many forwards a rank runs before its first backward. A rank of
         # 1F1B waits for the next rank's backward, so it runs one forward more than the next rank.
+        # (That is 1 + first_backward of section 1, whose turn begins with a forward.)
         # If stages are interleaved, it runs two more than the next rank, as in Megatron-LM and
         # PyTorch, to leave time for transfers.
         ahead = {"naive": 1, "gpipe": m * v, "interleaved_1f1b": 2 * (p - rank) - 1}
@@ -299,12 +301,13 @@ class Pipeline(nn.Module):
         numbers = map(str, sorted(self._last_backward))
         self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
         self._weights = set(self.parameters())  # W computes gradients of these only
-        # All ranks walk through one list: the actions of all ranks, sorted by their simulated end
-        # (section 5). A rank runs its own actions, and takes part in its own transfers, each right
-        # after the action that gives the message. What an action or a transfer waits for is earlier
-        # in the list. So the first unfinished entry can always run, and nothing deadlocks. NCCL
-        # needs such an order, because it runs a rank's transfers one by one, and a send ends only
-        # when its receiver takes it.
+        # simulate() (section 5) gives the time at which each action ends. It is later than the ends
+        # of all that the action needs. All ranks walk through one list: the actions of all ranks,
+        # sorted by that time. A rank runs its own actions, and takes part in its own transfers,
+        # each right after the action that gives the message. What an action or a transfer waits for
+        # is earlier in the list. So the first unfinished entry can always run, and nothing
+        # deadlocks. NCCL needs such an order, because it runs a rank's transfers one by one, and a
+        # send ends only when its receiver takes it.
         end = simulate(self.schedule).end
         actions = itertools.chain(*self.schedule)
         self._order = sorted(actions, key=lambda action: end[str(action)])
@@ -370,7 +373,7 @@ class Pipeline(nn.Module):
             if kind != "F":
                 return self._backward(stage, i, tensors)
             outputs = self._forward(stage, i, tensors)
-        if deferred:
+        if deferred:  # a hook of split_linear() has run
             raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
         return outputs
 
@@ -419,7 +422,7 @@ class Pipeline(nn.Module):
             sent = [t.detach().to(self._wire, copy=True) for t in tensors if t is not None]
             works = start_transfers(dist.isend, sent, destination, self._group)
             self._sends.extend(zip(works, sent, strict=True))
-            # A message takes memory until it is received. A sender is rarely more than 4 ahead.
+            # A tensor takes memory until it is received. A sender is rarely more than 4 ahead.
             self._wait_for_sends(at_most=4)
         if destination == self._rank:
             received = [
@@ -463,8 +466,10 @@ def leave_weights_to_w(deferred, weights):
     PyTorch's modules call F.linear. During F and I, split_linear() takes its place on all threads,
     because activation checkpointing runs the forward again in I, on a thread of autograd.
     """
-    if deferred is not None:
-        F.linear = partial(split_linear, deferred, weights)
+    if deferred is None:
+        yield
+        return
+    F.linear = partial(split_linear, deferred, weights)
     try:
         yield
     finally:
@@ -481,7 +486,7 @@ def split_linear(deferred, weights, x, weight, bias=None):
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
     version = rows._version  # how often x has been changed in place
-    y = linear(rows, weight.detach(), bias)
+    y = linear(rows, weight.detach(), bias)  # autograd skips the weight
 
     def leave_to_w(grad_y):
         if grad_y is not None:  # None: the loss does not depend on y
@@ -591,7 +596,10 @@ def agree(schedule, num_microbatches, stages, group):
         actions = build_schedule(schedule, len(given), num_microbatches, len(stages))
     actions = list(map(parse, actions))
     stages_on = collections.Counter(rank_of_stages(actions).values())
-    m = len({i for _, _, i in itertools.chain(*actions)})
+    numbers = sorted({i for _, _, i in itertools.chain(*actions)})
+    m = len(numbers)
+    if numbers != list(range(m)):
+        raise ValueError(f"micro-batches are numbered from 0 on, without gaps, not {numbers}")
     needed = [(schedule, m, stages_on[rank], 0) for rank in range(len(actions))]
     if [theirs[:4] for theirs in given] != needed:
         raise ValueError(

@@ -576,6 +576,7 @@ def test_no_grad_on_some_ranks_is_an_error_on_all():
 
 
 LISTS = build_schedule("1f1b", 2, 4)
+FROM_ONE = [["0F1", "0F2", "0B1", "0B2"], ["1F1", "1B1", "1F2", "1B2"]]
 
 
 @pytest.mark.parametrize(
@@ -588,6 +589,7 @@ LISTS = build_schedule("1f1b", 2, 4)
         pytest.param([1, 1], ["2f2b", "2f2b"], "naive, gpipe, 1f1b", id="unknown schedule"),
         pytest.param([1, 1], ["2f2b", "1f1b"], "", id="unknown schedule on one rank"),
         pytest.param([1, 1], [LISTS * 2, LISTS * 2], "", id="a schedule for more ranks"),
+        pytest.param([1, 1], [FROM_ONE, FROM_ONE], r"\[1, 2\]", id="micro-batches 1 and 2"),
     ],
 )
 @pool.on(2)
