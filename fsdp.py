@@ -19,8 +19,8 @@ backward, the gradients of the previous unit are reduced at the same time.
 Hybrid sharding keeps R copies of each shard, on N·R ranks. After the reduce-scatter over N ranks,
 ḡ₀ is all-reduced over the R ranks that have w₀. Gathers stay within N ranks, for example a node.
 
-Read section 1 for the idea (12 minutes), to section 3 for the technique (50), and the rest to use
-it as a library (75).
+Read section 1 for the idea (12 minutes), to section 3 for the technique (57), and the rest to use
+it as a library (87).
 
 Cost per rank in elements, with Adam. The model has Ψ parameters, of which T are trained. The
 largest unit has u parameters. The rows with + add to the row "between steps":

@@ -40,8 +40,8 @@ Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 The first stage sends no gradients and the last no activations, so the ranks of these two stages
 send m·bsh less.
 
-Read section 1 for the idea (11 minutes), to section 4 for the technique (44), and the rest to use
-it as a library (58).
+Read section 1 for the idea (12 minutes), to section 4 for the technique (47), and the rest to use
+it as a library (62).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
           --idea trains with section 1 alone, which has the schedules gpipe and 1f1b.

@@ -43,8 +43,8 @@ head together send 2bsh + 4h more.
 A rank keeps 1/t of the parameters, gradients and optimizer state, but all of those of the norms and
 of proj's and linear2's biases.
 
-Read section 1 for the idea (10 minutes), to section 4 for the technique (35), and the rest to use
-it as a library (55).
+Read section 1 for the idea (19 minutes), to section 4 for the technique (50), and the rest to use
+it as a library (70).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
@@ -322,7 +322,7 @@ class ParallelLayer(nn.Module):
         pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
         super().__init__()
-        check_plain(plain)
+        check_plain(plain, stack, is_joined=gather_output or pad or not input_is_parallel)
         attributes = {name: x for name, x in vars(plain).items() if not name.startswith("_")}
         vars(self).update(attributes)  # in_features, training, and so on
         self.rank, self.world_size = rank_and_size(process_group)
@@ -330,7 +330,7 @@ class ParallelLayer(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.gather_output = gather_output
         self.input_is_parallel = input_is_parallel
-        # The global ranks that hold other values. DDP, ZeRO and FSDP refuse a group of two of them.
+        # Ranks with other values. DDP, ZeRO and FSDP refuse a group that has two of these ranks.
         self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self.is_transposed = is_conv1d(plain)
         if self.is_transposed:
@@ -888,9 +888,10 @@ def do_nothing(module, inputs, output):
     pass
 
 
-def check_plain(plain):
+def check_plain(plain, stack, is_joined):
     """Raise ValueError if the parallel layer would not do all that `plain` does.
 
+    `is_joined` says that the layer joins or cuts a whole input or output, as if of one matrix.
     nn.utils.weight_norm, nn.utils.spectral_norm and nn.utils.prune work by hooks.
     """
     hooks = [value for name, value in vars(plain).items() if name.endswith("_hooks")]
@@ -898,6 +899,10 @@ def check_plain(plain):
         hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
     if any(hooks):
         raise ValueError("it has hooks; register hooks on the parallel layer")
+    if stack != 1 and is_joined:
+        raise ValueError(
+            f"stack={stack} excludes gather_output=True, input_is_parallel=False and pad=True"
+        )
     if getattr(plain, "max_norm", None) or getattr(plain, "scale_grad_by_freq", False):
         raise ValueError("max_norm and scale_grad_by_freq are left out")
 

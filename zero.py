@@ -18,8 +18,8 @@ DDP's all-reduce.
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and again before its backward, and frees it afterwards.
 
-Read section 1 for the idea (10 minutes), to section 4 for the technique (55),
-and the rest to use it as a library (75).
+Read section 1 for the idea (12 minutes), to section 4 for the technique (65), and the rest to use
+it as a library (85).
 
 The table is for Ψ parameters of 16 bits, with Adam and fp32 master weights. Its first three columns
 are the bytes that a rank holds. The others are the elements that it sends in a step of 1 or of m

@@ -426,13 +426,11 @@ def fake_ranks_get_what_they_send():
         return bool(received.all())
 
 
-@pytest.mark.skipif(
-    not fake_ranks_get_what_they_send(),
-    reason="the fake group of this torch leaves the output of an all-to-all as it was",
-)
 @pytest.mark.parametrize("rank", [0, 341, 1023])
 def test_bytes_sent_on_1024_ranks_equal_the_formula(rank):
     """A fake process group moves no data, so the pipeline is left out."""
+    if not fake_ranks_get_what_they_send():
+        pytest.skip("the fake group of this torch leaves the output of an all-to-all as it was")
     with fake_world(1024, rank):
         args = make_args(replicate=2, cp=2, tp=4, ep=4, batch_size=256)
         trainer = make_trainer(args)

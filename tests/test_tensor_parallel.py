@@ -578,6 +578,13 @@ def test_positions_that_the_ranks_cannot_share_are_an_error():
         layer(torch.ones(3, 2))
 
 
+@pytest.mark.parametrize("option", [{"gather_output": True}, {"pad": True}], ids=str)
+@pool.on(2)
+def test_stacked_matrices_cannot_be_joined_or_padded_as_if_they_were_one(option):
+    with pytest.raises(ValueError, match="stack=3"):
+        tp.ColumnParallelLinear(4, 12, stack=3, process_group=pool.group(), **option)
+
+
 @pytest.mark.parametrize(
     ("plain", "kind", "words"),
     [
