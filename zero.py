@@ -357,8 +357,7 @@ class Zero1(torch.optim.Optimizer):
         params=None,
         **optimizer_kwargs,
     ):
-        # With a dummy parameter, because only an instance knows the defaults, and its class if
-        # optimizer_class is a functools.partial.
+        # Only an instance knows the defaults, and the class behind a functools.partial.
         dummy = optimizer_class([torch.zeros(1)], **optimizer_kwargs)
         check_arguments(module, type(dummy), process_group)
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
@@ -375,8 +374,7 @@ class Zero1(torch.optim.Optimizer):
         self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
-        # True if `used` is the same on all ranks, and no bucket has been reduced since.
-        self._agreed = False
+        self._agreed = False  # True if all ranks have the same `used`, and reduced nothing since
         self._sync = True  # False in no_sync()
         self._in_backward = False  # Zero2: True until the callback at the end of a backward
         self.add_param_group = refuse_param_group  # from now on
