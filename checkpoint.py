@@ -543,17 +543,18 @@ class Demo:
     def __init__(self, flags=None, steps=30):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        purpose = __doc__.partition("\n")[0]
-        parser = argparse.ArgumentParser(description=purpose, conflict_handler="resolve")
-        parser.error = self.stop
-        parser.add_argument("--idea", action="store_true", help="train with section 1 alone")
-        parser.add_argument("--steps", type=int, default=steps, help="of training")
-        parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
-        parser.add_argument("--device", choices=devices, default=devices[-1])
         dtypes = ["float64", "float32", "bfloat16"]
-        parser.add_argument("--dtype", choices=dtypes, help="(default: that of the claim)")
-        parser.add_argument("--data", metavar="FILE", default=argparse.__file__, help="to train on")
-        for flag, options in (flags or {}).items():
+        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser.error = self.stop
+        shared = {
+            "--idea": {"action": "store_true", "help": "train with section 1 alone"},
+            "--steps": {"type": int, "default": steps, "help": "of training"},
+            "--seed": {"type": int, "default": 0, "help": "of the model and the batches"},
+            "--device": {"choices": devices, "default": devices[-1]},
+            "--dtype": {"choices": dtypes, "help": "(default: that of the claim)"},
+            "--data": {"metavar": "FILE", "default": argparse.__file__, "help": "to train on"},
+        }
+        for flag, options in (shared | (flags or {})).items():
             parser.add_argument(flag, **options)
         self.args = parser.parse_args()
         self.rank = int(os.environ.get("RANK", "0"))
@@ -585,10 +586,7 @@ class Demo:
             print(line, flush=True)
 
     def start(self, name, bitwise=False, parts=None):
-        """Make the plain model, and return a copy of it. One device takes the batch in `parts`.
-
-        Bitwise claims are tested in float32, others in float64, unless --dtype says otherwise.
-        """
+        """Return a copy of the plain model. One device takes the batch in `parts`."""
         join_world(self.device, self.backend)
         self.parts = parts or self.ranks
         self.tolerance = 0.0 if bitwise and self.device.type == "cpu" else 1e-9
@@ -599,10 +597,10 @@ class Demo:
         self.model = language_model().to(self.device, getattr(torch, self.args.dtype or dtype))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         name += " idea" if self.args.idea else ""
-        world = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        size = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
-        model = f"{self.device.type}/{dist.get_backend()} · {size:.1f}M parameters"
-        self.show(f"{name} · {world} · {model} · {self.args.steps} steps")
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        where = f"{self.device.type}/{self.backend}"
+        size = sum(map(torch.numel, self.model.parameters())) / 1e6
+        self.show(f"{name} · {ranks} · {where} · {size:.1f}M parameters · {self.args.steps} steps")
         return copy.deepcopy(self.model)
 
     def batch(self, number):
@@ -616,13 +614,10 @@ class Demo:
         return batch.chunk(self.ranks)[self.rank]
 
     def train(self, step, whole):
-        """Compare after each `step(inputs, targets)`, which returns this rank's loss, or None.
-
-        `whole()` returns the gradients and the parameters as the plain model has them.
-        """
+        """Compare gradients and parameters, `whole()`, after each step(inputs, targets) -> loss."""
         self.losses = []  # of the whole batch, one per step
         self.times = []  # per step, in seconds: (the technique's, one device's)
-        self.differences = [0.0]
+        self.differences = []  # the largest of each tensor, in each step
         for number in range(self.args.steps):
             batch = self.batch(number)
             start = self.now()
@@ -639,25 +634,22 @@ class Demo:
             self.losses.append(loss.item())
             gradients, parameters = whole()
             for ours, theirs in zip([loss, *gradients, *parameters], plain, strict=True):
-                if not torch.equal(ours, theirs):
-                    self.differences.append((ours - theirs).abs().max().item())
+                self.differences.append((ours - theirs).abs().max().item())
             if number % -(-self.args.steps // 3) == 0:  # three lines in all
                 self.show(f"step {number + 1}/{self.args.steps}   loss {loss.item():.3f}")
 
     def step_on_one_device(self, inputs, targets):
         """Return the loss, the gradients and the parameters, in one list."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
         losses = []
         self.optimizer.zero_grad()
         for x, y in zip(inputs.chunk(self.parts), targets.chunk(self.parts), strict=True):
-            loss = language_loss(self.model(x), y)
-            loss.backward()
-            losses.append(loss.detach())
-        for parameter in parameters:
-            parameter.grad /= self.parts  # after the sum: 3 parts would round differently before it
-        self.optimizer.step()
+            losses.append(language_loss(self.model(x), y))
+            losses[-1].backward()
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         gradients = [parameter.grad for parameter in parameters]
-        return [torch.stack(losses).mean().cpu(), *gradients, *parameters]
+        torch._foreach_div_(gradients, self.parts)  # 3 parts would round differently before the sum
+        self.optimizer.step()
+        return [torch.stack(losses).mean().detach().cpu(), *gradients, *parameters]
 
     def now(self):
         if self.device.type == "cuda":
@@ -675,15 +667,14 @@ class Demo:
         elif self.tolerance == torch.inf:
             verdict = f"differ by up to {largest:.0e}"
         verdict = f"loss, gradients and parameters {verdict} over {self.args.steps} steps"
-        params, grads, state = (f"{size / 1e6:.1f} MB" for size in held_here)
         plain = held(self.model.parameters(), self.optimizer)
-        plain = " / ".join(f"{size / 1e6:.1f}" for size in plain)
-        held_line = f"params {params}   grads {grads}   optimizer {state}      (1 device: {plain})"
+        params, grads, state, *plain = (f"{size / 1e6:.1f}" for size in [*held_here, *plain])
+        held_line = f"params {params} MB   grads {grads} MB   optimizer {state} MB"
         measured = f"{self.sent.total / 1e6:.1f} MB per step"
         ms, plain_ms = (1e3 * torch.tensor(self.times)).median(dim=0).values.tolist()
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
         self.show(f"vs 1 device {verdict}")
-        self.show(f"held/rank   {held_line}")
+        self.show(f"held/rank   {held_line}      (1 device: {' / '.join(plain)})")
         self.show(f"sent/rank   {measured}      formula {formula} = {sent / 1e6:.1f} MB")
         self.show(f"time        {ms:.0f} ms per step      (1 device: {plain_ms:.0f})")
         return 0 if agree else 1
@@ -723,10 +714,6 @@ def language_loss(logits, targets):
 class SentBytes(TorchDispatchMode):
     """Adds up the bytes that this rank sends. Collectives count as their ring algorithms send."""
 
-    # operator: (how often its payload goes around the ring, which argument the payload is)
-    RING = {"allreduce_": (2, 0), "broadcast_": (1, 0), "reduce_": (1, 0), "gather_": (1, 1)}
-    RING |= {"allgather_": (1, 0), "_allgather_base_": (1, 0), "recv_": (0, 0)}
-    RING |= {"alltoall_base_": (1, 1), "_reduce_scatter_base_": (1, 1)}
     total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -734,11 +721,12 @@ class SentBytes(TorchDispatchMode):
         is_uneven = name == "alltoall_base_" and args[4]  # such exchanges do not count
         if name == "send":
             self.total += args[0][0].nbytes
-        elif "c10d" in func.namespace and not is_uneven:
-            rounds, payload = self.RING[name]  # KeyError: an unknown operator is not 0 bytes
+        elif "c10d" in func.namespace and name != "recv_" and not is_uneven:
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             N = dist.ProcessGroup.unbox(group).size()
-            size = sum(tensor.nbytes for tensor in tree_leaves(args[payload]))
+            inputs = args[0] if args[1] is group else args[1]
+            rounds = {"allreduce_": 2, "allgather_": N, "_allgather_base_": N}.get(name, 1)
+            size = sum(tensor.nbytes for tensor in tree_leaves(inputs))
             self.total += rounds * size * (N - 1) / N
         return func(*args, **(kwargs or {}))
 
