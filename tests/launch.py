@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 import warnings
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from environment import free_port as free_port
@@ -17,10 +18,8 @@ from environment import of_torchrun
 from pool import forkserver
 
 ROOT = Path(__file__).parent.parent
-NOT_TECHNIQUES = {"bench.py", "data.py", "estimate.py"}  # they train nothing, so they have no demo
-TECHNIQUES = sorted(path for path in ROOT.glob("*.py") if path.name not in NOT_TECHNIQUES)
-IMPORT_OTHERS = {"parallel_3d.py", "parallel_5d.py"}
-ALONE = [path for path in TECHNIQUES if path.name not in IMPORT_OTHERS]
+NO_SET_UP = {"bench.py", "data.py", "estimate.py", "parallel_3d.py", "parallel_5d.py"}
+ALONE = sorted(path for path in ROOT.glob("*.py") if path.name not in NO_SET_UP)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -81,18 +80,28 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
             run = (command, cwd, environ, outputs)
             processes.append(forkserver.Process(target=_run_as_main, args=run))
             processes[-1].start()
-        end = time.monotonic() + timeout
-        for process in processes:
-            left = end - time.monotonic()
-            process.join(max(0.0, left))
-        hanging = [process for process in processes if process.is_alive()]
-        for process in hanging:
-            process.kill()
-            process.join()
+        status = status_of(processes, timeout)
         stdout, stderr = (output.read_text() for output in outputs)
-    assert not hanging, f"{command} ran longer than {timeout} s\n{stdout}\n{stderr}"
-    status = max(process.exitcode for process in processes)
+    assert status is not None, f"{command} ran longer than {timeout} s\n{stdout}\n{stderr}"
     return subprocess.CompletedProcess(command, status, stdout, stderr)
+
+
+def status_of(processes, timeout):
+    """Return the status of the first that fails, which ends the others; 0; None: it takes longer."""
+    running = {process.sentinel: process for process in processes}
+    end = time.monotonic() + timeout
+    status = 0
+    while running and (ended := wait(list(running), max(0.0, end - time.monotonic()))):
+        for sentinel in ended:
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode and not status:
+                status = process.exitcode
+                end = time.monotonic() + 0.3  # in which the others may print their last line
+    for process in running.values():
+        process.kill()
+        process.join()
+    return None if running and not status else status
 
 
 def _run_as_main(command, cwd, environ, outputs):

@@ -117,9 +117,9 @@ def _forget_earlier_groups(number):
     # New groups are named by a count, which ranks without a part in earlier bodies are behind with.
     world.group_count = 1000 * number
     earlier = set(world.pg_map) - set(_groups.values())
-    if earlier:
-        # torch 2.6 holds the GIL while it waits for a group's threads, which may still need the GIL
-        # to free the tensors of the last collective.
+    if earlier and torch.__version__.startswith("2.6"):
+        # It holds the GIL while it waits for a group's threads, which may still need the GIL to
+        # free the tensors of the last collective.
         time.sleep(0.1)
     for group in earlier:
         dist.destroy_process_group(group)  # each has three threads
