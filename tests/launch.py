@@ -87,7 +87,7 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
 
 
 def status_of(processes, timeout):
-    """Return the status of the first that fails, which ends the others; 0; None: it takes longer."""
+    """Return that of the first to fail, which ends the others; 0; None if they take longer."""
     running = {process.sentinel: process for process in processes}
     end = time.monotonic() + timeout
     status = 0
