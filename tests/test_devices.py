@@ -38,19 +38,6 @@ def test_a_demo_chooses(gpus, local_rank, local_ranks, may_share, expected, monk
     assert (str(device), backend) == expected
 
 
-@pytest.mark.parametrize(
-    ("device_type", "gpus", "may_share", "expected"),
-    [
-        ("cpu", 8, True, ("gloo", 4)),
-        ("cuda", 1, False, ("gloo", 4)),
-        ("cuda", 1, True, ("nccl", 2)),
-        ("cuda", 8, False, ("nccl", 4)),
-    ],
-)
-def test_the_suite_chooses(device_type, gpus, may_share, expected):
-    assert pool.plan(device_type, gpus, may_share) == expected
-
-
 def test_the_suite_hides_the_gpus_from_itself_and_its_children():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert pool.run(1, os.getenv, "CUDA_VISIBLE_DEVICES") == [""]
@@ -172,18 +159,16 @@ class Mistake(nn.Linear):
         return self.change(super().forward(x))
 
 
-@pytest.mark.parametrize(
-    ("change", "device", "name"),
-    [
-        (lambda y: y * y.sum().item(), "cpu", "aten::_local_scalar_dense"),
-        (lambda y: y * y.sum().tolist(), "cpu", "tolist"),
-        (lambda y: y if y.sum() > 0 else -y, "cpu", "aten::_local_scalar_dense"),
-        (lambda y: y * torch.tensor([2.0]), "cpu", "aten::lift_fresh"),
-        (lambda y: y * torch.full((), 2.0, device="cpu").to(y.device), "meta", "aten::_to_copy"),
-    ],
-)
-def test_a_planted_mistake_is_seen(change, device, name):
-    model = Mistake(change).to(device)
+MISTAKES = {
+    "aten::_local_scalar_dense": lambda y: y if y.sum() > 0 else -y,
+    "tolist": lambda y: y * y.sum().tolist(),
+    "aten::lift_fresh": lambda y: y * torch.tensor([2.0]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_seen(name):
+    model = Mistake(MISTAKES[name])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    assert name in seen_in_a_step(model, optimizer, device)
+    assert name in seen_in_a_step(model, optimizer, "cpu")

@@ -43,10 +43,29 @@ def fully_sharded():
     return fsdp.fully_shard(make_model("plain"), process_group=pool.group())
 
 
+def column_and_row():
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    return tensor_parallel.parallelize(model, {"0": "column", "2": "row"}, pool.group())
+
+
+def experts():
+    torch.manual_seed(3)
+    return expert_parallel.parallelize(expert_parallel.MoE(6, 5, 4), pool.group())
+
+
+SHARDED = {
+    "Zero1": lambda: make_zero(zero.Zero1)[0],
+    "fsdp": fully_sharded,
+    "tensor_parallel": column_and_row,
+    "expert_parallel": experts,
+}
+
+
+@pytest.mark.parametrize("technique", SHARDED)
 @pool.on(2)
-def test_torchs_norm_over_zero1_is_of_each_ranks_own_gradients():
-    model, _ = make_zero(zero.Zero1)
-    backward(model)
+def test_torchs_norm_is_of_each_ranks_own_part(technique):
+    model = SHARDED[technique]()
+    backward(model, data_rank=0 if technique == "tensor_parallel" else None)
     first, second = torchs_norms(model)
     assert first != second
 
@@ -57,34 +76,6 @@ def test_torchs_norm_over_zero2_and_zero3_finds_no_gradient(stage):
     model, _optimizer = make_zero(stage)
     backward(model)
     assert torchs_norms(model) == [0.0, 0.0]
-
-
-@pool.on(2)
-def test_torchs_norm_over_fsdp_is_of_each_ranks_shards():
-    model = fully_sharded()
-    backward(model)
-    first, second = torchs_norms(model)
-    assert first != second
-
-
-@pool.on(2)
-def test_torchs_norm_over_tensor_parallel_is_of_each_ranks_slices():
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
-    tensor_parallel.parallelize(model, {"0": "column", "2": "row"}, pool.group())
-    backward(model, data_rank=0)
-    first, second = torchs_norms(model)
-    assert first != second
-
-
-@pool.on(2)
-def test_torchs_norm_over_experts_forgets_other_ranks_experts():
-    torch.manual_seed(3)
-    model = expert_parallel.parallelize(expert_parallel.MoE(6, 5, 4), pool.group())
-    backward(model)
-    expert_parallel.average_gradients(model, pool.group())
-    first, second = torchs_norms(model)
-    assert first != second
-    assert expert_parallel.clip_grad_norm_(model, 1e9, pool.group()) > max(first, second)
 
 
 @pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])

@@ -14,11 +14,11 @@ from launch import ALONE, ROOT, fork
 
 NUMBER = r"(\d+\.\d)"
 LINES = [
-    r"[\w ]+ · {world} · \d+\.\dM parameters · 3 steps",
-    r"step 1/3   loss \d+\.\d{{3}}",
+    r"[\w ]+ · {world} · \d+\.\dM parameters · 2 steps",
+    r"step 1/2   loss \d+\.\d{{3}}",
     r"loss        \d+\.\d{{3}} → \d+\.\d{{3}}",
     r"vs 1 device loss, gradients and parameters "
-    r"(bitwise equal|equal within 1e-09: \de-\d\d) over 3 steps",
+    r"(bitwise equal|equal within 1e-09: \de-\d\d) over 2 steps",
     rf"held/rank   params {NUMBER} MB   grads {NUMBER} MB   optimizer {NUMBER} MB"
     r"      \(1 device: .*\)",
     rf"sent/rank   {NUMBER} MB per step      formula .+ = {NUMBER} MB",
@@ -63,7 +63,7 @@ def test_demo(path, ranks, tmp_path):
     folder.mkdir()
     shutil.copy(path, folder)
 
-    done = fork(path.name, "--steps", 3, ranks=ranks, cwd=folder)
+    done = fork(path.name, "--steps", 2, ranks=ranks, cwd=folder)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # no warning, no progress in a log, no thread that outlives its group
@@ -86,12 +86,9 @@ def test_the_idea_alone_trains_as_one_device(path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     headers = re.findall(r"^([\w ]+) · 2 ranks ·", done.stdout, re.MULTILINE)
-    verdicts = re.findall(
-        r"^vs 1 device .* equal (?:within 1e-09: .* )?over", done.stdout, re.MULTILINE
-    )
-    assert headers
+    verdicts = re.findall(r"^vs 1 device .* (?<!NOT )equal .*over", done.stdout, re.MULTILINE)
     assert all(header.endswith(" idea") for header in headers)
-    assert len(verdicts) >= len(headers)
+    assert 1 <= len(headers) <= len(verdicts)
 
 
 @pytest.mark.parametrize("name", ["parallel_3d.py", "parallel_5d.py"])
@@ -108,9 +105,9 @@ def test_a_gradient_scaled_by_1_001_is_seen(name, tmp_path):
     text = (ROOT / f"{name}.py").read_text()
     assert SCALED[name][0] in text
     (tmp_path / f"{name}.py").write_text(text.replace(*SCALED[name]))
-    done = fork(f"{name}.py", "--steps", 2, cwd=tmp_path)
+    done = fork(f"{name}.py", "--steps", 1, cwd=tmp_path)
     assert done.returncode == 1
-    assert re.search(r"vs 1 device .* NOT equal within \S+: \de-\d\d over 2 steps", done.stdout)
+    assert re.search(r"vs 1 device .* NOT equal within \S+: \de-\d\d over 1 steps", done.stdout)
 
 
 @pytest.mark.cpu
