@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from launch import ROOT, TORCHRUN, fork, free_port, launch
-from torch.overrides import TorchFunctionMode
 
 import parallel_3d
 from estimate import GPT, flops_per_token
@@ -163,11 +162,8 @@ ZERO_BUBBLE = "--schedule zero_bubble"
 RUNS = [  # options of the whole run, of its first two steps, and of the next two
     (SMALL, SGD, "--zero1", f"--tp 4 --zero1 {SEQUENCE} --micro-batch-size 4"),
     (SMALL, SGD, f"--tp 2 --zero1 {SEQUENCE} --micro-batch-size 1", "--pp 2"),
-    (SMALL, "", "--tp 4 --micro-batch-size 4", f"--tp 2 --pp 2 {ZERO_BUBBLE} {SEQUENCE}"),
-    (PADDED, "--warmup 3 --sequence-length 16", "--tp 4", "--pp 2 --zero1"),
-    (PADDED, "--warmup 0 --sequence-length 7", "--tp 2 --pp 2", "--tp 4 --zero1"),
+    (PADDED, "--warmup 0 --sequence-length 7", "--tp 4", "--pp 2 --zero1"),
     (SMALL, "--dropout 0.3 --sequence-length 1", "--zero1", f"--pp 2 {ZERO_BUBBLE} --zero1"),
-    (DEEP, "--dropout 0.3", "--pp 4", ""),  # one device's masks, on any stage and pipeline
     (DEEP, "--clip-grad 0", "--pp 4 --zero1 --schedule gpipe", f"--tp 2 --zero1 {INTERLEAVED}"),
     (DEEP, INTERLEAVED, "--tp 2 --pp 2", f"--tp 2 --pp 2 --zero1 {SEQUENCE}"),
 ]
@@ -194,9 +190,7 @@ def test_trains_and_goes_on_at_another_grid_as_one_device(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "within"),
     [
-        ("--dtype bfloat16 --pp 2", 2**-6),
         ("--dtype bfloat16 --tp 2 --zero1", 2**-6),
-        (f"--dtype float16 --tp 2 {SGD}", 2**-9),
         (f"--dtype float16 --pp 2 --zero1 {SGD}", 2**-9),
     ],
 )
@@ -218,10 +212,8 @@ def test_16_bits_stay_within_a_few_roundoffs_of_one_device(flags, within):
     "flags",
     [
         f"--tp 2 --zero1 {SEQUENCE} --micro-batch-size 1",
-        f"--tp 2 --pp 2 {SEQUENCE}",
         "--pp 4 --zero1",
         "--tp 2 --zero1 --dtype bfloat16",
-        "--pp 2 --dtype float16",
     ],
 )
 @pool.on(4)
@@ -257,7 +249,6 @@ def test_ranks_are_numbered_as_megatrons():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--dtype float32 --tp 2 --zero1 --dropout 0.3",
         f"--dtype bfloat16 --tp 2 --pp 2 {SEQUENCE} --dropout 0.3",
         f"--dtype float16 --pp 2 --zero1 {INTERLEAVED}",
     ],
@@ -304,26 +295,6 @@ def test_tensor_parallel_ranks_draw_other_masks_for_their_own_heads_only():
     assert len(set(map(float, outside))) == 1
 
 
-class ToLists(TorchFunctionMode):
-    """Counts the calls of tolist(), for which the host waits for a GPU."""
-
-    count = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.Tensor.tolist
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("flags", "reads"), [("", 1), ("--zero1", 2)])
-@pool.on(4)
-def test_the_host_waits_for_the_norm_and_once_for_zero1(flags, reads):
-    """Zero1 unscales, clips and steps. Ranks agree on the parameters that they use only once."""
-    trainer = make_trainer(options(f"--dtype float16 {flags}"))
-    with ToLists() as host:
-        trainer.step(*next(make_batches()))
-    assert host.count == reads
-
-
 # ---- wrong use
 
 
@@ -331,15 +302,9 @@ def test_the_host_waits_for_the_norm_and_once_for_zero1(flags, reads):
     ("flags", "words"),
     [
         ("--tp 3", "--tp 3 .* world of 4"),
-        ("--tp -1", "--tp -1 .* = -1 ranks"),
-        ("--pp -2", "--pp -2 = -2 ranks"),
         ("--global-batch-size 12", "multiple of --micro-batch-size 2 × 4"),
-        ("--global-batch-size 0", "--global-batch-size 0"),
-        ("--micro-batch-size 0", "--micro-batch-size 0"),
         ("--pp 4", "4 stages on 4 ranks"),
-        ("--stages-per-rank 0", "0 stages on 1 ranks"),
         ("--sequence-length 17", "17; the model has 16 positions"),
-        ("--sequence-length 0", "0; the model has 16 positions"),
         (f"--tp 4 {SEQUENCE} --sequence-length 6", "6 positions .* by 4"),
         ("--clip-grad -1", "--clip-grad -1"),
     ],
@@ -350,24 +315,17 @@ def test_flags_that_do_not_fit_are_refused(flags, words):
         make_trainer(options(flags))
 
 
-@pool.on(4)
-def test_heads_that_ranks_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="2 attention heads"):
-        make_trainer(options("--tp 4"), replace(SMALL, heads=2))
-
-
 @pytest.mark.parametrize(
-    ("flags", "hidden", "words"),
+    ("flags", "words"),
     [
-        ("--global-batch-size 16", 32, "--global-batch-size 16: .* has 8"),
-        ("", 64, r"\[37, 64\]"),
-        ("--dtype float16", 32, "float32"),  # its masters
+        ("--global-batch-size 16", "--global-batch-size 16: .* has 8"),
+        ("--dtype float16", "float32"),  # its masters
     ],
 )
 @pool.on(4)
-def test_a_checkpoint_of_another_run_is_refused(flags, hidden, words, tmp_path):
+def test_a_checkpoint_of_another_run_is_refused(flags, words, tmp_path):
     parallel_3d.save(make_trainer(options("--tp 2 --pp 2")), tmp_path)
-    trainer = make_trainer(options(flags), replace(SMALL, hidden=hidden))
+    trainer = make_trainer(options(flags))
     with pytest.raises(ValueError, match=words):
         parallel_3d.load(trainer, tmp_path)
 
@@ -387,10 +345,8 @@ def make_session(ranks=1, flags=""):
 @pytest.mark.parametrize(
     ("ranks", "flags", "grids"),
     [  # (tp, pp); dp is what is left
-        (2, "", [(2, 1)]),
         (3, "", [(1, 1)]),
         (8, "", [(2, 2)]),
-        (4, "--tp 1", [(1, 1)]),
         (4, "--pp 4", [(1, 4)]),
         (8, "--compare --stages-per-rank 2", [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]),
     ],
@@ -415,8 +371,6 @@ def test_a_batch_has_texts_from_anywhere_and_their_next_bytes_as_targets():
     [
         ("--load nowhere", "--load nowhere: it has no checkpoint"),
         ("--compare --save nowhere", "--save is for one grid"),
-        ("--compare --global-batch-size 0", "--compare: no grid fits"),
-        ("--save-interval 0", "--save-interval 0"),
         ("--sequence-length 100 --data short", "100 bytes; .* need 101"),
     ],
 )
@@ -428,7 +382,7 @@ def test_a_wrong_command_is_one_line(flags, words, tmp_path):
 
 
 EQUAL = r"vs 1 device loss, .* and parameters equal within 1e-09: \de-1\d over \d steps"
-STEPS = "--steps 2 --sequence-length 8 --global-batch-size"
+STEPS = "--steps 1 --sequence-length 8 --global-batch-size"
 
 
 def test_eight_ranks_train_on_a_grid_of_three_axes(tmp_path):
