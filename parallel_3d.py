@@ -373,11 +373,11 @@ class Trainer:
         num_stages = grid.pp * args.stages_per_rank
         own_stages = range(grid.pp_rank, num_stages, grid.pp)  # several if they are interleaved
         self.layer_numbers = [layers_of_stage(config, stage, num_stages) for stage in own_stages]
-        layers = self.build_layers()
-        self.embedding = layers.get(0)  # None on ranks without it
-        self.head = layers.get(config.layers + 1)  # None on ranks without it
+        self.stages = self.build_stages()
+        layers = {name: layer for stage in self.stages for name, layer in stage.named_children()}
+        self.embedding = layers.get("0")  # None on ranks without it
+        self.head = layers.get(str(config.layers + 1))  # None on ranks without it
         self.tied = tie_weights(self.embedding, self.head)  # the embedding's weight, or None
-        self.stages = self.build_stages(layers)
         self.parameters = list(self.stages.parameters())
         # {parameter split over tp: (its layer, its name there)}
         self.split = {
@@ -386,28 +386,24 @@ class Trainer:
         }
         self.counted = self.find_counted()  # the parameters that this rank adds to the norm
         self.optimizer = self.build_optimizer()
-        is_fp16 = self.dtype == torch.float16
-        self.scaler = amp.GradScaler(self.device.type, enabled=is_fp16)
+        self.scaler = amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         self.pipeline = pipeline.Pipeline(
             self.stages, args.schedule, self.num_microbatches, self.loss_fn, grid.pp_group
         )
 
-    def build_layers(self):
-        """Return {number: this rank's slice of the layer}, for the layers of all its stages."""
+    def build_stages(self):
+        """Build this rank's stages, with its slices of their layers."""
         args = self.args
-        layers = {}
-        for number in itertools.chain(*self.layer_numbers):
-            # Split each layer before building the next, so that no rank ever holds a whole stage.
-            layer = build_layer(self.config, number, args.dropout, args.seed)
-            layer = split_layer(layer, self.grid.tp_group, args.sequence_parallel)
-            layers[number] = layer.to(self.device, self.dtype)
-        return layers
-
-    def build_stages(self, layers):
-        seed = self.args.seed if self.args.dropout else None
+        seed = args.seed if args.dropout else None
         stages = nn.ModuleList()
         for numbers in self.layer_numbers:
-            stages.append(Stage({number: layers[number] for number in numbers}, seed))
+            layers = {}
+            for number in numbers:
+                # Split each layer before building the next: no rank ever holds a whole stage.
+                layer = build_layer(self.config, number, args.dropout, args.seed)
+                layer = split_layer(layer, self.grid.tp_group, args.sequence_parallel)
+                layers[number] = layer.to(self.device, self.dtype)
+            stages.append(Stage(layers, seed))
         return stages
 
     def find_counted(self):
@@ -525,10 +521,7 @@ class Trainer:
         return norm
 
     def full_state_dict(self):
-        """Return the whole parameters of this rank's layers, by their names in the plain model.
-
-        All ranks of a tensor-parallel group must call it.
-        """
+        """Return the whole parameters of this rank's layers. The tp ranks call it together."""
         state_dict = {}
         for stage in self.stages:
             state_dict |= tensor_parallel.full_state_dict(stage)
