@@ -3,9 +3,7 @@
 import importlib.util
 import re
 import sys
-from types import SimpleNamespace
 
-import conftest
 import environment
 import pool
 import pytest
@@ -68,9 +66,9 @@ def test_an_unusual_implementation_is_not_called_wrong(kind, implementation, cla
 
 @pytest.mark.cpu
 def test_the_verdict_says_which_dtype_a_claim_held_in():
-    function = "wrong.unusual:attention_in_blocks_of_64"
+    in_float32 = "wrong.unusual:attention_in_blocks_of_64"
 
-    assert judge("attention", "as_dense", function).why == "float32"
+    assert judge("attention", "as_dense", in_float32).why == "float32"
     assert judge("attention", "as_dense", KINDS["attention"].ours).why == "float64"
 
 
@@ -130,7 +128,7 @@ def test_a_class_that_hangs_costs_its_own_claim_only(mine, monkeypatch):
 
 @pytest.mark.cpu
 def test_after_three_hangs_other_claims_are_not_run(mine, monkeypatch):
-    monkeypatch.setattr(pool, "HANGS_AFTER", 1.0)
+    monkeypatch.setattr(pool, "HANGS_AFTER", 0.5)
     spec = mine(HANGS)
 
     outcomes = [judge("ddp", "mean_gradient", spec, [2]).outcome for _ in range(4)]
@@ -142,24 +140,13 @@ def test_after_three_hangs_other_claims_are_not_run(mine, monkeypatch):
     ("exception", "expected"),
     {
         "ValueError: 3 heads do not divide by 2 ranks": True,
-        "AssertionError": False,
         "IndexError: index 3 is out of range": False,
-        "TypeError: empty() missing 1 required positional arguments": False,
         "TypeError: 'NoneType' object is not subscriptable": False,
         "RuntimeError: Timed out waiting 20000ms for send operation to complete": False,
     }.items(),
 )
 def test_an_accident_is_not_a_refusal(exception, expected):
     assert is_clear(exception) == expected
-
-
-@pytest.mark.cpu
-def test_all_lines_of_an_exception_are_shown_and_the_place_is_the_users(mine):
-    verdict = judge("ddp", "mean_gradient", mine("raise ValueError('bad sizes\\n  2 and 3')"), [2])
-
-    first, second = verdict.why.splitlines()
-    assert first.startswith("ValueError: bad sizes, at ")
-    assert second == "  2 and 3"
 
 
 @pytest.mark.cpu
@@ -179,7 +166,6 @@ def test_the_users_file_is_executed_once_in_each_process(mine, tmp_path):
     ("spec", "words"),
     {
         "mine.py": "with a colon between",
-        "mine:": "with a colon between",
         "nowhere.py:MyDDP": "there is no file {folder}/nowhere.py",
         "nowhere.ddp:MyDDP": "there is no module nowhere in {folder}",
         "mine.py:Yours": "mine.py has no class or function Yours; it has MyDDP",
@@ -200,20 +186,6 @@ def test_the_users_file_does_not_take_the_place_of_ours(mine, tmp_path):
 
     assert resolve("pool.py:MyDDP").__name__ == "MyDDP"
     assert sys.modules["pool"] is pool
-
-
-def test_help_says_how_an_implementation_is_called(capsys):
-    config = SimpleNamespace(
-        invocation_params=SimpleNamespace(args=["--pipeline-schedule", "--help"])
-    )
-
-    assert conftest.pytest_cmdline_main(config) == 0
-
-    words = capsys.readouterr().out
-    assert "is a function that returns lists of actions." in words
-    assert 'NotImplementedError("why")' in words
-    assert "Ours is pipeline:build_schedule; PyTorch's own, pytorchs:build_schedule." in words
-    assert "  complete\n      Each stage takes each micro-batch forward once" in words
 
 
 # ---- README's table
