@@ -13,29 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import ddp
 import tensor_parallel
 
 pytestmark = pytest.mark.cpu
 
 # ---- which device and backend
-
-
-@pytest.mark.parametrize(
-    ("gpus", "local_rank", "local_ranks", "may_share", "expected"),
-    [
-        (2, 1, 2, "0", ("cuda:1", "nccl")),
-        (1, 1, 2, "0", ("cuda:0", "gloo")),  # two ranks share a GPU
-        (1, 1, 2, "1", ("cuda:0", "nccl")),
-    ],
-)
-def test_a_demo_chooses(gpus, local_rank, local_ranks, may_share, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", may_share)
-    device, backend = ddp.choose_device("cuda")
-    assert (str(device), backend) == expected
 
 
 def test_the_suite_hides_the_gpus_from_itself_and_its_children():

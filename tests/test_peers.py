@@ -30,35 +30,16 @@ def test_an_adapter_names_a_version_and_has_at_most_25_lines(path):
     assert len(lines) <= 25
 
 
-@pytest.fixture
-def adapter(tmp_path, monkeypatch):
-    """Writes an adapter of `library`, which is this project's own lora in truth."""
+ADAPTER = '''"""{}==1.0: in truth, this project's own lora."""
+import lora as ours
+def lora(*arguments, **how):
+    return ours.inject_lora(*arguments, **how)
+'''
+
+
+def test_a_library_that_is_installed_is_tried(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(table, "HERE", tmp_path)
-
-    def write(library):
-        lines = [
-            f'"""{library}==1.0: its adapter."""',
-            "import lora as ours",
-            "def lora(*_, **how):",
-        ]
-        lines.append("    return ours.inject_lora(*_, **how)")
-        (tmp_path / "mine.py").write_text("\n".join(lines))
-
-    return write
-
-
-def test_a_library_that_is_missing_is_one_line(adapter, capsys):
-    adapter("no-such-library")
-
-    table.main(["no-such-library"])
-
-    *_, header, _, last = capsys.readouterr().out.splitlines()
-    assert header.startswith("| library | version | kind | holds | wrong | refuses |")
-    assert last == "not installed: pip install no-such-library==1.0"
-
-
-def test_a_library_that_is_installed_is_tried(adapter, capsys):
-    adapter("hypothesis")
+    (tmp_path / "mine.py").write_text(ADAPTER.format("hypothesis"))
 
     table.main(["hypothesis/lora"])
 
@@ -66,6 +47,16 @@ def test_a_library_that_is_installed_is_tried(adapter, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("| hypothesis | ")
     assert last.endswith(f" | lora | {number} | 0 | 0 | 0 | 0 |")
+
+
+def test_a_library_that_is_missing_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(table, "HERE", tmp_path)
+    (tmp_path / "mine.py").write_text(ADAPTER.format("no-such-library"))
+
+    table.main(["no-such-library"])
+
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "not installed: pip install no-such-library==1.0"
 
 
 def test_the_option_of_run_all():

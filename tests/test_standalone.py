@@ -28,7 +28,7 @@ LINES = [
 SCALED = {  # a line of each file's technique, and the same with a gradient that is a thousandth off
     "ddp": ("1 / divisor", "1.001 / divisor"),
     "data_parallel": ("return sum(losses) / N", "return sum(losses) * 1.001 / N"),
-    "zero": ("self.grad = functools", "self.grad = 1.001 * functools"),
+    "zero": ("received.chunk(self.N)", "(1.001 * received).chunk(self.N)"),
     "fsdp": ("total / self.divide_factor", "1.001 * total / self.divide_factor"),
     "tensor_parallel": ("grad_weight = grad_y", "grad_weight = 1.001 * grad_y"),
     "pipeline": ("[torch.ones_like(output)", "[1.001 * torch.ones_like(output)"),
