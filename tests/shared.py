@@ -58,28 +58,42 @@ class Mixed(nn.Module):
         return x
 
 
+def make_plain():
+    first = nn.Linear(6, 33)
+    second = nn.Linear(33, 17)
+    third = nn.Linear(17, 3)
+    return nn.Sequential(first, nn.ReLU(), second, nn.Tanh(), third)
+
+
+def make_frozen():
+    model = make_plain()
+    model[0].bias.requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def make_batchnorm():
+    first = nn.Linear(6, 8)
+    norm = nn.BatchNorm1d(8)
+    return nn.Sequential(first, norm, nn.ReLU(), nn.Linear(8, 3))
+
+
+MAKERS = {
+    "plain": make_plain,
+    "frozen": make_frozen,
+    "tied": Tied,
+    "batchnorm": make_batchnorm,
+    "odd": Odd,
+    "mixed": Mixed,
+}
+
+
 def make_model(kind, dtype=torch.float32, seed=1):
     """A model of inputs (rows, 6); the same on every rank."""
     torch.manual_seed(seed)
-    if kind == "mixed":
-        return Mixed()
-    if kind == "odd":
-        model = Odd()
-    elif kind == "tied":
-        model = Tied()
-    elif kind == "batchnorm":
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-    else:
-        model = nn.Sequential(
-            nn.Linear(6, 33), nn.ReLU(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3)
-        )
-        if kind == "frozen":
-            model[0].bias.requires_grad_(False)
-            model[2].weight.requires_grad_(False)
-    return model.to(dtype)
+    model = MAKERS[kind]()
+    return model if kind == "mixed" else model.to(dtype)
 
-
-MODELS = ("plain", "frozen", "tied", "batchnorm", "odd", "mixed")
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
@@ -119,9 +133,8 @@ def assert_equal(ours, theirs, exact, what=""):
     if ours is None or torch.equal(ours, theirs):
         return
     assert ours.shape == theirs.shape, what
-    difference = torch.max((ours - theirs).abs()).item()
-    largest = torch.max(theirs.abs()).item()
-    bound = 0.0 if exact else 1e-12 * max(1.0, largest)
+    difference = (ours - theirs).abs().max()
+    bound = 0.0 if exact else 1e-12 * theirs.abs().max().clamp(min=1.0)
     assert difference <= bound, f"{what}: max difference {difference:.3e}, allowed {bound:.1e}"
 
 
@@ -217,8 +230,7 @@ class Reader(nn.Module):
     def __init__(self, numels):
         super().__init__()
         shapes = [(n,) if n % 2 else (n // 2, 2) for n in numels]
-        tensors = [torch.randn(shape) for shape in shapes]
-        self.weights = nn.ParameterList(map(nn.Parameter, tensors))
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
 
     def forward(self, rank, step):
         generator = torch.Generator().manual_seed(rank + 7 * step)
@@ -235,7 +247,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, see):
         super().__init__()
-        self.see, self.seen = see, []
+        self.see = see
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
