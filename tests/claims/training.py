@@ -41,9 +41,8 @@ class Trainer:
         if group and not {"process_group", "mesh"} & set(names):
             raise NotOffered("no argument process_group")
         self.kind = kind
-        self.module = module
-        self.model = module  # what is called in forward
-        self.names = [name for name, _ in module.named_parameters()]
+        self.module = self.model = module  # the model is what is called in forward
+        self.names = list(dict(module.named_parameters()))
         self.file = sys.modules[getattr(implementation, "func", implementation).__module__]
         self.units = []  # what fsdp wraps, but for the root
 
@@ -58,13 +57,13 @@ class Trainer:
 
         if kind in ("ddp", "fsdp"):
             self.optimizer = make_optimizer(self.model.parameters())
-            return
-        trained = module if self.averages else module.parameters()
-        inputs = (trained, make_optimizer.func)
-        made = call(implementation, *inputs, needed=make_optimizer.keywords, **where)
-        if not isinstance(made, tuple):
-            made = getattr(made, "model", self.model), made
-        self.model, self.optimizer = made
+        else:
+            trained = module if self.averages else module.parameters()
+            arguments = trained, make_optimizer.func
+            made = call(implementation, *arguments, needed=make_optimizer.keywords, **where)
+            if not isinstance(made, tuple):
+                made = getattr(made, "model", self.model), made
+            self.model, self.optimizer = made
 
     def shard(self, implementation, where, mesh=None, **_):
         """Units are every second child. There are none if children are tied, or used by name."""
@@ -106,11 +105,10 @@ class Trainer:
             is_synchronised = sync == "each" or batch is batches[-1]
             with nullcontext() if is_synchronised else self.no_sync():
                 value = loss(self.model(batch))
-                owners = [
-                    each for each in (self.model, self.optimizer) if hasattr(each, "backward")
-                ]
-                if owners:
-                    owners[0].backward(value)
+                for owner in (self.model, self.optimizer):
+                    if hasattr(owner, "backward"):
+                        owner.backward(value)
+                        break
                 else:
                     value.backward()
             finish = getattr(self.model, "finish_gradient_synchronization", None)
@@ -132,9 +130,12 @@ class Trainer:
 
     def plain_names(self, tensors):
         """Without what wrappers add to the names, in front or between."""
-        known = {part for name in self.names for part in name.split(".")}
-        parts = {name: [part for part in name.split(".") if part in known] for name in tensors}
-        return {".".join(parts[name]): tensor for name, tensor in tensors.items()}
+        known = set(".".join(self.names).split("."))
+        plain = {}
+        for name, tensor in tensors.items():
+            parts = [part for part in name.split(".") if part in known]
+            plain[".".join(parts)] = tensor
+        return plain
 
     def whole(self):
         """Return the unsharded parameters, by name."""
