@@ -40,7 +40,7 @@ HOW = {  # where each is run
     "./run_all.sh tests": ".ci/run",
     "./run_all.sh tests --ddp torch.nn.parallel:DistributedDataParallel": "test_oracle",
     "./run_all.sh tests --peers": "test_peers, without the libraries",
-    "./run_all.sh ddp": "test_run_all_by_name",
+    "./run_all.sh ddp": "test_run_all_by_name_goes_on_after_a_failure_and_counts",
     "torchrun --nproc-per-node 2 ddp.py": "run_all.sh",
     "torchrun --nproc-per-node 2 ddp.py --device cuda": "here",
     f"torchrun --nnodes 2 --nproc-per-node 1 {C10D} ddp.py": "test_parallel_3d, with another file",
@@ -290,12 +290,13 @@ def run_script(script, *arguments, cwd="/"):
 
 
 @pytest.mark.cpu
-def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
-    script = make_project(tmp_path / "a project", good=GOOD, bad="raise SystemExit(3)", bench="")
+def test_run_all_by_name_goes_on_after_a_failure_and_counts(tmp_path):
+    script = make_project(tmp_path / "a project", good=GOOD, bad="raise SystemExit(3)", other="")
 
-    done = run_script(script)
+    done = run_script(script, "bad", "-n", "1", "good.py")
 
     assert done.returncode == 1
+    assert "--nproc-per-node 1 good.py" in done.stdout
     *_, table, last = done.stdout.split("\n\n")
     assert [re.sub(r"  +", " | ", line) for line in table.splitlines()] == [
         "file | run | ranks | equal to one device | held/rank MB | sent/rank MB | "
@@ -305,14 +306,6 @@ def test_run_all_goes_on_after_a_failure_and_counts(tmp_path):
     ]
     assert last.startswith("Next: ")
     assert not (script.parent / ".venv").exists()  # the active environment has all that it needs
-
-
-@pytest.mark.cpu
-def test_run_all_by_name(tmp_path):
-    script = make_project(tmp_path / "project", good=GOOD, bad="raise SystemExit(3)")
-    done = run_script(script, "-n", "1", "good")
-    assert done.returncode == 0
-    assert "--nproc-per-node 1 good.py" in done.stdout
 
 
 WRONG = {

@@ -192,7 +192,7 @@ UNUSUAL = {  # kind: {name: {claim: outcome}}
             "accumulation": "not offered",
             "overlap": "holds",
         },
-        "OncePerProcess": {"mean_gradient": "holds"},
+        "OncePerProcess": {"momentum": "holds"},
         "always_raises": {"different_models": "raises", "mean_gradient": "raises"},
     },
     "zero2": {
