@@ -14,11 +14,11 @@ from launch import ALONE, ROOT, fork
 
 NUMBER = r"(\d+\.\d)"
 LINES = [
-    r"[\w ]+ · {world} · \d+\.\dM parameters · 2 steps",
-    r"step 1/2   loss \d+\.\d{{3}}",
+    r"[\w ]+ · {world} · \d+\.\dM parameters · 3 steps",
+    r"step 1/3   loss \d+\.\d{{3}}",
     r"loss        \d+\.\d{{3}} → \d+\.\d{{3}}",
     r"vs 1 device loss, gradients and parameters "
-    r"(bitwise equal|equal within 1e-09: \de-\d\d) over 2 steps",
+    r"(bitwise equal|equal within 1e-09: \de-\d\d) over 3 steps",
     rf"held/rank   params {NUMBER} MB   grads {NUMBER} MB   optimizer {NUMBER} MB"
     r"      \(1 device: .*\)",
     rf"sent/rank   {NUMBER} MB per step      formula .+ = {NUMBER} MB",
@@ -63,7 +63,7 @@ def test_demo(path, ranks, tmp_path):
     folder.mkdir()
     shutil.copy(path, folder)
 
-    done = fork(path.name, "--steps", 2, ranks=ranks, cwd=folder)
+    done = fork(path.name, "--steps", 3, ranks=ranks, cwd=folder)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # no warning, no progress in a log, no thread that outlives its group
