@@ -17,8 +17,10 @@ fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 # A Python is suitable if it has the packages that the files and the tests import.
 suitable() {
     "$1" - 2>/dev/null <<'EOF'
-import hypothesis, numpy, pytest, torch
-raise SystemExit(tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6))
+from importlib.metadata import version
+for name in ("hypothesis", "numpy", "pytest"):
+    version(name)  # raises if it is not installed. To import torch would take seconds
+raise SystemExit(tuple(int(part) for part in version("torch").split(".")[:2]) < (2, 6))
 EOF
 }
 
