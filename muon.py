@@ -149,23 +149,20 @@ def assign_owners(shapes, N):
     (8, 2048) has as many elements as one of (128, 128) for 1/24 of the operations. The largest
     matrix comes first. Each goes to the rank with the smallest load.
     """
-    work = {}
-    sizes = {}
-    for matrix, shape in shapes.items():
-        work[matrix] = operations(shape)
-        sizes[matrix] = math.prod(shape)
+    work = {matrix: operations(shape) for matrix, shape in shapes.items()}
+    sizes = {matrix: math.prod(shape) for matrix, shape in shapes.items()}
     total_work = sum(work.values())
     total_size = sum(sizes.values())
-    loads = {}  # as integers, so that all ranks find the same owners
-    for matrix in work:
-        of_work = work[matrix] * total_size
-        of_size = sizes[matrix] * total_work
-        loads[matrix] = 2 * of_work + of_size  # of_work twice: idle ranks cost more than memory
-    rank_loads = [0] * N
+
+    def load_of(matrix):  # an integer, so that all ranks find the same owners
+        # The work counts twice: idle ranks cost more than memory.
+        return 2 * work[matrix] * total_size + sizes[matrix] * total_work
+
+    loads = [0] * N
     owned = [[] for _ in range(N)]
-    for matrix in sorted(loads, key=loads.get, reverse=True):
-        owner = rank_loads.index(min(rank_loads))
-        rank_loads[owner] += loads[matrix]
+    for matrix in sorted(shapes, key=load_of, reverse=True):
+        owner = loads.index(min(loads))
+        loads[owner] += load_of(matrix)
         owned[owner].append(matrix)
     return owned
 
@@ -236,16 +233,16 @@ class Muon(torch.optim.Optimizer):
         used = self._find_used()
         own = used[self.rank]
 
-        # Gradients to the owners, which turn them into updates.
-        outgoing = [[self._part_for_owner(p) for p in matrices] for matrices in used]
-        numels = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
-        received = self._exchange(outgoing, numels)
-        updates = self._compute_updates(own, received)
+        # Numbers of elements: of this rank's parts, by owner, and of own matrices' parts, by rank.
+        mine = [[self._numels[p][self.rank] for p in matrices] for matrices in used]
+        theirs = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
+        matrices = list(itertools.chain(*used))
 
-        # Updates to all ranks.
-        numels = [[p.numel() for p in matrices] for matrices in used]
-        received = self._exchange(updates, numels)
-        for parameter, flat in zip(itertools.chain(*used), received, strict=True):
+        gradients = [self._part_for_owner(parameter) for parameter in matrices]
+        received = self._exchange(gradients, mine, theirs)
+        updates = self._compute_updates(own, received)
+        received = self._exchange(updates, theirs, mine)
+        for parameter, flat in zip(matrices, received, strict=True):
             update = flat.view(parameter.shape)
             if parameter.size(0) > parameter.size(-1):
                 # The strides of orthogonalize(), because 16-bit kernels round by strides.
@@ -259,53 +256,49 @@ class Muon(torch.optim.Optimizer):
         flags = matrices[0].new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
         flags = iter(flags.tolist())  # the host waits for the device
-        used = []
-        for own in self._owned:
-            used.append([parameter for parameter in own if next(flags)])
-        return used
+        return [[parameter for parameter in own if next(flags)] for own in self._owned]
 
     def _part_for_owner(self, parameter):
         if parameter.grad is None:  # but another rank has a gradient
             return torch.zeros_like(parameter)
         return parameter.grad.to_dense()  # does nothing unless the gradient is sparse
 
-    def _exchange(self, outgoing, numels):
-        """Send the tensors in outgoing[r] to rank r. Return those from rank 0, from rank 1, …
+    def _exchange(self, outgoing, to_send, to_receive):
+        """Send the tensors to the ranks in order. Return those from rank 0, from rank 1, …, flat.
 
-        The returned tensors are flat. Those from rank r have numels[r] elements.
+        to_send[r] has the numbers of elements of the tensors for rank r, to_receive[r] of those
+        from rank r.
         """
         # cat() needs a tensor, but a rank may own nothing. It makes float16 gradients float32.
         parts = [next(iter(self._options)).new_empty(0, dtype=torch.bfloat16)]
-        parts += [tensor.reshape(-1) for tensor in itertools.chain(*outgoing)]
+        parts += [tensor.reshape(-1) for tensor in outgoing]
         flat = torch.cat(parts)
-        to_send = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
-        to_receive = [sum(each) for each in numels]
-        received = flat.new_empty(sum(to_receive))
+        input_sizes = [sum(numels) for numels in to_send]
+        output_sizes = [sum(numels) for numels in to_receive]
+        received = flat.new_empty(sum(output_sizes))
         dist.all_to_all_single(
             received,
             flat,
-            output_split_sizes=to_receive,
-            input_split_sizes=to_send,
+            output_split_sizes=output_sizes,
+            input_split_sizes=input_sizes,
             group=self.process_group,
         )
-        return received.split(list(itertools.chain(*numels)))
+        return received.split(list(itertools.chain(*to_receive)))
 
     def _compute_updates(self, own, received):
-        """Return, for each rank, what to send to it of the updates of own matrices."""
-        outgoing = [[] for _ in range(self.N)]
+        """Return the parts of own matrices' updates for rank 0, for rank 1, …"""
+        updates = []  # for each matrix, the parts for all ranks
         for index, parameter in enumerate(own):
             matrix = self._join(parameter, received[index :: len(own)])
             update = orthogonalize(matrix, self._options[parameter])
-            for rank, part in enumerate(self._parts_for_ranks(parameter, update)):
-                outgoing[rank].append(part)
-        return outgoing
+            updates.append(self._parts_for_ranks(parameter, update))
+        return itertools.chain(*zip(*updates, strict=True))
 
     def _join(self, parameter, gradients):
         """Add the mean of the ranks' gradients to the momentum. Return what to orthogonalize."""
         # A sum in 16 bits would round at each addition, and in float16 it overflows at 65504.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
-        # In rank order, as on one device.
-        total = functools.reduce(torch.add, [gradient.to(dtype) for gradient in gradients])
+        total = sum(gradient.to(dtype) for gradient in gradients)  # in rank order, as on one device
         # With the strides of the parameter, because matrix products round by strides.
         mean = torch.empty_like(parameter)
         mean.copy_((total / self.N).view(mean.shape))
@@ -351,9 +344,7 @@ class ShardedMuon(Muon):
     def _start(self):
         self._shapes = {p: self._shapes.get(p, ()) for p in self._options}
         self._numels = check(self)
-        for parameter, numels in self._numels.items():
-            if sum(numels) != math.prod(self._shapes[parameter]):
-                raise ValueError(f"parts of {numels} elements for {self._shapes[parameter]}")
+        check_parts(self)
 
     def _part_for_owner(self, parameter):
         gradient = super()._part_for_owner(parameter)
@@ -380,8 +371,8 @@ def whole_state_dict(optimizer):
     own = tree_map_only(torch.Tensor, torch.Tensor.cpu, whole["state"])
     states = [own] * optimizer.N
     dist.all_gather_object(states, own, group=optimizer.process_group)
-    states = functools.reduce(dict.__or__, states)
-    whole["state"] = dict(sorted(states.items()))
+    entries = itertools.chain(*[state.items() for state in states])
+    whole["state"] = dict(sorted(entries))
     return whole
 
 
@@ -416,6 +407,13 @@ def check(optimizer):
     return dict(zip(optimizer._options, numels, strict=True))
 
 
+def check_parts(optimizer):
+    for parameter, numels in optimizer._numels.items():
+        shape = optimizer._shapes[parameter]
+        if sum(numels) != math.prod(shape):
+            raise ValueError(f"parts of {numels} elements for a matrix of {shape}")
+
+
 def check_group(optimizer, group):
     """Raise the errors of torch.optim.Muon, and one for layers that are split over the ranks."""
     # SGD has the same conditions for the learning rate, the momentum and the weight decay.
@@ -435,7 +433,7 @@ def check_group(optimizer, group):
         if parameter.is_complex():
             raise RuntimeError("Muon does not support complex parameters")
         ranks = getattr(parameter, "differ_between_ranks", ())
-        if ranks is True or len(members.intersection(ranks)) > 1:
+        if len(members.intersection(ranks)) > 1:
             raise ValueError(f"the matrix of {shape} differs between ranks: {ranks}")
 
 
