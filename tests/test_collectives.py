@@ -13,48 +13,27 @@ from shared import fake_world
 
 import collectives as c
 
-ORDERS = {  # in which the numbers of 1, 2, 3, 4 ranks are added
-    c.naive_all_reduce: [
-        0,
-        (0, 1),
+ORDERS = {  # in which the numbers of 3 and of 4 ranks are added
+    "naive_all_reduce": [
         ((0, 1), 2),
         (((0, 1), 2), 3),
     ],
-    c.tree_all_reduce: [
-        0,
-        (0, 1),
+    "tree_all_reduce": [
         ((0, 1), 2),
         ((0, 1), (2, 3)),
     ],
-    c.recursive_doubling_all_reduce: [
-        0,
-        (0, 1),
+    "recursive_doubling_all_reduce": [
         ((0, 2), 1),
         ((0, 1), (2, 3)),
     ],
 }
-broadcast = functools.partial(c.tree_broadcast, src=0)
-broadcast.__name__ = "tree_broadcast"
-SENT = {  # by the rank that sends most, in multiples of the tensor's bytes
-    c.naive_all_reduce: lambda N: N - 1,
-    c.tree_all_reduce: lambda N: (N - 1).bit_length(),
-    c.recursive_doubling_all_reduce: lambda N: (N - 1).bit_length(),
-    c.ring_all_reduce: lambda N: 2 * (N - 1) / N,
-    broadcast: lambda N: (N - 1).bit_length(),
-    c.ring_reduce_scatter: lambda N: (N - 1) / N,
-    c.ring_all_gather: lambda N: (N - 1) / N,
-    c.all_to_all: lambda N: (N - 1) / N,
-}
 
 
-@pytest.mark.parametrize("function", ORDERS, ids=lambda function: function.__name__)
-def test_what_the_oracle_claims_of_the_ring_holds_for_all(function):
-    """The slow claim "reused" runs once: all three wait for their messages in the same place."""
-    claims = set(names_of_claims("all-reduce"))
-    if function is not c.naive_all_reduce:
-        claims.remove("reused")
-    for claim in claims:
-        verdict = judge("all-reduce", claim, f"collectives:{function.__name__}")
+@pytest.mark.parametrize("name", ORDERS)
+def test_what_the_oracle_claims_of_the_ring_holds_for_all(name):
+    """Not the slow claim "reused": all of them wait for their messages in the same place."""
+    for claim in set(names_of_claims("all-reduce")) - {"reused"}:
+        verdict = judge("all-reduce", claim, f"collectives:{name}")
         assert verdict.outcome == "holds", (claim, verdict)
 
 
@@ -75,48 +54,37 @@ def in_ring_order(x):
         for i in range(N):
             parts = x[(p + 1 + i) % N].tensor_split(N)
             total = total + parts[p]
-        sums.append(total.to(x[0].dtype))
+        sums.append(total)
     return torch.cat(sums)
 
 
-def assert_adds(all_reduce, values, expected):
+def values_of(size):
+    """Return what all ranks add, and what this rank adds."""
+    everyone = range(pool.world_size())
+    values = [numbers_of(rank, (size,), torch.bfloat16) for rank in everyone]
     mine = values[pool.rank()].clone()
-    mine.requires_grad_(mine.is_floating_point())
-    assert all_reduce(mine, pool.group()) is None
-    assert torch.equal(mine, expected)
+    return values, mine.requires_grad_()
 
 
-def values_of(size, dtype):
-    values = []
-    for rank in range(pool.world_size()):
-        numbers = numbers_of(rank, (size,), torch.float32)
-        values.append((90 * numbers).to(dtype))
-    return values
-
-
-DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", ORDERS, ids=lambda function: function.__name__)
-@pool.on(1, 2, 3, 4)
-def test_numbers_are_added_in_the_order_that_the_docstring_says(function, dtype):
+@pytest.mark.parametrize("name", ORDERS)
+@pool.on(3, 4)
+def test_numbers_are_added_in_the_order_that_the_docstring_says(name):
     """Bitwise: in another order 30% of the sums would have other bits. Leaves may need gradients"""
-    for size in (1001, 1):
-        values = values_of(size, dtype)
-        order = ORDERS[function][pool.world_size() - 1]
-        assert_adds(function, values, in_order(values, order))
+    order = ORDERS[name][pool.world_size() - 3]
+    values, mine = values_of(1001)
+    all_reduce = getattr(c, name)
+    assert all_reduce(mine, pool.group()) is None
+    assert torch.equal(mine, in_order(values, order))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("chunks", [1, 3, 8])
-@pool.on(1, 2, 3, 4)
-def test_the_ring_adds_each_part_in_the_order_of_the_ring(chunks, dtype):
+@pytest.mark.parametrize("chunks", [1, 3])
+@pool.on(3, 4)
+def test_the_ring_adds_each_part_in_the_order_of_the_ring(chunks):
     """Also with more chunks than elements."""
-    all_reduce = functools.partial(c.ring_all_reduce, chunks=chunks)
     for size in (1001, 5):
-        values = values_of(size, dtype)
-        assert_adds(all_reduce, values, in_ring_order(values))
+        values, mine = values_of(size)
+        c.ring_all_reduce(mine, pool.group(), chunks=chunks)
+        assert torch.equal(mine, in_ring_order(values))
 
 
 def test_a_chunk_travels_while_another_is_added(monkeypatch):
@@ -134,23 +102,22 @@ def test_a_chunk_travels_while_another_is_added(monkeypatch):
     assert log == [*reduce_scatter, "start", 4, "start", 5]
 
 
-@pool.on(4)
-def test_a_rank_outside_the_group_is_an_error():
-    group = dist.new_group([3, 1])
-    if pool.rank() not in (1, 3):
-        for function in SENT:
-            with pytest.raises(ValueError, match="Invalid process group"):
-                function(torch.zeros(4), process_group=group)
-
-
 CASES = {  # members, dtype, shape
-    "strided": ([0, 1, 2, 3], torch.float64, (8, 6)),
-    "uneven": ([0, 1, 2, 3], torch.int32, (5, 3)),
-    "empty": ([0, 1, 2, 3], torch.int64, (0, 3)),
-    "fewer rows than ranks": ([0, 1, 2, 3], torch.int16, (2,)),
-    "another order": ([3, 1], torch.int64, (4, 3)),
-    "three ranks": ([1, 0, 3], torch.int64, (6, 5)),
-    "alone": ([2], torch.int64, (3,)),
+    "strided": (
+        [0, 1, 2, 3],
+        torch.float64,
+        (8, 6),
+    ),
+    "fewer rows than ranks": (
+        [1, 0, 3],
+        torch.int16,
+        (2, 3),
+    ),
+    "ranks in another order": (
+        [3, 1],
+        torch.int64,
+        (4,),
+    ),
 }
 
 
@@ -169,10 +136,10 @@ def test_broadcast_gather_scatter_and_all_to_all(case):
     if case == "strided":
         mine = mine.t().contiguous().t()
 
-    for src in range(N):
-        copy = mine.clone()
-        c.tree_broadcast(copy, dist.get_global_rank(group, src), group)
-        assert torch.equal(copy, values[src])
+    copy = mine.clone()
+    c.tree_broadcast(copy, ranks[-1], group)
+    last = dist.get_group_rank(group, ranks[-1])
+    assert torch.equal(copy, values[last])
     assert torch.equal(c.ring_all_gather(mine, group), torch.cat(values))
     part = c.ring_reduce_scatter(mine, group)
     torch.testing.assert_close(part, sum(values).tensor_split(N)[rank])
@@ -187,6 +154,9 @@ def test_broadcast_gather_scatter_and_all_to_all(case):
 def test_all_to_all_of_a_length_that_the_ranks_do_not_divide_is_an_error():
     with pytest.raises(ValueError, match="multiple of 3 ranks"):
         c.all_to_all(torch.zeros(4), pool.group())
+
+
+# ---- costs
 
 
 def simulate(programs, alpha, beta):
@@ -210,45 +180,56 @@ def simulate(programs, alpha, beta):
             ends.append(max(ready, peer_is_ready) + alpha + beta * nbytes)
         return max(ends)
 
-    return max(end(rank, len(program) - 1) for rank, program in programs.items())
+    return max(end(rank, len(program) - 1) for rank, program in enumerate(programs))
 
 
 def record(function, N, rank, monkeypatch):
-    """Return what the rank exchanges in a world that moves no data, and the bytes that it sends."""
+    """Return what the rank exchanges in a world that moves no data."""
     program = []
     real_start = c.start
 
     def start(group, *messages):
         peers = {operation: peer for operation, _, peer in messages}
-        program.append((peers.get(dist.isend), peers.get(dist.irecv), messages[0][1].nbytes))
+        exchange = (peers.get(dist.isend), peers.get(dist.irecv), messages[0][1].nbytes)
+        program.append(exchange)
         return real_start(group, *messages)
 
-    with monkeypatch.context() as patch, fake_world(N, rank), c.SentBytes() as sent:
+    with monkeypatch.context() as patch, fake_world(N, rank):
         patch.setattr(c, "start", start)
-        function(torch.zeros(12 if function is c.ring_all_gather else 12 * N))
-    return program, sent.total
+        size = 12 if function is c.ring_all_gather else 12 * N
+        function(torch.zeros(size))
+    return program
+
+
+broadcast = functools.partial(c.tree_broadcast, src=0)
+broadcast.__name__ = "tree_broadcast"
+SENT = {  # by the rank that sends most, in multiples of the tensor's bytes
+    c.naive_all_reduce: lambda N: N - 1,
+    c.tree_all_reduce: lambda N: (N - 1).bit_length(),
+    c.recursive_doubling_all_reduce: lambda N: (N - 1).bit_length(),
+    c.ring_all_reduce: lambda N: 2 * (N - 1) / N,
+    broadcast: lambda N: (N - 1).bit_length(),
+    c.ring_reduce_scatter: lambda N: (N - 1) / N,
+    c.ring_all_gather: lambda N: (N - 1) / N,
+    c.all_to_all: lambda N: (N - 1) / N,
+}
 
 
 @pytest.mark.parametrize("function", SENT, ids=lambda function: function.__name__)
-@pytest.mark.parametrize(
-    "N",
-    [1, 2, 3, 4, 5, 8, 13, 1024],
-)
+@pytest.mark.parametrize("N", [1, 3, 4, 13])
 def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
     function, N, monkeypatch
 ):
-    ranks = range(N) if N < 1024 else (0, 1, N - 1)
     nbytes = 12 * N * 4
-    programs = {}
+    programs = [record(function, N, rank, monkeypatch) for rank in range(N)]
     sent = []
-    for rank in ranks:
-        programs[rank], total = record(function, N, rank, monkeypatch)
-        sent.append(total)
+    for program in programs:
+        sizes = [size for to, _, size in program if to is not None]
+        sent.append(sum(sizes))
     assert max(sent) == pytest.approx(SENT[function](N) * nbytes)
-    if N < 1024:
-        for alpha, bandwidth in ((1.0, float("inf")), (2.0, 2.0)):
-            seconds = c.predict(function.__name__, N, nbytes, alpha, bandwidth)
-            assert simulate(programs, alpha, 1 / bandwidth) == pytest.approx(seconds)
+    for alpha, bandwidth in ((1.0, float("inf")), (2.0, 2.0)):
+        seconds = c.predict(function.__name__, N, nbytes, alpha, bandwidth)
+        assert simulate(programs, alpha, 1 / bandwidth) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -257,21 +238,20 @@ def test_messages_have_the_bytes_of_the_docstring_and_take_as_long_as_predicted(
 )
 def test_ring_and_recursive_doubling_cross_at_8_alpha_over_beta_on_4_ranks(factor, faster):
     nbytes = factor * 1e-4 * 1e9
-    costs = {}
-    for name in ("naive", "tree", "ring", "recursive_doubling"):
-        costs[name] = c.predict(name, 4, nbytes, 1e-4, 1e9)
+    names = ("ring", "recursive_doubling")
+    costs = {name: c.predict(name, 4, nbytes, 1e-4, 1e9) for name in names}
     assert min(costs, key=costs.get) == faster
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "ring_all_reduce", c.ring_all_reduce])
-def test_predict_takes_a_name_or_a_function(algorithm):
-    assert c.predict(algorithm, 3, 9, 1, 1) == 16
+def test_predict_names_the_algorithms_that_it_knows():
+    with pytest.raises(ValueError, match="star on 4 ranks"):
+        c.predict("star", 4, 1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("star", 4), ("ring", 0)],
-)
-def test_predict_names_the_algorithms_that_it_knows(name, ranks):
-    with pytest.raises(ValueError, match=f"{name} on {ranks} ranks: .* recursive_doubling"):
-        c.predict(name, ranks, 1, 1, 1)
+@pool.on(4)
+def test_a_rank_outside_the_group_is_an_error():
+    group = dist.new_group([3, 1])
+    if pool.rank() not in (1, 3):
+        for function in SENT:
+            with pytest.raises(ValueError, match="Invalid process group"):
+                function(torch.zeros(4), process_group=group)
