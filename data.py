@@ -268,7 +268,7 @@ class Options(NamedTuple):
 
     input: str
     keys: list
-    files: tuple  # (vocab_file, merge_file) for tokenizer()
+    files: list  # vocab_file and merge_file for tokenizer(), absolute names
     append_eod: bool
     dtype: str  # of the tokens
     folder: str  # for the files in which workers return their tokens
@@ -425,7 +425,7 @@ def preprocess(
     Empty texts are left out. A bad line raises a ValueError that begins with FILE:LINE. No file is
     then created or changed.
     """
-    files = (vocab_file, merge_file)
+    files = [name and os.path.abspath(name) for name in (vocab_file, merge_file)]  # cache keys
     keys = list(dict.fromkeys(json_keys))
     if not keys:
         raise ValueError(f"{json_keys=} must have one key or more")
