@@ -169,9 +169,8 @@ def save(directory, pieces, extra=None, process_group=None):
             first = wholes.setdefault(name, whole)
             if whole != first:
                 raise ValueError(f"{name} is {whole} on rank {holder}, but {first} on a lower rank")
-    mine = [
-        (name, piece) for name, piece in named_pieces(pieces) if writers[name, piece.box] == rank
-    ]
+    held = named_pieces(pieces)
+    mine = [(name, piece) for name, piece in held if writers[name, piece.box] == rank]
     files = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
     # files[rank] has the boxes in RANK.bin, by the name of the tensor.
     index = {"wholes": wholes, "files": files, "extra": extra}
@@ -208,25 +207,8 @@ def named_pieces(pieces):
         if torch.is_tensor(value):
             values = [whole_piece(value)]
         for piece in values:
-            if not isinstance(piece, Piece) or not isinstance(name, str):
-                raise ValueError(
-                    f"{name!r}: expected a string for the name, and a tensor, a Piece or a list of "
-                    f"Pieces, got {type(value).__name__}; put numbers and strings into extra"
-                )
             check(name, piece)
             yield name, piece
-
-
-def check(name, piece):
-    tensor, shape, offset = piece
-    fits = tensor.dim() == len(offset) == len(shape)
-    for size, start, whole in zip(tensor.shape, offset, shape, strict=False):
-        fits = fits and 0 <= start <= whole - size
-    if not fits:
-        raise ValueError(
-            f"{name}: a piece of {list(tensor.shape)} at {list(offset)} does not fit into a whole "
-            f"of {list(shape)}"
-        )
 
 
 def write(path, pieces):
@@ -346,6 +328,27 @@ def verify(path, is_intact):
         raise OSError(f"{path} is damaged: its checksum is wrong")
 
 
+# --------------------------------------------------------------------------------------------------
+# 5. The library: checks, state_dicts, and the pieces of a flattened tensor of ZeRO or FSDP.
+
+
+def check(name, piece):
+    if not isinstance(piece, Piece) or not isinstance(name, str):
+        raise ValueError(
+            f"{name!r}: expected a string for the name, and a tensor, a Piece or a list of Pieces, "
+            f"got {type(piece).__name__}; put numbers and strings into extra"
+        )
+    tensor, shape, offset = piece
+    fits = tensor.dim() == len(offset) == len(shape)
+    for size, start, whole in zip(tensor.shape, offset, shape, strict=False):
+        fits = fits and 0 <= start <= whole - size
+    if not fits:
+        raise ValueError(
+            f"{name}: a piece of {list(tensor.shape)} at {list(offset)} does not fit into a whole "
+            f"of {list(shape)}"
+        )
+
+
 def load_whole(directory):
     """Return the latest checkpoint as a state_dict of whole tensors. One process can call this.
 
@@ -359,10 +362,6 @@ def load_whole(directory):
     }
     read(root, state_dict)
     return state_dict
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. The pieces of a flattened tensor, as ZeRO and FSDP hold it.
 
 
 def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
