@@ -77,9 +77,8 @@ class Matrices(nn.Module):
         return self.wide(hidden)
 
 
-def trains(name, sentence, worlds, about="result", options=(), **how):
-    """`options` are those of Muon."""
-    how = {"model": Matrices, "optimizer": partial(plain_muon, **dict(options)), **how}
+def trains(name, sentence, worlds, about="result", **how):
+    how = {"model": Matrices, "optimizer": plain_muon, **how}
     say(name, sentence, worlds, "muon", training.trains_as_one_device, about, **how)
 
 
@@ -92,19 +91,19 @@ trains(
     "small_gradients",
     "Below eps, the update is as large as the mean gradient is.",
     [2],
-    options={"eps": 10.0},
+    optimizer=partial(plain_muon, eps=10.0),
 )
 trains(
     "without_nesterov",
     "nesterov=False trains as on one device.",
     [2],
-    options={"nesterov": False},
+    optimizer=partial(plain_muon, nesterov=False),
 )
 trains(
     "adjusted_lr",
     "adjust_lr_fn='match_rms_adamw' trains as on one device.",
     [2],
-    options={"adjust_lr_fn": "match_rms_adamw"},
+    optimizer=partial(plain_muon, adjust_lr_fn="match_rms_adamw"),
 )
 trains(
     "bitwise",
@@ -159,34 +158,34 @@ def groups_apart(make):
     training.trains_in_groups(make, Matrices, optimizer=plain_muon)
 
 
-def of_all_ranks(number):
-    numbers = [None] * pool.world_size()
-    dist.all_gather_object(numbers, number, group=pool.group())
-    return numbers
+def step_on_six_matrices(make):
+    """Return the trainer, and what its optimizer's step called."""
+    layers = [nn.Linear(20, 20, bias=False) for _ in range(6)]
+    trainer = make(nn.Sequential(*layers))
+    loss_of(trainer.model(torch.randn(4, 20))).backward()
+    with Watch(lambda: None) as watch:
+        trainer.optimizer.step()
+    return trainer, watch.seen
 
 
-def six_square_matrices():
-    return nn.Sequential(*[nn.Linear(20, 20, bias=False) for _ in range(6)])
+def check_share(mine, most, what):
+    everyone = [None] * pool.world_size()
+    dist.all_gather_object(everyone, mine, group=pool.group())
+    check(max(everyone) <= most, f"ranks {what}: {everyone}")
 
 
 @claim("muon", 3, about="property")
 def state_is_sharded(make):
     """No rank holds more than its share of the momenta."""
-    trainer = make(six_square_matrices())
-    trainer.step([torch.randn(4, 20)])
+    trainer, _ = step_on_six_matrices(make)
     states = trainer.optimizer.state.values()
     mine = sum(tensor.numel() for state in states for tensor in state.values())
-    everyone = of_all_ranks(mine)
-    check(set(everyone) == {2 * 20 * 20}, f"ranks hold {everyone} of {6 * 20 * 20} elements")
+    check_share(mine, 2 * 20 * 20, "hold elements")
 
 
 @claim("muon", 3, about="property")
 def work_is_split(make):
     """No rank computes more than its share of the matrix products of a step."""
-    trainer = make(six_square_matrices())
-    loss_of(trainer.model(torch.randn(4, 20))).backward()
-    with Watch(lambda: None) as watch:
-        trainer.optimizer.step()
-    mine = sum(name in ("aten::mm", "aten::addmm") for name, _ in watch.seen)
-    everyone = of_all_ranks(mine)
-    check(max(everyone) <= 2 * 3 * 5, f"ranks compute {everyone} products, of {6 * 3 * 5}")
+    _, seen = step_on_six_matrices(make)
+    mine = sum(name in ("aten::mm", "aten::addmm") for name, _ in seen)
+    check_share(mine, 2 * 3 * 5, "compute products")
