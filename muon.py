@@ -233,16 +233,16 @@ class Muon(torch.optim.Optimizer):
         used = self._find_used()
         own = used[self.rank]
 
-        # Numbers of elements: of this rank's parts, by owner, and of own matrices' parts, by rank.
-        mine = [[self._numels[p][self.rank] for p in matrices] for matrices in used]
-        theirs = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
-        matrices = list(itertools.chain(*used))
-
-        gradients = [self._part_for_owner(parameter) for parameter in matrices]
-        received = self._exchange(gradients, mine, theirs)
+        # Gradients to the owners, which turn them into updates.
+        outgoing = [[self._part_for_owner(p) for p in matrices] for matrices in used]
+        numels = [[self._numels[p][rank] for p in own] for rank in range(self.N)]
+        received = self._exchange(outgoing, numels)
         updates = self._compute_updates(own, received)
-        received = self._exchange(updates, theirs, mine)
-        for parameter, flat in zip(matrices, received, strict=True):
+
+        # Updates to all ranks.
+        numels = [[p.numel() for p in matrices] for matrices in used]
+        received = self._exchange(updates, numels)
+        for parameter, flat in zip(itertools.chain(*used), received, strict=True):
             update = flat.view(parameter.shape)
             if parameter.size(0) > parameter.size(-1):
                 # The strides of orthogonalize(), because 16-bit kernels round by strides.
@@ -263,36 +263,36 @@ class Muon(torch.optim.Optimizer):
             return torch.zeros_like(parameter)
         return parameter.grad.to_dense()  # does nothing unless the gradient is sparse
 
-    def _exchange(self, outgoing, to_send, to_receive):
-        """Send the tensors to the ranks in order. Return those from rank 0, from rank 1, …, flat.
+    def _exchange(self, outgoing, numels):
+        """Send the tensors in outgoing[r] to rank r. Return those from rank 0, from rank 1, …
 
-        to_send[r] has the numbers of elements of the tensors for rank r, to_receive[r] of those
-        from rank r.
+        The returned tensors are flat. Those from rank r have numels[r] elements.
         """
         # cat() needs a tensor, but a rank may own nothing. It makes float16 gradients float32.
         parts = [next(iter(self._options)).new_empty(0, dtype=torch.bfloat16)]
-        parts += [tensor.reshape(-1) for tensor in outgoing]
+        parts += [tensor.reshape(-1) for tensor in itertools.chain(*outgoing)]
         flat = torch.cat(parts)
-        input_sizes = [sum(numels) for numels in to_send]
-        output_sizes = [sum(numels) for numels in to_receive]
-        received = flat.new_empty(sum(output_sizes))
+        to_send = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
+        to_receive = [sum(each) for each in numels]
+        received = flat.new_empty(sum(to_receive))
         dist.all_to_all_single(
             received,
             flat,
-            output_split_sizes=output_sizes,
-            input_split_sizes=input_sizes,
+            output_split_sizes=to_receive,
+            input_split_sizes=to_send,
             group=self.process_group,
         )
-        return received.split(list(itertools.chain(*to_receive)))
+        return received.split(list(itertools.chain(*numels)))
 
     def _compute_updates(self, own, received):
-        """Return the parts of own matrices' updates for rank 0, for rank 1, …"""
-        updates = []  # for each matrix, the parts for all ranks
+        """Return, for each rank, what to send to it of the updates of own matrices."""
+        outgoing = [[] for _ in range(self.N)]
         for index, parameter in enumerate(own):
             matrix = self._join(parameter, received[index :: len(own)])
             update = orthogonalize(matrix, self._options[parameter])
-            updates.append(self._parts_for_ranks(parameter, update))
-        return itertools.chain(*zip(*updates, strict=True))
+            for rank, part in enumerate(self._parts_for_ranks(parameter, update)):
+                outgoing[rank].append(part)
+        return outgoing
 
     def _join(self, parameter, gradients):
         """Add the mean of the ranks' gradients to the momentum. Return what to orthogonalize."""
