@@ -143,7 +143,6 @@ def test_a_step_neither_waits_for_the_device_nor_copies_from_the_host():
 class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.position = nn.Parameter(torch.zeros(5))
         self.inner = nn.Module()
         self.inner.embedding = nn.Embedding(4, 4)
         self.inner.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
@@ -154,7 +153,6 @@ class Decoder(nn.Module):
 
 def test_layers_are_members_of_the_outermost_list_or_else_children():
     assert diloco.layers_of(Decoder()) == [
-        ["position"],
         ["inner.embedding.weight"],
         ["inner.layers.0.0.weight", "inner.layers.0.0.bias"],
         ["inner.layers.1.0.weight", "inner.layers.1.0.bias"],

@@ -13,7 +13,6 @@ from test_parallel_3d import options
 
 import ddp
 import estimate
-import fsdp
 import parallel_3d
 import zero
 from estimate import GPT, MODELS, TECHNIQUES, Machine, Plan
@@ -104,36 +103,21 @@ def test_muons_and_dilocos_costs_are_those_of_their_docstrings():
 # ---- what was measured
 
 
-def train_a_step(model, optimizer):
-    """Return the gradients' bytes before the step, and the bytes sent."""
-    batch = torch.randint(256, (1, 9))
-    optimizer.zero_grad()
-    with ddp.SentBytes() as sent:
-        loss = ddp.language_loss(model(batch[:, :-1]), batch[:, 1:])
-        loss.backward()
-        stage = isinstance(optimizer, zero.Zero1)
-        held = zero.held_by(optimizer) if stage else ddp.held(model.parameters(), optimizer)
-        optimizer.step()
-    return *held, sent.total
-
-
-@pytest.mark.parametrize("name", estimate.MEASURED)
+@pytest.mark.parametrize("name", ["Zero1", "Zero2", "Zero3"])
 @pool.on(2)
-def test_the_demos_hold_and_send_what_is_stated(name):
+def test_the_demo_of_zero_holds_and_sends_what_is_stated(name):
     model = ddp.language_model()
-    group = pool.group()
-    if name == "ddp":
-        model = ddp.DDP(model, process_group=group, bucket_cap_mb=2, gradient_as_bucket_view=True)
-    if name == "fsdp":
-        for layer in (*model, model):
-            fsdp.fully_shard(layer, process_group=group)
-    if "Zero" in name:
-        stage = getattr(zero, name)
-        optimizer = stage(model, torch.optim.AdamW, group, bucket_cap_mb=2)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters())
-    train_a_step(model, optimizer)  # makes Adam's state
-    assert train_a_step(model, optimizer) == estimate.MEASURED[name]
+    stage = getattr(zero, name)
+    optimizer = stage(model, torch.optim.AdamW, pool.group(), bucket_cap_mb=2)
+    batch = torch.randint(256, (1, 9))
+    for _ in range(2):  # the first step makes Adam's state
+        optimizer.zero_grad()
+        with ddp.SentBytes() as sent:
+            loss = ddp.language_loss(model(batch[:, :-1]), batch[:, 1:])
+            loss.backward()
+            held = zero.held_by(optimizer)
+            optimizer.step()
+    assert (*held, sent.total) == estimate.MEASURED[name]
 
 
 GRIDS = {
@@ -352,14 +336,11 @@ def test_experts_multiply_the_mlps_and_expert_parallelism_divides_them():
 
 
 def test_there_is_room_for_what_is_said_and_no_more():
-    micro_batch, sequence, _ = estimate.room(GPT2, "zero3", 8, 40e9)
-    plan = Plan(8, technique="zero3")
+    micro_batch, *_ = estimate.room(GPT2, "zero3", 8, 40e9)
     for more in (0, 1):
-        longer = replace(GPT2, sequence=sequence + more)
-        wider = replace(plan, micro_batch=micro_batch + more)
-        for model, its_plan in ((GPT2, wider), (longer, plan)):
-            parts = estimate.footprint(model, its_plan)
-            assert (sum(parts.values()) > 0.94 * 40e9) == bool(more)
+        plan = Plan(8, technique="zero3", micro_batch=micro_batch + more)
+        parts = estimate.footprint(GPT2, plan)
+        assert (sum(parts.values()) > 0.94 * 40e9) == bool(more)
 
 
 # ---- seconds
