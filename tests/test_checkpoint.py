@@ -107,6 +107,18 @@ def test_the_idea_gathers_a_file_that_other_cuts_can_load(tmp_path):
     assert_are_parts_of(matrix(), mine)
 
 
+def test_a_shard_of_a_parameter_becomes_pieces_of_its_weight_and_of_its_state():
+    shard = torch.arange(3.0)
+    step = torch.tensor(2.0)
+    state = {"exp_avg": shard + 1, "step": step}
+    pieces = checkpoint.shard_pieces([("a", [2, 3], 3, shard, state)])
+    assert list(pieces) == ["weight/a", "exp_avg/a", "step/a"]
+    assert pieces["step/a"] is step
+    (piece,) = pieces["exp_avg/a"]
+    assert torch.equal(piece.tensor, state["exp_avg"].view(1, 3))
+    assert piece.box == ((1, 2), (0, 3))
+
+
 DTYPES = [
     torch.float64,
     torch.bfloat16,
