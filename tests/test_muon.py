@@ -133,6 +133,15 @@ def test_matrices_train_bitwise_as_on_one_device(which):
     train_as_one_device(parameters_of(optimizer), optimizer, plain_optimizer)
 
 
+@needs_torch_2_9
+@pool.on(1)
+def test_defaults_are_torchs():
+    parameters = matrices(WIDE)
+    ours = Muon(parameters, process_group=pool.group())
+    plain = torch.optim.Muon(parameters)
+    assert ours.defaults == plain.defaults
+
+
 @pool.on(2)
 def test_float16_gradients_do_not_overflow_and_stay_as_they_are():
     (ours,) = matrices(WIDE, dtype=torch.float16)
