@@ -76,10 +76,10 @@ def inner_step(model, optimizer, batch):
     optimizer.step()
 
 
-def train(worker, first, last, dtype=torch.float32):
+def train(worker, first, last):
     """Steps `first` to last - 1, with this rank's own data."""
     for step in range(first, last):
-        batch = make_batch(pool.rank(), step, dtype)
+        batch = make_batch(pool.rank(), step)
         worker.step(batch)
 
 
