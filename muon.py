@@ -155,8 +155,9 @@ def assign_owners(shapes, N):
     total_size = sum(sizes.values())
 
     def load_of(matrix):  # an integer, so that all ranks find the same owners
-        # The work counts twice: idle ranks cost more than memory.
-        return 2 * work[matrix] * total_size + sizes[matrix] * total_work
+        of_work = work[matrix] * total_size
+        of_size = sizes[matrix] * total_work
+        return 2 * of_work + of_size  # of_work twice: idle ranks cost more than memory
 
     loads = [0] * N
     owned = [[] for _ in range(N)]
