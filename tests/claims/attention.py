@@ -7,7 +7,7 @@ about them also pass scale= and dropout_p=. If k has fewer heads than q, enable_
 if the function has such a name. A function that computes in float32 is right to 1e-5.
 """
 
-import itertools
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -46,67 +46,64 @@ add_kind(
 )
 
 
-def queries_and_keys(S, Skv, batch=2, heads=2, shared=2, size=8, size_v=None):
-    """Return q, k, v with `heads` heads of S queries and `shared` heads of Skv keys."""
-    shapes = [(heads, S, size), (shared, Skv, size), (shared, Skv, size_v or size)]
-    seeds = itertools.count(S * Skv)
-    numbers = [randn((batch, *shape), next(seeds)) for shape in shapes]
-    dtype = precision()
-    return [each.to(dtype).requires_grad_() for each in numbers]
+def make_inputs(S, Skv, batch=2, heads=4, shared=4, size=8, size_v=None):
+    """Return q, k, v and the output's gradient, for S queries and Skv keys.
+
+    The queries have `heads` heads, and the keys have `shared` ones."""
+    size_v = size_v or size
+    shapes = [(heads, S, size), (shared, Skv, size), (shared, Skv, size_v), (heads, S, size_v)]
+    numbers = [randn((batch, *shape), seed) for seed, shape in enumerate(shapes, S * Skv)]
+    return [x.to(precision()) for x in numbers]
 
 
-def dense_weights(q, k, causal=False, scale=None):
-    """The softmax, zero if all keys are hidden. The last query sees all keys."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scale = max(1, q.shape[-1]) ** -0.5 if scale is None else scale
-    scores = q @ k.mT * scale
-    offset = k.shape[2] - q.shape[2]
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + offset) & causal
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return weights.masked_fill(hidden, 0.0)
-
-
-def dense_attention(q, k, v, causal=False, scale=None):
-    weights = dense_weights(q, k, causal, scale)
-    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-
-
-def same_with_gradients(output, expected, q, k, v, coarser=1):
-    sizes = f"for {q.shape[2]} queries and {k.shape[2]} keys"
-    same(output, expected, f"output {sizes}", coarser=coarser)
-    grad = randn(expected.shape, seed=9).to(expected.dtype)
-    leaves = (q, k, v)
-    gradients = torch.autograd.grad(expected, leaves, grad)
+def output_and_gradients(attention, q, k, v, grad, **options):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    output = attention(*leaves, **options)
     output.backward(grad)  # a checkpoint inside may refuse torch.autograd.grad
-    for name, leaf, gradient in zip("qkv", leaves, gradients, strict=True):
-        same(leaf.grad, gradient, f"gradient of {name} {sizes}", coarser=coarser)
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
 
 
-EVEN = [(64, 64), (192, 128), (64, 192)]  # queries, keys
-SQUARE = [(64, 64), (192, 192)]
+RESULTS = ["output", "gradient of q", "gradient of k", "gradient of v"]
 
 
-def attends_as_dense(
-    make, sizes=SQUARE, heads=2, shared=2, size=64, slope=0, causal=False, **options
-):
+def same_results(found, expected, what="", **how):
+    for name, ours, theirs in zip(RESULTS, found, expected, strict=True):
+        same(ours, theirs, f"{name} {what}", **how)
+
+
+def dense_attention(q, k, v, causal=False, scale=None, dropout_mask=1.0):
+    """The last query sees all keys. If all keys are hidden, the output is zero."""
+    G = q.shape[1] // k.shape[1]
+    scale = max(1, q.shape[3]) ** -0.5 if scale is None else scale
+    scores = q @ k.repeat_interleave(G, 1).mT * scale
+    first_hidden = 1 + k.shape[2] - q.shape[2]  # from the first query
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(first_hidden) & causal
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    weights = weights.masked_fill(hidden, 0.0) * dropout_mask
+    return weights @ v.repeat_interleave(G, 1)
+
+
+def attends_as_dense(make, sizes, heads=4, shared=4, size=64, slope=0, **options):
     """Scores differ by about `slope` from the first key to the last."""
     for S, Skv in sizes:
-        q, k, v = queries_and_keys(S, Skv, heads=heads, shared=shared, size=size)
-        k.data += torch.linspace(0, slope, Skv, dtype=k.dtype)[:, None]
-        expected = dense_attention(q, k, v, causal, **options)
-        output = make(q, k, v, causal, **options)
+        inputs = make_inputs(S, Skv, heads=heads, shared=shared, size=size)
+        inputs[1] += torch.linspace(0, slope, Skv, dtype=inputs[1].dtype)[:, None]
+        expected = output_and_gradients(dense_attention, *inputs, **options)
+        found = output_and_gradients(make, *inputs, **options)
         # In float32, a score of a thousand has a rounding error of 1e-4.
-        same_with_gradients(output, expected, q, k, v, coarser=100 if slope else 1)
+        coarser = 100 if slope else 1
+        same_results(found, expected, f"for {S} queries and {Skv} keys", coarser=coarser)
 
 
-def attention(name, sentence, **how):
-    say(name, sentence, [1], "attention", attends_as_dense, **how)
+def attention(name, sentence, sizes=((64, 64), (192, 192)), **how):
+    """`sizes`: numbers of queries and of keys."""
+    say(name, sentence, [1], "attention", attends_as_dense, sizes=sizes, **how)
 
 
 attention(
     "as_dense",
     "Output and gradients are those of dense attention, also with more or fewer keys than queries.",
-    sizes=EVEN,
+    sizes=[(64, 64), (192, 128), (64, 192)],
 )
 say_in_float64("attention", "as_dense")
 attention(
@@ -131,7 +128,6 @@ attention(
 attention(
     "shared_heads",
     "Consecutive heads of queries share a head of keys and values. Their gradients add up there.",
-    heads=6,
     shared=2,
     causal=True,
     may_refuse=True,
@@ -139,7 +135,6 @@ attention(
 attention(
     "one_shared_head",
     "All heads of queries may share one head of keys and values.",
-    heads=6,
     shared=1,
     causal=True,
     may_refuse=True,
@@ -157,48 +152,48 @@ def large_scores(make):
 @claim("attention", 1, may_refuse=True)
 def any_length(make):
     """The number of queries, of keys and the head size need not be multiples of 64."""
-    same_number = [(1, 1), (7, 7), (300, 300)]
-    attends_as_dense(make, [*same_number, (5, 201), (201, 5)], size=8)
-    attends_as_dense(make, same_number, size=8, causal=True)
+    attends_as_dense(make, [(1, 1), (5, 201), (201, 5)], size=8)
+    attends_as_dense(make, [(7, 7), (300, 300)], size=8, causal=True)
 
 
 @claim("attention", 1)
 def dropout(make):
     """Weights are dropped with the given probability, and backward has forward's mask."""
-    q, k, v = queries_and_keys(64, 64, size=64)
+    q, k, v, grad = make_inputs(64, 64, size=64)
+
+    def dropping(q, k, v):
+        torch.manual_seed(3)
+        return make(q, k, v, dropout_p=0.25)
+
     # As v, the identity makes the output the weights.
     identity = torch.eye(64, dtype=v.dtype).repeat(*v.shape[:2], 1, 1)
-    weights = dense_weights(q, k)
-    torch.manual_seed(3)
-    kept = make(q, k, identity, dropout_p=0.25) / weights > 0.5
-    mask = kept.to(v.dtype) / 0.75
-    share = 1 - kept.double().mean().item()  # of 16,384: a standard deviation is 0.003
+    kept = dropping(q, k, identity) / dense_attention(q, k, identity) > 0.5
+    share = 1 - kept.double().mean().item()  # of 32,768: a standard deviation is 0.0024
     check(abs(share - 0.25) < 0.025, f"{share:.1%} are dropped, not 25%")
+    masked = partial(dense_attention, dropout_mask=kept.to(v.dtype) / 0.75)
+    expected = output_and_gradients(masked, q, k, v, grad)
+    same_results(output_and_gradients(dropping, q, k, v, grad), expected)
 
-    torch.manual_seed(3)
-    output = make(q, k, v, dropout_p=0.25)
-    same_with_gradients(output, (weights * mask) @ v, q, k, v)
 
-
-def elements_kept(function):
-    """How many elements `function` keeps for backward. What two tensors share counts once."""
+def bytes_kept(attention, q, k, v, **options):
+    """How much is kept for backward. What two tensors share counts once."""
     saved = []
 
     def keep(tensor):
-        saved.append(tensor)
+        saved.append(tensor.untyped_storage())
         return tensor
 
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        function()
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in saved}
-    sizes = [storage.nbytes() for storage in storages.values()]
-    return sum(sizes) // precision().itemsize
+        attention(*leaves, **options)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in saved}
+    return sum(sizes.values())
 
 
 @claim("attention", 1, about="property")
 def no_matrix_is_kept(make):
     """The memory kept for backward grows with the queries and keys, not with their product."""
-    q, k, v = queries_and_keys(1280, 1280, batch=1, size=64)
-    kept = elements_kept(lambda: make(q, k, v, causal=True))
+    *inputs, _ = make_inputs(1280, 1280, batch=1, heads=1, shared=1, size=64)
+    kept = bytes_kept(make, *inputs, causal=True) // precision().itemsize
     scores = 1280 * 1280  # of one head
     check(0 < kept < scores, f"{kept} elements are kept, and a head has {scores} scores")

@@ -13,11 +13,17 @@ import pool
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared import randn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from claims.attention import dense_attention, elements_kept
+from claims.attention import (
+    RESULTS,
+    bytes_kept,
+    dense_attention,
+    make_inputs,
+    output_and_gradients,
+    same_results,
+)
 from claims.registry import (
     add_kind,
     call,
@@ -25,7 +31,6 @@ from claims.registry import (
     claim,
     error_from,
     names_of,
-    precision,
     same,
     same_on_all,
     say,
@@ -45,10 +50,15 @@ def attend(implementation, q, k, v, causal=False, zigzag=False, **options):
     return call(implementation, q, k, v, needed=options, **welcome)
 
 
-add_kind("ring-attention", called=__doc__, make=attend, ours="context_parallel:ring_attention")
-add_kind(
-    "ulysses-attention", called=__doc__, make=attend, ours="context_parallel:ulysses_attention"
-)
+for _kind in ("ring", "ulysses"):
+    _ours = f"context_parallel:{_kind}_attention"
+    add_kind(f"{_kind}-attention", called=__doc__, make=attend, ours=_ours)
+
+
+def whole_inputs(tokens, **shapes):
+    """Return q, k, v and the output's gradient for a sequence with `tokens` on each rank."""
+    S = tokens * pool.world_size()
+    return make_inputs(S, S, **shapes)
 
 
 def mine(x, zigzag=False, dim=2):
@@ -61,49 +71,22 @@ def mine(x, zigzag=False, dim=2):
     return torch.cat([chunks[rank], chunks[2 * N - 1 - rank]], dim)
 
 
-def whole_inputs(tokens, heads=4, shared=4, size=8, dtype=None):
-    """Return q, k, v and the output's gradient for a sequence with `tokens` on each rank."""
-    S = tokens * pool.world_size()
-    numbers = [heads, shared, shared, heads]
-    inputs = [randn((2, each, S, size), seed=S + i) for i, each in enumerate(numbers)]
-    return [x.to(dtype or precision()) for x in inputs]
-
-
-def one_device(q, k, v, grad, causal=False, scale=None):
-    """Return output and gradients of attention over the whole sequence."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    output = dense_attention(*leaves, causal, scale)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
-
-
-def my_leaves(inputs, zigzag=False):
-    parts = [mine(x, zigzag) for x in inputs]
-    return [part.clone().requires_grad_() for part in parts]
-
-
-def on_ranks(attention, q, k, v, grad, zigzag=False):
-    """Return this rank's part of the same, by `attention(q, k, v)`."""
-    leaves = my_leaves([q, k, v], zigzag)
-    output = attention(*leaves)
-    return [output.detach(), *torch.autograd.grad(output, leaves, mine(grad, zigzag))]
-
-
-RESULTS = ["output", "gradient of q", "gradient of k", "gradient of v"]
-
-
-def same_as_one_device(found, expected, zigzag=False, what="", coarser=1):
-    for name, ours, theirs in zip(RESULTS, found, expected, strict=True):
-        same(ours, mine(theirs, zigzag), f"{name}{what}", coarser=coarser)
-
-
 def attends_as_one_device(
-    make, causals=(False, True), tokens=8, heads=12, shared=12, zigzag=False, **scale
+    make, tokens=8, heads=12, shared=12, slope=0, zigzag=False, causal=True, **scale
 ):
-    for causal in causals:
-        inputs = whole_inputs(tokens, heads, shared)
-        expected = one_device(*inputs, causal, **scale)
-        found = on_ranks(partial(make, causal=causal, zigzag=zigzag, **scale), *inputs, zigzag)
-        same_as_one_device(found, expected, zigzag, f" with causal={causal}")
+    """Scores differ by about `slope` from the first key to the last."""
+    whole = whole_inputs(tokens, heads=heads, shared=shared)
+    keys = whole[1]
+    keys += torch.linspace(0, slope, keys.shape[2], dtype=keys.dtype)[:, None]
+    own = [mine(x, zigzag) for x in whole]
+    results = output_and_gradients(dense_attention, *whole, causal=causal, **scale)
+    expected = [mine(x, zigzag) for x in results]
+    found = output_and_gradients(make, *own, causal=causal, zigzag=zigzag, **scale)
+    for gradients in (found, expected):
+        gradients[1] /= max(1, abs(slope))  # that of q is a sum over keys, times k
+    # In float32, a score of a thousand has a rounding error of 1e-4.
+    coarser = 100 if slope else 1
+    same_results(found, expected, f"with slope {slope}", coarser=coarser)
 
 
 def attention(name, sentence, worlds=(2, 3, 4), **how):
@@ -113,14 +96,13 @@ def attention(name, sentence, worlds=(2, 3, 4), **how):
 attention(
     "as_one_device",
     "Output and gradients are those of attention over the whole sequence.",
-    causals=[False],
+    causal=False,
 )
 say_in_float64(BOTH, "as_one_device")
 attention("one_rank", "One rank may have the whole sequence.", [1], about="property")
 attention(
     "causal",
     "With a causal mask, a query sees the keys up to its own position in the whole sequence.",
-    causals=[True],
 )
 attention(
     "zigzag",
@@ -156,76 +138,60 @@ attention("scale", "A given scale replaces 1/√D.", scale=0.7)
 @claim(BOTH, 2, 4)
 def large_scores(make):
     """Scores of thousands do not overflow, whichever rank has the largest."""
-    for slope in (1000, -1000):  # from the first key to the last
-        q, k, v, grad = whole_inputs(6)
-        k += torch.linspace(0, slope, k.shape[2], dtype=k.dtype)[:, None]
-        expected = one_device(q, k, v, grad)
-        found = on_ranks(make, q, k, v, grad)
-        for gradients in (expected, found):
-            gradients[1] /= 1000  # the gradient of q is a sum over keys, times k
-        # In float32, a score of a thousand has a rounding error of 1e-4.
-        what = f" with a slope of {slope}"
-        same_as_one_device(found, expected, what=what, coarser=100)
+    for slope in (1000, -1000):
+        attends_as_one_device(make, slope=slope, causal=False)
 
 
 @claim(BOTH, 2, 4, may_refuse=True)
 def twice_backward(make):
     """Backward may run twice over one graph, and both times gives the same gradients, bitwise."""
-    *whole, grad = whole_inputs(6)
-    leaves = my_leaves(whole)
+    *own, grad = map(mine, whole_inputs(6))
+    leaves = [x.requires_grad_() for x in own]
     output = make(*leaves, True)
-    own_grad = mine(grad)
-    first = torch.autograd.grad(output, leaves, own_grad, retain_graph=True)
-    second = torch.autograd.grad(output, leaves, own_grad)
-    expected = one_device(*whole, grad, True)
-    same_as_one_device([output.detach(), *first], expected)
+    first = torch.autograd.grad(output, leaves, grad, retain_graph=True)
+    second = torch.autograd.grad(output, leaves, grad)
     for name, ours, theirs in zip("qkv", second, first, strict=True):
         same(ours, theirs, f"gradient of {name} in the second backward", exact=True)
 
 
 @claim(BOTH, 2, 4)
 def two_layers(make):
-    """It may follow itself, in an activation checkpoint, too. Run against run is bitwise equal."""
-    q, k, v, grad = whole_inputs(6)
+    """It may follow itself. In an activation checkpoint, results are bitwise the same."""
 
-    def layers(q, k, v):
-        return make(make(q, k, v, True), k, v, True)
+    def layers(attention, *inputs):
+        hidden = attention(*inputs, True)
+        return attention(hidden, *inputs[1:], True)
 
-    def checkpointed(q, k, v):
-        return checkpoint(layers, q, k, v, use_reentrant=False)
-
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    hidden = dense_attention(*leaves, True)
-    output = dense_attention(hidden, *leaves[1:], True)
-    expected = [output.detach(), *torch.autograd.grad(output, leaves, grad)]
-    first = on_ranks(layers, q, k, v, grad)
-    again = on_ranks(layers, q, k, v, grad)
-    same_as_one_device(first, expected)
-    same_as_one_device(on_ranks(checkpointed, q, k, v, grad), expected, what=", checkpointed")
-    for ours, theirs in zip(again, first, strict=True):
-        same(ours, theirs, "a second run", exact=True)
+    plain = partial(layers, dense_attention)
+    ours = partial(layers, make)
+    whole = whole_inputs(6)
+    own = [mine(x) for x in whole]
+    first = output_and_gradients(ours, *own)
+    again = output_and_gradients(partial(checkpoint, ours, use_reentrant=False), *own)
+    expected = output_and_gradients(plain, *whole)
+    same_results(first, [mine(x) for x in expected])
+    same_results(again, first, "of a second run", exact=True)
 
 
 @claim(BOTH, 2, 4)
 def without_gradients(make):
     """Under no_grad the output is the same."""
-    *whole, grad = whole_inputs(6)
-    output, *_ = one_device(*whole, grad, True)
+    whole = whole_inputs(6)[:3]
     with torch.no_grad():
-        same(make(*map(mine, whole), True), mine(output), "output")
+        same(make(*map(mine, whole), True), mine(dense_attention(*whole, True)), "output")
 
 
 @claim(BOTH, 2, 4, may_refuse=True)
 def bf16(make):
     """In bf16, errors of output and gradients are at most 1.25 times PyTorch's attention's."""
-    inputs = whole_inputs(64, size=32, dtype=torch.bfloat16)
-    exact = one_device(*(x.double() for x in inputs))
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    output = F.scaled_dot_product_attention(*leaves)
-    theirs = [output.detach(), *torch.autograd.grad(output, leaves, inputs[3])]
-    ours = on_ranks(make, *inputs)
-    for name, a, b, expected in zip(RESULTS, ours, theirs, exact, strict=True):
-        errors = torch.stack([(x.double() - mine(expected)).norm() for x in (a, mine(b))])
+    whole = [x.bfloat16() for x in whole_inputs(64, size=32)]
+    wide = [x.double() for x in whole]
+    exact = output_and_gradients(dense_attention, *wide)
+    pytorchs = output_and_gradients(F.scaled_dot_product_attention, *whole)
+    found = output_and_gradients(make, *map(mine, whole))
+    for name, a, b, expected in zip(RESULTS, found, pytorchs, exact, strict=True):
+        differences = [a.double() - mine(expected), mine(b - expected)]
+        errors = torch.stack([x.norm() for x in differences])
         dist.all_reduce(errors, group=pool.group())
         ratio = (errors[0] / errors[1]).item()
         check(ratio <= 1.25, f"{name} has {ratio:.2f} times the error of one device")
@@ -234,10 +200,10 @@ def bf16(make):
 @claim(BOTH, 2, 4, about="property")
 def keeps_its_part(make):
     """The memory kept for backward is that of one device, divided by the number of ranks."""
-    leaves = my_leaves(whole_inputs(60)[:3])
-    kept = elements_kept(lambda: make(*leaves, True))
-    own = 4 * leaves[0].numel()  # q, k, v and the output
-    check(0 < kept < 1.1 * own, f"{kept} elements are kept; q, k, v and the output have {own}")
+    own = [mine(x) for x in whole_inputs(60)[:3]]
+    kept = bytes_kept(make, *own, causal=True)
+    least = 4 * own[0].nbytes  # q, k, v and the output
+    check(0 < kept < 1.1 * least, f"{kept} bytes are kept; q, k, v and the output have {least}")
 
 
 def operations_of_the_kernel(q, k, v, dropout_p=0.0, is_causal=False, **options):
@@ -250,11 +216,11 @@ def operations_of_the_kernel(q, k, v, dropout_p=0.0, is_causal=False, **options)
 @claim("ring-attention", 2, 4, about="property")
 def equal_work(make):
     """With zigzag and a causal mask, all ranks compute equally much."""
-    q, k, v, grad = whole_inputs(8)
+    own = [mine(x) for x in whole_inputs(8)[:3]]
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     mapping = {forward: operations_of_the_kernel}
     with FlopCounterMode(display=False, custom_mapping=mapping) as flops:
-        on_ranks(lambda *inputs: make(*inputs, True, True), q, k, v, grad, True)
+        make(*own, causal=True, zigzag=True)
     operations = torch.tensor(flops.get_total_flops())
     check(operations > 0, "no operations were counted")
     same_on_all(operations, "their number of operations")
@@ -263,21 +229,19 @@ def equal_work(make):
 @claim(BOTH, 2, 3, about="property")
 def disagreement(make):
     """If one rank passes another shape, dtype, mask or scale, all raise, and the group works on."""
-    whole = whole_inputs(6)
-    expected = mine(one_device(*whole, True)[0])
-    own = [mine(x) for x in whole[:3]]
+    whole = whole_inputs(6)[:3]
+    expected = mine(dense_attention(*whole, True))
+    own = [mine(x) for x in whole]
     same(make(*own, True), expected, "output")
-    is_last = pool.rank() == pool.world_size() - 1
+    attend_scaled = partial(make, scale=1.0)
     changes = {
-        "tokens": {"inputs": [x[:, :, 1:] for x in own]},
-        "dtype": {"inputs": [x.bfloat16() for x in own]},
-        "causal": {"causal": True},
-        "scale": {"scale": 2.0},
+        "tokens": partial(attend_scaled, *(x[:, :, 1:] for x in own)),
+        "dtype": partial(attend_scaled, *(x.bfloat16() for x in own)),
+        "causal": partial(attend_scaled, *own, causal=True),
+        "scale": partial(attend_scaled, *own, scale=2.0),
     }
-    for name, change in changes.items():
-        how = {"inputs": own, "causal": False, "scale": 1.0}
-        if is_last:
-            how |= change
+    is_last = pool.rank() == pool.world_size() - 1
+    for name, changed in changes.items():
         with error_from(f"ranks that differ in {name}"):
-            make(*how.pop("inputs"), **how)
+            changed() if is_last else attend_scaled(*own)
         same(make(*own, True), expected, f"output after another {name}")

@@ -15,7 +15,6 @@ from functools import partial
 
 import pool
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from shared import randn
 
@@ -45,118 +44,114 @@ class Ours:
         self.module = module.to(precision())
         for name, weight in weights.items():
             self.parameter(name).data.copy_(weight)
-        self.function("parallelize")(self.module)
+        self.call("parallelize")
 
     def find(self, name):
         """In the class or in its file."""
-        found = getattr(self.implementation, name, None)
-        return found or getattr(sys.modules[self.implementation.__module__], name, None)
+        file = sys.modules[self.implementation.__module__]
+        return getattr(self.implementation, name, None) or getattr(file, name, None)
 
-    def function(self, name):
-        found = self.find(name)
-        if found is None:
+    def call(self, name, *args):
+        function = self.find(name)
+        if function is None:
             raise NotOffered(f"no function {name}")
-        return found
+        return function(self.module, *args)
 
     def parameter(self, name):
         names = self.find("names") or {}
         return self.module.get_parameter(names.get(name, name))
 
-    def backward(self, rank, count, step=0):
+    def backward(self, count, step=0):
         """Return the output and the input's gradient. Then parameters have averaged gradients."""
-        x = tokens_of(rank, count, step).requires_grad_()
+        rank = pool.rank()
+        x = tokens_of(rank, count, step)
         output = self.module(x)
         loss_of(output, rank).backward()
-        self.function("average_gradients")(self.module)
+        self.call("average_gradients")
         return output, x.grad
 
-    def same_gradients(self, expected, what):
+    def same_gradients(self, expected):
         for name, weight in expected.items():
             found = self.parameter(name).grad
-            same(found, mine(name, weight.grad), f"{what} of {name}")
+            same(found, mine(name, weight.grad), f"gradient of {name}")
 
 
 add_kind("moe", called=__doc__, make=Ours, ours="expert_parallel:MoE")
 
 
-def numbers(shape, seed):
-    return randn(shape, seed).to(precision())
+def leaf(shape, seed):
+    numbers = randn(shape, seed).to(precision())
+    return numbers.requires_grad_()
 
 
 def whole_weights():
     return {
-        "gate.weight": numbers((EXPERTS, HIDDEN), seed=1),
-        "experts.gate_up_proj": numbers((EXPERTS, 2 * FFN, HIDDEN), seed=2),
-        "experts.down_proj": numbers((EXPERTS, HIDDEN, FFN), seed=3),
+        "gate.weight": leaf((EXPERTS, HIDDEN), seed=1),
+        "experts.gate_up_proj": leaf((EXPERTS, 2 * FFN, HIDDEN), seed=2),
+        "experts.down_proj": leaf((EXPERTS, HIDDEN, FFN), seed=3),
     }
 
 
-def plain_moe(x, weights, normalise=True, capacity=math.inf):
-    """One token after the other. First choices are before all second ones at taking places."""
-    probabilities = (x @ weights["gate.weight"].T).softmax(-1)
-    values, chosen = probabilities.topk(2)
-    if normalise:
-        values = values / values.sum(-1, keepdim=True)
-    taken = [0] * EXPERTS
-    outputs = list(torch.zeros_like(x))
-    for choice in range(2):
-        for position, token in enumerate(x):
-            expert = chosen[position, choice].item()
-            taken[expert] += 1
-            if taken[expert] > capacity:
-                continue
-            projected = weights["experts.gate_up_proj"][expert] @ token
-            gate, up = projected.chunk(2)
-            hidden = F.silu(gate) * up
-            result = weights["experts.down_proj"][expert] @ hidden
-            outputs[position] = outputs[position] + values[position, choice] * result
-    return torch.stack(outputs) if outputs else x
-
-
 def tokens_of(rank, count, step=0):
-    return numbers((count, HIDDEN), seed=100 + 10 * step + rank)
+    return leaf((count, HIDDEN), seed=100 + 10 * step + rank)
+
+
+def loss_of(output, rank):
+    factors = leaf(output.shape, seed=50 + rank)
+    return (output * factors).sum()
 
 
 def mine(name, whole):
     """This rank's part of a whole weight."""
-    if not name.startswith("experts."):
-        return whole
-    parts = whole.chunk(pool.world_size())
-    return parts[pool.rank()]
+    is_split = name.startswith("experts.")
+    return whole.chunk(pool.world_size())[pool.rank()] if is_split else whole
 
 
-def loss_of(output, rank):
-    factors = numbers(output.shape, seed=50 + rank)
-    return (output * factors).sum()
+def plain_moe(x, weights, normalise=True, capacity=math.inf):
+    """Every expert sees every token. All first choices come before all second ones."""
+    gate, gate_ups, downs = weights.values()
+    probabilities = (x @ gate.T).softmax(-1)
+    values, chosen = probabilities.topk(2)
+    if normalise:
+        values = values / values.sum(-1, keepdim=True)
+    is_for = F.one_hot(chosen.T.flatten(), EXPERTS)  # (choices, experts)
+    place = (is_for.cumsum(0) * is_for).sum(1)  # among the expert's choices: 1 is the first
+    kept = (place <= capacity).view(2, len(x)).T
+    shares = torch.zeros_like(probabilities).scatter(1, chosen, values * kept)
+    output = torch.zeros_like(x)
+    for share, gate_up, down in zip(shares.T, gate_ups, downs, strict=True):
+        gate, up = (x @ gate_up.T).chunk(2, -1)
+        output = output + share[:, None] * (F.silu(gate) * up @ down.T)
+    return output
 
 
-def gradients_of_one_device(weights, counts, plain=plain_moe):
-    """Return the weights, with the gradients of all ranks' mean loss, and the ranks' inputs."""
-    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    inputs = [tokens_of(rank, count).requires_grad_() for rank, count in enumerate(counts)]
-    losses = [loss_of(plain(x, leaves), rank) for rank, x in enumerate(inputs)]
-    unused = 0 * sum(leaf.sum() for leaf in leaves.values())  # has a gradient without tokens, too
-    (sum(losses) / len(losses) + unused).backward()
-    return leaves, inputs
+def backward_on_one_device(weights, counts, plain=plain_moe, step=0):
+    """That of the mean of the ranks' losses. Return the ranks' inputs and outputs."""
+    N = pool.world_size()
+    inputs = [tokens_of(rank, counts[rank], step) for rank in range(N)]
+    outputs = [plain(x, weights) for x in inputs]
+    for rank, output in enumerate(outputs):
+        loss = loss_of(output, rank) / N
+        loss.backward()
+    return inputs, outputs
 
 
 def computes_as_one_device(make, weights, counts, plain=plain_moe, **options):
     """`options` are those of the implementation under which it computes what `plain` does."""
-    counts = counts[: pool.world_size()]
     rank = pool.rank()
-    expected, inputs = gradients_of_one_device(weights, counts, plain)
+    inputs, outputs = backward_on_one_device(weights, counts, plain)
     ours = make(weights, **options)
 
-    output, gradient = ours.backward(rank, counts[rank])
+    output, gradient = ours.backward(counts[rank])
 
-    same(output, plain(inputs[rank], weights), "output")
+    same(output, outputs[rank], "output")
     same(gradient, inputs[rank].grad * pool.world_size(), "gradient of the input")
-    ours.same_gradients(expected, "gradient")
+    ours.same_gradients(weights)
 
 
 @claim("moe", 1, 2, 4)
 def as_one_device(make):
-    """Outputs and all gradients are those of a loop over tokens. A rank may have no tokens."""
+    """Outputs and all gradients are those of one device. A rank may have no tokens."""
     computes_as_one_device(make, whole_weights(), counts=[7, 3, 0, 5])
     if pool.world_size() > 1:
         computes_as_one_device(make, whole_weights(), counts=[0, 4, 4, 4])
@@ -169,9 +164,10 @@ say_in_float64("moe", "as_one_device")
 def crowded_expert(make):
     """All tokens may choose the same two experts. Others have gradients of zero."""
     weights = whole_weights()
-    weights["gate.weight"].zero_()
-    weights["gate.weight"][1, 0] = 1e-3  # ties break alike: nearly equal probabilities
-    weights["gate.weight"][3, 1] = 1e-3
+    gate = weights["gate.weight"].data
+    gate.zero_()
+    gate[1, 0] = 1e-3  # ties break alike: nearly equal probabilities
+    gate[3, 1] = 1e-3
     computes_as_one_device(make, weights, counts=[6, 6])
 
 
@@ -182,25 +178,22 @@ def without_renormalisation(make):
     computes_as_one_device(make, whole_weights(), [5, 4], plain, norm_topk_prob=False)
 
 
-def train_as_one_device(make, optimizer_class, **options):
-    weights = {name: nn.Parameter(weight) for name, weight in whole_weights().items()}
-    ours = make(whole_weights())
-    plain_optimizer = optimizer_class(weights.values(), **options)
-    optimizer = optimizer_class(ours.module.parameters(), **options)
-    N = pool.world_size()
+def train_as_one_device(make, optimizer_class, lr):
+    weights = whole_weights()
+    ours = make(weights)
+    optimizers = [
+        optimizer_class(weights.values(), lr=lr),
+        optimizer_class(ours.module.parameters(), lr=lr),
+    ]
     for step in range(3):
-        plain_optimizer.zero_grad()
-        optimizer.zero_grad()
-        for rank in range(N):
-            output = plain_moe(tokens_of(rank, 4, step), weights)
-            loss = loss_of(output, rank) / N
-            loss.backward()
-        ours.backward(pool.rank(), 4, step)
-        plain_optimizer.step()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward_on_one_device(weights, [4, 4, 4, 4], step=step)
+        ours.backward(4, step)
+        for optimizer in optimizers:
+            optimizer.step()
     for name, weight in weights.items():
-        expected = mine(name, weight.detach())
-        same(ours.parameter(name).detach(), expected, f"{name} after 3 steps")
+        same(ours.parameter(name), mine(name, weight), f"{name} after 3 steps")
     same_on_all(ours.parameter("gate.weight"), "gate.weight")
 
 
@@ -215,26 +208,26 @@ def trains(make):
 def balance_over_all_tokens(make):
     """aux_loss, Switch's, and z_loss are those of all ranks' tokens, and so are their gradients."""
     weights = whole_weights()
-    rank = pool.rank()
-    inputs = [tokens_of(each, 3 + each) for each in range(pool.world_size())]
-    gate = weights["gate.weight"].clone().requires_grad_()
+    gate = weights["gate.weight"]
+    inputs = [tokens_of(rank, 3 + rank) for rank in range(pool.world_size())]
     logits = torch.cat(inputs) @ gate.T
     probabilities = logits.softmax(-1)
     chosen = probabilities.topk(2).indices.flatten()
-    share = torch.bincount(chosen, minlength=EXPERTS).to(precision()) / len(chosen)
-    aux_loss = EXPERTS * (share * probabilities.mean(0)).sum()
+    counts = chosen.bincount(minlength=EXPERTS).to(precision())
+    aux_loss = EXPERTS / len(chosen) * (counts * probabilities.mean(0)).sum()
     z_loss = logits.logsumexp(-1).square().mean()
     (aux_loss + 3 * z_loss).backward()
 
     ours = make(weights)
-    ours.module(inputs[rank])
-    if not hasattr(ours.module, "aux_loss") or not hasattr(ours.module, "z_loss"):
+    module = ours.module
+    module(inputs[pool.rank()])
+    if not hasattr(module, "aux_loss") or not hasattr(module, "z_loss"):
         raise NotOffered("no aux_loss and z_loss")
-    (ours.module.aux_loss + 3 * ours.module.z_loss).backward()
-    ours.function("average_gradients")(ours.module)
+    (module.aux_loss + 3 * module.z_loss).backward()
+    ours.call("average_gradients")
 
-    same(ours.module.aux_loss.detach(), aux_loss.detach(), "aux_loss")
-    same(ours.module.z_loss.detach(), z_loss.detach(), "z_loss")
+    same(module.aux_loss, aux_loss, "aux_loss")
+    same(module.z_loss, z_loss, "z_loss")
     same(ours.parameter("gate.weight").grad, gate.grad, "gradient of gate.weight")
 
 
@@ -242,25 +235,23 @@ def balance_over_all_tokens(make):
 def whole_norm(make):
     """clip_grad_norm_ uses the whole model's norm: each rank's experts, and the router once."""
     weights = whole_weights()
-    counts = [4, 2, 3, 1][: pool.world_size()]
-    expected, _ = gradients_of_one_device(weights, counts)
-    norm = torch.nn.utils.clip_grad_norm_(expected.values(), 0.5)
+    counts = [4, 2, 3, 1]
+    backward_on_one_device(weights, counts)
+    norm = torch.nn.utils.clip_grad_norm_(weights.values(), 0.5)
     ours = make(weights)
-    clip = ours.function("clip_grad_norm_")
-    ours.backward(pool.rank(), counts[pool.rank()])
+    ours.backward(counts[pool.rank()])
 
-    found = clip(ours.module, 0.5)
-
-    same(found, norm, "norm")
-    ours.same_gradients(expected, "clipped gradient")
+    same(ours.call("clip_grad_norm_", 0.5), norm, "norm")
+    ours.same_gradients(weights)
 
 
 @claim("moe", 2, 4, about="property")
 def experts_are_split(make):
     """A rank holds 1/N of the experts, parameters and gradients."""
-    ours = make(whole_weights())
-    ours.backward(pool.rank(), 4)
-    for name, whole in whole_weights().items():
+    weights = whole_weights()
+    ours = make(weights)
+    ours.backward(4)
+    for name, whole in weights.items():
         parameter = ours.parameter(name)
         elements = mine(name, whole).numel()
         held = parameter.untyped_storage().nbytes() // parameter.element_size()
