@@ -5,7 +5,6 @@ TRITON_INTERPRET=1, and under --device cuda on the GPU.
 """
 
 import importlib.util
-import itertools
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -16,83 +15,58 @@ import pool
 import pytest
 import torch
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from claims import registry
-from claims.attention import attend, dense_attention, queries_and_keys
+from claims import attention
+from claims.attention import bytes_kept, dense_attention, output_and_gradients
 from hypothesis import given
 from hypothesis import strategies as st
-from shared import assert_equal, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import activation_checkpoint
 import amp
 import flash_attention as flash
 
+on_cpu = pytest.mark.cpu
 
-def make_inputs(S=7, Skv=7, dtype=torch.float64, **sizes):
+
+def make_inputs(S=7, Skv=7, batch=2, heads=2, shared=2, *sizes, dtype=torch.float64):
     """Return q, k, v and a gradient of the output, strided as a projection's output in a model."""
-    q, k, v = queries_and_keys(S, Skv, **sizes)
-    grad_output = randn((*q.shape[:3], v.shape[3]), seed=9)
-    inputs = []
-    for x in (q, k, v, grad_output):
-        projection = x.detach().to(dtype).transpose(1, 2).contiguous()
-        inputs.append(projection.transpose(1, 2))
-    return inputs
+    inputs = attention.make_inputs(S, Skv, batch, heads, shared, *sizes)
+    projections = [x.to(dtype).transpose(1, 2).contiguous() for x in inputs]
+    return [x.transpose(1, 2) for x in projections]
 
 
-def output_and_gradients(attention, q, k, v, grad_output, **options):
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    output = attention(*leaves, **options)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad_output)]
-
-
-def assert_all_equal(ours, theirs, exact=False):
-    for name, a, b in zip(("output", "dq", "dk", "dv"), ours, theirs, strict=True):
-        assert_equal(a, b, exact, name)
-
-
-# ---- the idea
+def assert_all_close(found, expected, tolerance=1e-12):
+    expected = [x.to(found[0].dtype) for x in expected]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("block_size", [1, 4, 7, 9])
-def test_the_idea_equals_naive_attention_in_blocks_of_any_size(block_size, causal):
+@pytest.mark.parametrize("block_size", [1, 4, 9])
+def test_the_idea_equals_dense_attention_in_blocks_of_any_size(block_size, causal):
     inputs = make_inputs()
-    idea = partial(flash.online_attention, block_size=block_size)
-
-    found = output_and_gradients(idea, *inputs, causal=causal)
-
-    expected = output_and_gradients(flash.naive_attention, *inputs, causal=causal)
-    assert_all_equal(found, expected)
+    options = {"causal": causal, "block_size": block_size}
+    found = output_and_gradients(flash.online_attention, *inputs, **options)
+    assert_all_close(found, output_and_gradients(dense_attention, *inputs, causal=causal))
 
 
 # ---- the loop
 
-sizes_of_tensors = st.fixed_dictionaries(
-    {
-        "S": st.integers(0, 40),
-        "Skv": st.integers(0, 40),
-        "batch": st.integers(0, 2),
-        "shared": st.integers(1, 2),
-        "size": st.integers(0, 4),
-        "size_v": st.integers(1, 5),
-    }
-)
+few = st.integers(0, 3)
+some = st.integers(0, 40)
 
 
-@pytest.mark.cpu
-@given(sizes_of_tensors, st.integers(1, 3), st.integers(1, 50), st.booleans())
-def test_any_sizes_in_blocks_of_any(sizes, group, block_size, causal):
-    """`group` heads of queries share a head of keys."""
-    inputs = make_inputs(**sizes, heads=group * sizes["shared"])
+@on_cpu
+@given(some, some, few, few, few, few, some, st.booleans())
+def test_any_sizes_in_blocks_of_any(S, Skv, batch, group, shared, size, block_size, causal):
+    """`group` + 1 heads of queries share a head of keys."""
+    heads = (group + 1) * (shared + 1)
+    inputs = make_inputs(S, Skv, batch, heads, shared + 1, size, 3)
     options = {"causal": causal, "scale": -2.0}
-    ours = partial(flash.flash_attention, block_size=block_size)
     expected = output_and_gradients(dense_attention, *inputs, **options)
-    naive = output_and_gradients(flash.naive_attention, *inputs, **options)
-    assert_all_equal(output_and_gradients(ours, *inputs, **options), expected)
-    assert_all_equal(naive, expected)
+    ours = partial(flash.flash_attention, block_size=block_size + 1)
+    for each in (ours, flash.naive_attention):
+        assert_all_close(output_and_gradients(each, *inputs, **options), expected)
 
 
 class Largest(TorchDispatchMode):
@@ -102,40 +76,35 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor):
-                self.elements = max(self.elements, tensor.numel())
+        tensors = filter(torch.is_tensor, tree_leaves(result))
+        self.elements = max([self.elements, *(tensor.numel() for tensor in tensors)])
         return result
 
 
 in_blocks_of_7 = partial(flash.flash_attention, block_size=7)
 
 
-@pytest.mark.cpu
+@on_cpu
 def test_no_tensor_is_larger_than_the_inputs():
-    inputs = make_inputs(S=100, Skv=100)
+    inputs = make_inputs(100, 100)
     with Largest() as largest:
         output_and_gradients(in_blocks_of_7, *inputs)
     assert largest.elements == inputs[0].numel()
 
 
-@pytest.mark.cpu
+@on_cpu
 def test_the_inputs_the_output_and_a_number_for_each_query_are_kept():
-    q, k, v = queries_and_keys(26, 33)
-    kept = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor)
-    with hooks:
-        output = in_blocks_of_7(q, k, v)
-    numels = [x.numel() for x in kept]
-    inputs = q.numel() + k.numel() + v.numel()
-    assert sum(numels) == inputs + output.numel() + output[..., 0].numel()
+    q, k, v, output = make_inputs(26, 33)
+    lse = output[..., 0]
+    numbers = sum(x.numel() for x in (q, k, v, output, lse))
+    assert bytes_kept(in_blocks_of_7, q, k, v) == 8 * numbers
 
 
-@pytest.mark.cpu
+@on_cpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_operations_are_those_of_the_keys_that_a_block_sees(causal):
     """14D for each query, and each key that the last query of its block sees."""
-    inputs = make_inputs(S=20, Skv=30, size=4)
+    inputs = make_inputs(20, 30, 2, 2, 2, 4)
     with FlopCounterMode(display=False) as flops:
         output_and_gradients(in_blocks_of_7, *inputs, causal=causal)
     pairs = 20 * 30
@@ -144,70 +113,50 @@ def test_operations_are_those_of_the_keys_that_a_block_sees(causal):
     assert flops.get_total_flops() == 2 * 2 * pairs * 14 * 4
 
 
-@pytest.mark.cpu
+@on_cpu
 def test_dropout_differs_from_block_to_block_and_from_call_to_call():
     """With the identity as v, the output is the weights that are left."""
-    q, k, v, _ = make_inputs(S=64, Skv=64, size=64)
+    q, k, v, _ = make_inputs(64, 64, 2, 2, 2, 64)
     identity = torch.eye(64, dtype=q.dtype).expand_as(v)
-    dropping = partial(flash.flash_attention, q, k, identity, dropout_p=0.3, block_size=16)
-    left = dropping() != 0
-    again = dropping() != 0
-    assert not torch.equal(left, again)
-    blocks = [block for rows in left.split(16, 2) for block in rows.split(16, 3)]
-    for a, b in itertools.combinations(blocks, 2):
-        assert not torch.equal(a, b)
+    masks = set()
+    for _ in range(2):
+        left = flash.flash_attention(q, k, identity, dropout_p=0.3, block_size=16) != 0
+        blocks = left.unflatten(2, (4, 16)).unflatten(4, (4, 16)).movedim(4, 3)
+        masks |= {tuple(block.tolist()) for block in blocks.flatten(4).flatten(0, 3)}
+    assert len(masks) == 2 * (2 * 2 * 4 * 4)
 
 
-@pytest.mark.cpu
+@on_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_are_no_worse_than_pytorchs(dtype):
-    """Errors against float64, of the same rounded inputs. lse stays in fp32."""
-    inputs = make_inputs(S=500, Skv=500, size=32, dtype=dtype)
+def test_16_bits_are_summed_in_32(dtype):
+    """The error is that of rounding the results."""
+    inputs = make_inputs(500, 500, dtype=dtype)
     wide = [x.double() for x in inputs]
-
-    ours = output_and_gradients(flash.flash_attention, *inputs, causal=True)
-
-    theirs = output_and_gradients(F.scaled_dot_product_attention, *inputs, is_causal=True)
+    found = output_and_gradients(flash.flash_attention, *inputs, causal=True)
     exact = output_and_gradients(dense_attention, *wide, causal=True)
-    for a, b, plain in zip(ours, theirs, exact, strict=True):
-        error = (a - plain).norm() / plain.norm()
-        pytorchs = (b - plain).norm() / plain.norm()
-        assert error <= min(1.01 * pytorchs, torch.finfo(dtype).eps)
-        assert a.dtype == dtype
+    for ours, plain in zip(found, exact, strict=True):
+        assert (ours - plain).norm() <= torch.finfo(dtype).eps * plain.norm()
+        assert ours.dtype == dtype
     _, lse = flash.flash_forward(*inputs[:3])
     assert lse.dtype == torch.float32
 
 
-@pytest.mark.cpu
-@pytest.mark.parametrize(
-    "autocast",
-    [amp.autocast, partial(torch.autocast, "cpu")],
-)
+@on_cpu
+@pytest.mark.parametrize("autocast", [amp.autocast, partial(torch.autocast, "cpu")])
 def test_autocast_does_not_reach_inside(autocast):
-    inputs = make_inputs(S=40, Skv=40, dtype=torch.float32)
+    inputs = make_inputs(40, 40, dtype=torch.float32)
     expected = output_and_gradients(flash.flash_attention, *inputs)
     with autocast(dtype=torch.bfloat16):
         found = output_and_gradients(flash.flash_attention, *inputs)
-    assert_all_equal(found, expected, exact=True)
+    assert_all_close(found, expected, tolerance=0)
 
 
-@pytest.mark.cpu
-def test_a_checkpoint_draws_the_mask_of_dropout_again():
-    attention = partial(flash.flash_attention, dropout_p=0.5)
-    inputs = make_inputs(S=40, Skv=40)
-    results = []
-    for run in (attention, partial(activation_checkpoint.checkpoint, attention)):
-        torch.manual_seed(2)
-        results.append(output_and_gradients(run, *inputs))
-    assert_all_equal(*results, exact=True)
-
-
-@pytest.mark.cpu
+@on_cpu
 def test_gradients_of_gradients_are_refused():
-    q, k, v = queries_and_keys(7, 7)
-    loss = flash.flash_attention(q, k, v).sum()
+    q, k, v, _ = make_inputs()
+    output = flash.flash_attention(q.requires_grad_(), k, v)
     with pytest.raises(RuntimeError, match="gradients of gradients"):
-        torch.autograd.grad(loss, q, create_graph=True)
+        torch.autograd.grad(output.sum(), q, create_graph=True)
 
 
 # ---- the loop and the kernels
@@ -238,52 +187,6 @@ def on_kernels():
         yield run
 
 
-def body_parts_merge(S, cut, causal, kernel, dtype, tolerance):
-    """Of 10 keys, the first `cut`, which all queries see, and the others, aligned at the end."""
-    q, k, v, grad_output = make_inputs(S=S, Skv=10, dtype=dtype)
-    first = (k[:, :, :cut], v[:, :, :cut])
-    second = (k[:, :, cut:], v[:, :, cut:])
-    forward = partial(flash.flash_forward, q, kernel=kernel)
-    backward = partial(flash.flash_backward, grad_output, q, kernel=kernel)
-
-    merged = flash.merge(*forward(*first), *forward(*second, causal))
-    dq_a, dk_a, dv_a = backward(*first, *merged)
-    dq_b, dk_b, dv_b = backward(*second, *merged, causal)
-
-    whole = flash.flash_forward(q, k, v, causal, kernel="torch")
-    expected = flash.flash_backward(grad_output, q, k, v, *whole, causal, kernel="torch")
-    dk = torch.cat([dk_a, dk_b], 2)
-    dv = torch.cat([dv_a, dv_b], 2)
-    ours = [*merged, dq_a + dq_b, dk, dv]
-    torch.testing.assert_close(ours, [*whole, *expected], rtol=0, atol=tolerance)
-
-
-def body_scores_of_minus_inf(kernel, dtype, tolerance):
-    """The last column of q and k hides all keys from query 0, and the first 200 from all.
-
-    The others are as if these did not exist, and these have zeros."""
-    q, k, v, grad_output = make_inputs(S=32, Skv=300, dtype=dtype)
-    seen = [
-        q[:, :, 1:, :-1],
-        k[:, :, 200:, :-1],
-        v[:, :, 200:],
-        grad_output[:, :, 1:],
-    ]
-    expected = output_and_gradients(dense_attention, *seen, scale=0.3)
-    q[..., -1] = 1.0
-    q[:, :, 0, -1] = torch.inf
-    k[..., -1] = -1.0
-    k[:, :, :200, -1] = -torch.inf
-
-    attention = partial(flash.flash_attention, scale=0.3, kernel=kernel)
-    found = output_and_gradients(attention, q, k, v, grad_output)
-
-    for ours, theirs, hidden in zip(found, expected, (1, 1, 200, 200), strict=True):
-        visible = ours[:, :, hidden:, : theirs.shape[3]]
-        torch.testing.assert_close(visible, theirs, rtol=0, atol=tolerance)
-        assert (ours[:, :, :hidden, : theirs.shape[3]] == 0).all()
-
-
 BOTH = pytest.mark.parametrize(
     "how",
     [
@@ -294,89 +197,73 @@ BOTH = pytest.mark.parametrize(
 )
 
 
+def body_parts_merge(S, cut, causal, kernel, dtype, tolerance):
+    """Of 10 keys, the first `cut`, which all queries see, and the others, aligned at the end."""
+    q, k, v, grad_output = make_inputs(S, 10, dtype=dtype)
+    first = (k[:, :, :cut], v[:, :, :cut])
+    second = (k[:, :, cut:], v[:, :, cut:])
+    forward = partial(flash.flash_forward, q, kernel=kernel)
+    backward = partial(flash.flash_backward, grad_output, q, kernel=kernel)
+
+    merged = flash.merge(*forward(*first), *forward(*second, causal))
+    dq_a, *of_first = backward(*first, *merged)
+    dq_b, *of_second = backward(*second, *merged, causal)
+
+    of_keys = [torch.cat(parts, 2) for parts in zip(of_first, of_second, strict=True)]
+    whole = output_and_gradients(dense_attention, q, k, v, grad_output, causal=causal)
+    assert_all_close([merged[0], dq_a + dq_b, *of_keys], whole, tolerance)
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("S", "cut", "causal"),
-    [
-        (9, 10, False),
-        (4, 6, True),
-        (12, 0, True),
-    ],
+    [(9, 10, False), (4, 6, True), (12, 0, True)],
+    ids=["no second part", "causal", "queries that see nothing"],
 )
 def test_parts_of_the_keys_merge_into_the_whole(S, cut, causal, how, on_kernels):
     on_kernels(body_parts_merge, S, cut, causal, *how)
 
 
-@BOTH
-def test_scores_of_minus_inf_hide_keys(how, on_kernels):
-    on_kernels(body_scores_of_minus_inf, *how)
-
-
 # ---- the kernels
 
 
-def kernels_in_fp32(q, k, v, causal=False, scale=None):
-    """For claims, which are in float64. The kernels do not have it."""
-    q, k, v = (x.float() for x in (q, k, v))
-    return flash.flash_attention(q, k, v, causal, scale, kernel="triton").double()
-
-
-def body_claim(name):
-    registry._problems.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "TOLERANCE", 1e-3 if name == "large_scores" else 1e-5)
-        registry.CLAIMS["attention", name].check(partial(attend, kernels_in_fp32))
-    return registry._problems
-
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-CLAIMS = [name for kind, name in registry.CLAIMS if kind == "attention" and name != "dropout"]
-if environment.DEVICE_TYPE == "cpu":
-    DTYPES.remove(torch.bfloat16)  # for which the interpreter is wrong
-    CLAIMS = ["large_scores"]  # all of them take a minute in the interpreter
-
-
-@needs_triton
-@pytest.mark.parametrize("name", CLAIMS)
-def test_the_claims_hold_for_the_kernels_in_fp32(name, on_kernels):
-    assert on_kernels(body_claim, name) == []
-
-
-def body_any_sizes(S, Skv, D, heads, causal, scale, dtype):
-    H, Hkv = heads
-    inputs = make_inputs(S, Skv, dtype, heads=H, shared=Hkv, size=D)
+def body_any_sizes(dtype, sizes, **options):
+    inputs = make_inputs(*sizes, dtype=dtype)
     inputs[2] = inputs[2].mT.contiguous().mT  # the kernels need rows that are contiguous
-    options = {"causal": causal, "scale": scale}
+    wide = [x.double() for x in inputs]
     ours = partial(flash.flash_attention, kernel="triton")
     found = output_and_gradients(ours, *inputs, **options)
-    wide = [x.double() for x in inputs]
     expected = output_and_gradients(dense_attention, *wide, **options)
     tolerance = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == dtype
-        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
+    tolerance *= max(1, options.get("scale", 0))
+    assert {x.dtype for x in found} == {dtype}
+    assert_all_close([x.double() for x in found], expected, tolerance)
     if environment.DEVICE_TYPE == "cuda":
         again = output_and_gradients(ours, *inputs, **options)
-        assert_all_equal(again, found, exact=True)
+        assert_all_close(again, found, tolerance=0)
 
 
-SIZES = {  # S, Skv, D, heads of queries and of keys, causal, scale
-    "no query": (0, 5, 8, (2, 2), True, None),
-    "no key": (5, 0, 8, (2, 2), False, None),
-    "more keys": (65, 130, 40, (2, 1), True, 0.0),
-    "more queries": (130, 65, 128, (1, 1), True, -0.1),
-    "shared heads": (70, 70, 16, (4, 2), False, 1),
+SIZES = {  # of queries, of keys, batch, heads of queries, heads of keys, size of a head
+    "no query": partial(body_any_sizes, sizes=(0, 5, 2, 2, 2, 8), causal=True),
+    "no key": partial(body_any_sizes, sizes=(5, 0, 2, 2, 2, 8)),
+    "more keys": partial(body_any_sizes, sizes=(65, 130, 2, 2, 1, 40), causal=True, scale=0.0),
+    "more queries": partial(body_any_sizes, sizes=(130, 65, 2, 1, 1, 128), causal=True, scale=-0.1),
+    "shared heads": partial(body_any_sizes, sizes=(70, 70, 2, 4, 2, 16)),
+    "large scores": partial(body_any_sizes, sizes=(64, 192, 2, 2, 2, 8), scale=100.0),
 }
+DTYPES = [torch.float32, torch.float16]
+if environment.DEVICE_TYPE == "cuda":
+    DTYPES.append(torch.bfloat16)  # for which the interpreter is wrong
 
 
 @needs_triton
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_with_any_sizes_and_scales(name, dtype, on_kernels):
-    on_kernels(body_any_sizes, *SIZES[name], dtype)
+    on_kernels(SIZES[name], dtype)
 
 
-@pytest.mark.cpu
+@on_cpu
 @needs_triton
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("kernel", flash.BLOCKS, ids=lambda kernel: kernel.__name__)
@@ -387,6 +274,8 @@ def test_kernels_compile_for_an_h100_and_fit_into_the_shared_memory_of_smaller_g
     from triton.backends import compiler
     from triton.compiler import ASTSource
 
+    if hasattr(compiler, "AttrsDescriptor"):
+        pytest.skip(f"Triton {flash.triton.__version__} is told otherwise what is aligned")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     block, step, num_warps, num_stages = flash.BLOCKS[kernel][D]
     names = kernel.arg_names
@@ -394,11 +283,6 @@ def test_kernels_compile_for_an_h100_and_fit_into_the_shared_memory_of_smaller_g
     types = dict.fromkeys(names, "i32") | dict.fromkeys(names[: names.index("q_b")], "*bf16")
     types |= {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"} | dict.fromkeys(last, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in last}
-    if hasattr(compiler, "AttrsDescriptor"):  # in Triton 3.2
-        positions = {"tt.divisibility": [i for (i,) in aligned]}
-        aligned = compiler.AttrsDescriptor.from_dict(
-            {"arg_properties": positions, "cls": "AttrsDescriptor"}
-        )
     source = ASTSource(kernel, {name: types[name] for name in names}, last, aligned)
 
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
@@ -408,74 +292,67 @@ def test_kernels_compile_for_an_h100_and_fit_into_the_shared_memory_of_smaller_g
     assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
-def body_refused(words, dtype=torch.float32, dropout_p=0.0, **sizes):
-    q, k, v, _ = make_inputs(1, 1, dtype, **sizes)
-    with pytest.raises(ValueError, match=words):
-        flash.flash_attention(q, k, v, dropout_p=dropout_p, kernel="triton")
-
-
-OBSTACLES = {
-    "float64": {"dtype": torch.float64},
-    "dropout": {"dropout_p": 0.5},
-    "head size of at most 128": {"size": 136, "batch": 1},
-    "one head size": {"size": 8, "size_v": 4},
-    "65535": {"batch": 65536, "size": 1},
-}
-
-
-@needs_triton
-@pytest.mark.parametrize("words", OBSTACLES)
-def test_what_the_kernels_cannot_do_is_an_error_that_says_so(words, on_kernels):
-    arguments = OBSTACLES[words]
-    on_kernels(partial(body_refused, words, **arguments))
-
-
 @needs_triton
 @pytest.mark.skipif(environment.DEVICE_TYPE == "cpu", reason="needs --device cuda")
 @pool.on(1)
 def test_on_a_gpu_the_kernels_run_if_they_can():
-    q, _, v, _ = make_inputs(dtype=torch.float16)
-    assert flash.runs_kernels(None, q, v, None)
-    assert not flash.runs_kernels("torch", q, v, None)
-    assert not flash.runs_kernels(None, q.double(), v.double(), None)
+    q = torch.ones(2, 2, 7, 8)
+    assert flash.runs_kernels(None, q, q, None)
+    assert not flash.runs_kernels(None, q.double(), q.double(), None)
 
 
-@pytest.mark.cpu
+@on_cpu
 def test_without_triton_the_loop_runs_and_the_kernels_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)  # import raises ModuleNotFoundError
     spec = importlib.util.spec_from_file_location("without_triton", flash.__file__)
     without = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(without)
     q, k, v, _ = make_inputs()
-
     output = without.flash_attention(q, k, v)
     assert torch.equal(output, flash.flash_attention(q, k, v))
     with pytest.raises(ValueError, match="pip install triton"):
         without.flash_attention(q, k, v, kernel="triton")
 
 
-# ---- wrong use
+def sized(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
 
 WRONG = {
-    "3 heads, .* the 2 heads": {"q": torch.ones(2, 3, 7, 4)},
-    r"q \(2, 2, 7, 5\)": {"q": torch.ones(2, 2, 7, 5)},
-    r"q \(1, 2, 7, 4\)": {"q": torch.ones(1, 2, 7, 4)},
-    r"v \(2, 2, 6, 4\)": {"v": torch.ones(2, 2, 6, 4)},
-    r"q \(2, 7, 4\)": {"q": torch.ones(2, 7, 4)},
-    "v torch.float64": {"v": torch.ones(2, 2, 7, 4).double()},
+    "3 heads, .* the 2 heads": {"q": sized(2, 3, 7, 4)},
+    r"q \(1, 2, 7, 4\)": {"q": sized(1, 2, 7, 4)},
+    r"v \(2, 2, 6, 4\)": {"v": sized(2, 2, 6, 4)},
+    "v torch.float64": {"v": sized(2, 2, 7, 4, dtype=torch.float64)},
     r"dropout_p=1\.0": {"dropout_p": 1.0},
     r"dropout_p=-0\.1": {"dropout_p": -0.1},
     "causal must be True or False": {"causal": None},  # PyTorch's fourth argument is a mask
     "block_size=0": {"block_size": 0},
     "kernel='cuda'": {"kernel": "cuda"},
-    "q is on cpu|install triton": {"kernel": "triton"},
+}
+OBSTACLES = {
+    "no torch.float64": dict.fromkeys("qkv", sized(2, 2, 7, 4, dtype=torch.float64)),
+    "no dropout": {"dropout_p": 0.5},
+    "head size of at most 128": dict.fromkeys("qkv", sized(1, 1, 7, 136)),
+    "one head size": {"v": sized(2, 2, 7, 8)},
+    "65535": dict.fromkeys("qkv", sized(65536, 1, 1, 1)),
 }
 
 
-@pytest.mark.cpu
-@pytest.mark.parametrize("message", WRONG)
-def test_what_does_not_fit_is_an_error_with_the_numbers(message):
-    arguments = dict.fromkeys("qkv", torch.ones(2, 2, 7, 4))
-    arguments |= WRONG[message]
-    with pytest.raises(ValueError, match=message):
+@on_cpu
+@pytest.mark.parametrize("words", WRONG)
+def test_what_does_not_fit_is_an_error_with_the_numbers(words):
+    arguments = dict.fromkeys("qkv", sized(2, 2, 7, 4)) | WRONG[words]
+    with pytest.raises(ValueError, match=words):
         flash.flash_attention(**arguments)
+
+
+@on_cpu
+@needs_triton
+@pytest.mark.parametrize("words", OBSTACLES)
+def test_what_the_kernels_cannot_do_is_an_error_that_says_so(words, monkeypatch):
+    arguments = dict.fromkeys("qkv", sized(2, 2, 7, 4)) | OBSTACLES[words]
+    with pytest.raises(ValueError, match="q is on cpu"):
+        flash.flash_attention(**arguments, kernel="triton")
+    monkeypatch.setattr(flash, "INTERPRETED", True)
+    with pytest.raises(ValueError, match=words):
+        flash.flash_attention(**arguments, kernel="triton")
