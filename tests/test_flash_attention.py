@@ -104,13 +104,13 @@ def test_the_inputs_the_output_and_a_number_for_each_query_are_kept():
 @pytest.mark.parametrize("causal", [False, True])
 def test_operations_are_those_of_the_keys_that_a_block_sees(causal):
     """14D for each query, and each key that the last query of its block sees."""
-    inputs = make_inputs(20, 30, 2, 2, 2, 4)
+    inputs = make_inputs(20, 30)
     with FlopCounterMode(display=False) as flops:
         output_and_gradients(in_blocks_of_7, *inputs, causal=causal)
     pairs = 20 * 30
     if causal:
         pairs = 7 * (10 + 7) + 7 * (10 + 14) + 6 * 30
-    assert flops.get_total_flops() == 2 * 2 * pairs * 14 * 4
+    assert flops.get_total_flops() == 2 * 2 * pairs * 14 * 8
 
 
 @on_cpu
@@ -199,19 +199,20 @@ BOTH = pytest.mark.parametrize(
 
 def body_parts_merge(S, cut, causal, kernel, dtype, tolerance):
     """Of 10 keys, the first `cut`, which all queries see, and the others, aligned at the end."""
-    q, k, v, grad_output = make_inputs(S, 10, dtype=dtype)
-    first = (k[:, :, :cut], v[:, :, :cut])
-    second = (k[:, :, cut:], v[:, :, cut:])
-    forward = partial(flash.flash_forward, q, kernel=kernel)
-    backward = partial(flash.flash_backward, grad_output, q, kernel=kernel)
+    q, k, v, grad = make_inputs(S, 10, dtype=dtype)
+    parts = [(k[:, :, :cut], v[:, :, :cut], False), (k[:, :, cut:], v[:, :, cut:], causal)]
 
-    merged = flash.merge(*forward(*first), *forward(*second, causal))
-    dq_a, *of_first = backward(*first, *merged)
-    dq_b, *of_second = backward(*second, *merged, causal)
+    results = [flash.flash_forward(q, *part, kernel=kernel) for part in parts]
+    merged = flash.merge(*results[0], *results[1])
+    gradients = [
+        flash.flash_backward(grad, q, keys, values, *merged, hides, kernel=kernel)
+        for keys, values, hides in parts
+    ]
 
-    of_keys = [torch.cat(parts, 2) for parts in zip(of_first, of_second, strict=True)]
-    whole = output_and_gradients(dense_attention, q, k, v, grad_output, causal=causal)
-    assert_all_close([merged[0], dq_a + dq_b, *of_keys], whole, tolerance)
+    dq, dk, dv = zip(*gradients, strict=True)
+    found = [merged[0], sum(dq), torch.cat(dk, 2), torch.cat(dv, 2)]
+    whole = output_and_gradients(dense_attention, q, k, v, grad, causal=causal)
+    assert_all_close(found, whole, tolerance)
 
 
 @BOTH
@@ -227,40 +228,40 @@ def test_parts_of_the_keys_merge_into_the_whole(S, cut, causal, how, on_kernels)
 # ---- the kernels
 
 
-def body_any_sizes(dtype, sizes, **options):
-    inputs = make_inputs(*sizes, dtype=dtype)
-    inputs[2] = inputs[2].mT.contiguous().mT  # the kernels need rows that are contiguous
-    wide = [x.double() for x in inputs]
-    ours = partial(flash.flash_attention, kernel="triton")
-    found = output_and_gradients(ours, *inputs, **options)
-    expected = output_and_gradients(dense_attention, *wide, **options)
-    tolerance = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
-    tolerance *= max(1, options.get("scale", 0))
-    assert {x.dtype for x in found} == {dtype}
-    assert_all_close([x.double() for x in found], expected, tolerance)
-    if environment.DEVICE_TYPE == "cuda":
-        again = output_and_gradients(ours, *inputs, **options)
-        assert_all_close(again, found, tolerance=0)
-
-
-SIZES = {  # of queries, of keys, batch, heads of queries, heads of keys, size of a head
-    "no query": partial(body_any_sizes, sizes=(0, 5, 2, 2, 2, 8), causal=True),
-    "no key": partial(body_any_sizes, sizes=(5, 0, 2, 2, 2, 8)),
-    "more keys": partial(body_any_sizes, sizes=(65, 130, 2, 2, 1, 40), causal=True, scale=0.0),
-    "more queries": partial(body_any_sizes, sizes=(130, 65, 2, 1, 1, 128), causal=True, scale=-0.1),
-    "shared heads": partial(body_any_sizes, sizes=(70, 70, 2, 4, 2, 16)),
-    "large scores": partial(body_any_sizes, sizes=(64, 192, 2, 2, 2, 8), scale=100.0),
+SIZES = {  # S, Skv, heads of queries and of keys, D, causal, scale
+    "no query": (0, 5, 2, 2, 8, True, None),
+    "no key": (5, 0, 2, 2, 8, False, None),
+    "more keys": (65, 130, 2, 1, 40, True, 0.0),
+    "more queries": (130, 65, 1, 1, 128, True, -0.1),
+    "shared heads": (70, 70, 4, 2, 16, False, 1),
+    "large scores": (64, 192, 2, 2, 8, False, 100),
 }
 DTYPES = [torch.float32, torch.float16]
 if environment.DEVICE_TYPE == "cuda":
     DTYPES.append(torch.bfloat16)  # for which the interpreter is wrong
 
 
+def body_any_sizes(dtype, S, Skv, heads, shared, D, causal, scale):
+    inputs = make_inputs(S, Skv, 2, heads, shared, D, dtype=dtype)
+    inputs[2] = inputs[2].mT.contiguous().mT  # the kernels need rows that are contiguous
+    wide = [x.double() for x in inputs]
+    options = {"causal": causal, "scale": scale}
+    ours = partial(flash.flash_attention, kernel="triton")
+    found = output_and_gradients(ours, *inputs, **options)
+    expected = output_and_gradients(dense_attention, *wide, **options)
+    tolerance = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    assert {x.dtype for x in found} == {dtype}
+    assert_all_close([x.double() for x in found], expected, tolerance * max(1, scale or 1))
+    if environment.DEVICE_TYPE == "cuda":
+        again = output_and_gradients(ours, *inputs, **options)
+        assert_all_close(again, found, tolerance=0)
+
+
 @needs_triton
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_with_any_sizes_and_scales(name, dtype, on_kernels):
-    on_kernels(SIZES[name], dtype)
+    on_kernels(body_any_sizes, dtype, *SIZES[name])
 
 
 @on_cpu
