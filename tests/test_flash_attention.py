@@ -283,7 +283,7 @@ def test_kernels_compile_for_an_h100_and_fit_into_the_shared_memory_of_smaller_g
     last = dict(zip(names[-5:], (True, D, D, block, step), strict=True))
     types = dict.fromkeys(names, "i32") | dict.fromkeys(names[: names.index("q_b")], "*bf16")
     types |= {"lse": "*fp32", "delta": "*fp32", "scale": "fp32"} | dict.fromkeys(last, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in last}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(names) - len(last))}
     source = ASTSource(kernel, {name: types[name] for name in names}, last, aligned)
 
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
@@ -322,10 +322,8 @@ def sized(*shape, dtype=torch.float32):
 WRONG = {
     "3 heads, .* the 2 heads": {"q": sized(2, 3, 7, 4)},
     r"q \(1, 2, 7, 4\)": {"q": sized(1, 2, 7, 4)},
-    r"v \(2, 2, 6, 4\)": {"v": sized(2, 2, 6, 4)},
     "v torch.float64": {"v": sized(2, 2, 7, 4, dtype=torch.float64)},
     r"dropout_p=1\.0": {"dropout_p": 1.0},
-    r"dropout_p=-0\.1": {"dropout_p": -0.1},
     "causal must be True or False": {"causal": None},  # PyTorch's fourth argument is a mask
     "block_size=0": {"block_size": 0},
     "kernel='cuda'": {"kernel": "cuda"},
@@ -335,7 +333,6 @@ OBSTACLES = {
     "no dropout": {"dropout_p": 0.5},
     "head size of at most 128": dict.fromkeys("qkv", sized(1, 1, 7, 136)),
     "one head size": {"v": sized(2, 2, 7, 8)},
-    "65535": dict.fromkeys("qkv", sized(65536, 1, 1, 1)),
 }
 
 

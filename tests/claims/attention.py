@@ -177,16 +177,16 @@ def dropout(make):
 
 def bytes_kept(attention, q, k, v, **options):
     """How much is kept for backward. What two tensors share counts once."""
-    saved = []
+    sizes = {}  # by address
 
     def keep(tensor):
-        saved.append(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         attention(*leaves, **options)
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in saved}
     return sum(sizes.values())
 
 
