@@ -486,7 +486,8 @@ def verify_attention(function, q, k, v, causal, scale, process_group, zigzag):
     N = verify_agreement(call, process_group)
     fits = (
         q.dim() == k.dim() == 4
-        and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])
+        and k.shape == v.shape
+        and q[:, 0].shape == k[:, 0].shape  # B, S/N and D
         and q.shape[1] % k.shape[1] == 0
         and q.dtype == k.dtype == v.dtype
         and q.is_floating_point()

@@ -492,15 +492,10 @@ def store(
 
 
 @jit
-def load_numbers(x, rows, stop):
-    """Return one number for each of `rows`, such as delta."""
-    return tl.load(x + rows, mask=rows < stop, other=0.0)
-
-
-@jit
-def load_lse(x, rows, stop):
+def load_lse(lse, rows, stop):
     """Return lse times log2 e, for exp2. -inf becomes LOWEST."""
-    return tl.maximum(load_numbers(x, rows, stop) * LOG2E, LOWEST)
+    L = tl.load(lse + rows, mask=rows < stop, other=0.0)
+    return tl.maximum(L * LOG2E, LOWEST)
 
 
 @jit
@@ -534,12 +529,18 @@ def query_block(
     ROWS,
     COLS,
 ):
-    """Return the program's first query, the first key that needs a mask, and the keys' end."""
+    """Return this program's queries, and the range of keys that they see.
+
+    That is the first query, the numbers of all queries, and how many keys each one sees; then the
+    first key that needs a mask, and the end of the keys that the last query sees.
+    """
     blocks_after = tl.num_programs(0) - 1 - tl.program_id(0)
     start = blocks_after * ROWS  # the last block first: with a causal mask it takes longest
+    rows = start + tl.arange(0, ROWS)
+    seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     edge = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS  # rounded down to a block
     stop = keys_seen(start + ROWS - 1, S, Skv, CAUSAL)
-    return start, edge, stop
+    return start, rows, seen, edge, stop
 
 
 @jit
@@ -585,9 +586,7 @@ def forward_kernel(
 ):  # fmt: skip
     """The output and lse of loop_forward."""
     b, h, bh = program_head()
-    start, edge, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
-    rows = start + tl.arange(0, ROWS)
-    seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
+    start, rows, seen, edge, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
     k += b * k_b + h // G * k_h
     v += b * v_b + h // G * v_h
@@ -615,9 +614,7 @@ def dq_kernel(
 ):  # fmt: skip
     """The dq of loop_backward. It also stores delta, (B, H, S), for dk_dv_kernel."""
     b, h, bh = program_head()
-    start, edge, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
-    rows = start + tl.arange(0, ROWS)
-    seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
+    start, rows, seen, edge, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
     dO_i = load(dO + bh * S * D, D, start, S, ROWS, D, HEAD)
     O_i = load(output + bh * S * D, D, start, S, ROWS, D, HEAD)
@@ -667,7 +664,7 @@ def dk_dv_kernel(
                 q_i = load(q_head, q_s, i, S, ROWS, D, HEAD)
                 dO_i = load(dO + bh * S * D, D, i, S, ROWS, D, HEAD)
                 L_i = load_lse(lse + bh * S, rows, S)
-                delta_i = load_numbers(delta + bh * S, rows, S)
+                delta_i = tl.load(delta + bh * S + rows, mask=rows < S, other=0.0)
                 scores = block_scores(k_j, q_i, cols[:, None], seen, scale, masked)
                 P = tl.exp2(scores - L_i[None, :])
                 dP = dot(v_j, tl.trans(dO_i))
