@@ -243,13 +243,12 @@ class MoE(nn.Module):
         return weights.to(tokens.dtype), chosen
 
     def assign_slots(self, chosen):
-        """Return a slot for each token and choice, (k, tokens), and how many each expert has.
+        """Return (slots, counts, num_slots).
 
-        Then follows how many there are in all, as a number of the host.
-
-        A slot is a row's index in the tensor of all rows that the rank sends. Slots are sorted by
-        expert. Within an expert, they are in GShard's order: the first choices of all tokens, then
-        the second choices.
+        `slots` has a slot for each token and choice, (k, tokens): the row's index in the tensor of
+        all rows that the rank sends. Slots are sorted by expert. Within an expert, they are in
+        GShard's order: the first choices of all tokens, then the second choices. `counts` has the
+        number of slots of each expert. `num_slots` is their sum, as an int: no wait for the device.
 
         With a capacity C, each expert has C slots, and an empty slot has zeros. Choices beyond C
         are dropped: they all get one extra slot at the end, and add nothing to their tokens. A
