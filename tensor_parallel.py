@@ -1,20 +1,17 @@
 """Tensor parallelism: t ranks compute every layer together, and each holds 1/t of its weights.
 
-Each rank multiplies by its shard of every weight matrix. In forward the ranks add up their outputs
-of attention and of the MLP. In backward they add up their gradients of the inputs of both.
-
 A transformer layer has two pairs of matrices: qkv and proj in attention, linear1 and linear2 in the
 MLP. The first matrix of a pair is split by its outputs: each rank computes some heads, or some
-hidden features, from the whole X. The second matrix is split by its inputs, and these are the
-features that the rank has just computed. A sum over the ranks ends the pair.
+hidden features. The second matrix is split by its inputs, which are these features. A sum over the
+ranks ends the pair.
 
               ┌── X A₀ → GELU, or attention → Y₀ B₀ ──┐                 rank 0
     X ── f ───┤                                       ├─── g ── Z       Z = Y₀ B₀ + Y₁ B₁
               └── X A₁ → GELU, or attention → Y₁ B₁ ──┘                 rank 1
 
-Norms, dropout and residuals lie between the pairs. Every rank computes them on the whole X. With
-sequence parallelism each rank computes them on 1/t of the sequence. Then f gathers the sequence,
-and g leaves each rank its part of the sum.
+Norms, dropout and residuals lie between the pairs. Every rank computes them on the whole X, or with
+sequence parallelism on 1/t of the sequence. Then f gathers the sequence, and g leaves each rank its
+part of the sum.
 
                                        forward          backward
     f   copy_to_region                 nothing          all-reduce
@@ -30,20 +27,16 @@ Cost per rank, for t ranks, micro-batch b, sequence s, hidden size h, a heads, v
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
     embedding, head, loss   4bsh + 6bs         4bs V/t, in the loss
 
-The first three rows are per layer. The last row is per model.
-
-"sent" is in elements per micro-batch, times (t-1)/t. "activations" is in bytes, for numbers of 16
-bits (Korthikanti et al., §4). 2sbh of the 34sbh are dropout masks. 5as²b are attention scores,
-which fused attention does not keep. 6bs are three numbers per token, which the loss all-reduces.
-
-With sequence parallelism f gathers its input again in backward: 2bsh more. The gradients of the
-norms and of proj's and linear2's biases are summed over the ranks: 12h more. The embedding and the
-head together send 2bsh + 4h more.
+The first three rows are per layer, the last is per model. "sent" is in elements per micro-batch,
+times (t-1)/t. "activations" is in bytes, for numbers of 16 bits (Korthikanti et al., §4). They
+include 2sbh of dropout masks, and 5as²b of attention scores, which fused attention does not keep.
+With sequence parallelism f gathers again in backward (2bsh), the gradients of norms and of proj's
+and linear2's biases are summed (12h), and embedding and head send 2bsh + 4h more.
 
 A rank keeps 1/t of the parameters, gradients and optimizer state, but all of those of the norms and
 of proj's and linear2's biases.
 
-Read section 1 for the idea (19 minutes), to section 4 for the technique (50), and the rest to use
+Read section 1 for the idea (19 minutes), to section 3 for the technique (50), and the rest to use
 it as a library (70).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
@@ -83,22 +76,6 @@ from torch.utils._pytree import tree_leaves
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def rank_and_size(process_group):
-    world_size = dist.get_world_size(process_group)
-    if world_size < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    return dist.get_rank(process_group), world_size
-
-
-def check_divides(what, size, world_size):
-    if size % world_size:
-        fit = [n for n in range(1, size + 1) if size % n == 0]
-        raise ValueError(
-            f"{size} {what} are not divisible by {world_size} tensor-parallel ranks; "
-            f"use a world size in {fit}"
-        )
-
-
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: operators f and g, each of which is the other's gradient, and layers that use them.
 
@@ -106,7 +83,7 @@ def check_divides(what, size, world_size):
 class Conjugate(Function):
     """Applies `collective` to x, and its `conjugate` to the gradient.
 
-    Autograd does not see a bare collective: the gradients would be silently wrong.
+    Autograd does not see a bare collective, and would compute wrong gradients.
     """
 
     @staticmethod
@@ -139,14 +116,20 @@ def wait_for(work, result):
     return result
 
 
-def copy_to_region(x, process_group=None):
-    """f: return x. Every rank uses x, so the gradient of x is the sum of all ranks' gradients."""
-    return Conjugate.apply(x, identity, all_reduce, process_group)
+def operator(collective, conjugate):
+    """Return a function that applies `collective`, and `conjugate` to the gradient."""
+
+    def apply(x, process_group=None):
+        return Conjugate.apply(x, collective, conjugate, process_group)
+
+    return apply
 
 
-def reduce_from_region(x, process_group=None):
-    """g: return the sum of all ranks' x. The gradient of the sum is the gradient of each x."""
-    return Conjugate.apply(x, all_reduce, identity, process_group)
+# f: return x. Every rank uses x, so the gradient of x is the sum of all ranks' gradients.
+copy_to_region = operator(identity, all_reduce)
+
+# g: return the sum of all ranks' x. The gradient of the sum is the gradient of each x.
+reduce_from_region = operator(all_reduce, identity)
 
 
 def parallel_mlp(x, A, B, process_group=None):
@@ -168,22 +151,18 @@ def all_gather(x, process_group):
 def reduce_scatter(x, process_group):
     _, world_size = rank_and_size(process_group)
     check_divides("positions", len(x), world_size)
-    # The ranks exchange parts and each adds up what it receives, because gloo's own reduce-scatter
-    # is an all-reduce inside, which sends twice as much.
+    # Exchange parts and add them up. gloo's reduce-scatter is an all-reduce: it sends twice that.
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     work = dist.all_to_all_single(received, x.contiguous(), group=process_group, async_op=True)
     parts = received.unflatten(0, (world_size, -1))
     return lambda: wait_for(work, parts).sum(0)
 
 
-def gather_from_sequence(x, process_group=None):
-    """f: return the whole sequence. Its gradient is summed over the ranks that use it."""
-    return Conjugate.apply(x, all_gather, reduce_scatter, process_group)
+# f: return the whole sequence. Its gradient is summed over the ranks that use it.
+gather_from_sequence = operator(all_gather, reduce_scatter)
 
-
-def reduce_scatter_to_sequence(x, process_group=None):
-    """g: return this rank's part of the sum of all ranks' x."""
-    return Conjugate.apply(x, reduce_scatter, all_gather, process_group)
+# g: return this rank's part of the sum of all ranks' x.
+reduce_scatter_to_sequence = operator(reduce_scatter, all_gather)
 
 
 # The layers of a model. A rank has its shard of each weight.
@@ -192,8 +171,8 @@ def reduce_scatter_to_sequence(x, process_group=None):
 def shard_of(whole, dim, matrix_sizes, process_group=None):
     """Return this rank's shard of a weight or bias, split along `dim`.
 
-    The weight may stack several matrices along `dim`, such as q, k and v. Each is split by itself,
-    so that a rank has q, k and v of the same heads.
+    The weight may stack matrices, such as q, k and v. Each is split by itself, so that a rank has
+    q, k and v of the same heads.
     """
     rank, world_size = rank_and_size(process_group)
     matrices = whole.split(matrix_sizes, dim)
@@ -207,84 +186,49 @@ def column_linear(x, weight, bias=None, sequence_parallel=False, process_group=N
 
 
 def row_linear(x, weight, bias=None, sequence_parallel=False, process_group=None):
-    """The second matrix: the whole output, from this rank's inputs x. The bias is added once."""
+    """The second matrix: the whole output, from this rank's inputs x."""
     g = reduce_scatter_to_sequence if sequence_parallel else reduce_from_region
     y = g(F.linear(x, weight), process_group)
     if bias is None:
         return y
     if sequence_parallel:
-        # A rank has the gradient of its part of the sequence. f sums it over the ranks.
-        bias = copy_to_region(bias, process_group)
+        bias = copy_to_region(bias, process_group)  # sums the gradients of the ranks' positions
     return y + bias.to(y.dtype)  # under autocast the dtypes differ
 
 
-class SumsGradients:
-    """f sums the gradients of a module's parameters over the ranks. See with_base().
-
-    It is for a module that is not split, but sees a part of the activations: a norm with sequence
-    parallelism, or a module between a column and a row layer.
-    """
-
-    def forward(self, *args, **kwargs):
-        parameters = self._parameters
-        summed = {
-            name: copy_to_region(parameter, self.process_group)
-            for name, parameter in parameters.items()
-            if parameter is not None
-        }
-        self._parameters = parameters | summed
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            self._parameters = parameters
+def layer_norm(x, weight, bias, process_group=None):
+    """The norm of this rank's part of the sequence. f sums the gradients of weight and bias."""
+    weight = copy_to_region(weight, process_group)
+    bias = copy_to_region(bias, process_group)
+    return F.layer_norm(x, weight.shape, weight, bias)
 
 
-def with_base(plain, base, process_group=None):
-    """Return a module that shares the parameters of `plain`. Its class has `base` as first base."""
-    if isinstance(plain, base):
-        return plain
-    module = copy.copy(plain)
-    module.__class__ = type(type(plain).__name__, (base, type(plain)), {})
-    module.process_group = process_group
-    return module
+def locate(tokens, first, size):
+    """Return each token's place in the range that begins at `first`, or 0, and if it is there."""
+    place = tokens - first
+    is_local = (place >= 0) & (place < size)
+    return place.where(is_local, 0), is_local
 
 
-def locate(tokens, shard_size, process_group):
-    """Return each token's row in this rank's shard, or 0, and whether it is in the shard."""
-    rank, _ = rank_and_size(process_group)
-    row = tokens - rank * shard_size
-    is_local = (row >= 0) & (row < shard_size)
-    return row.where(is_local, 0), is_local
-
-
-def vocab_embedding(tokens, weight, padding_row=None, process_group=None):
-    """The tokens' rows of a matrix whose rows are split. A rank gives zeros for rows of others."""
-    row, is_local = locate(tokens, len(weight), process_group)
-    # masked_fill() keeps the strides that nn.Embedding gives. where() would not, and a dropout
-    # after it would draw another mask than on one device, because it draws in memory order.
+def vocab_embedding(tokens, weight, first, padding_row=None, process_group=None):
+    """The tokens' rows of a matrix. `weight` is this rank's rows, from row `first` on."""
+    row, is_local = locate(tokens, first, len(weight))
+    # masked_fill() keeps the strides of nn.Embedding. where() would not, and dropout, which draws
+    # in memory order, would draw another mask than on one device.
     x = F.embedding(row, weight, padding_row).masked_fill(~is_local.unsqueeze(-1), 0.0)
     return reduce_from_region(x, process_group)
 
 
-def naive_cross_entropy(logits_shard, target, V, process_group=None):
-    """The loss per token from all logits: each rank joins them. Section 3 does not."""
-    logits = gather_from_region(logits_shard, process_group)[..., :V]  # without padding
-    return F.cross_entropy(logits.movedim(-1, 1), target, reduction="none")
+def naive_cross_entropy(logits, target, first, process_group=None):
+    """log Σ exp(logits) - logits[target], per token. A rank has the columns from `first` on.
 
-
-def gather_from_region(x, process_group=None):
-    """Return all ranks' parts, joined along the last dimension.
-
-    Every rank must compute the same from the result. Then every rank has the same gradient of it,
-    and backward takes this rank's part.
+    exp() of large logits overflows. That in section 3 does not.
     """
-    return Conjugate.apply(x.movedim(-1, 0), all_gather, own_part, process_group).movedim(0, -1)
-
-
-def own_part(x, process_group):
-    rank, world_size = rank_and_size(process_group)
-    check_divides("positions or features", len(x), world_size)
-    return x.chunk(world_size)[rank].clone  # a view would keep the whole x in memory
+    total = reduce_from_region(logits.exp().sum(-1), process_group)
+    column, is_local = locate(target, first, logits.shape[-1])
+    of_target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    of_target = reduce_from_region(of_target.where(is_local, 0.0), process_group)
+    return total.log() - of_target
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,27 +236,29 @@ def own_part(x, process_group):
 
 
 class ParallelLayer(nn.Module):
-    """This rank's shard of a plain layer. Attributes and parameters have the plain layer's names.
+    """This rank's shards of a plain layer, under the plain layer's names.
 
-    A layer that is made from sizes draws the whole weight and keeps its shard, so all ranks need
-    the same random state.
+    A layer that is made from sizes draws the whole weight, so all ranks need the same random state.
     """
 
     split_dims = {}  # parameter: the dimension that is split; other parameters are replicated
+    is_transposed = False  # whether the weight is (inputs, outputs), as in transformers' Conv1D
 
     def __init__(self, in_features, out_features, bias=True, **options):
-        self.take_shard(nn.Linear(in_features, out_features, bias), **options)
+        layer = self.from_full(nn.Linear(in_features, out_features, bias), **options)
+        vars(self).update(vars(layer))
 
     @classmethod
     def from_full(cls, plain, **options):
-        """Make the layer from this rank's shard of `plain`, an nn.Linear or nn.Embedding."""
-        layer = cls.__new__(cls)
-        layer.take_shard(plain, **options)
+        """Make the layer from this rank's shards of `plain`, an nn.Linear or nn.Embedding."""
+        check_gradient_hooks(plain)
+        layer = copy.deepcopy(plain)
+        change_class(layer, cls, **options)
+        take_shards(layer)
         return layer
 
-    def take_shard(
+    def split(
         self,
-        plain,
         *,
         process_group=None,
         sequence_parallel=False,
@@ -321,41 +267,24 @@ class ParallelLayer(nn.Module):
         stack=1,  # the number of stacked matrices, if they are equal in size, or their sizes
         pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
-        super().__init__()
-        check_plain(plain, stack, is_joined=gather_output or pad or not input_is_parallel)
-        attributes = {name: x for name, x in vars(plain).items() if not name.startswith("_")}
-        vars(self).update(attributes)  # in_features, training, and so on
+        """Note how the layer is split. take_shards() splits it."""
         self.rank, self.world_size = rank_and_size(process_group)
         self.process_group = process_group
+        # Ranks with other values. DDP, ZeRO and FSDP refuse a group that has two of these ranks.
+        self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self.sequence_parallel = sequence_parallel
         self.gather_output = gather_output
         self.input_is_parallel = input_is_parallel
-        # Ranks with other values. DDP, ZeRO and FSDP refuse a group that has two of these ranks.
-        self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self.is_transposed = is_conv1d(plain)
-        if self.is_transposed:
-            self.split_dims = self.split_dims | {"weight": 1 - self.split_dims["weight"]}
-        self.size = plain.weight.shape[self.split_dims["weight"]]  # of the dimension that is split
+        check_options(self, stack, pad)
+        self.size = self.weight.shape[self.split_dims["weight"]]  # of the dimension that is split
         self.padding = -self.size % self.world_size if pad else 0  # in rows, over all ranks
         # The size of each stacked matrix, over all ranks and in this rank's shard.
         self.matrix_sizes = sizes_of_matrices(self.size + self.padding, stack, self.world_size)
         self.part_sizes = [size // self.world_size for size in self.matrix_sizes]
-        for name, whole in plain._parameters.items():
-            self.register_parameter(name, None if whole is None else self.make_shard(name, whole))
-        # In evaluation nn.TransformerEncoderLayer takes a fast path, which would take the shards
-        # for whole weights. A hook on any layer inside it turns the fast path off.
-        self.register_forward_hook(do_nothing)
-
-    def make_shard(self, name, whole):
-        shard = nn.Parameter(self.shard(name, whole), whole.requires_grad)
-        if name in self.split_dims:  # for muon.py, and for check_parameters_between()
-            shard.differ_between_ranks = self.differ_between_ranks
-        return shard
+        self.register_forward_pre_hook(check_input)
 
     def shard(self, name, whole):
         """Return this rank's shard of a whole parameter."""
-        if name not in self.split_dims:
-            return whole.clone()
         zeros = whole.new_zeros(self.padding, *whole.shape[1:])
         padded = torch.cat((whole, zeros))
         return shard_of(padded, self.split_dims[name], self.matrix_sizes, self.process_group)
@@ -374,10 +303,9 @@ class ParallelLayer(nn.Module):
 
 
 class ColumnLinear(Function):
-    """Computes column_linear(). Backward communicates while it computes.
+    """column_linear(), which sums the gradient of x while it computes that of the weight.
 
-    It sums the gradient of x over the ranks while it computes the gradient of the weight. Forward
-    does not save the gathered sequence. Backward gathers it again while it computes the gradient
+    It does not save the gathered sequence. Backward gathers it again while it computes the gradient
     of x (Korthikanti et al., §4.2.2).
     """
 
@@ -385,7 +313,11 @@ class ColumnLinear(Function):
     def forward(ctx, x, weight, bias, layer):
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        return column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
+        y = column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
+        if layer.padding:
+            first_of_padding = layer.size - layer.rank * len(weight)
+            y[..., max(0, first_of_padding) :] = -math.inf  # softmax ignores such logits
+        return y
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -407,20 +339,14 @@ class ColumnLinear(Function):
 class ColumnParallelLinear(ParallelLayer):
     """nn.Linear with its outputs split: an x of (…, in) gives (…, out/t), this rank's outputs.
 
-    x is the same on all ranks. With `sequence_parallel` it is this rank's part of dimension 0. With
-    `gather_output` every rank returns all outputs.
-
-    With `pad` the outputs beyond out_features are -inf: logits that softmax ignores.
+    x is the same on all ranks, or with `sequence_parallel` this rank's part of dimension 0. With
+    `gather_output` every rank returns all outputs. Outputs of padding are -inf.
     """
 
     split_dims = {"weight": 0, "bias": 0}
 
     def forward(self, x):
         y = ColumnLinear.apply(x, self.matrix(), self.bias, self)
-        if self.padding:
-            rows = len(self.weight)
-            is_padding = torch.arange(rows, device=y.device) >= self.size - self.rank * rows
-            y = y.masked_fill(is_padding, -math.inf)
         if self.gather_output:
             y = gather_from_region(y, self.process_group)[..., : self.size]
         return y
@@ -429,30 +355,40 @@ class ColumnParallelLinear(ParallelLayer):
 class RowParallelLinear(ParallelLayer):
     """nn.Linear with its inputs split: an x of (…, in/t), this rank's inputs, gives (…, out).
 
-    The output is the same on all ranks. With `sequence_parallel` it is this rank's part of
-    dimension 0. With input_is_parallel=False every rank passes all inputs, (…, in).
+    The output is the same on all ranks, or with `sequence_parallel` this rank's part of dimension
+    0. With input_is_parallel=False every rank passes all inputs, (…, in).
     """
 
     split_dims = {"weight": 1}
-    is_checked = False
 
     def forward(self, x):
         if not self.input_is_parallel:
             x = scatter_to_region(x, self.process_group)
-        if not self.is_checked:
-            check_parameters_between(x)
-            self.is_checked = x.requires_grad
         return row_linear(x, self.matrix(), self.bias, self.sequence_parallel, self.process_group)
 
 
+# Operators for tensors that are whole and equal on all ranks. Every rank must compute the same from
+# them. Then it has their whole gradients, and the ranks sum nothing.
+
+
+def own_part(x, process_group):
+    rank, world_size = rank_and_size(process_group)
+    check_divides("positions or features", len(x), world_size)
+    return x.chunk(world_size)[rank].clone  # a view would keep the whole x in memory
+
+
+scatter_to_sequence = operator(own_part, all_gather)
+gather_whole = operator(all_gather, own_part)
+
+
 def scatter_to_region(x, process_group=None):
-    """Return this rank's part of the last dimension of an x that all ranks have."""
+    """Return this rank's part of the last dimension."""
     return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
 
 
-def scatter_to_sequence(x, process_group=None):
-    """Return this rank's part of dimension 0 of an x that all ranks have."""
-    return Conjugate.apply(x, own_part, all_gather, process_group)
+def gather_from_region(x, process_group=None):
+    """Return all ranks' parts, joined along the last dimension."""
+    return gather_whole(x.movedim(-1, 0), process_group).movedim(0, -1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -469,34 +405,37 @@ class VocabParallelEmbedding(ParallelLayer):
     split_dims = {"weight": 0}
 
     def __init__(self, num_embeddings, embedding_dim, **options):
-        self.take_shard(nn.Embedding(num_embeddings, embedding_dim), **options)
+        layer = self.from_full(nn.Embedding(num_embeddings, embedding_dim), **options)
+        vars(self).update(vars(layer))
 
-    def take_shard(self, plain, pad=True, **options):
-        super().take_shard(plain, pad=pad, **options)
-        first = self.rank * len(self.weight)
-        rows = range(first, first + len(self.weight))
+    def split(self, pad=True, **options):
+        super().split(pad=pad, **options)
+        (size,) = self.part_sizes
+        self.first = self.rank * size  # this rank's first row
+        rows = range(self.first, self.first + size)
         # padding_idx gets no gradient. This is its row in the shard, if it is there.
-        self.padding_row = rows.index(plain.padding_idx) if plain.padding_idx in rows else None
+        self.padding_row = rows.index(self.padding_idx) if self.padding_idx in rows else None
 
     def forward(self, tokens):
         is_outside = check_tokens(tokens, self.num_embeddings)
-        x = vocab_embedding(tokens, self.weight, self.padding_row, self.process_group)
+        x = vocab_embedding(tokens, self.weight, self.first, self.padding_row, self.process_group)
         return x.masked_fill(is_outside.unsqueeze(-1), math.nan)
 
 
 class VocabParallelCrossEntropy(Function):
     """For each token, loss = log Σ exp(shifted) - shifted[target].
 
-    Here shifted is the logits minus their maximum, so that exp() does not overflow. The gradient of
-    the logits is softmax(logits), minus 1 at the target. The ranks reduce three numbers per token:
-    the maximum, Σ exp(shifted) and shifted[target].
+    shifted is the logits minus their maximum, so that exp() does not overflow. The ranks reduce
+    three numbers per token: the maximum, Σ exp(shifted) and shifted[target]. The gradient of the
+    logits is softmax(logits), minus 1 at the target.
     """
 
     @staticmethod
     def forward(ctx, logits, target, process_group):
-        _, world_size = rank_and_size(process_group)
-        is_outside = check_tokens(target, logits.shape[-1] * world_size)
-        column, is_local = locate(target, logits.shape[-1], process_group)
+        rank, world_size = rank_and_size(process_group)
+        size = logits.shape[-1]
+        is_outside = check_tokens(target, size * world_size)
+        column, is_local = locate(target, rank * size, size)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         maximum = logits.amax(-1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
@@ -524,8 +463,7 @@ def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignor
 
     `logits_shard` is (…, V/t). `target` is (…) and the same on all ranks. The loss is (…), in
     float32 or float64. A target outside the vocabulary is an IndexError on the CPU. On a GPU its
-    loss and gradient are NaN. The padding counts as vocabulary: a target there has an infinite
-    loss, because the logits of the padding are -inf.
+    loss and gradient are NaN. The loss of a target in the padding is infinite.
     """
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
@@ -537,7 +475,168 @@ def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignor
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. A transformer layer, from (sequence, batch, hidden) to the same shape.
+# 4. The library: parallelize() splits the layers of a plain model. A plan gives each layer a kind:
+#
+#     "column", "row"   the first and the second matrix of a pair: nn.Linear, transformers' Conv1D
+#     "qkv"             a first matrix that stacks q, k and v, which are equal in size
+#     "swiglu"          a first matrix that stacks gate and up, which are equal in size
+#     (2048, 512, 512)  a first matrix that stacks matrices of these sizes
+#     "vocab"           an embedding or a head
+#     "dropout"         a dropout inside a pair
+#     "norm"            a norm between the pairs, only needed with `sequence_parallel`
+#     "replicated_with_grad_allreduce"
+#                       a module inside a pair that is not split, such as Qwen3's q_norm
+#
+# Tied weights stay tied. With `sequence_parallel` name the dropouts between the pairs too, and call
+# scatter_to_sequence() after the embedding.
+#
+# Attention that reshapes by its own number of heads needs that of this rank: after parallelize()
+# `attention.num_heads //= t` for Whisper, `attention.n_heads //= t` for T5 (whose
+# relative_attention_bias is "column"), `attention.split_size //= t` for GPT-2.
+#
+# These mistakes make no error:
+# - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
+# - view(…, num_heads, -1) makes thinner heads, and view(batch, -1, num_heads, head_dim) shorter
+#   sequences. A rank has fewer heads: view(…, -1, head_dim).
+# - "dropout" draws another mask on each rank. Leave out a dropout whose input all ranks have, as on
+#   a residual without `sequence_parallel`. It needs the same random state on all ranks.
+# - Without "replicated_with_grad_allreduce" replicas drift apart. A row layer raises ValueError if
+#   its first forward with gradients was computed with such a parameter. It does not find parameters
+#   that are frozen then, or that are no nn.Parameter in forward, such as those of FSDP.
+
+
+class ColumnParallelEmbedding(ParallelLayer):
+    """nn.Embedding with its columns split, such as T5's biases, which have a column per head."""
+
+    split_dims = {"weight": 1}
+
+    def forward(self, tokens):
+        return F.embedding(tokens, self.weight)
+
+
+# (kind, class of the plain layer): class of the parallel layer
+LAYERS = {
+    ("column", nn.Linear): ColumnParallelLinear,
+    ("column", nn.Embedding): ColumnParallelEmbedding,
+    ("row", nn.Linear): RowParallelLinear,
+    ("vocab", nn.Linear): ColumnParallelLinear,
+    ("vocab", nn.Embedding): VocabParallelEmbedding,
+}
+
+
+def parallelize(module, plan, process_group=None, sequence_parallel=False):
+    """Make layers of `module` this rank's shards of them, in place. Return the module.
+
+    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}, with the kinds above.
+    All ranks must have the same weights, so seed them alike before the model is made. If plans, or
+    names, shapes, dtypes or sums of parameters differ, every rank raises ValueError.
+    """
+    check_same_on_all_ranks(describe(module, plan, sequence_parallel), process_group)
+    layers = dict(module.named_modules(remove_duplicate=False))
+    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+    kinds = {}  # layer: its name and its kind
+    for pattern, kind in plan.items():
+        names = fnmatch.filter(layers, pattern)
+        if not names:
+            raise ValueError(f"no layer is named {pattern!r}; named_modules() has the names")
+        kinds |= {layers[name]: (name, kind) for name in names}
+    for layer, (name, kind) in kinds.items():
+        try:
+            change_kind(layer, kind, **options)
+        except ValueError as error:
+            raise ValueError(f"{name!r} cannot be {kind!r}: {error}") from None
+    take_shards(module)
+    for layer in layers.values():
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False  # collectives do not take nested tensors
+    return module
+
+
+def change_kind(layer, kind, **options):
+    """Make a plain layer one of this kind, in place."""
+    group = options["process_group"]
+    if kind == "dropout" and type(layer) is nn.Dropout:
+        add_base(layer, ParallelDropout, group)
+    elif kind in ("norm", "replicated_with_grad_allreduce"):
+        if [*layer.children(), *layer.buffers()]:
+            raise ValueError(f"{layer} has buffers, or layers in it")
+        if options["sequence_parallel"] or kind != "norm":
+            add_base(layer, SumsGradients, group)
+    else:
+        stack = kind if isinstance(kind, tuple) else {"qkv": 3, "swiglu": 2}.get(kind, 1)
+        kind = kind if stack == 1 else "column"
+        plain_class = nn.Linear if is_conv1d(layer) else type(layer)
+        if (kind, plain_class) not in LAYERS:
+            raise ValueError(f"it is {layer}; use one of {list(LAYERS)}")
+        parallel_class = LAYERS[kind, plain_class]
+        change_class(layer, parallel_class, stack=stack, pad=kind == "vocab", **options)
+
+
+def change_class(layer, parallel_class, **options):
+    """Make a plain layer a parallel one, in place."""
+    is_transposed = is_conv1d(layer)
+    layer.__class__ = parallel_class
+    if is_transposed:
+        layer.is_transposed = True
+        layer.split_dims = layer.split_dims | {"weight": 1 - layer.split_dims["weight"]}
+    layer.split(**options)
+
+
+def take_shards(module):
+    """Replace the parameters that are split by this rank's shards, in place.
+
+    A parameter that layers share is one parameter, so it stays tied.
+    """
+    splits = {}  # parameter: how its first layer splits it, or None
+    for path, layer in module.named_modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            dim = getattr(layer, "split_dims", {}).get(name)
+            split = None if dim is None else (dim, layer.matrix_sizes)
+            if splits.setdefault(parameter, split) != split:
+                raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
+            if split and not hasattr(parameter, "differ_between_ranks"):
+                parameter.data = layer.shard(name, parameter.data)
+                parameter.differ_between_ranks = layer.differ_between_ranks
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. The library: modules that are not split, and the modules of a transformer.
+
+
+def add_base(module, base, process_group=None):
+    """Make `base` the first base of the module's class, in place. Return the module."""
+    if not isinstance(module, base):
+        plain_class = type(module)
+        module.__class__ = type(plain_class.__name__, (base, plain_class), {})
+        module.process_group = process_group
+    return module
+
+
+class SumsGradients:
+    """f sums the gradients of a module's parameters over the ranks, as in layer_norm().
+
+    It is for a module that is not split, but sees a part of the activations: a norm with sequence
+    parallelism, or a module inside a pair, where a rank has the gradients of its own heads.
+    """
+
+    def forward(self, *args, **kwargs):
+        parameters = self._parameters
+        self._parameters = {
+            name: parameter if parameter is None else copy_to_region(parameter, self.process_group)
+            for name, parameter in parameters.items()
+        }
+        output = super().forward(*args, **kwargs)
+        self._parameters = parameters
+        return output
+
+
+class ParallelDropout:
+    """For nn.Dropout inside a pair, or on a part of the sequence: each rank draws its own mask."""
+
+    def forward(self, x):
+        is_used = self.training and self.p > 0
+        with parallel_region(self.process_group) if is_used else nullcontext():
+            return super().forward(x)
 
 
 def model_parallel_seed(seed, process_group=None):
@@ -562,15 +661,6 @@ def parallel_region(process_group=None):
     with torch.random.fork_rng(gpus):
         torch.manual_seed(seed + rank)
         yield
-
-
-class ParallelDropout:
-    """For nn.Dropout inside a pair, or on a part of the sequence: each rank draws its own mask."""
-
-    def forward(self, x):
-        is_used = self.training and self.p > 0
-        with parallel_region(self.process_group) if is_used else nullcontext():
-            return super().forward(x)
 
 
 class ParallelMLP(nn.Module):
@@ -600,13 +690,14 @@ class ParallelSelfAttention(nn.Module):
 
     def __init__(self, hidden_size, num_heads, num_kv_heads=None, dropout=0.0, **options):
         super().__init__()
+        num_kv_heads = num_kv_heads or num_heads
         self.head_dim = hidden_size // num_heads
         self.dropout = dropout
-        kv_size = (num_kv_heads or num_heads) * self.head_dim
+        kv_size = num_kv_heads * self.head_dim
         stack = [hidden_size, kv_size, kv_size]
         self.qkv = ColumnParallelLinear(hidden_size, sum(stack), stack=stack, **options)
         self.proj = RowParallelLinear(hidden_size, hidden_size, **options)
-        check_divides("key and value heads", kv_size // self.head_dim, self.qkv.world_size)
+        check_divides("key and value heads", num_kv_heads, self.qkv.world_size)
 
     def forward(self, x):
         qkv = self.qkv(x).split(self.qkv.part_sizes, -1)
@@ -623,9 +714,9 @@ class ParallelSelfAttention(nn.Module):
 class ParallelTransformerLayer(nn.Module):
     """Attention and MLP, each with a norm before it, dropout after it, and a residual around it.
 
-    All ranks need the same random state here and in forward, as model_parallel_seed() sets it.
-    Without `sequence_parallel` each rank draws the dropout on the residual by itself. Different
-    masks would make the activations differ, without an error.
+    x is (sequence, batch, hidden). All ranks need the same random state here and in forward, as
+    model_parallel_seed() sets it. Without `sequence_parallel` each rank draws the dropout on the
+    residual by itself. Different masks would make the activations differ, without an error.
     """
 
     def __init__(
@@ -639,139 +730,23 @@ class ParallelTransformerLayer(nn.Module):
         **options,
     ):
         super().__init__()
+        ffn_hidden_size = ffn_hidden_size or 4 * hidden_size
         self.norm1 = nn.LayerNorm(hidden_size)
         self.self_attn = ParallelSelfAttention(
             hidden_size, num_heads, num_kv_heads, dropout, **options
         )
         self.norm2 = nn.LayerNorm(hidden_size)
-        self.mlp = ParallelMLP(
-            hidden_size, ffn_hidden_size or 4 * hidden_size, activation, **options
-        )
+        self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, **options)
         self.dropout = nn.Dropout(dropout)
         if options.get("sequence_parallel"):
             group = options.get("process_group")
-            self.norm1 = with_base(self.norm1, SumsGradients, group)
-            self.norm2 = with_base(self.norm2, SumsGradients, group)
-            self.dropout = with_base(self.dropout, ParallelDropout, group)
+            add_base(self.norm1, SumsGradients, group)
+            add_base(self.norm2, SumsGradients, group)
+            add_base(self.dropout, ParallelDropout, group)
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
-
-
-# --------------------------------------------------------------------------------------------------
-# 5. The library: parallelize() splits the layers of a plain model. A plan gives each layer a kind:
-#
-#     "column", "row"   the first and the second matrix of a pair: nn.Linear, transformers' Conv1D
-#     "qkv"             a first matrix that stacks q, k and v, which are equal in size
-#     "swiglu"          a first matrix that stacks gate and up, which are equal in size
-#     (2048, 512, 512)  a first matrix that stacks matrices of these sizes
-#     "vocab"           an embedding or a head
-#     "dropout"         a dropout inside a pair
-#     "norm"            a norm between the pairs, only needed with `sequence_parallel`
-#     "replicated_with_grad_allreduce"
-#                       a module inside a pair that is not split, such as Qwen3's q_norm. A rank has
-#                       the gradient of its own heads, so backward adds up the ranks' gradients.
-#
-# Tied weights stay tied. With `sequence_parallel` the activations between the pairs are this rank's
-# parts of dimension 0: name the dropouts there too, and call scatter_to_sequence() after the
-# embedding.
-#
-# Attention that reshapes by its own number of heads needs that of this rank: after parallelize()
-# `attention.num_heads //= t` for Whisper, `attention.n_heads //= t` for T5 (whose
-# relative_attention_bias is "column"), `attention.split_size //= t` for GPT-2.
-#
-# These mistakes make no error:
-# - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
-# - view(…, num_heads, -1) makes thinner heads. A rank has fewer heads: view(…, -1, head_dim).
-#   view(batch, -1, num_heads, head_dim) makes shorter sequences.
-# - "dropout" draws another mask on each rank. Leave out a dropout whose input all ranks have, as on
-#   a residual without `sequence_parallel`. It needs the same random state on all ranks.
-# - Without "replicated_with_grad_allreduce" replicas drift apart. A row layer raises ValueError if
-#   its first forward with gradients was computed with such a parameter. It does not find parameters
-#   that are frozen then, or that are no nn.Parameter in forward, such as those of FSDP.
-
-
-class ColumnParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its columns split, such as T5's biases, which have a column per head."""
-
-    split_dims = {"weight": 1}
-
-    def forward(self, tokens):
-        return F.embedding(tokens, self.weight)
-
-
-KINDS = {
-    ("column", nn.Linear): ColumnParallelLinear.from_full,
-    ("column", nn.Embedding): ColumnParallelEmbedding.from_full,
-    ("row", nn.Linear): RowParallelLinear.from_full,
-    ("vocab", nn.Linear): partial(ColumnParallelLinear.from_full, pad=True),
-    ("vocab", nn.Embedding): VocabParallelEmbedding.from_full,
-}
-EQUAL_MATRICES = {"qkv": 3, "swiglu": 2}  # how many a column layer of this kind stacks
-
-
-def parallelize(module, plan, process_group=None, sequence_parallel=False):
-    """Replace layers of `module` by this rank's shards of them, in place. Return the module.
-
-    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}, with the kinds above.
-    All ranks must have the same weights, so seed them alike before the model is made. If plans, or
-    names, shapes, dtypes or sums of parameters differ, every rank raises ValueError.
-    """
-    plain_layers = dict(module.named_modules(remove_duplicate=False))
-    check_same_on_all_ranks(describe(module, plan, sequence_parallel), process_group)
-    layers = {}  # plain layer: its parallel layer
-    for pattern, kind in plan.items():
-        names = fnmatch.filter(plain_layers, pattern)
-        if not names:
-            raise ValueError(f"no layer is named {pattern!r}; named_modules() has the names")
-        for name in names:
-            plain = plain_layers[name]
-            try:
-                layers[plain] = make_layer(plain, kind, process_group, sequence_parallel)
-            except ValueError as error:
-                raise ValueError(f"{name!r} is {plain}: it cannot be {kind!r}, {error}") from None
-    tie(plain_layers, layers)
-    for name, plain in plain_layers.items():
-        if plain in layers:
-            module.set_submodule(name, layers[plain])
-        if isinstance(plain, nn.TransformerEncoder):
-            plain.use_nested_tensor = False  # collectives do not take nested tensors
-    return module
-
-
-def make_layer(plain, kind, process_group, sequence_parallel):
-    """Return the layer that replaces `plain`."""
-    if kind == "dropout" and type(plain) is nn.Dropout:
-        return with_base(plain, ParallelDropout, process_group)
-    if kind in ("norm", "replicated_with_grad_allreduce"):
-        if [*plain.children(), *plain.buffers()]:
-            raise ValueError("it has buffers, or layers in it")
-        is_partial = sequence_parallel or kind != "norm"
-        return with_base(plain, SumsGradients, process_group) if is_partial else plain
-    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
-    stack = EQUAL_MATRICES.get(kind, kind)
-    if not isinstance(stack, str):
-        options["stack"] = stack
-        kind = "column"
-    make = KINDS.get((kind, nn.Linear if is_conv1d(plain) else type(plain)))
-    if not make:
-        raise ValueError(f"use one of {list(KINDS)}")
-    return make(plain, **options)
-
-
-def tie(plain_layers, layers):
-    """Give layers that share a parameter the same shard of it."""
-    first_shards = {}  # whole parameter: its shard in the first layer that has it, and the split
-    for path, plain in plain_layers.items():
-        layer = layers.get(plain, plain)
-        for name, whole in plain.named_parameters(recurse=False):
-            shard = getattr(layer, name)
-            split = (shard.shape, getattr(layer, "matrix_sizes", None))
-            first_shard, first_split = first_shards.setdefault(whole, (shard, split))
-            if split != first_split:
-                raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
-            setattr(layer, name, first_shard)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -853,7 +828,7 @@ def boxes_of(layer, name, shape):
     boxes = []
     first = 0  # where the box begins in the flattened shard
     matrix_start = 0  # where the matrix begins in the whole parameter, along dim
-    for matrix_size, part_size in zip(layer.matrix_sizes, layer.part_sizes, strict=True):
+    for part_size in layer.part_sizes:
         offset = [0] * len(shape)
         offset[dim] = matrix_start + layer.rank * part_size
         box_shape = shape.copy()
@@ -861,12 +836,28 @@ def boxes_of(layer, name, shape):
         if box_shape[dim] > 0:
             boxes.append(Box(first, box_shape, whole_shape, offset))
         first += part_size * math.prod(shape[dim + 1 :])
-        matrix_start += matrix_size
+        matrix_start += part_size * layer.world_size
     return boxes
 
 
 # --------------------------------------------------------------------------------------------------
 # 7. The library: checks.
+
+
+def rank_and_size(process_group):
+    world_size = dist.get_world_size(process_group)
+    if world_size < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
+    return dist.get_rank(process_group), world_size
+
+
+def check_divides(what, size, world_size):
+    if size % world_size:
+        fit = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            f"{size} {what} are not divisible by {world_size} tensor-parallel ranks; "
+            f"use a world size in {fit}"
+        )
 
 
 def sizes_of_matrices(size, stack, world_size):
@@ -884,26 +875,22 @@ def is_conv1d(plain):
     return type(plain).__name__ == "Conv1D"
 
 
-def do_nothing(module, inputs, output):
-    pass
-
-
-def check_plain(plain, stack, is_joined):
-    """Raise ValueError if the parallel layer would not do all that `plain` does.
-
-    `is_joined` says that the layer joins or cuts a whole input or output, as if of one matrix.
-    nn.utils.weight_norm, nn.utils.spectral_norm and nn.utils.prune work by hooks.
-    """
-    hooks = [value for name, value in vars(plain).items() if name.endswith("_hooks")]
+def check_gradient_hooks(plain):
+    """Raise ValueError if a copy of `plain` would lack hooks that change gradients."""
     for parameter in plain.parameters():
-        hooks += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
-    if any(hooks):
-        raise ValueError("it has hooks; register hooks on the parallel layer")
-    if stack != 1 and is_joined:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError("it has gradient hooks; register them on the parallel layer")
+
+
+def check_options(layer, stack, pad):
+    """Raise ValueError if the layer would not do all that the plain layer does."""
+    if "weight" not in layer._parameters:  # but computed, as by nn.utils.spectral_norm
+        raise ValueError("its weight is not a parameter")
+    if stack != 1 and (layer.gather_output or pad or not layer.input_is_parallel):
         raise ValueError(
             f"stack={stack} excludes gather_output=True, input_is_parallel=False and pad=True"
         )
-    if getattr(plain, "max_norm", None) or getattr(plain, "scale_grad_by_freq", False):
+    if getattr(layer, "max_norm", None) or getattr(layer, "scale_grad_by_freq", False):
         raise ValueError("max_norm and scale_grad_by_freq are left out")
 
 
@@ -920,12 +907,18 @@ def check_tokens(tokens, V):
     return is_outside
 
 
-def check_parameters_between(x):
-    """Raise ValueError if x, a row layer's input, was computed with parameters that are not split.
+def check_input(layer, inputs):
+    """A forward pre-hook: check what a row layer's input was computed with.
 
-    Follow the graph of x back to the nodes that sum gradients over the ranks.
+    Raise ValueError if parameters that are not split are between a column layer and this layer.
+    Follow the graph back to the nodes that sum gradients over the ranks.
+
+    A hook has another use. In evaluation nn.TransformerEncoderLayer takes a fast path, which would
+    take the shards for whole weights. A hook on any layer inside it turns the fast path off.
     """
-    nodes = [x.grad_fn]
+    if not isinstance(layer, RowParallelLinear) or not layer.input_is_parallel:
+        return
+    nodes = [inputs[0].grad_fn]
     seen = {None}
     while nodes:
         node = nodes.pop()
@@ -951,11 +944,10 @@ def check_no_second_derivative():
 
 def describe(module, plan, sequence_parallel):
     """Return what must be the same on all ranks, as a set of texts."""
-    split = {name for name, _, _ in split_parameters(module)}  # by an earlier parallelize()
     texts = {f"plan {plan}", f"{sequence_parallel=}"}
     for name, parameter in module.named_parameters():
-        has_same_values = name not in split and not parameter.is_meta
-        total = parameter.sum().item() if has_same_values else None
+        has_no_sum = parameter.is_meta or hasattr(parameter, "differ_between_ranks")
+        total = None if has_no_sum else parameter.sum().item()
         texts.add(f"{name} {tuple(parameter.shape)} {parameter.dtype} with sum {total}")
     return texts
 
@@ -984,7 +976,7 @@ def main():
     loss_of = vocab_parallel_cross_entropy
     if demo.args.idea:
         split_by_the_idea(model, sequence_parallel)
-        loss_of = partial(naive_cross_entropy, V=256)
+        loss_of = partial(naive_cross_entropy, first=first_of_vocabulary(256))
     else:
         plan = {"0": "vocab", "*.qkv": "qkv", "*.proj": "row", "*.linear1": "column"}
         plan |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
@@ -1017,14 +1009,14 @@ def sent_by_formula(demo):
     l = 4
     h = 192
     bs = demo.batch(0)[0].numel()
-    V = 256 + -256 % t  # with padding
     per_layer = 8
     per_model = 4
     if demo.args.sequence_parallel:
         per_layer = 8 if demo.args.idea else 10
         per_model = 5 if demo.args.idea else 6
-    formula = f"({per_layer}l+{per_model})bsh + {'bsV' if demo.args.idea else '6bs'}"
-    sent = (per_layer * l + per_model) * bs * h + bs * (V if demo.args.idea else 6)
+    per_token = 4 if demo.args.idea else 6  # in the loss
+    formula = f"({per_layer}l+{per_model})bsh + {per_token}bs"
+    sent = (per_layer * l + per_model) * bs * h + per_token * bs
     if demo.args.sequence_parallel:
         formula += " + (12l+4)h"
         sent += (12 * l + 4) * h
@@ -1057,35 +1049,41 @@ class Naive(nn.Module):
 
     def shard(self, name, whole):
         dim = self.dims[name]
-        padding = (0, -whole.shape[dim] % dist.get_world_size())
-        padded = F.pad(whole.movedim(dim, -1), padding).movedim(-1, dim)
-        return shard_of(padded, dim, padded.shape[dim] // self.matrices)
+        return shard_of(whole, dim, whole.shape[dim] // self.matrices)
 
-    def join(self, name, shard, shape):
+    def join(self, name, shard):
         if name not in self.dims:
             return shard
         dim = self.dims[name]
-        shards = all_gather(shard.unsqueeze(0), None)()
+        shards = [None] * dist.get_world_size()
+        dist.all_gather_object(shards, shard.cpu())  # which may differ in size
         matrices = zip(*[shard.chunk(self.matrices, dim) for shard in shards], strict=True)
-        whole = torch.cat([part for matrix in matrices for part in matrix], dim)
-        return whole.narrow(dim, 0, shape[dim])  # without the padding
+        whole = torch.cat([part for parts in matrices for part in parts], dim)
+        return whole.to(shard.device)
+
+
+def first_of_vocabulary(V):
+    """The first row of the embedding that this rank has, and the first column of the logits."""
+    rows_per_rank = math.ceil(V / dist.get_world_size())
+    return dist.get_rank() * rows_per_rank
 
 
 def split_by_the_idea(model, sequence_parallel):
     column = partial(column_linear, sequence_parallel=sequence_parallel)
     row = partial(row_linear, sequence_parallel=sequence_parallel)
     by_rows = {"weight": 0, "bias": 0}
-    model[0] = Naive(model[0], vocab_embedding, by_rows)
+    first = first_of_vocabulary(len(model[0].weight))
+    model[0] = Naive(model[0], partial(vocab_embedding, first=first), by_rows)
     for block in model[1:5]:
         block.qkv = Naive(block.qkv, column, by_rows, matrices=3)
         block.proj = Naive(block.proj, row, {"weight": 1})
         block.linear1 = Naive(block.linear1, column, by_rows)
         block.linear2 = Naive(block.linear2, row, {"weight": 1})
         if sequence_parallel:
-            block.norm1 = with_base(block.norm1, SumsGradients)
-            block.norm2 = with_base(block.norm2, SumsGradients)
+            block.norm1 = Naive(block.norm1, layer_norm, {})
+            block.norm2 = Naive(block.norm2, layer_norm, {})
     if sequence_parallel:
-        model[5] = with_base(model[5], SumsGradients)
+        model[5] = Naive(model[5], layer_norm, {})
     model[6] = Naive(model[6], column, by_rows)
 
 
@@ -1093,13 +1091,13 @@ def join_naive(model, plain):
     """The whole gradients and parameters, in the order of the plain model."""
     gradients = []
     parameters = []
-    for name, whole in plain.named_parameters():
+    for name, _ in plain.named_parameters():
         path, _, own_name = name.rpartition(".")
         layer = model.get_submodule(path)
         parameter = getattr(layer, own_name)
         for tensors, ours in ((gradients, parameter.grad), (parameters, parameter.detach())):
-            is_split = isinstance(layer, Naive)
-            tensors.append(layer.join(own_name, ours, whole.shape) if is_split else ours)
+            is_naive = isinstance(layer, Naive)
+            tensors.append(layer.join(own_name, ours) if is_naive else ours)
     return gradients, parameters
 
 
