@@ -152,8 +152,9 @@ def reduce_scatter(x, process_group):
     _, world_size = rank_and_size(process_group)
     check_divides("positions", len(x), world_size)
     # Exchange parts and add them up. gloo's reduce-scatter is an all-reduce: it sends twice that.
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    work = dist.all_to_all_single(received, x.contiguous(), group=process_group, async_op=True)
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    work = dist.all_to_all_single(received, x, group=process_group, async_op=True)
     parts = received.unflatten(0, (world_size, -1))
     return lambda: wait_for(work, parts).sum(0)
 
@@ -204,7 +205,7 @@ def layer_norm(x, weight, bias, process_group=None):
 
 
 def locate(tokens, first, size):
-    """Return each token's place in the range that begins at `first`, or 0, and if it is there."""
+    """Return each token's place in the `size` tokens from `first` on, or 0, and if it is there."""
     place = tokens - first
     is_local = (place >= 0) & (place < size)
     return place.where(is_local, 0), is_local
@@ -222,7 +223,7 @@ def vocab_embedding(tokens, weight, first, padding_row=None, process_group=None)
 def naive_cross_entropy(logits, target, first, process_group=None):
     """log Σ exp(logits) - logits[target], per token. A rank has the columns from `first` on.
 
-    exp() of large logits overflows. That in section 3 does not.
+    exp() of large logits overflows. Section 3 subtracts their maximum.
     """
     total = reduce_from_region(logits.exp().sum(-1), process_group)
     column, is_local = locate(target, first, logits.shape[-1])
@@ -499,10 +500,10 @@ def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignor
 # - view(…, num_heads, -1) makes thinner heads, and view(batch, -1, num_heads, head_dim) shorter
 #   sequences. A rank has fewer heads: view(…, -1, head_dim).
 # - "dropout" draws another mask on each rank. Leave out a dropout whose input all ranks have, as on
-#   a residual without `sequence_parallel`. It needs the same random state on all ranks.
+#   a residual without `sequence_parallel`.
 # - Without "replicated_with_grad_allreduce" replicas drift apart. A row layer raises ValueError if
-#   its first forward with gradients was computed with such a parameter. It does not find parameters
-#   that are frozen then, or that are no nn.Parameter in forward, such as those of FSDP.
+#   its input was computed with such a parameter. It does not find those that are no nn.Parameter in
+#   forward, such as FSDP's.
 
 
 class ColumnParallelEmbedding(ParallelLayer):
@@ -527,9 +528,9 @@ LAYERS = {
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Make layers of `module` this rank's shards of them, in place. Return the module.
 
-    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}, with the kinds above.
-    All ranks must have the same weights, so seed them alike before the model is made. If plans, or
-    names, shapes, dtypes or sums of parameters differ, every rank raises ValueError.
+    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. All ranks must have the
+    same weights, so seed them alike before the model is made. If plans, or names, shapes, dtypes or
+    sums of parameters differ, every rank raises ValueError.
     """
     check_same_on_all_ranks(describe(module, plan, sequence_parallel), process_group)
     layers = dict(module.named_modules(remove_duplicate=False))
@@ -604,19 +605,17 @@ def take_shards(module):
 
 
 def add_base(module, base, process_group=None):
-    """Make `base` the first base of the module's class, in place. Return the module."""
+    """Make `base` the first base of the module's class, in place."""
     if not isinstance(module, base):
         plain_class = type(module)
         module.__class__ = type(plain_class.__name__, (base, plain_class), {})
         module.process_group = process_group
-    return module
 
 
 class SumsGradients:
     """f sums the gradients of a module's parameters over the ranks, as in layer_norm().
 
-    It is for a module that is not split, but sees a part of the activations: a norm with sequence
-    parallelism, or a module inside a pair, where a rank has the gradients of its own heads.
+    The module is not split, but sees a part of the activations: of the sequence, or inside a pair.
     """
 
     def forward(self, *args, **kwargs):
@@ -908,13 +907,12 @@ def check_tokens(tokens, V):
 
 
 def check_input(layer, inputs):
-    """A forward pre-hook: check what a row layer's input was computed with.
+    """A forward pre-hook. Raise ValueError if a row layer's input needs parameters not split.
 
-    Raise ValueError if parameters that are not split are between a column layer and this layer.
-    Follow the graph back to the nodes that sum gradients over the ranks.
+    Follow the input's graph back to the nodes that sum gradients over the ranks.
 
-    A hook has another use. In evaluation nn.TransformerEncoderLayer takes a fast path, which would
-    take the shards for whole weights. A hook on any layer inside it turns the fast path off.
+    The hook also turns off the fast path of nn.TransformerEncoderLayer in evaluation, which would
+    take the shards for whole weights.
     """
     if not isinstance(layer, RowParallelLinear) or not layer.input_is_parallel:
         return
