@@ -916,7 +916,7 @@ def check_input(layer, inputs):
     """
     if not isinstance(layer, RowParallelLinear) or not layer.input_is_parallel:
         return
-    nodes = [inputs[0].grad_fn]
+    nodes = [x.grad_fn for x in inputs]
     seen = {None}
     while nodes:
         node = nodes.pop()

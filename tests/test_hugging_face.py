@@ -66,7 +66,7 @@ def loss_of(model, tokens, labels):
 
 
 def train_on_one_device(model, steps, seeds=(0, 1)):
-    """In each step add up the gradients of the batches with these seeds, and take the mean."""
+    """In each step take the mean of the batches with these seeds. Return the state dict."""
     optimizer = sgd(model.parameters())
     for _ in range(steps):
         optimizer.zero_grad()
@@ -74,7 +74,7 @@ def train_on_one_device(model, steps, seeds=(0, 1)):
             loss = loss_of(model, *make_batch(seed)) / len(seeds)
             loss.backward()
         optimizer.step()
-    return model
+    return dict(model.state_dict())
 
 
 def code(section):
@@ -159,8 +159,7 @@ def test_a_model_trains_and_generates_without_a_change(method):
             end = None if pool.rank() else first
             model.generate(tokens, max_new_tokens=4, eos_token_id=end, synced_gpus=True)
         found = evaluate(method, "state_dict", names)
-    train_on_one_device(plain, 2)
-    bitwise(dict(found), dict(plain.state_dict()))
+    bitwise(dict(found), train_on_one_device(plain, 2))
 
 
 @pool.on(2)
@@ -172,10 +171,10 @@ def test_fsdp_with_a_unit_per_block_is_bitwise_equal_and_returns_caches():
         step()
         found = fsdp.full_state_dict(model)
         cache = model(names["tokens"]).past_key_values
-    plain = train_on_one_device(make_model(), 2)
+    expected = train_on_one_device(make_model(), 2)
     assert cache.get_seq_length() == 16
     assert all(hasattr(block, "_fsdp_unit") for block in model.model.layers)
-    bitwise(found, dict(plain.state_dict()))
+    bitwise(found, expected)
 
 
 @pool.on(2)
@@ -227,7 +226,7 @@ def test_attention_that_is_not_supported_raises(name, options, word):
 
 @pool.on(2)
 def test_experts_in_place_of_mixtrals_block():
-    plain = train_on_one_device(make_model("Mixtral", **MIXTRAL), 1)
+    plain = make_model("Mixtral", **MIXTRAL)
     model = make_model("Mixtral", **MIXTRAL)
     with names_for(model) as names:
         exec(code("Experts"), names)
@@ -238,7 +237,7 @@ def test_experts_in_place_of_mixtrals_block():
         found = expert_parallel.full_state_dict(model)
     held = sum(parameter.numel() for parameter in model.parameters())
     assert held < sum(parameter.numel() for parameter in plain.parameters())
-    near(dict(found), dict(plain.state_dict()))
+    near(dict(found), train_on_one_device(plain, 1))
 
 
 @pool.on(2)
@@ -254,8 +253,8 @@ def test_tensor_parallel_plan(name, options):
         for _ in range(3):
             step()
         found = tensor_parallel.full_state_dict(model)
-    plain = train_on_one_device(make_model(name, **options), 3, seeds=[0])
-    near(found, dict(plain.state_dict()))
+    expected = train_on_one_device(make_model(name, **options), 3, seeds=[0])
+    near(found, expected)
 
 
 @contextmanager
@@ -303,12 +302,10 @@ def test_what_is_saved_is_the_average_and_training_goes_on(method, tied):
     plain = make_model(tie_word_embeddings=tied)
     average = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
     for _ in range(3):
-        train_on_one_device(plain, 1, seeds)
-        for name, tensor in plain.state_dict().items():
+        for name, tensor in train_on_one_device(plain, 1, seeds).items():
             average[name].lerp_(tensor, 0.25)
     near(dict(saved), average)
-    train_on_one_device(plain, 1, seeds)
-    near(dict(whole), dict(plain.state_dict()))
+    near(dict(whole), train_on_one_device(plain, 1, seeds))
 
 
 def test_all_code_of_the_page_runs_here():
