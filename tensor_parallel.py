@@ -564,6 +564,7 @@ def change_kind(layer, kind, **options):
         if options["sequence_parallel"] or kind != "norm":
             add_base(layer, SumsGradients, group)
     else:
+        check_gradient_hooks(layer)
         stack = kind if isinstance(kind, tuple) else {"qkv": 3, "swiglu": 2}.get(kind, 1)
         kind = kind if stack == 1 else "column"
         plain_class = nn.Linear if is_conv1d(layer) else type(layer)
@@ -624,9 +625,10 @@ class SumsGradients:
             name: parameter if parameter is None else copy_to_region(parameter, self.process_group)
             for name, parameter in parameters.items()
         }
-        output = super().forward(*args, **kwargs)
-        self._parameters = parameters
-        return output
+        try:
+            return super().forward(*args, **kwargs)
+        finally:  # also if a checkpoint stops its recomputation in here, which it does by raising
+            self._parameters = parameters
 
 
 class ParallelDropout:

@@ -337,6 +337,15 @@ def test_an_embedding_has_the_gradients_of_one_device(kind):
     assert_same_model(ours, plain)
 
 
+@pool.on(2)
+def test_a_norm_has_its_parameters_after_a_checkpoint_that_stops_inside_of_it():
+    norm = split(nn.Sequential(nn.LayerNorm(4)), {"0": "norm"}, sp=True)
+    before = set(norm.parameters())
+    y = checkpoint(norm, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
+    y.sum().backward()
+    assert set(norm.parameters()) == before
+
+
 # ---- the loss and the head
 
 
