@@ -1,9 +1,9 @@
 """FSDP: each rank keeps 1/N of the parameters, and gathers the rest only while it needs them.
 
-The model is cut into units: each call of `fully_shard` makes one. In a step, a unit's parameters
-are all-gathered before its forward and freed after it. They are gathered again before its backward
-and freed after it. Then its gradients are reduce-scattered, and the optimizer updates the shard.
-The picture shows a unit with the parameters w. They are cut into w₀ and w₁ for N = 2 ranks:
+The model is cut into units: each call of `fully_shard` makes one. A unit's parameters are
+all-gathered before its forward and freed after it. They are gathered again before its backward and
+freed after it. Then its gradients are reduce-scattered, and the optimizer updates the shard. The
+picture shows a unit with the parameters w. They are cut into w₀ and w₁ for N = 2 ranks:
 
     forward   rank 0  w₀ ┐            ┌ w  compute  free w
                          ├ all-gather ┤
@@ -23,7 +23,7 @@ Read section 1 for the idea (12 minutes), to section 3 for the technique (57), a
 it as a library (87).
 
 Cost per rank in elements, with Adam. The model has Ψ parameters, of which T are trained. The
-largest unit has u parameters. The rows with + add to the row "between steps":
+largest unit has u. The rows with + add to the row "between steps":
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
@@ -31,40 +31,29 @@ largest unit has u parameters. The rows with + add to the row "between steps":
          in forward and backward     + 2u        + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
+- 2u: one unit computes while the next is gathered.
+- 3u: one unit's gradients are computed while another's are sent and received (two buffers).
 - Hybrid sharding sends 2T/N·(R-1)/R more. No unit computes while this all-reduce runs.
-- 2u: one unit computes while the next is gathered. A unit whose inputs need no gradient, such as an
-  embedding, stays gathered until backward ends. A frozen unit is gathered only in forward if
-  backward does not reach it.
-- 3u: one unit's gradients are computed while another's are sent and received (two buffers). float16
-  gradients are added in float32, in a copy as large as 2u elements of float16.
-- m micro-batches send m times as much. In keep_unsharded() they share one gather and send Ψ + mT.
-  If all but the last are in no_sync(), too, they send Ψ + T. keep_unsharded() holds Ψ parameters,
-  and no_sync() T gradients.
-- Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
-- torch 2.6 and 2.7 do not reuse the memory of a collective before the host sees that it has ended.
-  A GPU may then hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
+- Section 4 has the costs of micro-batches and the exceptions.
 
-Order of additions: a rank adds the N parts of a gradient in rank order, in N-1 kernels. So training
-is bitwise equal to one device that adds up the gradients of the ranks' parts of the batch and then
-divides by N. With copies, all-reduce chooses the order. Each backward adds its mean to .grad. In
-no_sync() each rank first adds up its own micro-batches.
+A rank adds the N parts of a gradient in rank order. So training is bitwise equal to one device that
+adds up the gradients of the ranks' parts of the batch and then divides by N. With copies,
+all-reduce chooses the order.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
           torchrun --nproc-per-node 4 fsdp.py --replicas 2
           torchrun --nproc-per-node 2 fsdp.py --idea     trains with section 1 alone
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
-Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2). The
-          parameters are views of the buffer that a gather fills. FSDP2 cuts each parameter by rows
-          instead. Its optimizer has whole rows, but it copies all elements once more in each gather
-          and in each reduction.
+Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2).
+          FSDP2 cuts each parameter by rows instead. Its optimizer has whole rows, but it copies
+          all elements once more in each gather and in each reduction.
 Left out: optimizers that need whole matrices (muon.py has one over these shards); NCCL's own
-          reduce-scatter, which adds in another order; recovery after a forward or backward that
-          raised; units that only some ranks call, that backward reaches on only some ranks, or that
-          ranks call in another order (FSDP2 does not allow these either); units that change their
-          input in place, for example by a first layer ReLU(inplace=True); .to() after sharding;
-          sparse gradients; hooks on parameters; second-order gradients; loading a state dict that
-          only rank 0 has
+          reduce-scatter, which adds in another order; recovery after an error in a step; units that
+          only some ranks call or reach in backward, or that ranks call in another order; units that
+          change their input in place, such as a first layer ReLU(inplace=True); .to() after
+          sharding; sparse gradients; hooks on parameters; second-order gradients; loading a state
+          dict that only rank 0 has
 """
 
 import argparse
@@ -141,10 +130,10 @@ def naive_fully_shard(module, process_group=None):
             parameters[name] = full[: shapes[name].numel()].view(shapes[name])
         return functional_call(module, parameters, inputs)
 
-    # The checkpoint frees the full parameters after forward. Backward gathers them again, and also
-    # computes the forward again. Sections 2 and 3 avoid that: they free the memory of the views
-    # that autograd has saved, and fill it again. They also have reshard_after_forward=False, which
-    # would leave out the checkpoint here.
+    # The checkpoint frees the full parameters after forward. Backward gathers them again, but it
+    # also computes the forward again. Sections 2 and 3 avoid that: they free the memory of the
+    # tensors that autograd has saved, and fill it again. reshard_after_forward=False would leave
+    # out the checkpoint here.
     return functools.partial(checkpoint, unshard_and_compute, use_reentrant=False)
 
 
@@ -183,8 +172,8 @@ class ShardedParameter:
         self.group = group  # the ParameterGroup that it belongs to
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
-        # empty_like keeps the order of dimensions in memory, but no gaps between elements. With
-        # another order, matrix products may round differently.
+        # Of the same order of dimensions, without gaps between elements. In another order, matrix
+        # products may round differently.
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start = start  # offset of its first element in `group.unsharded`
         # Its elements in `group.shard`: slicing cuts off what lies beyond the end of the shard. The
@@ -192,11 +181,9 @@ class ShardedParameter:
         begin = start - group.rank * group.shard_size  # negative: it begins on an earlier rank
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data gives the unsharded parameter a version counter of its own. The gather for backward
-        # writes to the buffer and raises the buffer's counter. With that counter, autograd would
-        # say that a saved tensor was changed.
-        can_train = original.is_floating_point() or original.is_complex()  # even if it is frozen
-        self.unsharded = nn.Parameter(self.view(group.unsharded).data, can_train)
+        # .data has a version counter of its own. With the buffer's, autograd would find that the
+        # gather for backward has changed the tensors that it saved.
+        self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self  # for functions that take module.parameters()
         original._sharded_parameter = self  # another unit may hold it: see find_parameters()
 
@@ -216,39 +203,31 @@ class ShardedParameter:
 
 
 class ParameterGroup:
-    """Parameters that are gathered together: their shards, their buffer and their gradients.
-
-    `originals` is {nn.Parameter: its owners}. All have the same dtype. `settings` are those of the
-    unit.
-    """
+    """Parameters of one dtype that are gathered together. `originals` is {parameter: its owners}."""
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):
-        dtype = next(iter(originals)).dtype
         self.process_group, *self.replicate_groups = settings.axes
         self.world_size = dist.get_world_size(self.process_group)
         self.rank = dist.get_rank(self.process_group)
         self.divide_factor = settings.divide_factor
-        # Integers and complex numbers keep their dtype.
-        policy = settings.mp_policy if dtype.is_floating_point else MixedPrecisionPolicy()
-        param_dtype = policy.param_dtype or dtype
-        self.reduce_dtype = policy.reduce_dtype or param_dtype
         sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals]
         *starts, end = itertools.accumulate(sizes, initial=0)  # offset of each; end of the last
         padded = round_up(max(end, 1), self.world_size * SHARD_ALIGNMENT)
         self.shard_size = padded // self.world_size  # in elements
+        dtype, param_dtype, self.reduce_dtype = choose_dtypes(originals, settings.mp_policy)
         # Its dtype is also that of .grad and of the optimizer state.
         self.shard = empty_shard(self.shard_size, dtype, device, settings.offload)
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
-        self.gradients = None  # this rank's, with the layout of `unsharded`, until they are reduced
-        self.collected = set()  # parameters whose gradients are in `gradients`
-        self.received = None  # gradients of this rank's shard from all ranks, in rank order
-        self.reducing = None  # handle of the all-to-all that is running
         items = zip(originals.items(), starts, strict=True)
         self.parameters = [ShardedParameter(self, *item, start) for item, start in items]
         self.unsharded.untyped_storage().resize_(0)
         # Handle of the all-gather, from its start until reshard(). None: `unsharded` has no memory.
         self.gather_handle = None
+        self.gradients = None  # this rank's, with the layout of `unsharded`, until they are reduced
+        self.collected = set()  # parameters whose gradients are in `gradients`
+        self.received = None  # gradients of this rank's shard from all ranks, in rank order
+        self.reducing = None  # handle of the all-to-all that is running
 
     def start_unshard(self):
         """Begin to gather all ranks' shards into `unsharded`, unless that has begun already."""
@@ -290,22 +269,24 @@ class ParameterGroup:
             self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
             gradient = parameter.unsharded.grad
+            if gradient is None:
+                continue
             place = parameter.view(self.gradients)
-            if gradient is not None:
-                total = gradient + place if parameter in self.collected else gradient
-                write_gradient(total, place)
-                self.collected.add(parameter)
-                parameter.unsharded.grad = None
-            elif parameter not in self.collected:
-                place.fill_(NO_GRADIENT)  # -0.0, which write_gradient() never writes
+            if parameter in self.collected:
+                gradient = gradient + place
+            write_gradient(gradient, place)
+            self.collected.add(parameter)
+            parameter.unsharded.grad = None
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
-        if self.gradients is not None:
-            self.received = torch.empty_like(self.gradients)
-            self.reducing = dist.all_to_all_single(
-                self.received, self.gradients, group=self.process_group, async_op=True
-            )
+        if self.gradients is None:
+            return
+        mark_missing_gradients(self)
+        self.received = torch.empty_like(self.gradients)
+        self.reducing = dist.all_to_all_single(
+            self.received, self.gradients, group=self.process_group, async_op=True
+        )
 
     @torch.no_grad()
     def finish_reduce(self):
@@ -313,19 +294,12 @@ class ParameterGroup:
         if self.reducing is None:
             return
         self.reducing.wait()
-        received = self.received
-        if received.dtype == torch.float16:
-            # A sum of float16 may exceed their limit, 65504. bfloat16 has the range of float32.
-            received = received.float()
-        # In rank order, as one device adds the gradients of the ranks' parts of the batch.
-        total = functools.reduce(torch.add, received.chunk(self.world_size))
+        total = sum_in_rank_order(self.received.chunk(self.world_size))
         for group in self.replicate_groups:
             dist.all_reduce(total, group=group)
         mean = (total / self.divide_factor).to(self.shard)  # its dtype and device
         for parameter in self.parameters:
-            # .grad stays None if no rank has a gradient. Look into `collected` first, because
-            # is_gradient() makes the host wait for the GPU.
-            if parameter in self.collected or is_gradient(total[parameter.slice]):
+            if any_rank_has_gradient(parameter, total):  # otherwise .grad stays None
                 gradient = parameter.part_of_shard(mean)
                 if parameter.sharded.grad is None:
                     parameter.sharded.grad = gradient
@@ -339,9 +313,8 @@ class ParameterGroup:
 
 # --------------------------------------------------------------------------------------------------
 # 3. When a unit is gathered and reduced. The table is for three units. It leaves out the root unit,
-# which has no parameters of its own here. start_unshard and start_reduce begin a collective.
-# finish_unshard and finish_reduce wait until it has ended. "unshard" is start_unshard and then
-# finish_unshard:
+# which has no parameters of its own here. "unshard" is start_unshard and then finish_unshard, which
+# waits:
 #
 #   forward    pre_forward 0       unshard 0           start_unshard 1
 #              post_forward 0      reshard 0
@@ -353,10 +326,10 @@ class ParameterGroup:
 #              pre_backward 1      finish_unshard 1    start_unshard 0
 #              post_backward 1     finish_reduce 2     reshard 1          start_reduce 1
 #              pre_backward 0      finish_unshard 0
-#              Backward.finish     finish_reduce 1     reshard 0          start_reduce 0
+#              finish_backward     finish_reduce 1     reshard 0          start_reduce 0
 #                                  finish_reduce 0
 #
-# The inputs of unit 0 need no gradient, so Backward.finish calls post_backward 0 when the whole
+# The inputs of unit 0 need no gradient, so finish_backward calls its post_backward when the whole
 # backward has ended. The first step records which unit comes next. Later steps unshard that unit
 # early, as shown. All ranks issue the same collectives in the same order.
 
@@ -367,15 +340,10 @@ def in_backward():
 
 
 class PostBackward(torch.autograd.Function):
-    """The identity, for an input of a unit. Its backward runs after the backward of the unit.
+    """The identity, for an input of a unit. Its backward calls post_backward.
 
-    When it runs, .grad of the unit's parameters is complete: autograd runs ready nodes in the
-    reverse order of their creation, this node is created before those of the unit, and a gradient
-    is added to a leaf's .grad at once.
-
-    If a unit uses its input twice, this node gets the sum of
-    both gradients. A gradient from outside the unit is added later. One device may add the three in
-    another order, and then the results differ in rounding.
+    Of the nodes that are ready, autograd runs the youngest first. This node is older than the nodes
+    of the unit, so it runs after them. Then .grad of the unit's parameters is complete.
     """
 
     @staticmethod
@@ -385,18 +353,9 @@ class PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.unit.needs_reduce:  # otherwise another input's node has called post_backward
+        if ctx.unit.awaits_post_backward:  # otherwise another input's node has called it
             ctx.unit.post_backward()
         return None, gradient
-
-
-def tensors_in(output):
-    """Yield the tensors that have a graph, also those in lists, tuples, dicts and dataclasses."""
-    for leaf in tree_leaves(output):
-        if dataclasses.is_dataclass(leaf):
-            yield from tensors_in(vars(leaf))
-        elif torch.is_tensor(leaf) and leaf.grad_fn is not None:
-            yield leaf
 
 
 class Unit:
@@ -405,26 +364,20 @@ class Unit:
     def __init__(self, groups, settings):
         self.groups = groups  # ParameterGroups: see make_groups()
         self.settings = settings
-        self.order = None  # the UnshardOrder that all units of the model share
+        self.schedule = None  # the Schedule that all units of the model share
         self.contexts = []  # that the user is in: "no_sync" or "keep_unsharded" for each
-        self.needs_reduce = False  # backward has reached it, and its gradients are not sent yet
+        self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
+        self.needs_reduce = False  # it has gradients that are not sent yet
 
-    def start_unshard(self):
-        for group in self.groups:
-            group.start_unshard()
-
-    def finish_unshard(self):
-        for group in self.groups:
-            group.finish_unshard()
-
-    def finish_reduce(self):
-        for group in self.groups:
-            group.finish_reduce()
+    def register_hooks(self, module):
+        """Let `module` call pre_forward and post_forward. They register the hooks of backward."""
+        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self.post_forward)
 
     def pre_forward(self, module, args, kwargs):
         """Unshard. Cast the inputs, and pass them through PostBackward."""
-        self.order.start_forward(self)
-        self.order.unshard(self)
+        self.schedule.start_forward(self)
+        self.schedule.unshard(self)
         return tree_map_only(torch.Tensor, self.prepare_input, (args, kwargs))
 
     def prepare_input(self, tensor):
@@ -439,53 +392,65 @@ class Unit:
         # After a recomputation, the backward of this unit follows at once and needs the parameters.
         if not in_backward():
             self.reshard(self.settings.reshard_after_forward or not torch.is_grad_enabled())
-        if self.order.outermost is self:
-            self.order.outermost = None
+        self.schedule.finish_forward(self)
 
     def pre_backward(self, gradient):
         """Unshard. Autograd calls this before the backward of the unit, once for each output."""
-        self.order.backward.start()
+        self.awaits_post_backward = True
         self.needs_reduce = True
-        self.order.unshard(self)
+        self.schedule.start_backward()
+        self.schedule.unshard(self)
 
     def post_backward(self):
-        """Reshard, and begin to reduce. PostBackward or Backward.finish calls this."""
-        self.order.backward.finish_reduce()  # of the previous unit; it ran during this one
-        self.reshard()
-        accumulates = "no_sync" in self.contexts
-        for group in self.groups:
-            group.collect_gradients()
-            if not accumulates:
-                group.start_reduce()
+        """Reshard, and begin to reduce. PostBackward or Schedule.finish_backward calls this."""
+        self.awaits_post_backward = False
         # In no_sync() it stays True. So the next backward outside sends the gradients, even if it
         # does not reach this unit.
-        self.needs_reduce = accumulates
+        self.needs_reduce = "no_sync" in self.contexts
+        self.schedule.finish_reduce()  # of the previous unit; it ran during this one
+        self.reshard()
+        for group in self.groups:
+            group.collect_gradients()
+            if not self.needs_reduce:
+                group.start_reduce()
+
+    def start_unshard(self):
+        for group in self.groups:
+            group.start_unshard()
+
+    def finish_unshard(self):
+        for group in self.groups:
+            group.finish_unshard()
 
     def reshard(self, free=True):
-        """Let the user see shards, and free the unsharded parameters."""
         for group in self.groups:
             group.reshard(free and "keep_unsharded" not in self.contexts)
 
 
-class UnshardOrder:
-    """The order in which a model unshards its units. A forward of the model begins it anew."""
+class Schedule:
+    """The order in which a model gathers and reduces its units. They share one Schedule."""
 
     def __init__(self, units):
         self.units = units
         for unit in units:
-            unit.order = self
-        self.backward = Backward(self)
+            unit.schedule = self
         self.outermost = None  # during a forward, the unit that the user called
         self.previous = None  # the last call of unshard(): (unit, whether it was in backward)
         self.next_unit = {}  # {a call of unshard(): the unit of the call after it}
+        self.backward_is_running = False
 
     def start_forward(self, unit):
         """Reshard all units if this is a forward of the model, and not of a unit in it."""
-        if not in_backward() and self.outermost in (None, unit):
-            if self.backward.is_running:
-                raise RuntimeError("an earlier backward raised an error; nothing is right after it")
-            self.outermost = unit
-            self.reshard_all()
+        if self.outermost not in (None, unit) or in_backward():
+            return
+        if self.backward_is_running:
+            raise RuntimeError("an earlier backward raised an error; nothing is right after it")
+        self.outermost = unit
+        self.reshard_all()
+
+    def finish_forward(self, unit):
+        if self.outermost is unit:
+            self.outermost = None
 
     def reshard_all(self):
         self.previous = None
@@ -502,52 +467,57 @@ class UnshardOrder:
         next_unit = self.next_unit.get(self.previous, unit)
         next_unit.start_unshard()
 
-
-class Backward:
-    """The life of a backward of a model: when it begins and ends, and what it reduces."""
-
-    def __init__(self, order):
-        self.order = order
-        self.units = order.units
-        self.is_running = False
-
-    def start(self):
-        """Have autograd call finish() when the backward that is running ends."""
-        if not self.is_running:
-            self.is_running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+    def start_backward(self):
+        """Have autograd call finish_backward() when the backward that is running ends."""
+        if not self.backward_is_running:
+            self.backward_is_running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     def finish_reduce(self):
         for unit in self.units:
-            unit.finish_reduce()
+            for group in unit.groups:
+                group.finish_reduce()
 
-    def finish(self):
+    def finish_backward(self):
         """Call post_backward of the units whose inputs need no gradient, and end all reductions."""
         for unit in self.units:
             if unit.needs_reduce:
                 unit.post_backward()
         self.finish_reduce()
-        self.order.reshard_all()
-        self.is_running = False
+        self.reshard_all()
+        self.backward_is_running = False
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. What users call, on all ranks: units and their policies, accumulation, clipping.
 #
-# - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
-#   Adam is. A gradient is None if no rank has one, and it may be None if n is 0.
+# Units:
+# - Before fully_shard, freeze parameters, so that no gradients are sent for them, and inject LoRA.
 # - Parameters get the values of rank 0, after reset_parameters() if they are on the meta device.
 #   They move to the GPU if the group has only NCCL. Buffers are neither moved nor synchronized.
-# - Before fully_shard, freeze parameters, so that no gradients are sent for them, and inject LoRA.
 # - Only the forward of a unit sees whole parameters. Values that it writes into them are lost. If
 #   `self.pos` is a unit, call `self.pos(x)`, because `self.pos.weight` is a shard outside of it.
 # - A unit returns tensors in lists, tuples, dicts or dataclasses. Other objects are ignored. It is
 #   an error if backward starts from a tensor in one, such as a cache, and not from the outputs.
 # - Units of one model may be over different groups, for example those of split experts. A group may
 #   not have two ranks that `differ_between_ranks` of a module or parameter lists.
+#
+# Training:
+# - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
+#   Adam is. A gradient is None if no rank has one, and it may be None if n is 0.
+# - If a unit uses an input twice, and a layer outside uses it, too, one device may add the three
+#   gradients in another order. Then the results differ in rounding.
 # - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_ of
 #   this file, and GradScaler of amp.py. optimizer.state_dict() is only this rank's part. Save
 #   shards() with checkpoint.py on all ranks instead. Any number of ranks can load them.
+#
+# Exceptions to the table of costs:
+# - A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
+#   A frozen unit is gathered only in forward if backward does not reach it.
+# - float16 gradients are added in float32, in a copy as large as 2u elements of float16.
+# - Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
+# - torch 2.6 and 2.7 do not reuse the memory of a collective before the host sees that it has
+#   ended. A GPU may then hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
 
 
 class MixedPrecisionPolicy(NamedTuple):
@@ -584,7 +554,7 @@ def fully_shard(
 
     Call it on the blocks first and then on the whole model. Make the optimizer after that.
     `module.parameters()` become this rank's shards. After backward, .grad is this rank's part of
-    the mean gradient.
+    the mean gradient. Each backward adds its mean to .grad.
     """
     axes = choose_axes(mesh, process_group, replicate_group)
     offload = offload_policy is not None
@@ -592,11 +562,10 @@ def fully_shard(
     settings = Settings(axes, reshard_after_forward, mp_policy, offload, divide_factor)
     check_module(module)
     unit = Unit(make_groups(module, settings), settings)
-    UnshardOrder([unit, *units_of(module)])  # replaces the orders of inner units
-    register_hooks(unit)
+    Schedule([unit, *units_of(module)])  # replaces those of inner units
+    unit.register_hooks(module)
+    watch_owners(unit)
     module._fsdp_unit = unit
-    module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
-    module.register_forward_hook(unit.post_forward)
     module.register_state_dict_pre_hook(refuse_state_dict)
     module.__deepcopy__ = refuse_copy
     return module
@@ -620,14 +589,18 @@ def context(module, name):
 def no_sync(module):
     """Keep the gradients of each backward in here. The next backward outside sends the sum of all.
 
-    Until then they are not in .grad, so optimizer.zero_grad() does not drop them. To drop them, run
-    a backward outside, and then call optimizer.zero_grad().
+    Each rank adds up its own gradients first. They take T elements and are not in .grad, so
+    optimizer.zero_grad() does not drop them. To drop them, run a backward outside before it.
     """
     return context(module, "no_sync")
 
 
 def keep_unsharded(module):
-    """Gather each unit once for all forwards and backwards in here. Then call optimizer.step()."""
+    """Gather each unit once for all forwards and backwards in here. Then call optimizer.step().
+
+    Unsharded, the model takes Ψ elements. m micro-batches send Ψ + mT, or Ψ + T if all but the last
+    are in no_sync(), too. Without both contexts they send m(2Ψ + T).
+    """
     return context(module, "keep_unsharded")
 
 
@@ -696,6 +669,15 @@ def make_groups(module, settings):
     for group in groups:
         fill_shard(group, settings.axes)
     return groups
+
+
+def choose_dtypes(originals, policy):
+    """Return the dtypes of shards, of unsharded parameters, and of gradients that are reduced."""
+    dtype = next(iter(originals)).dtype
+    if not dtype.is_floating_point:  # integers and complex numbers keep theirs
+        return dtype, dtype, dtype
+    param_dtype = policy.param_dtype or dtype
+    return dtype, param_dtype, policy.reduce_dtype or param_dtype
 
 
 def empty_shard(size, dtype, device, offload):
@@ -797,43 +779,70 @@ def materialize(device, owner):
         owner.reset_parameters()
 
 
-def register_hooks(unit):
-    """Register the hooks on the parameters of `unit`, and on the modules that own them."""
+def tensors_in(output):
+    """Yield the tensors that have a graph, also those in lists, tuples, dicts and dataclasses."""
+    for leaf in tree_leaves(output):
+        if dataclasses.is_dataclass(leaf):
+            yield from tensors_in(vars(leaf))
+        elif torch.is_tensor(leaf) and leaf.grad_fn is not None:
+            yield leaf
+
+
+def watch_owners(unit):
+    """Register hooks on the parameters of `unit` and on their modules.
+
+    They raise an error if backward reaches them, but not through an output of the unit. And they
+    cut state dicts.
+    """
 
     def check(*_):
-        if not unit.needs_reduce:  # pre_backward has not run
+        if not unit.awaits_post_backward:
             raise RuntimeError("backward reaches a unit through a tensor hidden in another object")
 
-    def watch(module, args, output):
+    def check_outputs(module, args, output):
         for tensor in tensors_in(output):
             tensor.grad_fn.register_prehook(check)  # runs after the hooks of the tensor
 
     parameters = [parameter for group in unit.groups for parameter in group.parameters]
     for parameter in parameters:
-        if parameter.unsharded.requires_grad:  # otherwise it has integers
-            parameter.unsharded.register_hook(check)
-        for module, attribute in dict.fromkeys(parameter.owners):  # it may be there twice
-            cut = functools.partial(cut_state_dict, parameter, attribute)
-            module.register_load_state_dict_pre_hook(cut)
+        unsharded = parameter.unsharded
+        if unsharded.is_floating_point() or unsharded.is_complex():  # even if it is frozen now
+            unsharded.requires_grad_().register_hook(check)
     for module in {module for parameter in parameters for module, _ in parameter.owners}:
-        module.register_forward_hook(watch)
+        module.register_forward_hook(check_outputs)
+        module.register_load_state_dict_pre_hook(cut_state_dict)
 
 
-# A rank sends this for a parameter that it has no gradient for. A sum is -0.0 only if every rank
-# sent -0.0. So a rank that has no gradient itself can tell from the sum whether another rank has.
-NO_GRADIENT = -0.0
+# A rank sends -0.0 for a parameter that it has no gradient for. A sum is -0.0 only if every rank
+# sent -0.0. So a rank without a gradient can tell from the sum whether another rank has one. It
+# must not find -0.0 elsewhere, so gradients have 0.0 instead.
 
 
 def write_gradient(gradient, place):
-    """Write a gradient that is not -0.0 anywhere."""
     # Adding 0.0 turns -0.0 into 0.0. The cast comes first: it may round to -0.0.
     torch.add(gradient.to(place.dtype), 0.0, out=place)
 
 
-def is_gradient(total):
-    """Return whether any rank had a gradient for these elements of the sum."""
-    total = total.real  # a complex number has no sign bit
-    return not bool(((total == 0) & total.signbit()).all())
+def mark_missing_gradients(group):
+    for parameter in group.parameters:
+        if parameter not in group.collected:
+            parameter.view(group.gradients).fill_(-0.0)
+
+
+def sum_in_rank_order(parts):
+    """Add the ranks' parts as one device adds the gradients of the ranks' parts of the batch."""
+    if parts[0].dtype == torch.float16:
+        # A sum of float16 may exceed their limit, 65504. bfloat16 has the range of float32.
+        parts = [part.float() for part in parts]
+    return functools.reduce(torch.add, parts)  # sum() would begin with 0 and turn -0.0 into 0.0
+
+
+def any_rank_has_gradient(parameter, total):
+    """Return whether any rank sent a gradient for this rank's elements. `total` is the sum."""
+    if parameter in parameter.group.collected:
+        return True  # without a look at the sum, for which the host would wait for the GPU
+    elements = total[parameter.slice].real  # a complex number has no sign bit
+    return not bool(((elements == 0) & elements.signbit()).all())
 
 
 def check_shards(group):
@@ -891,15 +900,17 @@ def load_full_state_dict(module, state_dict):
     module.load_state_dict(state_dict)
 
 
-def cut_state_dict(parameter, attribute, module, state_dict, prefix, *_):
-    """Replace `parameter` in `state_dict` by its shard. load_state_dict() calls this."""
-    full = state_dict.get(prefix + attribute)
-    if full is None:
-        return
-    if full.shape != parameter.shape:
+def cut_state_dict(module, state_dict, prefix, *_):
+    """Replace parameters of `module` in `state_dict` by shards. load_state_dict() calls this."""
+    for attribute, sharded in module._parameters.items():
         name = prefix + attribute
-        raise ValueError(f"{name} is {tuple(parameter.shape)}, not {tuple(full.shape)}")
-    state_dict[prefix + attribute] = shard_of(parameter, full)
+        full = state_dict.get(name)
+        if full is None or not hasattr(sharded, "_sharded_parameter"):
+            continue
+        parameter = sharded._sharded_parameter
+        if full.shape != parameter.shape:
+            raise ValueError(f"{name} is {tuple(parameter.shape)}, not {tuple(full.shape)}")
+        state_dict[name] = shard_of(parameter, full)
 
 
 def shard_of(parameter, full):
