@@ -1,9 +1,9 @@
 """FSDP: each rank keeps 1/N of the parameters, and gathers the rest only while it needs them.
 
 The model is cut into units: each call of `fully_shard` makes one. A unit's parameters are
-all-gathered before its forward and freed after it. They are gathered again before its backward and
-freed after it. Then its gradients are reduce-scattered, and the optimizer updates the shard. The
-picture shows a unit with the parameters w. They are cut into w₀ and w₁ for N = 2 ranks:
+all-gathered before its forward and freed after it, and again before and after its backward. Then
+its gradients are reduce-scattered, and the optimizer updates the shard. For a unit with the
+parameters w, which are cut into w₀ and w₁ for N = 2 ranks:
 
     forward   rank 0  w₀ ┐            ┌ w  compute  free w
                          ├ all-gather ┤
@@ -13,8 +13,8 @@ picture shows a unit with the parameters w. They are cut into w₀ and w₁ for 
                          ├ all-gather ┤                         ├ reduce-scatter ┤
               rank 1  w₁ ┘            └ w  compute g  free w  g ┘                └ ḡ₁  optimizer
 
-ḡ is the mean of the ranks' gradients g. While a unit computes, the next unit is gathered. During
-backward, the gradients of the previous unit are reduced at the same time.
+ḡ is the mean of the ranks' gradients g. While a unit computes, the next one is gathered, and in
+backward the gradients of the previous one are reduced.
 
 Hybrid sharding keeps R copies of each shard, on N·R ranks. After the reduce-scatter over N ranks,
 ḡ₀ is all-reduced over the R ranks that have w₀. Gathers stay within N ranks, for example a node.
@@ -22,8 +22,8 @@ Hybrid sharding keeps R copies of each shard, on N·R ranks. After the reduce-sc
 Read section 1 for the idea (12 minutes), to section 3 for the technique (57), and the rest to use
 it as a library (87).
 
-Cost per rank in elements, with Adam. The model has Ψ parameters, of which T are trained. The
-largest unit has u. The rows with + add to the row "between steps":
+Cost per rank in elements, with Adam, for Ψ parameters, of which T are trained, and u in the largest
+unit. The rows with + add to the row "between steps":
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
@@ -31,14 +31,13 @@ largest unit has u. The rows with + add to the row "between steps":
          in forward and backward     + 2u        + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
-- 2u: one unit computes while the next is gathered.
-- 3u: one unit's gradients are computed while another's are sent and received (two buffers).
-- Hybrid sharding sends 2T/N·(R-1)/R more. No unit computes while this all-reduce runs.
-- Section 4 has the costs of micro-batches and the exceptions.
+2u: one unit computes while the next is gathered. 3u: one unit's gradients are computed while
+another's are sent and received. Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has the costs of
+micro-batches, and exceptions.
 
-A rank adds the N parts of a gradient in rank order. So training is bitwise equal to one device that
-adds up the gradients of the ranks' parts of the batch and then divides by N. With copies,
-all-reduce chooses the order.
+Ranks add gradients in rank order. So training is bitwise equal to one device that adds up the
+gradients of the ranks' parts of the batch and then divides by N. With copies, all-reduce chooses
+the order.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
           torchrun --nproc-per-node 4 fsdp.py --replicas 2
@@ -46,14 +45,14 @@ Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as o
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2).
-          FSDP2 cuts each parameter by rows instead. Its optimizer has whole rows, but it copies
-          all elements once more in each gather and in each reduction.
+          FSDP2 cuts each parameter by rows. Its optimizer has whole rows, but each gather and each
+          reduction copies all elements once more.
 Left out: optimizers that need whole matrices (muon.py has one over these shards); NCCL's own
           reduce-scatter, which adds in another order; recovery after an error in a step; units that
-          only some ranks call or reach in backward, or that ranks call in another order; units that
-          change their input in place, such as a first layer ReLU(inplace=True); .to() after
-          sharding; sparse gradients; hooks on parameters; second-order gradients; loading a state
-          dict that only rank 0 has
+          only some ranks call, or reach in backward, or in another order; units that change their
+          input in place, such as a first layer ReLU(inplace=True); .to() after sharding; sparse
+          gradients; hooks on parameters; second-order gradients; loading a state dict that only
+          rank 0 has
 """
 
 import argparse
@@ -114,7 +113,7 @@ class AllGather(torch.autograd.Function):
 def naive_fully_shard(module, process_group=None):
     """Replace the parameters of `module` by this rank's shards, and return a function to call.
 
-    It computes what `module` did. A shard is flat, and padded so that all shards have one size.
+    It computes what `module` did. All shards are flat, and padded to one size.
     """
     N = dist.get_world_size(process_group)
     shapes = {}
@@ -132,8 +131,7 @@ def naive_fully_shard(module, process_group=None):
 
     # The checkpoint frees the full parameters after forward. Backward gathers them again, but it
     # also computes the forward again. Sections 2 and 3 avoid that: they free the memory of the
-    # tensors that autograd has saved, and fill it again. reshard_after_forward=False would leave
-    # out the checkpoint here.
+    # tensors that autograd has saved, and fill it again.
     return functools.partial(checkpoint, unshard_and_compute, use_reentrant=False)
 
 
@@ -150,8 +148,7 @@ def naive_fully_shard(module, process_group=None):
 # Rank 0 keeps the whole weight, and rank 1 the whole bias. If the weight had 60 elements, rank 0
 # would keep 48 of them and rank 1 the other 12.
 
-# Each parameter starts at a multiple of the first number of elements, and each shard at a multiple
-# of the second. An element has 2 bytes or more.
+# Parameters and shards start at multiples of so many elements, which have 2 bytes or more.
 PARAMETER_ALIGNMENT = 32  # 64 bytes: at other addresses, matrix products may round differently
 SHARD_ALIGNMENT = 8  # 16 bytes: at other addresses, NCCL is slower
 
@@ -163,78 +160,81 @@ def round_up(number, multiple):
 class ShardedParameter:
     """A parameter in two forms: `sharded` for the optimizer, `unsharded` to compute with.
 
-    Both are nn.Parameters that hold no memory of their own: `sharded` is a view of `group.shard`,
-    `unsharded` of `group.unsharded`. The modules hold one of them at a time. In this file,
-    `parameter` is a ShardedParameter, and `original` is the nn.Parameter that it replaces.
+    Both are nn.Parameters, and views: `sharded` of `group.shard`, and `unsharded` of
+    `group.unsharded`. The modules hold one of them at a time. In this file, `parameter` is a
+    ShardedParameter, and `original` is the nn.Parameter that it replaces.
     """
 
     def __init__(self, group, original, owners, start):
-        self.group = group  # the ParameterGroup that it belongs to
+        self.group = group  # a ParameterGroup
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
-        # Of the same order of dimensions, without gaps between elements. In another order, matrix
-        # products may round differently.
+        # In memory it has no gaps. Another order of dimensions might round differently.
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start = start  # offset of its first element in `group.unsharded`
-        # Its elements in `group.shard`: slicing cuts off what lies beyond the end of the shard. The
-        # slice is empty if this rank has none of the elements.
-        begin = start - group.rank * group.shard_size  # negative: it begins on an earlier rank
+        begin = start - group.first  # negative: it begins on an earlier rank
+        self.skipped = max(-begin, 0)  # how many elements lie before those of this rank
+        # Its elements in `group.shard`, or none. Slicing cuts off what lies beyond the end.
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data has a version counter of its own. With the buffer's, autograd would find that the
-        # gather for backward has changed the tensors that it saved.
+        # .data, because views share the buffer's version counter. By that counter, the gather for
+        # backward changes tensors that autograd has saved, which would be an error.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self  # for functions that take module.parameters()
         original._sharded_parameter = self  # another unit may hold it: see find_parameters()
 
     def view(self, flat):
-        """Return this parameter's part of `flat`, which has the layout of `group.unsharded`."""
+        """Return its part of `flat`, which has the layout of `group.unsharded`."""
         return flat.as_strided(self.shape, self.stride, self.start)
 
     def part_of_shard(self, shard):
-        """Return this parameter's part of `shard`, which has the layout of `group.shard`."""
-        # Keep the number of dimensions, by which many scripts choose the parameters to decay.
+        """Return its part of `shard`, which has the layout of `group.shard`."""
+        # With as many dimensions, because many scripts choose by them what to decay.
         return shard[self.slice].view([1] * (len(self.shape) - 1) + [-1])
 
     def set_on_modules(self, form):
-        """Put `form`, which is `sharded` or `unsharded`, on the modules."""
+        """Put `form`, `sharded` or `unsharded`, on the modules."""
         for module, attribute in self.owners:
             module._parameters[attribute] = form
 
 
 class ParameterGroup:
-    """Parameters of one dtype that are gathered together. `originals` is {parameter: its owners}."""
+    """Parameters of one dtype that are gathered together: their shards, buffers and gradients."""
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):
         self.process_group, *self.replicate_groups = settings.axes
-        self.world_size = dist.get_world_size(self.process_group)
-        self.rank = dist.get_rank(self.process_group)
         self.divide_factor = settings.divide_factor
-        sizes = [round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals]
-        *starts, end = itertools.accumulate(sizes, initial=0)  # offset of each; end of the last
-        padded = round_up(max(end, 1), self.world_size * SHARD_ALIGNMENT)
-        self.shard_size = padded // self.world_size  # in elements
+        N = dist.get_world_size(self.process_group)
+        total = sum(round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals)
+        padded = round_up(max(total, 1), N * SHARD_ALIGNMENT)
+        self.shard_size = padded // N  # in elements
+        self.first = dist.get_rank(self.process_group) * self.shard_size  # offset of the shard
         dtype, param_dtype, self.reduce_dtype = choose_dtypes(originals, settings.mp_policy)
-        # Its dtype is also that of .grad and of the optimizer state.
+        # .grad and the optimizer state have its dtype, too.
         self.shard = empty_shard(self.shard_size, dtype, device, settings.offload)
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
-        items = zip(originals.items(), starts, strict=True)
-        self.parameters = [ShardedParameter(self, *item, start) for item, start in items]
+        self.parameters = []
+        start = 0
+        for original, owners in originals.items():
+            self.parameters.append(ShardedParameter(self, original, owners, start))
+            start += round_up(original.numel(), PARAMETER_ALIGNMENT)
         self.unsharded.untyped_storage().resize_(0)
-        # Handle of the all-gather, from its start until reshard(). None: `unsharded` has no memory.
-        self.gather_handle = None
+        self.gather_handle = None  # of an all-gather, until reshard(); None: `unsharded` is freed
+        self.clear_gradients()
+
+    def clear_gradients(self):
         self.gradients = None  # this rank's, with the layout of `unsharded`, until they are reduced
         self.collected = set()  # parameters whose gradients are in `gradients`
         self.received = None  # gradients of this rank's shard from all ranks, in rank order
         self.reducing = None  # handle of the all-to-all that is running
 
     def start_unshard(self):
-        """Begin to gather all ranks' shards into `unsharded`, unless that has begun already."""
+        """Begin to gather all ranks' shards into `unsharded`, unless that has begun."""
         check_shards(self)
         if self.gather_handle is not None:
             return
-        # Resize the storage instead of making a new one, because autograd has saved views of it.
+        # Resize the storage, because autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         shard = self.shard.to(self.unsharded)  # its dtype and device
         self.gather_handle = all_gather_single(
@@ -253,7 +253,7 @@ class ParameterGroup:
         """Put the shards on the modules, and free the unsharded parameters if `free`."""
         if self.gather_handle is None:
             return
-        self.gather_handle.wait()  # it runs still if it began early, and the unit was not called
+        self.gather_handle.wait()  # it may run, if the unit was gathered early and not called
         for parameter in self.parameters:
             parameter.set_on_modules(parameter.sharded)
         if free:
@@ -262,11 +262,11 @@ class ParameterGroup:
 
     @torch.no_grad()
     def collect_gradients(self):
-        """Move .grad of the parameters into `gradients`, or add it to what no_sync() kept there."""
+        """Move .grad into `gradients`, or add it to what no_sync() kept there."""
         if self.gradients is None:
             if not any(parameter.sharded.requires_grad for parameter in self.parameters):
                 return  # all are frozen
-            self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
+            self.gradients = torch.full_like(self.unsharded, NO_GRADIENT, dtype=self.reduce_dtype)
         for parameter in self.parameters:
             gradient = parameter.unsharded.grad
             if gradient is None:
@@ -280,13 +280,11 @@ class ParameterGroup:
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
-        if self.gradients is None:
-            return
-        mark_missing_gradients(self)
-        self.received = torch.empty_like(self.gradients)
-        self.reducing = dist.all_to_all_single(
-            self.received, self.gradients, group=self.process_group, async_op=True
-        )
+        if self.gradients is not None:
+            self.received = torch.empty_like(self.gradients)
+            self.reducing = dist.all_to_all_single(
+                self.received, self.gradients, group=self.process_group, async_op=True
+            )
 
     @torch.no_grad()
     def finish_reduce(self):
@@ -294,21 +292,16 @@ class ParameterGroup:
         if self.reducing is None:
             return
         self.reducing.wait()
-        total = sum_in_rank_order(self.received.chunk(self.world_size))
+        total = sum_in_rank_order(self.received, self.shard_size)
         for group in self.replicate_groups:
             dist.all_reduce(total, group=group)
         mean = (total / self.divide_factor).to(self.shard)  # its dtype and device
         for parameter in self.parameters:
             if any_rank_has_gradient(parameter, total):  # otherwise .grad stays None
                 gradient = parameter.part_of_shard(mean)
-                if parameter.sharded.grad is None:
-                    parameter.sharded.grad = gradient
-                else:
-                    parameter.sharded.grad += gradient
-        self.gradients = None
-        self.collected = set()
-        self.received = None
-        self.reducing = None
+                sharded = parameter.sharded
+                sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
+        self.clear_gradients()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -329,9 +322,9 @@ class ParameterGroup:
 #              finish_backward     finish_reduce 1     reshard 0          start_reduce 0
 #                                  finish_reduce 0
 #
-# The inputs of unit 0 need no gradient, so finish_backward calls its post_backward when the whole
-# backward has ended. The first step records which unit comes next. Later steps unshard that unit
-# early, as shown. All ranks issue the same collectives in the same order.
+# The inputs of unit 0 need no gradient, so finish_backward calls its post_backward. The first step
+# records which unit comes next. Later steps unshard that unit early, as shown. All ranks issue the
+# same collectives in the same order.
 
 
 def in_backward():
@@ -342,8 +335,8 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls post_backward.
 
-    Of the nodes that are ready, autograd runs the youngest first. This node is older than the nodes
-    of the unit, so it runs after them. Then .grad of the unit's parameters is complete.
+    Autograd runs ready nodes in the reverse order of their creation. This node is created before
+    those of the unit, so it runs after them, when .grad of the unit's parameters is complete.
     """
 
     @staticmethod
@@ -364,13 +357,13 @@ class Unit:
     def __init__(self, groups, settings):
         self.groups = groups  # ParameterGroups: see make_groups()
         self.settings = settings
-        self.schedule = None  # the Schedule that all units of the model share
-        self.contexts = []  # that the user is in: "no_sync" or "keep_unsharded" for each
+        self.schedule = None  # a Schedule, which all units of the model share
+        self.contexts = []  # that the user is in: "no_sync", "keep_unsharded"
         self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
         self.needs_reduce = False  # it has gradients that are not sent yet
 
     def register_hooks(self, module):
-        """Let `module` call pre_forward and post_forward. They register the hooks of backward."""
+        """Let `module` call pre_forward and post_forward, which register the hooks of backward."""
         module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.post_forward)
 
@@ -389,22 +382,23 @@ class Unit:
         """Reshard. Register pre_backward to run when backward reaches an output."""
         for tensor in tensors_in(output):
             tensor.register_hook(self.pre_backward)
-        # After a recomputation, the backward of this unit follows at once and needs the parameters.
+        # After a recomputation, the backward of this unit follows at once.
         if not in_backward():
             self.reshard(self.settings.reshard_after_forward or not torch.is_grad_enabled())
-        self.schedule.finish_forward(self)
+        if self.schedule.outermost is self:
+            self.schedule.outermost = None
 
     def pre_backward(self, gradient):
-        """Unshard. Autograd calls this before the backward of the unit, once for each output."""
+        """Unshard. Autograd calls this for each output, before the backward of the unit."""
         self.awaits_post_backward = True
         self.needs_reduce = True
         self.schedule.start_backward()
         self.schedule.unshard(self)
 
     def post_backward(self):
-        """Reshard, and begin to reduce. PostBackward or Schedule.finish_backward calls this."""
+        """Reshard, and begin to reduce. PostBackward or finish_backward calls this."""
         self.awaits_post_backward = False
-        # In no_sync() it stays True. So the next backward outside sends the gradients, even if it
+        # In no_sync() it stays True, so the next backward outside sends the gradients, even if it
         # does not reach this unit.
         self.needs_reduce = "no_sync" in self.contexts
         self.schedule.finish_reduce()  # of the previous unit; it ran during this one
@@ -418,17 +412,13 @@ class Unit:
         for group in self.groups:
             group.start_unshard()
 
-    def finish_unshard(self):
-        for group in self.groups:
-            group.finish_unshard()
-
     def reshard(self, free=True):
         for group in self.groups:
             group.reshard(free and "keep_unsharded" not in self.contexts)
 
 
 class Schedule:
-    """The order in which a model gathers and reduces its units. They share one Schedule."""
+    """The order in which a model gathers and reduces its units."""
 
     def __init__(self, units):
         self.units = units
@@ -448,10 +438,6 @@ class Schedule:
         self.outermost = unit
         self.reshard_all()
 
-    def finish_forward(self, unit):
-        if self.outermost is unit:
-            self.outermost = None
-
     def reshard_all(self):
         self.previous = None
         for unit in self.units:
@@ -460,7 +446,8 @@ class Schedule:
     def unshard(self, unit):
         """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
         unit.start_unshard()
-        unit.finish_unshard()
+        for group in unit.groups:
+            group.finish_unshard()
         self.next_unit[self.previous] = unit
         self.previous = (unit, in_backward())
         # In the first step the next unit is not known: the default is gathered already.
@@ -491,33 +478,29 @@ class Schedule:
 # --------------------------------------------------------------------------------------------------
 # 4. What users call, on all ranks: units and their policies, accumulation, clipping.
 #
-# Units:
 # - Before fully_shard, freeze parameters, so that no gradients are sent for them, and inject LoRA.
 # - Parameters get the values of rank 0, after reset_parameters() if they are on the meta device.
 #   They move to the GPU if the group has only NCCL. Buffers are neither moved nor synchronized.
-# - Only the forward of a unit sees whole parameters. Values that it writes into them are lost. If
-#   `self.pos` is a unit, call `self.pos(x)`, because `self.pos.weight` is a shard outside of it.
-# - A unit returns tensors in lists, tuples, dicts or dataclasses. Other objects are ignored. It is
-#   an error if backward starts from a tensor in one, such as a cache, and not from the outputs.
+# - Only the forward of a unit sees whole parameters, and what it writes into them is lost. If
+#   `self.pos` is a unit, call `self.pos(x)`: outside, `self.pos.weight` is a shard.
+# - A unit returns tensors in lists, tuples, dicts or dataclasses. Other objects, such as a cache,
+#   are ignored. It is an error if backward starts from a tensor in one.
 # - Units of one model may be over different groups, for example those of split experts. A group may
 #   not have two ranks that `differ_between_ranks` of a module or parameter lists.
-#
-# Training:
 # - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
 #   Adam is. A gradient is None if no rank has one, and it may be None if n is 0.
-# - If a unit uses an input twice, and a layer outside uses it, too, one device may add the three
-#   gradients in another order. Then the results differ in rounding.
+# - If a unit uses an input twice, one device may add its gradients in another order.
 # - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_ of
-#   this file, and GradScaler of amp.py. optimizer.state_dict() is only this rank's part. Save
-#   shards() with checkpoint.py on all ranks instead. Any number of ranks can load them.
+#   this file, and GradScaler of amp.py. Save shards() with checkpoint.py on all ranks, because
+#   optimizer.state_dict() is only this rank's part. Any number of ranks can load them.
 #
 # Exceptions to the table of costs:
 # - A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
 #   A frozen unit is gathered only in forward if backward does not reach it.
 # - float16 gradients are added in float32, in a copy as large as 2u elements of float16.
 # - Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
-# - torch 2.6 and 2.7 do not reuse the memory of a collective before the host sees that it has
-#   ended. A GPU may then hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
+# - torch 2.6 and 2.7 reuse a collective's memory only when the host sees that it has ended. A GPU
+#   may then hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
 
 
 class MixedPrecisionPolicy(NamedTuple):
@@ -553,8 +536,8 @@ def fully_shard(
     """Make a unit of the parameters of `module` that do not belong to a unit yet. Return `module`.
 
     Call it on the blocks first and then on the whole model. Make the optimizer after that.
-    `module.parameters()` become this rank's shards. After backward, .grad is this rank's part of
-    the mean gradient. Each backward adds its mean to .grad.
+    `module.parameters()` become this rank's shards. Each backward adds this rank's part of the mean
+    gradient to .grad.
     """
     axes = choose_axes(mesh, process_group, replicate_group)
     offload = offload_policy is not None
@@ -577,11 +560,12 @@ def units_of(module):
 
 @contextmanager
 def context(module, name):
-    for unit in units_of(module):
+    units = units_of(module)
+    for unit in units:
         unit.reshard()  # it may hold the values that it had before the last step
         unit.contexts.append(name)
     yield
-    for unit in units_of(module):
+    for unit in units:
         unit.contexts.remove(name)
         unit.reshard()
 
@@ -589,8 +573,8 @@ def context(module, name):
 def no_sync(module):
     """Keep the gradients of each backward in here. The next backward outside sends the sum of all.
 
-    Each rank adds up its own gradients first. They take T elements and are not in .grad, so
-    optimizer.zero_grad() does not drop them. To drop them, run a backward outside before it.
+    Each rank first adds up its own, in T elements. They are not in .grad. To drop them, run a
+    backward outside, and then call optimizer.zero_grad().
     """
     return context(module, "no_sync")
 
@@ -598,8 +582,8 @@ def no_sync(module):
 def keep_unsharded(module):
     """Gather each unit once for all forwards and backwards in here. Then call optimizer.step().
 
-    Unsharded, the model takes Ψ elements. m micro-batches send Ψ + mT, or Ψ + T if all but the last
-    are in no_sync(), too. Without both contexts they send m(2Ψ + T).
+    It holds Ψ elements. m micro-batches send Ψ + mT, or Ψ + T if all but the last are in no_sync(),
+    too. Without both they send m(2Ψ + T).
     """
     return context(module, "keep_unsharded")
 
@@ -612,16 +596,15 @@ def clip_grad_norm_(module, max_norm, *, counted=None, process_groups=()):
     the groups over which the model is split. If several of their ranks hold a copy of a parameter,
     counted(parameter) must be True on one of them.
     """
-    total = 0.0
+    total = 0.0  # then a tensor
     for name, sharded in module.named_parameters():
         group = sharded_parameter(name, sharded).group
         square = group.unsharded.new_zeros((), dtype=torch.float64)
         if sharded.grad is not None:  # abs() makes complex numbers real
             square += sharded.grad.abs().norm(dtype=torch.float64) ** 2
         dist.all_reduce(square, group=group.process_group)
-        if counted is not None and not counted(sharded):
-            square.zero_()
-        total = total + square
+        if counted is None or counted(sharded):
+            total = total + square
     for process_group in process_groups:
         dist.all_reduce(total, group=process_group)
     norm = total.sqrt()
@@ -642,9 +625,9 @@ def sharded_parameter(name, sharded):
 
 def choose_axes(mesh, process_group, replicate_group):
     """Return the process groups over which the unit is sharded, and over which it has copies."""
-    axes = [process_group] if replicate_group is None else [process_group, replicate_group]
-    if mesh is not None:
-        axes = mesh.get_all_groups()[::-1]
+    axes = [process_group] if mesh is None else mesh.get_all_groups()[::-1]
+    if replicate_group is not None:
+        axes.append(replicate_group)
     if min(map(dist.get_rank, axes)) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group; call this on its ranks")
     # A reference to the default group would keep its threads alive after the group is destroyed.
@@ -652,11 +635,10 @@ def choose_axes(mesh, process_group, replicate_group):
 
 
 def check_module(module):
-    name = type(module).__name__
     if type(module).forward is nn.Module.forward:
-        raise ValueError(f"{name} has no forward that could unshard it; shard its children")
+        raise ValueError(f"{type(module).__name__} has no forward; shard its children")
     if hasattr(module, "_fsdp_unit"):
-        raise ValueError(f"{name} is a unit already")
+        raise ValueError(f"{type(module).__name__} is a unit already")
 
 
 def make_groups(module, settings):
@@ -681,31 +663,29 @@ def choose_dtypes(originals, policy):
 
 
 def empty_shard(size, dtype, device, offload):
-    pin_memory = offload and device.type != "cpu"  # copies are faster
-    return torch.empty(
-        size, dtype=dtype, device="cpu" if offload else device, pin_memory=pin_memory
-    )
+    shard = torch.empty(size, dtype=dtype, device=device)
+    if offload and not shard.is_cpu:
+        shard = shard.cpu().pin_memory()  # copies to the GPU are faster
+    return shard
 
 
 @torch.no_grad()
 def fill_shard(group, axes):
     """Broadcast the originals of the first rank. Each rank keeps its part."""
-    values = torch.zeros_like(group.unsharded, dtype=group.shard.dtype)
     for parameter in group.parameters:
         module, attribute = parameter.owners[0]
-        # the original, or what materialize() has put in its place
-        parameter.view(values).copy_(module._parameters[attribute])
+        original = module._parameters[attribute]  # or what materialize() has put in its place
+        whole = original.to(group.unsharded.device, copy=True).contiguous()
+        for axis in axes:  # in a grid, the first rank of each row gets its values in the end
+            dist.broadcast(whole, group=axis, group_src=0)
+        parameter.sharded.copy_(shard_of(parameter, whole))
         parameter.set_on_modules(parameter.sharded)
-    for axis in axes:  # in a grid, the first rank of each row gets its values in the end
-        dist.broadcast(values, group=axis, group_src=0)
-    group.shard.copy_(values.chunk(group.world_size)[group.rank])
 
 
 def find_parameters(module, settings):
-    """Find the parameters in `module` that belong to no unit yet.
+    """Return {(dtype, requires_grad): {nn.Parameter: its owners}} of those that are in no unit yet.
 
-    Return {(dtype, requires_grad): {nn.Parameter: its owners}}. Raise ValueError on all ranks if
-    they do not hold the same parameters.
+    Raise ValueError on all ranks if they do not hold the same parameters.
     """
     by_kind = {}
     descriptions = {f"the arguments {settings[1:]}"}
@@ -729,14 +709,9 @@ def find_parameters(module, settings):
 
 
 def part_of_split(marked):
-    """Describe which part of a split module or parameter this rank has.
-
-    The mark `differ_between_ranks` is the list of ranks with the parts. True means all ranks.
-    """
-    ranks = getattr(marked, "differ_between_ranks", False)
-    if ranks is True:
-        ranks = range(dist.get_world_size())
-    return f", part {list(ranks).index(dist.get_rank())} of a split parameter" if ranks else ""
+    """Describe which part of a split module or parameter this rank has."""
+    ranks = getattr(marked, "differ_between_ranks", None)  # list of the ranks with the parts
+    return f", part {ranks.index(dist.get_rank())} of a split parameter" if ranks else ""
 
 
 def refuse_disagreement(descriptions, axes):
@@ -773,8 +748,6 @@ def materialize(device, owner):
     """Initialize the parameters and buffers of one module, if they are on the meta device."""
     tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
     if any(tensor.is_meta for tensor in tensors):
-        if not hasattr(owner, "reset_parameters"):
-            raise ValueError(f"{owner} is on the meta device, but has no reset_parameters()")
         owner.to_empty(device=device, recurse=False)
         owner.reset_parameters()
 
@@ -791,8 +764,7 @@ def tensors_in(output):
 def watch_owners(unit):
     """Register hooks on the parameters of `unit` and on their modules.
 
-    They raise an error if backward reaches them, but not through an output of the unit. And they
-    cut state dicts.
+    They refuse a backward that does not come through an output of the unit, and cut state dicts.
     """
 
     def check(*_):
@@ -805,64 +777,54 @@ def watch_owners(unit):
 
     parameters = [parameter for group in unit.groups for parameter in group.parameters]
     for parameter in parameters:
-        unsharded = parameter.unsharded
-        if unsharded.is_floating_point() or unsharded.is_complex():  # even if it is frozen now
-            unsharded.requires_grad_().register_hook(check)
+        if parameter.unsharded.requires_grad:
+            parameter.unsharded.register_hook(check)
     for module in {module for parameter in parameters for module, _ in parameter.owners}:
         module.register_forward_hook(check_outputs)
         module.register_load_state_dict_pre_hook(cut_state_dict)
 
 
-# A rank sends -0.0 for a parameter that it has no gradient for. A sum is -0.0 only if every rank
-# sent -0.0. So a rank without a gradient can tell from the sum whether another rank has one. It
-# must not find -0.0 elsewhere, so gradients have 0.0 instead.
+# A rank sends -0.0 for a parameter that it has no gradient for. In gradients, -0.0 becomes 0.0. A
+# sum is -0.0 only if every rank sent -0.0. So it tells whether another rank has a gradient.
+NO_GRADIENT = -0.0
 
 
 def write_gradient(gradient, place):
-    # Adding 0.0 turns -0.0 into 0.0. The cast comes first: it may round to -0.0.
+    # Adding 0.0 turns -0.0 into 0.0. The cast comes first, because it may round to -0.0.
     torch.add(gradient.to(place.dtype), 0.0, out=place)
 
 
-def mark_missing_gradients(group):
-    for parameter in group.parameters:
-        if parameter not in group.collected:
-            parameter.view(group.gradients).fill_(-0.0)
-
-
-def sum_in_rank_order(parts):
-    """Add the ranks' parts as one device adds the gradients of the ranks' parts of the batch."""
-    if parts[0].dtype == torch.float16:
+def sum_in_rank_order(received, shard_size):
+    if received.dtype == torch.float16:
         # A sum of float16 may exceed their limit, 65504. bfloat16 has the range of float32.
-        parts = [part.float() for part in parts]
-    return functools.reduce(torch.add, parts)  # sum() would begin with 0 and turn -0.0 into 0.0
+        received = received.float()
+    # sum() would begin with 0 and turn -0.0 into 0.0.
+    return functools.reduce(torch.add, received.split(shard_size))
 
 
 def any_rank_has_gradient(parameter, total):
-    """Return whether any rank sent a gradient for this rank's elements. `total` is the sum."""
+    """Return whether any rank sent a gradient for this rank's elements of `parameter`."""
     if parameter in parameter.group.collected:
         return True  # without a look at the sum, for which the host would wait for the GPU
     elements = total[parameter.slice].real  # a complex number has no sign bit
-    return not bool(((elements == 0) & elements.signbit()).all())
+    return not ((elements == 0) & elements.signbit()).all()
 
 
 def check_shards(group):
     """Raise an error if the user has moved, replaced or changed shards, or given them hooks."""
-    if group.gather_handle is None:
-        group.version = group.shard._version  # autograd's count of the writes, but not to .data
-        for parameter in group.parameters:
-            check_parameter(parameter)
-    elif group.version != group.shard._version:
-        raise RuntimeError("shards changed after they were gathered; leave keep_unsharded() first")
-
-
-def check_parameter(parameter):
-    module, attribute = parameter.owners[0]
-    name = f"{type(module).__name__}.{attribute}"
-    memory = parameter.group.shard.untyped_storage().data_ptr()
-    is_there = parameter.sharded.untyped_storage().data_ptr() == memory
-    if not is_there or module._parameters.get(attribute) is not parameter.sharded:
-        raise ValueError(f"{name} was moved or replaced; call .to() before fully_shard")
-    refuse_hooks(name, parameter.sharded)
+    if group.gather_handle is not None:
+        if group.version != group.shard._version:
+            raise RuntimeError("shards changed after the gather; leave keep_unsharded() first")
+        return
+    group.version = group.shard._version  # autograd's count of the writes, but not to .data
+    memory = group.shard.untyped_storage().data_ptr()
+    for parameter in group.parameters:
+        module, attribute = parameter.owners[0]
+        name = f"{type(module).__name__}.{attribute}"
+        sharded = module._parameters.get(attribute)
+        if sharded is not parameter.sharded or sharded.untyped_storage().data_ptr() != memory:
+            raise ValueError(f"{name} was moved or replaced; call .to() before fully_shard")
+        refuse_hooks(name, sharded)
 
 
 def refuse_copy(memo):
@@ -875,24 +837,22 @@ def refuse_copy(memo):
 
 
 def gather_full(sharded, tensor):
-    """Join the parts of all ranks, of which `tensor` is this rank's, and return them on the CPU.
-
-    `tensor` belongs to `sharded`, for example as its .grad, and has the same shape.
-    """
+    """Return the whole tensor, on the CPU. `tensor` is this rank's part, such as sharded.grad."""
     # A copy, because a view would be sent with the whole storage behind it.
     tensor = tensor.detach().to("cpu", copy=True)
     if not hasattr(sharded, "_sharded_parameter"):
         return tensor  # of a buffer
     parameter = sharded._sharded_parameter
-    parts = [None] * parameter.group.world_size
-    dist.all_gather_object(parts, tensor, group=parameter.group.process_group)
+    process_group = parameter.group.process_group
+    parts = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(parts, tensor, group=process_group)
     return torch.cat(parts, dim=-1).as_strided(parameter.shape, parameter.stride)
 
 
 def full_state_dict(module):
     """Return the state_dict() that the module would have without sharding, on every rank."""
-    state_dict = module.state_dict(keep_vars=True)
-    return {name: gather_full(tensor, tensor) for name, tensor in state_dict.items()}
+    tensors = module.state_dict(keep_vars=True).items()
+    return {name: gather_full(tensor, tensor) for name, tensor in tensors}
 
 
 def load_full_state_dict(module, state_dict):
@@ -914,12 +874,11 @@ def cut_state_dict(module, state_dict, prefix, *_):
 
 
 def shard_of(parameter, full):
-    """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
-    group = parameter.group
-    flat = full.new_empty(group.unsharded.shape)
-    parameter.view(flat).copy_(full)
-    shard = flat.chunk(group.world_size)[group.rank]
-    return parameter.part_of_shard(shard).clone()
+    """Return this rank's elements of `full`, a tensor of the parameter's shape."""
+    flat = full.new_empty(full.numel())
+    flat.as_strided(parameter.shape, parameter.stride).copy_(full)
+    sharded = parameter.sharded
+    return flat[parameter.skipped :][: sharded.numel()].view_as(sharded)
 
 
 def refuse_state_dict(module, prefix, keep_vars):
@@ -931,22 +890,19 @@ def refuse_state_dict(module, prefix, keep_vars):
 def shards(module, optimizer):
     """Yield (name, shape of the whole parameter, first, shard, its optimizer state).
 
-    `first` is the offset of the shard's first element in the flattened parameter. shard_pieces() of
-    checkpoint.py takes these tuples, to save or load them. Before you load them, take a step in
-    which each trained parameter has a gradient, so that the optimizer has its state.
+    `first` is the offset of the shard in the flattened parameter. shard_pieces() of checkpoint.py
+    takes these tuples, to save or load them. Before you load them, take a step in which each
+    trained parameter has a gradient, so that the optimizer has its state.
     """
     for name, sharded in module.named_parameters():
         parameter = sharded_parameter(name, sharded)
-        group = parameter.group
-        first = max(0, group.rank * group.shard_size - parameter.start)
         if not parameter.unsharded.is_contiguous():
             raise ValueError(f"{name} is not contiguous; a checkpoint would permute its elements")
         state = optimizer.state.get(sharded, {})
         if sharded.numel() == 0 and parameter.shape.numel() > 0:
-            # This rank cannot tell whether other ranks have a gradient. So its optimizer may have
-            # made fewer steps, and Adam's "step" would be too small.
+            # Other ranks may have had gradients in more steps. Adam's "step" is too small here.
             state = {}
-        yield name, parameter.shape, first, sharded, state
+        yield name, parameter.shape, parameter.skipped, sharded, state
 
 
 # --------------------------------------------------------------------------------------------------
