@@ -32,8 +32,8 @@ unit. The rows with + add to the row "between steps":
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
 2u: one unit computes while the next is gathered. 3u: one unit's gradients are computed while
-another's are sent and received. Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has the costs of
-micro-batches, and exceptions.
+another's are sent and received. Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions,
+and the costs of micro-batches.
 
 Ranks add gradients in rank order. So training is bitwise equal to one device that adds up the
 gradients of the ranks' parts of the batch and then divides by N. With copies, all-reduce chooses
@@ -49,10 +49,10 @@ Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers 
           reduction copies all elements once more.
 Left out: optimizers that need whole matrices (muon.py has one over these shards); NCCL's own
           reduce-scatter, which adds in another order; recovery after an error in a step; units that
-          only some ranks call, or reach in backward, or in another order; units that change their
-          input in place, such as a first layer ReLU(inplace=True); .to() after sharding; sparse
-          gradients; hooks on parameters; second-order gradients; loading a state dict that only
-          rank 0 has
+          only some ranks call or reach in backward, or that ranks call in another order; units that
+          change their input in place, such as a first layer ReLU(inplace=True); .to() after
+          sharding; sparse gradients; hooks on parameters; second-order gradients; loading a state
+          dict that only rank 0 has
 """
 
 import argparse
@@ -262,7 +262,10 @@ class ParameterGroup:
 
     @torch.no_grad()
     def collect_gradients(self):
-        """Move .grad into `gradients`, or add it to what no_sync() kept there."""
+        """Move .grad into `gradients`, or add it to what no_sync() kept there.
+
+        A parameter without a gradient is marked by NO_GRADIENT: see section 5.
+        """
         if self.gradients is None:
             if not any(parameter.sharded.requires_grad for parameter in self.parameters):
                 return  # all are frozen
@@ -450,9 +453,8 @@ class Schedule:
             group.finish_unshard()
         self.next_unit[self.previous] = unit
         self.previous = (unit, in_backward())
-        # In the first step the next unit is not known: the default is gathered already.
-        next_unit = self.next_unit.get(self.previous, unit)
-        next_unit.start_unshard()
+        # In the first step the next unit is not known. The default is gathered already.
+        self.next_unit.get(self.previous, unit).start_unshard()
 
     def start_backward(self):
         """Have autograd call finish_backward() when the backward that is running ends."""
@@ -494,7 +496,8 @@ class Schedule:
 #   this file, and GradScaler of amp.py. Save shards() with checkpoint.py on all ranks, because
 #   optimizer.state_dict() is only this rank's part. Any number of ranks can load them.
 #
-# Exceptions to the table of costs:
+# Exceptions to the table of costs (for micro-batches, see keep_unsharded()):
+# - No unit computes while the all-reduce of hybrid sharding runs.
 # - A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
 #   A frozen unit is gathered only in forward if backward does not reach it.
 # - float16 gradients are added in float32, in a copy as large as 2u elements of float16.
@@ -683,15 +686,15 @@ def fill_shard(group, axes):
 
 
 def find_parameters(module, settings):
-    """Return {(dtype, requires_grad): {nn.Parameter: its owners}} of those that are in no unit yet.
+    """Return {(dtype, requires_grad): {nn.Parameter: its owners}} of those that are in no unit.
 
     Raise ValueError on all ranks if they do not hold the same parameters.
     """
     by_kind = {}
     descriptions = {f"the arguments {settings[1:]}"}
     for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
-        sharded_parameter = getattr(parameter, "_sharded_parameter", None)
-        if sharded_parameter is None:
+        known = getattr(parameter, "_sharded_parameter", None)
+        if known is None:
             refuse_hooks(path, parameter)
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
@@ -702,7 +705,7 @@ def find_parameters(module, settings):
                 f"{parameter.dtype}, {'trained' if parameter.requires_grad else 'frozen'}"
                 f"{part_of_split(owner)}{part_of_split(parameter)}"
             )
-        elif sharded_parameter.sharded is not parameter:
+        elif known.sharded is not parameter:
             raise ValueError(f"{path} is tied to another unit's parameter; put both into one unit")
     refuse_disagreement(descriptions, settings.axes)
     return by_kind
@@ -740,8 +743,7 @@ def device_for(device, backends):
     if f"{device.type}:" in backends:
         return device
     # The parameters are on the meta device. Or they are on the CPU, and the group has only NCCL.
-    has_gpu = torch.cuda.is_available() and "cuda:nccl" in backends
-    return torch.device("cuda" if has_gpu else "cpu")
+    return torch.device("cuda" if torch.cuda.is_available() and "cuda:nccl" in backends else "cpu")
 
 
 def materialize(device, owner):
@@ -874,11 +876,11 @@ def cut_state_dict(module, state_dict, prefix, *_):
 
 
 def shard_of(parameter, full):
-    """Return this rank's elements of `full`, a tensor of the parameter's shape."""
+    """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
     flat = full.new_empty(full.numel())
     flat.as_strided(parameter.shape, parameter.stride).copy_(full)
-    sharded = parameter.sharded
-    return flat[parameter.skipped :][: sharded.numel()].view_as(sharded)
+    elements = flat[parameter.skipped :][: parameter.sharded.numel()]
+    return elements.view_as(parameter.sharded).clone()
 
 
 def refuse_state_dict(module, prefix, keep_vars):
