@@ -563,7 +563,20 @@ def other_arguments():
 
 def split_parameter():
     layer = nn.Linear(2, 2)
-    layer.weight.differ_between_ranks = [0, 1]
+    layer.weight.differ_between_ranks = list(range(4))
+    fully_shard(layer)
+
+
+def no_grid():
+    process_group = grid()[1]
+    pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    mine = pairs[pool.rank() in (1, 2)]
+    fsdp.fully_shard(nn.Linear(2, 2), process_group=process_group, replicate_group=mine)
+
+
+def hook_before_sharding():
+    layer = nn.Linear(6, 2)
+    layer.bias.register_hook(torch.neg)
     fully_shard(layer)
 
 
@@ -645,6 +658,8 @@ REFUSED = {
     frozen_on_one_rank: "frozen",
     other_arguments: "arguments",
     split_parameter: "part 1 of a split",
+    no_grid: "of 2 that have",
+    hook_before_sharding: "bias has hooks",
     a_unit_twice: "already",
     tied_to_another_unit: r"second\.weight is tied",
     hook_on_a_shard: "bias has hooks",
@@ -661,18 +676,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
-@pool.on(2)
-def test_what_would_go_wrong_silently_is_an_error(act):
+@pool.on(4)
+def test_what_would_go_wrong_silently_is_an_error_on_every_rank(act):
     with pytest.raises((ValueError, RuntimeError), match=REFUSED[act]):
         act()
-
-
-@pool.on(4)
-def test_groups_that_form_no_grid_are_refused():
-    process_group = grid()[1]
-    pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-    replicate_group = pairs[pool.rank() in (1, 2)]
-    with pytest.raises(ValueError, match="of 2 that have"):
-        fsdp.fully_shard(
-            nn.Linear(2, 2), process_group=process_group, replicate_group=replicate_group
-        )
