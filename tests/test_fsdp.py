@@ -60,8 +60,7 @@ def blocks(reshard=True):
 
 
 def groups_of(model):
-    units = [module._fsdp_unit for module in model.modules() if hasattr(module, "_fsdp_unit")]
-    return [group for unit in units for group in unit.groups]
+    return [group for unit in fsdp.units_of(model) for group in unit.groups]
 
 
 def held(tensors):
@@ -77,6 +76,10 @@ def assert_at_rest(model):
     assert all(shard.numel() == shard.shape[-1] for shard in model.parameters())
 
 
+def shards_and_wholes(ours, plain):
+    return zip(ours.parameters(), plain.parameters(), strict=True)
+
+
 def assert_same_state(ours, plain):
     state = fsdp.full_state_dict(ours)
     assert_equal(state, dict(plain.state_dict()))
@@ -84,7 +87,7 @@ def assert_same_state(ours, plain):
 
 def assert_same_gradients(ours, plain):
     """A rank that has no element of a parameter cannot tell whether other ranks use it."""
-    for shard, whole in zip(ours.parameters(), plain.parameters(), strict=True):
+    for shard, whole in shards_and_wholes(ours, plain):
         assert shard.dim() == max(whole.dim(), 1)  # many scripts decay what has two dimensions
         if whole.grad is None:
             assert shard.grad is None
@@ -146,7 +149,7 @@ def test_the_idea_has_the_gradients_of_one_device():
     loss_of(y).backward()
 
     on_one_device(plain)
-    for shard, whole in zip(ours.parameters(), plain.parameters(), strict=True):
+    for shard, whole in shards_and_wholes(ours, plain):
         padded = nn.functional.pad(whole.grad.flatten(), (0, -whole.numel() % 4))
         assert_equal(shard.grad, padded.chunk(4)[pool.rank()])
 
@@ -201,15 +204,6 @@ def test_two_forwards_may_come_before_two_backwards_and_keep_unsharded_gathers_o
     assert_at_rest(ours)
     on_one_device(plain, [0, 1])
     assert_same_gradients(ours, plain)
-
-
-@pool.on(2)
-def test_an_evaluation_keeps_nothing_unsharded():
-    ours, plain = blocks(reshard=False)
-    x = make_batch(0, 9)
-    with torch.no_grad():
-        assert torch.equal(ours(x), plain(x))
-    assert_at_rest(ours)
 
 
 def frozen_in_turns(model, rank, n):
@@ -323,7 +317,7 @@ def body_go_on(model, folder, plain_states):
         model_state, optimizer_state = copy.deepcopy(plain_states)  # the pool's workers share it
         plain.load_state_dict(model_state)
         optimizers[1].load_state_dict(optimizer_state)
-        for shard, whole in zip(ours.parameters(), plain.parameters(), strict=True):
+        for shard, whole in shards_and_wholes(ours, plain):
             if whole in optimizers[1].state:
                 shard.grad = torch.zeros_like(shard)
         optimizers[0].step()  # makes the state that is then loaded
@@ -505,6 +499,9 @@ def observed_step(copies, N, **options):
         y = model(x)
         y.sum().backward()
     assert_at_rest(model)
+    with torch.no_grad():
+        model(x)
+    assert_at_rest(model)
     return model, sent.total, watch.seen
 
 
@@ -572,6 +569,15 @@ def no_grid():
     pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
     mine = pairs[pool.rank() in (1, 2)]
     fsdp.fully_shard(nn.Linear(2, 2), process_group=process_group, replicate_group=mine)
+
+
+def not_in_the_group():
+    groups = [dist.new_group([rank]) for rank in range(pool.world_size())]
+    fsdp.fully_shard(nn.Linear(2, 2), process_group=groups[pool.rank() - 1])
+
+
+def no_forward():
+    fully_shard(nn.ModuleList([Block()]))
 
 
 def hook_before_sharding():
@@ -659,6 +665,8 @@ REFUSED = {
     other_arguments: "arguments",
     split_parameter: "part 1 of a split",
     no_grid: "of 2 that have",
+    not_in_the_group: "is not in",
+    no_forward: "ModuleList",
     hook_before_sharding: "bias has hooks",
     a_unit_twice: "already",
     tied_to_another_unit: r"second\.weight is tied",
