@@ -586,76 +586,10 @@ def hook_before_sharding():
     fully_shard(layer)
 
 
-def a_unit_twice():
-    unit = small_unit()
-    fully_shard(unit)
-
-
 def tied_to_another_unit():
     tied = make_model("tied")
     fully_shard(tied.first)
     fully_shard(tied)
-
-
-def small_unit():
-    return fully_shard(nn.Linear(6, 2))
-
-
-def hook_on_a_shard():
-    layer = small_unit()
-    layer.bias.register_post_accumulate_grad_hook(torch.neg)
-    layer(make_batch(0, 0))
-
-
-def moved():
-    layer = small_unit().double()
-    layer(make_batch(0, 0))
-
-
-def replaced():
-    layer = small_unit()
-    layer.bias = nn.Parameter(torch.zeros(2))
-    layer(make_batch(0, 0))
-
-
-def changed_in_keep_unsharded():
-    layer = small_unit()
-    with fsdp.keep_unsharded(layer):
-        backward(layer)
-        adamw(layer).step()
-        layer(make_batch(0, 0))
-
-
-def clipping_without_a_root_unit():
-    model = nn.Sequential(small_unit(), nn.Linear(2, 2))
-    fsdp.clip_grad_norm_(model, 1.0)
-
-
-def state_dict_of_shards():
-    small_unit().state_dict()
-
-
-def state_dict_of_other_shapes():
-    state_dict = nn.Linear(6, 1).state_dict()
-    fsdp.load_full_state_dict(small_unit(), state_dict)
-
-
-def checkpoint_of_other_strides():
-    model = fully_shard(make_model("odd"))
-    pieces_of(model, adamw(model))
-
-
-def copied():
-    copy.deepcopy(nn.Sequential(small_unit()))
-
-
-def forward_after_a_backward_that_raised():
-    layer = small_unit()
-    y = layer(make_batch(0, 0))
-    y.register_hook(lambda gradient: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        y.sum().backward()
-    layer(make_batch(0, 0))
 
 
 REFUSED = {
@@ -668,23 +602,80 @@ REFUSED = {
     not_in_the_group: "is not in",
     no_forward: "ModuleList",
     hook_before_sharding: "bias has hooks",
-    a_unit_twice: "already",
     tied_to_another_unit: r"second\.weight is tied",
-    hook_on_a_shard: "bias has hooks",
-    moved: r"Linear\.weight was moved",
-    replaced: r"Linear\.bias was moved",
-    changed_in_keep_unsharded: "keep_unsharded",
-    clipping_without_a_root_unit: r"1\.weight is in no unit",
-    state_dict_of_shards: "full_state_dict",
-    state_dict_of_other_shapes: r"\(2, 6\), not \(1, 6\)",
-    checkpoint_of_other_strides: "transposed is not contiguous",
-    copied: "copied",
-    forward_after_a_backward_that_raised: "earlier backward",
 }
 
 
 @pytest.mark.parametrize("act", REFUSED, ids=lambda act: act.__name__)
 @pool.on(4)
-def test_what_would_go_wrong_silently_is_an_error_on_every_rank(act):
-    with pytest.raises((ValueError, RuntimeError), match=REFUSED[act]):
+def test_a_model_that_would_train_wrongly_is_refused_on_every_rank(act):
+    with pytest.raises(ValueError, match=REFUSED[act]):
         act()
+
+
+def hook_on_a_shard(unit):
+    unit.bias.register_post_accumulate_grad_hook(torch.neg)
+    unit(make_batch(0, 0))
+
+
+def moved(unit):
+    unit.double()
+    unit(make_batch(0, 0))
+
+
+def replaced(unit):
+    unit.bias = nn.Parameter(torch.zeros(2))
+    unit(make_batch(0, 0))
+
+
+def changed_in_keep_unsharded(unit):
+    with fsdp.keep_unsharded(unit):
+        backward(unit)
+        adamw(unit).step()
+        unit(make_batch(0, 0))
+
+
+def clipping_without_a_root_unit(unit):
+    model = nn.Sequential(unit, nn.Linear(2, 2))
+    fsdp.clip_grad_norm_(model, 1.0)
+
+
+def state_dict_of_other_shapes(unit):
+    state_dict = nn.Linear(6, 1).state_dict()
+    fsdp.load_full_state_dict(unit, state_dict)
+
+
+def checkpoint_of_other_strides(_):
+    model = fully_shard(make_model("odd"))
+    pieces_of(model, adamw(model))
+
+
+def forward_after_a_backward_that_raised(unit):
+    y = unit(make_batch(0, 0))
+    y.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    unit(make_batch(0, 0))
+
+
+WRONG = {
+    fully_shard: "already",
+    hook_on_a_shard: "bias has hooks",
+    moved: r"Linear\.weight was moved",
+    replaced: r"Linear\.bias was moved",
+    changed_in_keep_unsharded: "keep_unsharded",
+    clipping_without_a_root_unit: r"1\.weight is in no unit",
+    nn.Module.state_dict: "full_state_dict",
+    state_dict_of_other_shapes: r"\(2, 6\), not \(1, 6\)",
+    checkpoint_of_other_strides: "transposed is not contiguous",
+    copy.deepcopy: "copied",
+    forward_after_a_backward_that_raised: "earlier backward",
+}
+
+
+@pytest.mark.parametrize("act", WRONG, ids=lambda act: act.__name__)
+@pool.on(2)
+def test_what_a_unit_would_do_wrong_silently_is_an_error(act):
+    unit = fully_shard(nn.Linear(6, 2))
+    with pytest.raises((ValueError, RuntimeError), match=WRONG[act]):
+        act(unit)
