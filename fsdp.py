@@ -262,24 +262,22 @@ class ParameterGroup:
 
     @torch.no_grad()
     def collect_gradients(self):
-        """Move .grad into `gradients`, or add it to what no_sync() kept there.
-
-        A parameter without a gradient is marked by NO_GRADIENT: see section 5.
-        """
+        """Move .grad into `gradients`, or add it to what no_sync() kept there."""
         if self.gradients is None:
             if not any(parameter.sharded.requires_grad for parameter in self.parameters):
                 return  # all are frozen
-            self.gradients = torch.full_like(self.unsharded, NO_GRADIENT, dtype=self.reduce_dtype)
+            self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
             gradient = parameter.unsharded.grad
-            if gradient is None:
-                continue
             place = parameter.view(self.gradients)
-            if parameter in self.collected:
-                gradient = gradient + place
-            write_gradient(gradient, place)
-            self.collected.add(parameter)
-            parameter.unsharded.grad = None
+            if gradient is not None:
+                if parameter in self.collected:
+                    gradient = gradient + place
+                write_gradient(gradient, place)
+                self.collected.add(parameter)
+                parameter.unsharded.grad = None
+            elif parameter not in self.collected:
+                place.fill_(NO_GRADIENT)  # see section 5
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
@@ -543,9 +541,10 @@ def fully_shard(
     gradient to .grad.
     """
     axes = choose_axes(mesh, process_group, replicate_group)
-    offload = offload_policy is not None
     divide_factor = gradient_divide_factor or math.prod(map(dist.get_world_size, axes))
-    settings = Settings(axes, reshard_after_forward, mp_policy, offload, divide_factor)
+    settings = Settings(
+        axes, reshard_after_forward, mp_policy, offload_policy is not None, divide_factor
+    )
     check_module(module)
     unit = Unit(make_groups(module, settings), settings)
     Schedule([unit, *units_of(module)])  # replaces those of inner units
@@ -667,9 +666,8 @@ def choose_dtypes(originals, policy):
 
 def empty_shard(size, dtype, device, offload):
     shard = torch.empty(size, dtype=dtype, device=device)
-    if offload and not shard.is_cpu:
-        shard = shard.cpu().pin_memory()  # copies to the GPU are faster
-    return shard
+    # Copies from pinned memory are faster.
+    return shard.cpu().pin_memory() if offload and not shard.is_cpu else shard
 
 
 @torch.no_grad()
@@ -677,8 +675,8 @@ def fill_shard(group, axes):
     """Broadcast the originals of the first rank. Each rank keeps its part."""
     for parameter in group.parameters:
         module, attribute = parameter.owners[0]
-        original = module._parameters[attribute]  # or what materialize() has put in its place
-        whole = original.to(group.unsharded.device, copy=True).contiguous()
+        # The original, or what materialize() has put in its place.
+        whole = module._parameters[attribute].to(group.unsharded.device, copy=True).contiguous()
         for axis in axes:  # in a grid, the first rank of each row gets its values in the end
             dist.broadcast(whole, group=axis, group_src=0)
         parameter.sharded.copy_(shard_of(parameter, whole))
@@ -853,8 +851,8 @@ def gather_full(sharded, tensor):
 
 def full_state_dict(module):
     """Return the state_dict() that the module would have without sharding, on every rank."""
-    tensors = module.state_dict(keep_vars=True).items()
-    return {name: gather_full(tensor, tensor) for name, tensor in tensors}
+    state_dict = module.state_dict(keep_vars=True)
+    return {name: gather_full(tensor, tensor) for name, tensor in state_dict.items()}
 
 
 def load_full_state_dict(module, state_dict):
@@ -879,8 +877,7 @@ def shard_of(parameter, full):
     """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
     flat = full.new_empty(full.numel())
     flat.as_strided(parameter.shape, parameter.stride).copy_(full)
-    elements = flat[parameter.skipped :][: parameter.sharded.numel()]
-    return elements.view_as(parameter.sharded).clone()
+    return flat[parameter.skipped :][: parameter.sharded.numel()].view_as(parameter.sharded).clone()
 
 
 def refuse_state_dict(module, prefix, keep_vars):
@@ -901,7 +898,7 @@ def shards(module, optimizer):
         if not parameter.unsharded.is_contiguous():
             raise ValueError(f"{name} is not contiguous; a checkpoint would permute its elements")
         state = optimizer.state.get(sharded, {})
-        if sharded.numel() == 0 and parameter.shape.numel() > 0:
+        if not sharded.numel() and parameter.shape.numel():
             # Other ranks may have had gradients in more steps. Adam's "step" is too small here.
             state = {}
         yield name, parameter.shape, parameter.skipped, sharded, state
