@@ -179,7 +179,8 @@ class ShardedParameter:
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
         # .data, because views share the buffer's version counter. By that counter, the gather for
         # backward changes tensors that autograd has saved, which would be an error.
-        self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
+        can_train = original.is_floating_point() or original.is_complex()  # if unfrozen later
+        self.unsharded = nn.Parameter(self.view(group.unsharded).data, can_train)
         self.sharded._sharded_parameter = self  # for functions that take module.parameters()
         original._sharded_parameter = self  # another unit may hold it: see find_parameters()
 
@@ -748,6 +749,8 @@ def materialize(device, owner):
     """Initialize the parameters and buffers of one module, if they are on the meta device."""
     tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
     if any(tensor.is_meta for tensor in tensors):
+        if not hasattr(owner, "reset_parameters"):
+            raise ValueError(f"{owner} is on the meta device, but has no reset_parameters()")
         owner.to_empty(device=device, recurse=False)
         owner.reset_parameters()
 
