@@ -2,9 +2,9 @@
 
 A model that is cut into p stages takes 1/p of the memory on each rank, but a stage must wait for
 the one before it. So the batch is cut into m micro-batches: while rank 1 works on the first one,
-rank 0 works on the second. In a step, each rank runs the forward of its stage on every micro-batch
-and sends the output to the next rank. When the gradient of that output has come back, it runs the
-backward and sends the gradient of its input to the previous rank.
+rank 0 works on the second. A rank runs the forward of its stage on each micro-batch, and sends the
+output to the next rank. When the gradient of that output has come back, it runs the backward, and
+sends the gradient of its input to the previous rank.
 
 A schedule is the order in which a rank does this. Here p = 3, m = 4, and time runs from left to
 right. F2 is the forward of micro-batch 2. B2 is its backward, which takes about two forwards:
@@ -14,16 +14,14 @@ right. F2 is the forward of micro-batch 2. B2 is its backward, which takes about
     rank 1    F0F1F2F3      B0..B1..B2..B3..          F0F1    B0..F2B1..F3B2..  B3..
     rank 2      F0F1F2F3B0..B1..B2..B3..                F0B0..F1B1..F2B2..F3B3..
 
-In the blanks the ranks wait. The bubble is the share of all ranks' time that is blank. 1F1B has the
-same bubble as GPipe, but keeps the activations of at most p micro-batches instead of m. Three more
-schedules:
+The bubble is the share of all ranks' time that is blank. 1F1B has the bubble of GPipe, but keeps
+the activations of at most p micro-batches, not of m. Three more schedules:
 
-    naive              A micro-batch goes forward and backward through all ranks before the next.
-    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. A micro-batch
+    naive              One micro-batch goes through all stages and back, then the next.
+    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. So a micro-batch
                        reaches the last rank v times as fast.
-    zero_bubble        B is split into I and W. W computes the gradients of the weights of linear
-                       layers, and I computes all others, such as that of the stage's input. The
-                       previous rank waits only for I, so W can run in the bubble.
+    zero_bubble        B is split into W, the gradients of linear layers' weights, and I, all other
+                       gradients. The previous rank waits only for I, so W can run in the bubble.
 
 Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
@@ -37,33 +35,18 @@ Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
 
     * if m ≥ p   ** if m ≥ p, and F, I and W take equally long
 
-The first stage sends no gradients and the last no activations, so the ranks of these two stages
-send m·bsh less.
+The ranks of the first and of the last stage send m·bsh less.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (47), and the rest to use
 it as a library (62).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
-          --idea trains with section 1 alone, which has the schedules gpipe and 1f1b.
-Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473, section 2.2;
-          zero bubble, 2401.10241, section 2 (its schedule ZB-H1)
-Mirrors:  torch.distributed.pipelining, whose CSV files of schedules this file reads and writes
-Left out: Tied parameters, clipping and means over unmasked tokens: see parallel_3d.py. step()
-          returns neither the outputs of the last stage nor the gradients of the batch's inputs.
-          Messages of other shapes than in the first step are an error, and so are other dtypes and
-          newly frozen stages: make another Pipeline. After an error on one rank the others wait for
-          it, until torchrun or the timeout of the process group ends them.
-          If a schedule has I and W, its stages must not call torch.autograd.grad() or backward()
-          themselves. The inputs of their linear layers stay in memory until W, also inside an
-          activation checkpoint, and must not change in place. Under DDP or FSDP, W has nothing to
-          compute, because they need the gradients of weights in I: results are right, but the
-          bubble is that of 1f1b.
-
-The demo draws two timelines. simulate() predicts the first, and the ranks have measured the second.
-If they say "bubble 20%" and "bubble 23%", the ranks waited for 23% of the step. The prediction
-assumes equal stages, B = 2F and transfers that take no time. A measured bubble a few points above
-the prediction is good. If it is far above, the stages are unequal, transfers are slow, or ranks
-share a processor. More micro-batches or another schedule lower both numbers.
+          --idea trains with section 1 alone: --schedule gpipe or 1f1b
+Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473; zero bubble, 2401.10241
+Mirrors:  torch.distributed.pipelining, and reads and writes its CSV files of schedules
+Left out: Tied parameters, clipping and means over unmasked tokens: see parallel_3d.py. The outputs
+          of the last stage. Other shapes or dtypes in later steps. Some layers under zero_bubble:
+          see can_wait(). After an error on one rank the others wait until torchrun ends them.
 """
 
 import argparse
@@ -96,16 +79,18 @@ from torch.utils._pytree import tree_leaves
 # 1. The idea: GPipe and 1F1B with blocking transfers. They differ in one number.
 
 
-def transfer(operation, tensor, peer, group):
-    """Send or receive (`dist.isend` or `dist.irecv`), and wait. Return the tensor.
+def start_transfer(operation, tensor, peer, group):
+    """Start to send or to receive (`dist.isend` or `dist.irecv`). Return the work to wait for."""
+    # A batch of one: over NCCL, a bare isend would create a communicator for the two ranks.
+    single = dist.P2POp(operation, tensor.detach(), group=group, group_peer=peer)
+    (work,) = dist.batch_isend_irecv([single])
+    return work
 
-    It does nothing if there is no such rank.
-    """
+
+def transfer(operation, tensor, peer, group):
+    """Send or receive, and wait. Return the tensor. Do nothing if there is no such rank."""
     if 0 <= peer < dist.get_world_size(group):
-        # A batch of one: over NCCL, a bare isend would create a communicator for the two ranks.
-        single = dist.P2POp(operation, tensor.detach(), group=group, group_peer=peer)
-        (work,) = dist.batch_isend_irecv([single])
-        work.wait()
+        start_transfer(operation, tensor, peer, group).wait()
     return tensor
 
 
@@ -135,8 +120,8 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
             saved.append((x, y))
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # Receive before you send y. The next rank sends this gradient first, and only then
-            # receives y. If this rank is the last, the ones stay: the gradient of the loss.
+            # Receive before you send y: the next rank sends this gradient before it receives y.
+            # On the last rank the ones stay: the gradient of the loss.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
@@ -147,9 +132,8 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Schedules. A schedule is a list of actions for each rank. Functions that users call take and
-#    return actions as strings, in PyTorch's notation: "2F0" is the forward of stage 2 on
-#    micro-batch 0.
+# 2. Schedules: a list of actions for each rank. Users see actions as strings, as in PyTorch: "2F0"
+#    is the forward of stage 2 on micro-batch 0.
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
@@ -173,15 +157,11 @@ def in_rounds(kind, stages, rounds):
     ]
 
 
-def alternate(forwards, backwards, ahead):
-    """Return `ahead` forwards, then backwards and forwards in turn, then the other backwards."""
-    actions = []
-    remaining = iter(backwards)
-    for number, forward in enumerate(forwards, start=1):
-        actions.append(forward)
-        if number >= ahead:
-            actions.append(next(remaining))
-    return [*actions, *remaining]
+def in_turns(forwards, backwards, first_backward):
+    """As in section 1: a turn is a forward, and a backward from turn `first_backward` on."""
+    late = [None] * first_backward + backwards
+    turns = itertools.zip_longest(forwards, late)
+    return [action for turn in turns for action in turn if action]
 
 
 def split_backwards(actions, delay):
@@ -196,7 +176,7 @@ def split_backwards(actions, delay):
         waiting.append(action._replace(kind="W"))
         if len(waiting) > delay:
             split.append(waiting.pop(0))
-    return [*split, *waiting]
+    return split + waiting
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
@@ -207,28 +187,28 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             f"no schedule {name!r} of {p} ranks, {m} micro-batches and {v} stages per rank: "
             f"each number must be at least 1, and the name one of {', '.join(SCHEDULES)}"
         )
-    # A rank runs a stage on a round of about p micro-batches before it runs its next stage. After p
-    # of them, the first is ready for the next stage.
+    # A rank runs a stage on about p micro-batches, until the first is ready for its next stage.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # Forwards of a rank's other stages, before its last stage can begin.
+    # forwards of a rank's other stages, before its last stage can begin
     before_last_stage = (v - 1) * len(rounds[0])
     schedule = []
     for rank in range(p):
-        # Schedules differ in how many forwards a rank runs before its first backward. A rank of
-        # 1F1B waits for the next rank's backward, so it runs one forward more than the next rank.
-        # (That is 1 + first_backward of section 1, whose turn begins with a forward.)
-        # If stages are interleaved, it runs two more than the next rank, as in Megatron-LM and
-        # PyTorch, to leave time for transfers.
-        ahead = {"naive": 1, "gpipe": m * v, "interleaved_1f1b": 2 * (p - rank) - 1}
+        # See section 1. While micro-batch 0 visits the later ranks, a rank of 1F1B runs a forward
+        # for each. Interleaved, it runs two, as in Megatron-LM, to leave time for transfers.
+        later = p - 1 - rank
+        first_backward = {"gpipe": m * v, "interleaved_1f1b": 2 * later}.get(name, later)
         stages = range(rank, p * v, p)
-        actions = alternate(
+        actions = in_turns(
             in_rounds("F", stages, rounds),
             in_rounds("B", stages[::-1], rounds),
-            ahead.get(name, p - rank) + before_last_stage,
+            first_backward + before_last_stage,
         )
+        if name == "naive":
+            # Only the order of micro-batches changes: sort() is stable.
+            actions.sort(key=lambda action: action.micro_batch)
         if name == "zero_bubble":
-            # In 1F1B, rank r keeps the activations of p - r micro-batches. With r more waiting for
-            # W, every rank keeps p.
+            # Rank r of 1F1B keeps the activations of p - r micro-batches. If W is r backwards
+            # late, every rank keeps those of p.
             actions = split_backwards(actions, delay=rank)
         schedule.append(list(map(str, actions)))
     return schedule
@@ -236,37 +216,44 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
 
 # --------------------------------------------------------------------------------------------------
 # 3. The pipeline, which runs any schedule. An action takes a message and gives another one. If the
-#    next action is on another rank, the message is sent.
-
-
-class Message(NamedTuple):
-    stage: int  # which takes it
-    # "activations" or "gradients". An Action with the same three values would be equal to it.
-    kind: str
-    micro_batch: int
+#    next action is on another rank, the message is sent. It is named after the action that takes
+#    it: "2B0" is the gradient of the output of "2F0". B stands for I as well.
 
 
 def input_of(action):
-    """Return the message that an action takes. W takes none itself: its I has taken it."""
-    kind = "activations" if action.kind == "F" else "gradients"
-    return Message(action.stage, kind, action.micro_batch)
+    """Return the message that an action takes. W needs the one that its I has taken."""
+    return action if action.kind == "F" else action._replace(kind="B")
 
 
-def output_of(action, last_stage):
-    """Return the message that an action gives.
-
-    The last stage's forward gives its own backward the gradient to begin with. Messages to stage -1
-    go to no rank: the first stage's backward gives the gradients of the batch's inputs, and W gives
-    nothing, because it adds to .grad.
-    """
+def output_of(action):
+    """Return the message that an action gives. W gives nothing: no rank has stage -1."""
     stage, kind, i = action
-    if kind == "W":
-        return Message(-1, "nothing", i)
-    if kind != "F":
-        return Message(stage - 1, "gradients", i)
-    if stage < last_stage:
-        return Message(stage + 1, "activations", i)
-    return Message(stage, "gradients", i)
+    if kind == "F":
+        return Action(stage + 1, "F", i)
+    return Action(-1 if kind == "W" else stage - 1, "B", i)
+
+
+def in_one_order(schedule):
+    """Return the actions of all ranks in one list. Each is after the action whose message it takes.
+
+    The last stage's backward and the first stage's forward take no message of another action.
+    """
+    waiting = [collections.deque(actions) for actions in schedule]
+    pending = set(map(output_of, itertools.chain(*schedule)))  # messages that will be given
+    order = []
+    while any(waiting):
+        # one action of each rank that can run now
+        turn = [
+            actions.popleft()
+            for actions in waiting
+            if actions and input_of(actions[0]) not in pending
+        ]
+        if not turn:
+            stuck = [str(actions[0]) for actions in waiting if actions]
+            raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} would wait forever")
+        pending.difference_update(map(output_of, turn))
+        order += turn
+    return order
 
 
 class Pipeline(nn.Module):
@@ -277,9 +264,7 @@ class Pipeline(nn.Module):
     schedule: a name for build_schedule, or a list of actions for each rank in PyTorch's notation.
     num_microbatches: torch.chunk splits the batch into that many along dimension 0.
     loss_fn(output, target): returns the mean loss of a micro-batch.
-    backward_context(stage, is_last): returns a context manager for a backward of `stage`, one of
-        the modules. is_last: it is the stage's last backward in the step. For stages under FSDP:
-        `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
+    backward_context(stage, is_last): a context around each backward, see no_context().
     """
 
     def __init__(
@@ -287,151 +272,129 @@ class Pipeline(nn.Module):
     ):
         super().__init__()
         stages = stages if isinstance(stages, (list, nn.ModuleList)) else [stages]
-        self.schedule, self.device = agree(schedule, num_microbatches, stages, process_group)
+        agreed = agree(schedule, num_microbatches, stages, process_group)
+        self.schedule, self._rank_of, self.device = agreed  # _rank_of: stage -> rank
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
         self.backward_context = backward_context or no_context
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        self._rank_of = rank_of_stages(self.schedule)  # stage -> rank
         self._last_stage = max(self._rank_of)
-        own = self.schedule[self._rank]
+        self._order = in_one_order(self.schedule)
+        self._own = self.schedule[self._rank]  # this rank's actions
         # stage -> the micro-batch of its last backward
-        self._last_backward = {stage: i for stage, kind, i in own if kind in "BI"}
+        self._last_backward = {stage: i for stage, kind, i in self._own if kind in "BI"}
         numbers = map(str, sorted(self._last_backward))
         self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
         self._weights = set(self.parameters())  # W computes gradients of these only
-        # simulate() (section 5) gives the time at which each action ends. It is later than the ends
-        # of all that the action needs. All ranks walk through one list: the actions of all ranks,
-        # sorted by that time. A rank runs its own actions, and takes part in its own transfers,
-        # each right after the action that gives the message. What an action or a transfer waits for
-        # is earlier in the list. So the first unfinished entry can always run, and nothing
-        # deadlocks. NCCL needs such an order, because it runs a rank's transfers one by one, and a
-        # send ends only when its receiver takes it.
-        end = simulate(self.schedule).end
-        actions = itertools.chain(*self.schedule)
-        self._order = sorted(actions, key=lambda action: end[str(action)])
-        # Gloo sends from the host's memory. dist.get_backend_config() names each device's backend;
-        # dist.get_backend() is "undefined" after init_process_group() without a backend.
-        is_gloo = f"{self.device.type}:gloo" in dist.get_backend_config(process_group)
-        self._wire = torch.device("cpu") if is_gloo else self.device  # of messages
-        self._metadata = {}  # (are gradients enabled, message) -> meta_of() of each tensor
-        self._sends = collections.deque()  # (work, tensor), which must live until the work is over
+        self._wire = device_to_send_from(self.device, process_group)
+        self._metadata = {}  # of messages, for metadata_of()
+        self._sends = collections.deque()  # (work, tensor that it sends)
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
 
-        inputs: a tensor or a tuple of tensors, which only the rank of the first stage reads.
-        targets: a tensor, which only the rank of the last stage reads. That rank gets the mean loss
-        back, and the others get None. Adds to .grad what a loop over the micro-batches on one
-        device adds.
+        The rank of the first stage reads inputs, a tensor or a tuple of tensors. The rank of the
+        last stage reads targets, a tensor, and returns the mean loss. The others return None.
         """
         agree_on_grad_mode(self._group, self._wire)
         self._start(inputs, targets)
+        # All ranks walk through one list, and each takes part in its own actions and transfers.
+        # NCCL runs a rank's transfers one by one, and a send ends only when its receiver takes it:
+        # transfers in another order could deadlock.
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
-            message = output_of(action, self._last_stage)
+            message = output_of(action)
             source = self._rank_of[action.stage]
-            destination = self._rank_of.get(message.stage)
+            destination = self._rank_of.get(message.stage)  # None if no stage takes it
+            outputs = []
             if source == self._rank:
-                tensors = self._take(input_of(action))
-                self._messages[message] = self.run(action, tensors)
-            if destination not in (source, None):
-                self._transfer(message, source, destination)
+                outputs = self.run(action, self._take(input_of(action)))
+            if destination == source:
+                self._messages[message] = outputs, []
+            elif destination is not None:
+                self._transfer(message, outputs, source, destination)
         self._wait_for_sends()
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
-        m = self.num_microbatches
-        self._messages = {}  # message -> its tensors
-        self._receives = {}  # message -> works to wait for before its tensors are read
-        self._graphs = {}  # (stage, micro-batch) -> inputs and outputs of its forward
-        own = self.schedule[self._rank]
-        # (stage, micro-batch) -> what I leaves to W
-        self._deferred = {(stage, i): [] for stage, kind, i in own if kind == "I"}
+        self._messages = {}  # message -> its tensors, and works to wait for before they are read
+        self._saved = {}  # (stage, micro-batch) -> what F saves for B or I, or I for W
         self._losses = []
+        m = self.num_microbatches
         if "0" in self.stages:
             for i, tensors in enumerate(split_exactly("inputs", inputs, m)):
-                self._messages[Message(0, "activations", i)] = tensors
+                self._messages[Action(0, "F", i)] = tensors, []
         if str(self._last_stage) in self.stages:
             self._targets = [target for (target,) in split_exactly("targets", targets, m)]
 
     def _take(self, message):
-        """Return the tensors of a message. There are none if W takes it, because I has done so."""
-        for work in self._receives.pop(message, []):
+        """Return a message's tensors. W and the last stage's backward have no message."""
+        tensors, works = self._messages.pop(message, ([], []))
+        for work in works:
             work.wait()
-        return self._messages.pop(message, [])
+        return tensors
 
     def run(self, action, tensors):
-        """Run an action of this rank on the tensors of its input. Return those of its output."""
-        stage, kind, i = action
-        deferred = self._deferred.get((stage, i))  # None if the backward is not split
-        if kind == "W":
-            return backward_for_weights(self._deferred.pop((stage, i)))
+        """Run an action on the tensors of its input. Return those of its output."""
+        run = self._forward if action.kind == "F" else self._backward
+        return run(*action, tensors)
+
+    def _forward(self, stage, kind, i, tensors):
+        inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in tensors]
+        deferred = [] if Action(stage, "I", i) in self._own else None  # what I will leave to W
         with leave_weights_to_w(deferred, self._weights):
-            if kind != "F":
-                return self._backward(stage, i, tensors)
-            outputs = self._forward(stage, i, tensors)
+            output = self.stages[str(stage)](*inputs)
+            if stage == self._last_stage:
+                target = self._targets[i]
+                # A micro-batch counts by its share of the batch. Nothing else scales the loss.
+                share = len(target) / sum(map(len, self._targets))
+                output = self.loss_fn(output, target.to(self.device)) * share
+                check_loss(output)
+                self._losses.append(output.detach())
         if deferred:  # a hook of split_linear() has run
             raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
+        outputs = as_tuple(output)
+        if torch.is_grad_enabled():
+            self._saved[stage, i] = inputs, outputs, deferred
         return outputs
 
-    def _forward(self, stage, i, tensors):
-        """Return what the next action takes: the outputs, or the gradient of the loss, 1."""
-        inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in tensors]
-        output = self.stages[str(stage)](*inputs)
+    def _backward(self, stage, kind, i, gradients):
+        """Return the gradients of the stage's inputs: None for an input that it does not use."""
+        saved = self._saved.pop((stage, i))
+        if kind == "W":
+            return backward_for_weights(saved)
+        inputs, outputs, deferred = saved
         if stage == self._last_stage:
-            target = self._targets[i]
-            # Nothing but this scales the loss: a micro-batch counts by its share of the batch.
-            share = len(target) / sum(map(len, self._targets))
-            output = self.loss_fn(output, target.to(self.device)) * share
-            check_loss(output)
-            self._losses.append(output.detach())
-        outputs = as_tensors(output)
-        if torch.is_grad_enabled():
-            self._graphs[stage, i] = inputs, outputs
-        return [torch.ones_like(output)] if stage == self._last_stage else outputs
-
-    def _backward(self, stage, i, gradients):
-        """Return the gradients of the stage's inputs, for B and I: None for an unused input."""
-        inputs, outputs = self._graphs.pop((stage, i))
+            gradients = [torch.ones_like(output) for output in outputs]  # of the loss
         pairs = zip(outputs, gradients, strict=True)
         used = [output for output, gradient in pairs if gradient is not None]
         gradients = [gradient.to(self.device) for gradient in gradients if gradient is not None]
-        is_last = self._last_backward[stage] == i
-        with self.backward_context(self.stages[str(stage)], is_last):
+        context = self.backward_context(self.stages[str(stage)], self._last_backward[stage] == i)
+        with leave_weights_to_w(deferred, self._weights), context:
             torch.autograd.backward(used, gradients)
+        if kind == "I":
+            self._saved[stage, i] = deferred  # for W
         return [x.grad for x in inputs]
 
-    def _transfer(self, message, source, destination):
-        """Start to send the message, or to receive it.
-
-        All ranks call this for each transfer, in one order. So in the first step they can all join
-        a broadcast of its metadata.
-        """
-        tensors = self._take(message)  # none, unless this rank is the source
-        metadata = list(map(meta_of, tensors))
-        key = torch.is_grad_enabled(), message
-        if key not in self._metadata:
-            shared = [metadata]
-            dist.broadcast_object_list(shared, group_src=source, group=self._group)
-            self._metadata[key] = shared[0]
+    def _transfer(self, message, tensors, source, destination):
+        """Start to send the tensors of a message, or to receive them."""
+        metas = metadata_of(message, tensors, self._metadata, source, self._group)
         if source == self._rank:
-            check_metadata(message, self._metadata[key], metadata)
-            sent = [t.detach().to(self._wire, copy=True) for t in tensors if t is not None]
-            works = start_transfers(dist.isend, sent, destination, self._group)
-            self._sends.extend(zip(works, sent, strict=True))
-            # A tensor takes memory until it is received. A sender is rarely more than 4 ahead.
+            for tensor in filter(torch.is_tensor, tensors):
+                copied = tensor.detach().to(self._wire, copy=True)
+                work = start_transfer(dist.isend, flat(copied), destination, self._group)
+                self._sends.append((work, copied))
+            # The copies take memory until they are received. A sender is rarely 4 ahead.
             self._wait_for_sends(at_most=4)
         if destination == self._rank:
-            received = [
-                meta and torch.empty_strided(**meta, device=self._wire)
-                for meta in self._metadata[key]
+            received = [meta and torch.empty_strided(**meta, device=self._wire) for meta in metas]
+            works = [
+                start_transfer(dist.irecv, flat(tensor), source, self._group)
+                for tensor in filter(torch.is_tensor, received)
             ]
-            here = filter(torch.is_tensor, received)
-            self._receives[message] = start_transfers(dist.irecv, here, source, self._group)
-            self._messages[message] = received
+            self._messages[message] = received, works
 
     def _wait_for_sends(self, at_most=0):
         while len(self._sends) > at_most:
@@ -439,18 +402,9 @@ class Pipeline(nn.Module):
             work.wait()
 
 
-def start_transfers(operation, tensors, peer, group):
-    """Send or receive each tensor (`dist.isend` or `dist.irecv`). Return the works to wait for.
-
-    Each batch has one transfer. With several, both ranks would have to form the same batches.
-    """
-    works = []
-    for tensor in tensors:
-        # a view of the memory, whatever the strides, which are the same on both ranks
-        flat = tensor.as_strided([tensor.numel()], [1])
-        single = dist.P2POp(operation, flat, group=group, group_peer=peer)
-        works += dist.batch_isend_irecv([single])
-    return works
+def flat(tensor):
+    """Return a view of the memory, whatever the strides, which are the same on both ranks."""
+    return tensor.as_strided([tensor.numel()], [1])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -463,8 +417,8 @@ linear = F.linear
 def leave_weights_to_w(deferred, weights):
     """In here, the backward of F.linear appends to `deferred` what W needs, unless it is None.
 
-    PyTorch's modules call F.linear. During F and I, split_linear() takes its place on all threads,
-    because activation checkpointing runs the forward again in I, on a thread of autograd.
+    PyTorch's modules call F.linear. split_linear() takes its place on all threads, in F and also in
+    I, where activation checkpointing runs the forward again on a thread of autograd.
     """
     if deferred is None:
         yield
@@ -477,11 +431,7 @@ def leave_weights_to_w(deferred, weights):
 
 
 def split_linear(deferred, weights, x, weight, bias=None):
-    """F.linear, but its backward leaves the gradient of the weight to W.
-
-    If the weight has another use, which is not split, I adds the gradient of that use, and W adds
-    the others later. So the sum is not bitwise that of one device.
-    """
+    """F.linear, but its backward leaves the gradient of the weight to W."""
     if not can_wait(x, weight, weights):
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
@@ -535,30 +485,19 @@ def simulate(schedule, cost=COST):
     is incomplete or deadlocks.
     """
     schedule = list(map(parse, schedule))
-    last_stage = max(rank_of_stages(schedule))
+    rank_of = rank_of_stages(schedule)
     cost = COST | cost
     start = {}
     end = {}
-    # message -> the time since when it is there
-    available = {Message(0, "activations", i): 0 for _, _, i in itertools.chain(*schedule)}
+    available = {}  # message -> the end of the action that gives it
     free_since = [0] * len(schedule)  # by rank: the end of its last action
-    waiting = [collections.deque(actions) for actions in schedule]
-    while any(waiting):
-        ready = [
-            rank
-            for rank, actions in enumerate(waiting)
-            if actions and input_of(actions[0]) in available
-        ]
-        if not ready:
-            stuck = [str(actions[0]) for actions in waiting if actions]
-            raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} would wait forever")
-        for rank in ready:
-            action = waiting[rank].popleft()
-            began = max(free_since[rank], available[input_of(action)])
-            free_since[rank] = began + cost[action.kind]
-            available[output_of(action, last_stage)] = free_since[rank]
-            start[str(action)] = began
-            end[str(action)] = free_since[rank]
+    for action in in_one_order(schedule):
+        rank = rank_of[action.stage]
+        name = str(action)
+        start[name] = max(free_since[rank], available.get(input_of(action), 0))
+        end[name] = start[name] + cost[action.kind]
+        free_since[rank] = end[name]
+        available[output_of(action)] = end[name]
     busy = sum(end.values()) - sum(start.values())
     bubble_fraction = 1 - busy / (max(free_since) * len(schedule))
     return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
@@ -578,58 +517,75 @@ def peak_alive(actions):
 
 
 def no_context(stage, is_last):
+    """The default for backward_context, which returns a context manager for a backward of `stage`.
+
+    `stage` is one of the modules. is_last: it is the stage's last backward in the step. If stages
+    are FSDP units, give `lambda stage, is_last: nullcontext() if is_last else fsdp.no_sync(stage)`.
+    """
     return nullcontext()
 
 
 def agree(schedule, num_microbatches, stages, group):
-    """Return the schedule, parsed, and the device. A wrong argument on one rank raises on all."""
+    """Return the schedule, parsed, {stage: rank} and the device.
+
+    A wrong argument on one rank raises on all.
+    """
     model = nn.ModuleList(stages)
     device = next((parameter.device for parameter in model.parameters()), None)
     ddp = nn.parallel.DistributedDataParallel
     num_ddp = sum(isinstance(module, ddp) for module in model.modules())
-    device_type = device.type if device else ""
-    own = schedule, num_microbatches, len(stages), num_ddp, device_type
-    given = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, own, group=group)
+    own = schedule, (num_microbatches, len(stages), num_ddp), device.type if device else ""
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, own, group=group)
+    schedules, given, device_types = zip(*gathered, strict=True)
     actions = schedule
     if isinstance(schedule, str):
         actions = build_schedule(schedule, len(given), num_microbatches, len(stages))
     actions = list(map(parse, actions))
-    stages_on = collections.Counter(rank_of_stages(actions).values())
-    numbers = sorted({i for _, _, i in itertools.chain(*actions)})
-    m = len(numbers)
-    if numbers != list(range(m)):
-        raise ValueError(f"micro-batches are numbered from 0 on, without gaps, not {numbers}")
-    needed = [(schedule, m, stages_on[rank], 0) for rank in range(len(actions))]
-    if [theirs[:4] for theirs in given] != needed:
+    rank_of = rank_of_stages(actions)
+    stages_on = collections.Counter(rank_of.values())
+    m = len({i for _, _, i in itertools.chain(*actions)})
+    needed = tuple((m, stages_on[rank], 0) for rank in range(len(actions)))
+    if given != needed or any(theirs != schedule for theirs in schedules):
         raise ValueError(
             "all ranks must give one schedule, and (micro-batches, stages, those in PyTorch's DDP) "
-            f"{[each[1:] for each in needed]}, not {[theirs[1:4] for theirs in given]}. (DDP would "
-            "average gradients of one micro-batch only: pass .module, and average after step().)"
+            f"{needed}, not {given}. (DDP would average gradients of one micro-batch only: pass "
+            ".module, and average after step().)"
         )
     # All ranks must send over the same backend, so a stage without parameters uses the GPU too.
-    device_type = max(theirs[4] for theirs in given) or "cpu"
-    return actions, device or torch.device(device_type)
+    return actions, rank_of, device or torch.device(max(device_types) or "cpu")
 
 
 def rank_of_stages(schedule):
     """Return {stage: rank}.
 
-    Raise ValueError unless each forward is followed by B, or by I and W, on the stage's only rank.
+    Raise ValueError unless all stages run all micro-batches: F and then B, or F, I and W.
     """
     rank_of = {}
-    kinds = collections.defaultdict(str)  # (stage, micro-batch, rank) -> the kinds of its actions
+    kinds = collections.defaultdict(str)  # (stage, micro-batch) -> the kinds of its actions
     for rank, actions in enumerate(schedule):
         for stage, kind, i in actions:
-            rank_of[stage] = rank
-            kinds[stage, i, rank] += kind
-    for (stage, i, rank), done in kinds.items():
-        if done not in ("FB", "FIW") or rank != rank_of[stage]:
+            if rank_of.setdefault(stage, rank) != rank:
+                raise ValueError(f"stage {stage} is on ranks {rank_of[stage]} and {rank}")
+            kinds[stage, i] += kind
+    m = len({i for _, i in kinds})
+    for stage, i in itertools.product(range(len(rank_of)), range(m)):
+        if kinds[stage, i] not in ("FB", "FIW"):
             raise ValueError(
-                f"rank {rank} runs {done} of stage {stage} for micro-batch {i}; it must run F B or "
-                "F I W, and no other rank may run this stage"
+                f"the schedule runs {kinds[stage, i] or 'nothing'} of stage {stage} for "
+                f"micro-batch {i}; each stage from 0 on must run F B or F I W for each from 0 on"
             )
     return rank_of
+
+
+def device_to_send_from(device, group):
+    """Gloo sends from the host's memory, NCCL from the GPU's.
+
+    dist.get_backend_config() names the backend for each type of device. dist.get_backend() is
+    "undefined" after init_process_group() without a backend.
+    """
+    is_gloo = f"{device.type}:gloo" in dist.get_backend_config(group)
+    return torch.device("cpu") if is_gloo else device
 
 
 def agree_on_grad_mode(group, device):
@@ -649,7 +605,13 @@ def agree_on_grad_mode(group, device):
 
 
 def can_wait(x, weight, weights):
-    """Return whether W can compute the gradient of `weight` in F.linear(x, weight)."""
+    """Return whether W can compute the gradient of `weight` in F.linear(x, weight).
+
+    It cannot under DDP or FSDP, which need the gradient in I. Results are right, but the bubble is
+    that of 1f1b. If a weight has another use that cannot wait, the sum of its gradients is rounded
+    in another order than on one device. x stays in memory until W, also inside an activation
+    checkpoint. A stage must not change x in place, nor call torch.autograd.grad() or backward().
+    """
     return (
         torch.is_grad_enabled()
         and x.requires_grad
@@ -665,12 +627,8 @@ def can_wait(x, weight, weights):
     )
 
 
-def as_tensors(value):
-    tensors = value if isinstance(value, tuple) else (value,)
-    if not tensors or not all(map(torch.is_tensor, tensors)):
-        types = [type(tensor).__name__ for tensor in tensors]
-        raise ValueError(f"inputs, targets and outputs are tensors, or tuples of them, not {types}")
-    return tensors
+def as_tuple(value):
+    return value if isinstance(value, tuple) else (value,)
 
 
 def check_loss(loss):
@@ -680,7 +638,7 @@ def check_loss(loss):
 
 def split_exactly(name, batch, number):
     """Return a tuple of tensors for each micro-batch."""
-    chunks = [tensor.chunk(number) for tensor in as_tensors(batch)]
+    chunks = [tensor.chunk(number) for tensor in as_tuple(batch)]
     micro_batches = list(zip(*chunks, strict=True))
     if len(micro_batches) != number:
         raise ValueError(
@@ -706,13 +664,23 @@ def meta_of(tensor):
     }
 
 
-def check_metadata(message, first, now):
-    """The receiver allocates what the first message's metadata says."""
-    if now != first:
+def metadata_of(message, tensors, known, source, group):
+    """Return meta_of() of the tensors that the source sends. `known` has that of former steps.
+
+    All ranks call this for each transfer, in one order. So they can all join a broadcast.
+    """
+    metadata = list(map(meta_of, tensors))
+    key = torch.is_grad_enabled(), message
+    if key not in known:
+        shared = [metadata]
+        dist.broadcast_object_list(shared, group_src=source, group=group)
+        known[key] = shared[0]
+    if dist.get_rank(group) == source and metadata != known[key]:
         raise ValueError(
-            f"the {message.kind} for stage {message.stage} were {first} in the first step, and are "
-            f"{now} now; make a new Pipeline for other shapes, dtypes or frozen stages"
+            f"the input of {message} was {known[key]} in the first step, and is {metadata} now; "
+            "make a new Pipeline for other shapes, dtypes or frozen stages"
         )
+    return known[key]
 
 
 # --------------------------------------------------------------------------------------------------
