@@ -5,17 +5,16 @@ also gets use_reentrant=False, if it has such a name. Claims go backward with lo
 float32, and compare bitwise with calling the functions without a checkpoint.
 """
 
-import itertools
 import weakref
 from functools import partial
 
 import environment
 import pool
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from shared import loss_of
+from torch.distributed.nn.functional import all_reduce
 
 from claims.registry import add_kind, call, check, claim, error_from, same, say
 
@@ -58,18 +57,20 @@ def computes_alike(make, build, **how):
 alike = partial(claim, "activation-checkpoint", of=computes_alike)
 
 
-def layer(*more):
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *more, nn.Linear(8, 6), nn.Tanh())
+def layer(drop=0.0):
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(drop), nn.Linear(8, 6), nn.Tanh())
 
 
 def three_layers(how, drop=0.0, autocast=False):
     x = torch.randn(4, 6, requires_grad=True)
-    layers = layer(nn.Dropout(drop)), layer(nn.Dropout(drop)), layer()
+    layers = nn.ModuleList(layer(drop) for _ in range(3))
+    y = x
     with torch.autocast(environment.DEVICE_TYPE, torch.bfloat16, enabled=autocast):
-        y = F.dropout(how(layers[0], x), drop)
-        y = F.dropout(how(layers[1], y), drop)
+        for each in layers[:2]:
+            y = how(each, y)
+            y = F.dropout(y, drop)
     y = how(layers[2], y.float())
-    return loss_of(y), [x, *nn.ModuleList(layers).parameters()]
+    return loss_of(y), [x, *layers.parameters()]
 
 
 def of_layers(name, sentence, **how):
@@ -96,26 +97,24 @@ def closures(how):
     weight = torch.randn(6, 6, requires_grad=True)
     module = layer()
     hidden = torch.tanh(weight)
-    tokens = torch.randn(4, 6)  # needs no gradient
 
     def function(x):
-        y = module(x)
-        return torch.tanh(y @ hidden)
+        return torch.tanh(module(x) @ hidden)
 
-    output = how(function, tokens)
-    return loss_of(output), [weight, *module.parameters()]
+    tokens = torch.randn(4, 6)  # needs no gradient
+    return loss_of(how(function, tokens)), [weight, *module.parameters()]
 
 
 @alike(1, may_refuse=True)
 def any_structure(how):
     """Inputs and outputs may be nested or named, need no gradient, or be no tensors."""
 
-    def function(pair, scale=1.0, *, more):
-        y = torch.tanh(pair[0] * pair[1]["b"]) * scale + more[0]
+    def function(pair, *, more):
+        y = torch.tanh(pair[0] * pair[1]["b"]) + more[0]
         return {"y": y, "n": (more[1], pair[0].argmax())}
 
     a, b, c = (torch.randn(5, requires_grad=True) for _ in range(3))
-    output = how(function, (a, {"b": b}), 2.0, more=[c, "text"])
+    output = how(function, (a, {"b": b}), more=[c, "text"])
     text, largest = output["n"]
     check(text == "text", "an output that is no tensor is lost")
     return loss_of(output["y"]) * largest, [a, b, c]
@@ -125,31 +124,17 @@ def any_structure(how):
 def nested(how):
     """A checkpoint may be inside another, and a layer may be called twice."""
     x = torch.randn(4, 6, requires_grad=True)
-    first = layer(nn.Dropout(0.5))
-    second = layer()
+    module = layer(drop=0.5)
 
     def inner(x):
-        y = how(second, x)
-        return how(first, torch.sin(y)) + x
+        y = how(module, torch.sin(x))
+        return how(module, y) + x
 
     def outer(x):
         y = how(inner, inner(x))
         return torch.cos(y)
 
-    y = how(outer, x)
-    return loss_of(y), [x, *first.parameters(), *second.parameters()]
-
-
-class AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        total = x.clone()
-        dist.all_reduce(total, group=pool.group())
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return AllReduce.forward(ctx, gradient)
+    return loss_of(how(outer, x)), [x, *module.parameters()]
 
 
 @alike(3)
@@ -161,36 +146,29 @@ def collectives_again(how):
 
     def function(x):
         for weight in weights:
-            x = torch.tanh(AllReduce.apply(x @ weight))
+            total = all_reduce(x @ weight, group=pool.group())
+            x = torch.tanh(total)
         return x
 
     y = how(function, x)
-    y = how(function, y)
-    return loss_of(y), [x, weights]
+    return loss_of(how(function, y)), [x, weights]
 
 
 @alike(1, may_refuse=True)
 def again(how):
     """Backward may run twice with retain_graph."""
-    x = torch.randn(4, 6, requires_grad=True)
-    module = layer(nn.Dropout(0.5))
-    y = how(torch.sin, x)
-    loss = loss_of(how(module, y))
+    loss, leaves = three_layers(how, drop=0.5)
     loss.backward(retain_graph=True)
-    return loss, [x, *module.parameters()]
+    return loss, leaves
 
 
 @alike(1, about="property")
 def autograd_grad(how):
     """torch.autograd.grad works, for one leaf after another and for gradients of gradients."""
-    x = torch.randn(4, 6, requires_grad=True)
-    module = layer(nn.Dropout(0.5))
-    y = how(torch.sin, x)
-    loss = loss_of(how(module, y))
-    weight = module[0].weight
-    gradients = torch.autograd.grad(loss, weight, retain_graph=True)
-    gradients += torch.autograd.grad(loss, [x, weight], create_graph=True)
-    return loss + sum(map(loss_of, gradients)), [x, *module.parameters()]
+    loss, leaves = three_layers(how, drop=0.5)
+    gradients = torch.autograd.grad(loss, leaves[1], retain_graph=True)
+    gradients += torch.autograd.grad(loss, leaves[:2], create_graph=True)
+    return loss + sum(map(loss_of, gradients)), leaves
 
 
 @claim("activation-checkpoint", 1, about="property")
@@ -202,9 +180,8 @@ def forgotten(make):
     def function(x):
         y = torch.tanh(x)
         z = torch.sigmoid(y)
-        for tensor in (y, z):
-            memory = tensor.untyped_storage()
-            inside.append(weakref.ref(memory))
+        inside.append(weakref.ref(y.untyped_storage()))
+        inside.append(weakref.ref(z.untyped_storage()))
         return torch.exp(z * y).sin()
 
     def check_forgotten(when):
@@ -221,41 +198,27 @@ def forgotten(make):
     check(len(inside) == 6, "under no_grad it did not run once")
 
 
-def backward_through(make, function, is_changed=False):
-    """`function(x, number of the run)`. If `is_changed`, its input changes before backward."""
-    x = torch.randn(4, requires_grad=True) * 1
-    runs = itertools.count()
+def two_sines(x):
+    return x.sin().sin()
 
-    def run(x):
-        number = next(runs)
-        return function(x, number)
 
-    y = make(run, x)
-    if is_changed:
-        x.mul_(2)
-    y.sum().backward()
+def double(x):
+    return two_sines(x.double())
+
+
+def longer(x):
+    return two_sines(torch.cat([x, x]))
 
 
 @claim("activation-checkpoint", 1, about="property")
 def differs(make):
     """A recomputation that saves other tensors than forward, or a changed input, is an error."""
-
-    def number(x, again):
-        y = x.sin()
-        return y if again else y.cos()
-
-    def shape(x, again):
-        y = x if again else torch.cat([x, x])
-        return y.sin()
-
-    def dtype(x, again):
-        y = x.double() if again else x
-        return y.sin()
-
-    def value(x, again):
-        return x.sin()
-
-    backward_through(make, value)  # no error
-    for function in (number, shape, dtype, value):
-        with error_from(f"another {function.__name__}"):
-            backward_through(make, function, is_changed=function is value)
+    leaf = torch.randn(4, requires_grad=True)
+    for function in (torch.sin, longer, double, two_sines):
+        runs = [function, two_sines]  # the second run comes first
+        x = leaf * 1
+        y = make(lambda x, runs=runs: runs.pop()(x), x)
+        if function is two_sines:
+            x.mul_(2)
+        with error_from(f"a recomputation by {function.__name__}"):
+            y.sum().backward()

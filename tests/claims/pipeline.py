@@ -8,7 +8,9 @@ ValueError. If its first argument is called `name`, it is called for each name i
 `function.names`.
 """
 
+import collections
 import copy
+import itertools
 from functools import partial
 
 import pool
@@ -57,21 +59,13 @@ def complete(make):
     for p, m, v, schedule in schedules_of(make):
         for rank, actions in enumerate(schedule):
             where = f"{p} ranks, {m} micro-batches, rank {rank}"
-            stages = range(rank, p * v, p)
-            expected = {f"{stage}F{i}" for stage in stages for i in range(m)}
-            F, B, I, W = (forwards_of(actions, kind) for kind in "FBIW")
-            odd = (expected ^ F) | (expected ^ (B | I))
-            check(not odd, f"{where}: too few or too many of {sorted(odd)[:3]}")
-            twice = B & I
-            check(not twice, f"{where}: two backwards of {sorted(twice)[:3]}")
-            check(W == I, f"{where}: an I without its W, or a W without its I")
-            different = set(actions)
-            check(len(actions) == len(different), f"{where}: an action twice")
-
-
-def forwards_of(actions, kind):
-    """The forwards that belong to the actions of this kind."""
-    return {action.replace(kind, "F") for action in actions if kind in action}
+            total = 0
+            for stage, i in itertools.product(range(rank, p * v, p), range(m)):
+                kinds = [kind for kind in "FBIW" if f"{stage}{kind}{i}" in actions]
+                right = kinds in (["F", "B"], ["F", "I", "W"])
+                check(right, f"{where}: {kinds} of stage {stage} on micro-batch {i}")
+                total += len(kinds)
+            check(len(actions) == total, f"{where}: an action too many")
 
 
 @claim("pipeline-schedule", 1)
@@ -99,15 +93,14 @@ def runs_as_one_device(make, dtype=torch.float64, exact=False):
         for x, y in zip(inputs.chunk(m), targets.chunk(m), strict=True):
             micro_loss = F.mse_loss(plain(x), y) / m
             micro_loss.backward()
-            total += micro_loss.item()
+            total += micro_loss.detach()
 
-        expected = dict(plain[own].named_parameters())
-        for name, parameter in mine.named_parameters():
+        pairs = zip(mine.named_parameters(), plain[own].parameters(), strict=True)
+        for (name, parameter), expected in pairs:
             what = f"gradient of {name} with {m} micro-batches"
-            same(parameter.grad, expected[name].grad, what, exact)
+            same(parameter.grad, expected.grad, what, exact)
         if loss is not None:
-            error = abs(loss.item() - total)
-            check(error < 1e-6, "the loss is not the mean")
+            check(abs(loss - total) < 1e-6, "the loss is not the mean")
 
 
 @claim("pipeline-schedule", 2)
@@ -125,15 +118,13 @@ def gradients_bitwise(make):
 @claim("pipeline-schedule", 1, about="property")
 def in_order(make):
     """Micro-batches go backward in their order, so gradients add up as in a loop on one device."""
-    for p, _, v, schedule in schedules_of(make):
-        for rank, actions in enumerate(schedule):
-            for stage in range(rank, p * v, p):
-                for kind in "BIW":
-                    start = f"{stage}{kind}"
-                    found = [action for action in actions if action.startswith(start)]
-                    numbers = [int(action.removeprefix(start)) for action in found]
-                    order = f"stage {stage} takes micro-batches backward in the order {numbers}"
-                    check(numbers == sorted(numbers), order)
+    for _, _, _, schedule in schedules_of(make):
+        numbers = collections.defaultdict(list)  # of micro-batches
+        for stage, kind, i in itertools.chain(*map(pipeline.parse, schedule)):
+            numbers[stage, kind].append(i)
+        for (stage, kind), found in numbers.items():
+            right = kind == "F" or found == sorted(found)
+            check(right, f"stage {stage} takes micro-batches backward in the order {found}")
 
 
 @claim("pipeline-schedule", 1, about="property")
