@@ -233,27 +233,30 @@ def output_of(action):
     return Action(-1 if kind == "W" else stage - 1, "B", i)
 
 
-def in_one_order(schedule):
-    """Return the actions of all ranks in one list. Each is after the action whose message it takes.
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
-    The last stage's backward and the first stage's forward take no message of another action.
-    """
-    waiting = [collections.deque(actions) for actions in schedule]
-    pending = set(map(output_of, itertools.chain(*schedule)))  # messages that will be given
-    order = []
+
+def end_times(schedule, cost):
+    """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
+    actions = list(itertools.chain(*schedule))
+    # the batch's inputs, and the gradients with which the last stage begins
+    from_no_action = set(map(input_of, actions)) - set(map(output_of, actions))
+    available = dict.fromkeys(from_no_action, 0)  # message -> the time since when it is there
+    free_since = [0] * len(schedule)  # by rank: the end of its last action
+    waiting = [collections.deque(own) for own in schedule]
+    ends = {}
     while any(waiting):
-        # one action of each rank that can run now
-        turn = [
-            actions.popleft()
-            for actions in waiting
-            if actions and input_of(actions[0]) not in pending
-        ]
-        if not turn:
-            stuck = [str(actions[0]) for actions in waiting if actions]
+        can_run = [r for r, own in enumerate(waiting) if own and input_of(own[0]) in available]
+        if not can_run:
+            stuck = [str(own[0]) for own in waiting if own]
             raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} would wait forever")
-        pending.difference_update(map(output_of, turn))
-        order += turn
-    return order
+        for rank in can_run:
+            action = waiting[rank].popleft()
+            start = max(free_since[rank], available[input_of(action)])
+            ends[action] = start + cost[action.kind]
+            free_since[rank] = ends[action]
+            available[output_of(action)] = ends[action]
+    return ends
 
 
 class Pipeline(nn.Module):
@@ -280,7 +283,8 @@ class Pipeline(nn.Module):
         self._group = process_group
         self._rank = dist.get_rank(process_group)
         self._last_stage = max(self._rank_of)
-        self._order = in_one_order(self.schedule)
+        ends = end_times(self.schedule, COST)
+        self._order = sorted(ends, key=ends.get)  # all ranks' actions
         self._own = self.schedule[self._rank]  # this rank's actions
         # stage -> the micro-batch of its last backward
         self._last_backward = {stage: i for stage, kind, i in self._own if kind in "BI"}
@@ -299,9 +303,9 @@ class Pipeline(nn.Module):
         """
         agree_on_grad_mode(self._group, self._wire)
         self._start(inputs, targets)
-        # All ranks walk through one list, and each takes part in its own actions and transfers.
-        # NCCL runs a rank's transfers one by one, and a send ends only when its receiver takes it:
-        # transfers in another order could deadlock.
+        # All ranks walk through one list, and each takes part in its own actions and transfers. An
+        # action is after all that it waits for, because that ends earlier. NCCL needs one order: it
+        # runs a rank's transfers one by one, and a send ends only when its receiver takes it.
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
@@ -468,8 +472,6 @@ def backward_for_weights(deferred):
 # --------------------------------------------------------------------------------------------------
 # 5. What a schedule costs, without running it.
 
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}
-
 
 class Simulation(NamedTuple):
     start: dict  # action, as a string -> time
@@ -485,21 +487,13 @@ def simulate(schedule, cost=COST):
     is incomplete or deadlocks.
     """
     schedule = list(map(parse, schedule))
-    rank_of = rank_of_stages(schedule)
+    rank_of_stages(schedule)  # checks it
     cost = COST | cost
-    start = {}
-    end = {}
-    available = {}  # message -> the end of the action that gives it
-    free_since = [0] * len(schedule)  # by rank: the end of its last action
-    for action in in_one_order(schedule):
-        rank = rank_of[action.stage]
-        name = str(action)
-        start[name] = max(free_since[rank], available.get(input_of(action), 0))
-        end[name] = start[name] + cost[action.kind]
-        free_since[rank] = end[name]
-        available[output_of(action)] = end[name]
-    busy = sum(end.values()) - sum(start.values())
-    bubble_fraction = 1 - busy / (max(free_since) * len(schedule))
+    ends = end_times(schedule, cost)
+    start = {str(action): end - cost[action.kind] for action, end in ends.items()}
+    end = {str(action): end for action, end in ends.items()}
+    busy = sum(cost[action.kind] for action in ends)
+    bubble_fraction = 1 - busy / (max(end.values()) * len(schedule))
     return Simulation(start, end, bubble_fraction, [peak_alive(actions) for actions in schedule])
 
 
