@@ -90,22 +90,22 @@ def test_csv_files_are_pytorchs(name, tmp_path):
     assert pytorchs.order_of(schedule, 4) == expected
 
 
-IMPOSSIBLE = {
-    "each waits for the other": (["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"], "0B0 and 1F1"),
-    "no first stage": (["1F0 1B0"], "stage 0"),
-    "a stage skips a micro-batch": (["0F0 0F1 0B0 0B1", "1F0 1B0"], "stage 1"),
-    "backward before forward": (["0B0 0F0"], "BF"),
-    "W before I": (["0F0 0W0 0I0"], "FWI"),
-    "no backward": (["0F0"], "runs F of"),
-    "a stage on two ranks": (["0F0 0B0", "0F1 0B1"], "ranks 0 and 1"),
+IMPOSSIBLE = {  # why: the ranks' actions
+    "0B0 and 1F1 would wait": ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
+    "nothing of stage 0": ["1F0 1B0"],
+    "nothing of stage 1": ["0F0 0F1 0B0 0B1", "1F0 1B0"],
+    "runs BF": ["0B0 0F0"],
+    "runs FWI": ["0F0 0W0 0I0"],
+    "runs F of": ["0F0"],
+    "ranks 0 and 1": ["0F0 0B0", "0F1 0B1"],
 }
 
 
 @pytest.mark.parametrize("why", IMPOSSIBLE)
 def test_an_impossible_schedule_is_an_error(why):
-    schedule, words = IMPOSSIBLE[why]
-    with pytest.raises(ValueError, match=words):
-        simulate([actions.split() for actions in schedule])
+    schedule = [actions.split() for actions in IMPOSSIBLE[why]]
+    with pytest.raises(ValueError, match=why):
+        simulate(schedule)
 
 
 # ---- stages
@@ -236,19 +236,18 @@ class Run:
             assert_same_parameters(stage, self.plain[number], exact=True)
 
 
-CASES = {name: (name, Layer, 2) for name in (*SCHEDULES, *V_SHAPED)}
-CASES |= {
-    "tuples": ("interleaved_1f1b", Tuples, 2),
-    "tuples and W": ("zero_bubble", Tuples, 2),
-    "all kinds of linear layers and W": ("zero_bubble", Linears, 1),
-}
+CASES = [(Layer, name, 2) for name in (*SCHEDULES, *V_SHAPED)]
+CASES += [
+    (Tuples, "interleaved_1f1b", 2),
+    (Tuples, "zero_bubble", 2),
+    (Linears, "zero_bubble", 1),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("make", "name", "stages_per_rank"), CASES)
 @pool.on(1, 3)
-def test_any_schedule_trains_as_one_device(case):
+def test_any_schedule_trains_as_one_device(make, name, stages_per_rank):
     """The last micro-batch has a row less. After a step, another batch goes forward only."""
-    name, make, stages_per_rank = CASES[case]
     run = Run(make, name, 6, stages_per_rank)
     parameters = [*run.stages.parameters(), *run.plain.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -356,13 +355,15 @@ def test_i_computes_the_gradients_that_data_parallelism_reduces(wrap):
     accumulate(run.plain, *batch, 4)
     plain = run.plain[pool.rank()].parameters()
     for ours, parameter in zip(run.stages.parameters(), plain, strict=True):
-        assert torch.equal(ours.grad.flatten(), parameter.grad.flatten())  # FSDP's are flat
+        expected = parameter.grad.view_as(ours)  # FSDP's are flat
+        assert torch.equal(ours.grad, expected)
 
 
 @pool.on(1)
 def test_backward_context_knows_a_stages_last_backward():
     """It is the last one in the schedule, whichever micro-batch that is of."""
-    schedule = ["0F0", "1F0", "0F1", "1F1", "1B1", "1I0", "1W0", "0I1", "0W1", "0B0"]
+    forwards = ["0F0", "1F0", "0F1", "1F1"]
+    schedule = [*forwards, "1B1", "1I0", "1W0", "0I1", "0W1", "0B0"]
     calls = []
 
     def context(stage, is_last):
@@ -371,9 +372,15 @@ def test_backward_context_knows_a_stages_last_backward():
 
     first = Layer()
     second = Layer()
-    ours = Pipeline([first, second], [schedule], 2, loss_fn, pool.group(), context)
+    stages = [first, second]
+    ours = Pipeline(stages, [schedule], 2, loss_fn, pool.group(), context)
     ours.step(*make_batch(0, 4))
-    assert calls == [(second, False), (second, True), (first, False), (first, True)]
+    assert calls == [
+        (second, False),
+        (second, True),
+        (first, False),
+        (first, True),
+    ]
 
 
 # ---- errors
@@ -454,7 +461,7 @@ WRONG = {  # stages on ranks 0 and 1, their schedules, a word of the error
 def test_wrong_arguments_are_an_error_on_every_rank(why):
     stages, schedules, words = WRONG[why]
     rank = pool.rank()
-    layers = [nn.Linear(6, 6) for _ in range(stages[rank])]
+    layers = [Layer() for _ in range(stages[rank])]
     with pytest.raises(ValueError, match=words):
         Pipeline(layers, schedules[rank], 4, F.mse_loss, pool.group())
 

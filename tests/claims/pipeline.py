@@ -58,14 +58,14 @@ def complete(make):
     """Each stage takes each micro-batch forward once and backward once, on the stage's rank."""
     for p, m, v, schedule in schedules_of(make):
         for rank, actions in enumerate(schedule):
-            where = f"{p} ranks, {m} micro-batches, rank {rank}"
             total = 0
             for stage, i in itertools.product(range(rank, p * v, p), range(m)):
                 kinds = [kind for kind in "FBIW" if f"{stage}{kind}{i}" in actions]
                 right = kinds in (["F", "B"], ["F", "I", "W"])
-                check(right, f"{where}: {kinds} of stage {stage} on micro-batch {i}")
+                what = f"{kinds} of stage {stage} on micro-batch {i}"
+                check(right, f"rank {rank} of {p} runs {what} of {m}")
                 total += len(kinds)
-            check(len(actions) == total, f"{where}: an action too many")
+            check(len(actions) == total, f"rank {rank} of {p} runs an action too many")
 
 
 @claim("pipeline-schedule", 1)
@@ -79,7 +79,8 @@ def no_deadlock(make):
 
 
 def runs_as_one_device(make, dtype=torch.float64, exact=False):
-    for p, m, v, schedule in schedules_of(make, ((2, 2, 1), (2, 5, 1), (2, 4, 2))):
+    sizes = ((2, 2, 1), (2, 5, 1), (2, 4, 2))
+    for p, m, v, schedule in schedules_of(make, sizes):
         torch.manual_seed(0)
         stages = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(p * v)]
         plain = nn.Sequential(*stages).to(dtype)
@@ -87,7 +88,7 @@ def runs_as_one_device(make, dtype=torch.float64, exact=False):
         mine = copy.deepcopy(plain)[own]
         inputs, targets = torch.randn(2, 2 * m, 6, dtype=dtype)
 
-        runner = pipeline.Pipeline(list(mine), schedule, m, F.mse_loss, process_group=pool.group())
+        runner = pipeline.Pipeline(list(mine), schedule, m, F.mse_loss, pool.group())
         loss = runner.step(inputs, targets)
         total = 0.0
         for x, y in zip(inputs.chunk(m), targets.chunk(m), strict=True):
@@ -130,7 +131,8 @@ def in_order(make):
 @claim("pipeline-schedule", 1, about="property")
 def bubble(make):
     """It idles no longer than GPipe, (p-1)/(m+p-1) of the time, or keeps fewer activations."""
-    for p, m, v, schedule in schedules_of(make, ((2, 4, 1), (4, 8, 1), (4, 16, 1))):
+    sizes = ((2, 4, 1), (4, 8, 1), (4, 16, 1))
+    for p, m, v, schedule in schedules_of(make, sizes):
         times = pipeline.simulate(schedule)
         has_few = max(times.peak_activations) < m * v
         is_fast = times.bubble_fraction <= (p - 1) / (m + p - 1) + 1e-9
