@@ -421,14 +421,14 @@ def test_what_w_cannot_compute_is_an_error(make, words):
 )
 @pool.on(1)
 def test_a_wrong_batch_or_loss_is_an_error(rows, loss_fn, words):
-    ours = Pipeline(nn.Linear(6, 6), "1f1b", 4, loss_fn, pool.group())
+    ours = Pipeline(Layer(), "1f1b", 4, loss_fn, pool.group())
     with pytest.raises(ValueError, match=words):
         ours.step(*make_batch(0, rows))
 
 
 @pool.on(2)
 def test_messages_that_change_after_the_first_step_are_an_error():
-    ours = Pipeline(nn.Linear(6, 6), "1f1b", 4, F.mse_loss, pool.group())
+    ours = Pipeline(Layer(), "1f1b", 4, F.mse_loss, pool.group())
     ours.step(*make_batch(0, 8))
     if pool.rank() == 1:  # it would wait for the messages
         pipeline.agree_on_grad_mode(pool.group(), pool.device())
@@ -439,7 +439,7 @@ def test_messages_that_change_after_the_first_step_are_an_error():
 
 @pool.on(2)
 def test_no_grad_on_some_ranks_is_an_error_on_all():
-    ours = Pipeline(nn.Linear(6, 6), "1f1b", 4, F.mse_loss, pool.group())
+    ours = Pipeline(Layer(), "1f1b", 4, F.mse_loss, pool.group())
     error = pytest.raises(ValueError, match="only 1 ranks")
     with torch.set_grad_enabled(pool.rank() == 0), error:
         ours.step(*make_batch(0, 8))
@@ -469,7 +469,7 @@ def test_wrong_arguments_are_an_error_on_every_rank(why):
 @pool.on(2)
 def test_pytorchs_data_parallelism_on_one_rank_is_refused_on_all():
     """It averages the gradients of one micro-batch only."""
-    stage = nn.Linear(6, 6)
+    stage = Layer()
     group = group_of_one()
     if pool.rank() == 0:
         stage = nn.parallel.DistributedDataParallel(stage, process_group=group)
