@@ -43,6 +43,10 @@ def keep_all(operator, *args, **kwargs):
     return operator != torch.ops.aten.empty_like.default  # what dropout then changes in place
 
 
+def keep_dropout(operator, *args, **kwargs):
+    return operator == torch.ops.aten.native_dropout.default
+
+
 selective = partial(ac.checkpoint, policy=ac.keep_products)
 offloaded = ac.offload_to_cpu()(plainly)
 HOW = {
@@ -50,7 +54,8 @@ HOW = {
     "one in another": partial(ac.checkpoint, each(ac.checkpoint)),
     "products": each(selective),
     "selective in selective": partial(selective, each(selective)),
-    "all products and random numbers": each(partial(ac.checkpoint, policy=keep_all)),
+    "native dropout": each(partial(ac.checkpoint, policy=keep_dropout)),
+    "all but empty tensors": each(partial(ac.checkpoint, policy=keep_all)),
     "offload": each(offloaded),
     "offload around": ac.offload_to_cpu()(each(ac.checkpoint)),
     "the idea": each(ac.NaiveCheckpoint.apply),
