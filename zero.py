@@ -4,11 +4,6 @@ DDP keeps a copy of everything on each of N ranks. But an elementwise optimizer,
 update any part of the parameters on its own. So each rank updates 1/N of the parameters, and keeps
 the optimizer state of that part only.
 
-In a step, every rank computes the gradients of its own batch. A reduce-scatter gives each rank the
-sum of all ranks' gradients for its part. The rank updates its part, and an all-gather gives the
-updated parameters to every rank. Together, the reduce-scatter and the all-gather send as much as
-DDP's all-reduce.
-
             backward →  reduce-scatter gradients →  update own part →  all-gather parameters
     rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
     rank 1   g₁ ━━━━┷━━━━ ╱╲ ━━━━ sum of the right halves ── AdamW ━━━━ ╱╲ ━━━━┷━━━━ p
@@ -21,28 +16,24 @@ DDP's all-reduce.
 Read section 1 for the idea (12 minutes), to section 4 for the technique (65), and the rest to use
 it as a library (85).
 
-The table is for Ψ parameters of 16 bits, with Adam and fp32 master weights. Its first three columns
-are the bytes that a rank holds. The others are the elements that it sends in a step of 1 or of m
-backwards, times (N-1)/N.
+The table is for Ψ parameters of 16 bits, with Adam and fp32 master weights: the bytes that a rank
+holds, and the elements that it sends in a step of m backwards, times (N-1)/N.
 
-           parameters  gradients  optimizer  sent, 1 backward                sent, m backwards
+           parameters  gradients  optimizer  sent, m = 1                     sent, any m
     DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
     Zero1  2Ψ          2Ψ         12Ψ/N      2Ψ: reduce-scatter, all-gather  2Ψ
     Zero2  2Ψ          4Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
     Zero3  0           4Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
-Sharded gradients are in fp32. Zero3 gathers 16-bit parameters from the fp32 master weights. With
-fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 4Ψ/N, 4Ψ/N and 8Ψ/N. In a step of m
-backwards in optimizer.no_sync(), Zero2 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients.
-In addition to the table, a bucket of gradients is held twice while it is reduced, Zero3 holds the
-unit that runs, and each step all-reduces one byte for each parameter tensor.
+Sharded gradients are in fp32. With fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 1/N of
+that. In optimizer.no_sync(), Zero2 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. In
+addition, a bucket of gradients is held twice while it is reduced, Zero3 holds the unit that runs,
+and each step all-reduces one byte for each parameter tensor.
 
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
-without clipping is bitwise equal to one device that adds in the same order. If a step has several
-backwards, Zero1 first adds up each rank's own gradients. So do Zero2 and Zero3 in no_sync();
-otherwise they add the gradients of all ranks from the first backward, then those from the second,
-and so on. The additions are N-1 kernels per bucket. One kernel, a sum over N stacked parts, adds in
-another order from N = 5 on, and is slower on CPUs.
+without clipping is bitwise equal to one device that adds in the same order. Zero1 first adds up the
+backwards of each rank. So do Zero2 and Zero3 in no_sync(); otherwise they add the gradients of all
+ranks from the first backward, then those from the second, and so on.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
@@ -50,14 +41,13 @@ Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et
           ZeRO-Offload, arXiv 2101.06840
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
           stages 1, 2 and 3
-Left out: Muon, which needs whole matrices (muon.py: Muon, ShardedMuon), Adafactor, closures,
-          gradients that stay sparse, or that stay after step(), offload to disk (DeepSpeed),
-          construction on the meta device and any optimizer over shards (fsdp.py), NCCL's own
-          reduce-scatter, which adds in an order of its own, and training after a forward or
-          backward that raised; in Zero3, gathers that overlap with computation (fsdp.py), modules
-          that return their input changed in place, a view of a parameter, or tensors in objects
-          other than lists, tuples and dicts, and errors for all reads and writes of freed
-          parameters
+Left out: optimizers that need whole matrices (muon.py), Adafactor, closures, gradients that stay
+          sparse or stay after step(), models on several devices, offload to disk (DeepSpeed), the
+          meta device and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds
+          in an order of its own, and training after a forward or backward that raised; in Zero3,
+          gathers that overlap with computation (fsdp.py), modules that return their input changed
+          in place, a view of a parameter, or tensors in objects other than lists, tuples and dicts,
+          and errors for all reads and writes of freed parameters
 """
 
 import argparse
@@ -196,14 +186,13 @@ class Bucket:
                 rank 0             rank 1
         flat    1 2 3 4 5 6 7 8    1 2 3 4 5 6 7 8    all values; the parameters are views of it
         part    1 2 3 4            5 6 7 8            this rank's part of flat, a view
-        grad    g₁ g₂ g₃ g₄        g₅ g₆ g₇ g₈        the part's gradients, summed over ranks
         master  1 2 3 4            5 6 7 8            the part itself; of 16-bit parameters a copy
                                                       in fp32; offloaded, in host memory
         slots   weight: 1 2 3 4    weight: 5          segments of master, one per parameter,
                 bias:   -          bias:   6 7 8      which the optimizer updates
+        grad    g₁ g₂ g₃ g₄        g₅ g₆ g₇ g₈        the part's gradients, added over the ranks
 
-    Parameters are padded to multiples of 64 bytes, and parts to multiples of 16 bytes. The values
-    in the padding do not matter.
+    The values in the padding do not matter.
     """
 
     def __init__(self, parameters, process_group, offload=None, copy_part=False):
@@ -212,26 +201,21 @@ class Bucket:
         self.N = dist.get_world_size(process_group)
 
         first = parameters[0].data
-        # As PyTorch does. At other addresses, kernels are slower or round differently.
+        # Parameters start at multiples of 64 bytes, as in PyTorch's own memory. At other addresses,
+        # kernels are slower or round differently. NCCL is faster if parts have k * 16 bytes.
         sizes = [round_up(p.numel(), 64 // first.itemsize) for p in parameters]
-        # starts[i] is the first element of parameter i, and `end` the sum of all sizes.
         *starts, end = itertools.accumulate(sizes, initial=0)
-        # No part is empty. NCCL is faster if messages are aligned to 16 bytes.
         self.flat = first.new_zeros(round_up(max(1, end), self.N * 16 // first.itemsize))
-        # Still zeros. The slots will copy the parameters into `flat`, and then `master` is filled.
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         is_16_bit = first.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if is_16_bit else first.dtype
         self.master = self.part.to(offload or first.device, dtype, copy=copy_part)
         self.slots = [Slot(*each, self) for each in zip(parameters, starts, strict=True)]
-        self.master.copy_(self.part)  # the slots have filled `flat`
+        self.master.copy_(self.part)  # the slots have copied the parameters into `flat`
 
+        self.grad = None  # in the dtype of `master`. step() divides it by N
+        self.reducing = None  # while an all-to-all runs: its handle, and the tensor that it fills
         self.freed = False  # True while Zero3 has freed the memory of `flat`
-        # The part's gradients, in the dtype of `master`: sums over ranks. step() divides them by N
-        # once, as one device does after its last backward.
-        self.grad = None
-        # While an all-to-all runs: its handle, and the parts of the gradients that this rank adds.
-        self.reducing = None
 
     def start_reduce(self):
         """Move the gradients out of .grad, and start to send part r of them to rank r."""
@@ -244,8 +228,7 @@ class Bucket:
                 view.copy_(slot.parameter.grad.to_dense())  # nn.Embedding(sparse=True)
                 slot.parameter.grad = None
                 slot.used = True
-        # An all-to-all, and then additions in rank order. A reduce-scatter may use another order.
-        received = torch.empty_like(gradients)
+        received = torch.empty_like(gradients)  # part r is from rank r
         handle = dist.all_to_all_single(
             as_bytes(received), as_bytes(gradients), group=self.process_group, async_op=True
         )
@@ -263,73 +246,44 @@ class Bucket:
         parts = [first.to(self.master.dtype), *others]
         if self.grad is not None:  # the first term of the sum, as on one device
             parts.insert(0, self.grad)
-        # Not sum(), which would first add 0, in one more pass over the part.
+        # sum() would first add 0, and torch.sum() adds more than 4 parts in another order.
         self.grad = functools.reduce(torch.add, parts)
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
-        self.part.copy_(self.master)
-        all_gather_single(as_bytes(self.flat), as_bytes(self.part), group=self.process_group)
+        if not self.freed:  # otherwise Zero3 gathers it in the next forward
+            self.part.copy_(self.master)
+            all_gather_single(as_bytes(self.flat), as_bytes(self.part), group=self.process_group)
 
 
 class Slot:
     """The place of one parameter in its bucket.
 
     This rank updates the parameter's segment, which is the part of it that lies in this rank's
-    part of the bucket. The segment may be empty. The numbers in the comments are those of `weight`
-    and `bias` on rank 1 in the example above.
+    part of the bucket. It may be empty. The numbers are those of weight and bias on rank 1 above.
     """
 
     def __init__(self, parameter, start, bucket):
         self.parameter = parameter
-        self.start = start  # the parameter's first element in the bucket: 0 and 5
-        self.bucket = bucket
+        self.start = start  # the parameter's first element in `flat`: 0 and 5
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
-        # Whether `bucket.grad` has a gradient of this parameter: from this rank, and after
-        # _reduce_gradients(), from any rank.
+        parameter.data = self.view(bucket.flat).copy_(parameter.data)
+        # Whether `bucket.grad` has a gradient of this parameter, from any rank.
         self.used = False
-        self.attach(self.view(bucket.flat).copy_(parameter.data))
 
-        size = parameter.numel()
-        start_in_part = start - bucket.part.storage_offset()  # -4 and 1
-        end_in_part = start_in_part + size  # 1 and 4. Slicing cuts off what is beyond the part
-        self.in_part = slice(max(0, start_in_part), max(0, end_in_part))  # 0:1 and 1:4
+        end = start + parameter.numel()  # 5 and 8
+        part_start = bucket.part.storage_offset()  # 4
+        part_end = part_start + bucket.part.numel()  # 8
+        first = min(max(start, part_start), end)  # 4 and 5
+        last = max(min(end, part_end), first)  # 5 and 8
+        self.offset = first - start  # of the segment in the parameter: 4 and 0
+        self.in_part = slice(first - part_start, last - part_start)  # 0:1 and 1:4
         self.segment = bucket.master[self.in_part]  # 5 and 6 7 8
-        self.offset = min(max(0, -start_in_part), size)  # of the segment in the parameter: 4 and 0
 
     def view(self, flat):
-        """Return the parameter's part of `flat`, a whole bucket, in the parameter's shape."""
+        """Return the parameter's elements of `flat`, a whole bucket, in the parameter's shape."""
         return flat.as_strided(self.parameter.shape, self.stride, self.start)
-
-    def attach(self, data):
-        """Let the parameter use the memory of `data`."""
-        self.parameter.data = data
-        self.pointer = data.data_ptr()  # its address, for check_is_here()
-
-
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
-
-
-def as_bytes(tensor):
-    return tensor.view(torch.uint8)  # gloo has no int16, and in torch 2.6 no complex numbers
-
-
-def assign_buckets(parameters, kind_of, cap_bytes):
-    """Return lists of parameters. A list has one kind, and is closed when it has `cap_bytes`.
-
-    The lists are in the order in which backward computes gradients, from the last parameter on.
-    """
-    closed = []
-    filling = {}  # kind: the list that is not closed
-    for parameter in reversed(parameters):
-        kind = kind_of(parameter)
-        together = filling.setdefault(kind, [])
-        together.append(parameter)
-        if sum(p.nbytes for p in together) >= cap_bytes:
-            closed.append(filling.pop(kind))
-    return closed + list(filling.values())
 
 
 class Zero1(torch.optim.Optimizer):
@@ -346,6 +300,7 @@ class Zero1(torch.optim.Optimizer):
     """
 
     _copy_part = False  # True in Zero3: the master has memory of its own
+    _in_backward = False  # True in Zero2 from the first hook of a backward to the last
 
     def __init__(
         self,
@@ -363,25 +318,19 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
-        # For each parameter, the index of its group. State dicts number parameters in this order.
-        groups = enumerate(self.param_groups)
-        self._group_index = {p: index for index, group in groups for p in group["params"]}
-        parameters = [p for p in module.parameters() if p in self._group_index]
-        lists = assign_buckets(parameters, self._kind, bucket_cap_mb * 2**20)
+        lists = assign_buckets(self, bucket_cap_mb * 2**20)
         check_parameters(self, lists)
         copy_from_rank_0(module, process_group)
-        # A bucket for each list. Zero2 reduces them in this order.
+        # A bucket for each list of parameters. The last parameters come first, as in backward.
         self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
-        self._agreed = False  # True if all ranks have the same `used`, and reduced nothing since
-        self._sync = True  # False in no_sync()
-        self._in_backward = False  # Zero2: True until the callback at the end of a backward
+        self._agreed = False  # True if no gradient has come since agree_on_gradients()
         self.add_param_group = refuse_param_group  # from now on
 
     def _kind(self, parameter):
         """Only parameters of one kind share a bucket."""
-        return parameter.dtype, parameter.requires_grad, self._group_index[parameter]
+        return parameter.dtype, parameter.requires_grad
 
     def _segment_groups(self):
         """Return self.param_groups with segments for parameters, for the inner optimizer."""
@@ -393,11 +342,11 @@ class Zero1(torch.optim.Optimizer):
 
     def step(self, closure=None):
         """Update this rank's segments with the mean gradients, and gather the parameters."""
-        buckets = self._reduce_gradients()
         check_step(self, closure)
+        buckets = self._reduce_gradients()
         for bucket in buckets:
             adopt_writes(bucket)
-            bucket.grad /= bucket.N
+            bucket.grad /= bucket.N  # once, as one device does after its last backward
             grad = bucket.grad.to(bucket.master.device)
             for slot in bucket.slots:
                 if slot.used:
@@ -408,34 +357,11 @@ class Zero1(torch.optim.Optimizer):
         self._optimizer.zero_grad()
         self.zero_grad()
         for bucket in buckets:
-            if not bucket.freed:  # otherwise Zero3 gathers it in the next forward
-                bucket.all_gather()
+            bucket.all_gather()
 
     def _reduce_gradients(self):
-        """Reduce the gradients that are still in .grad. Return the buckets that have gradients.
-
-        Ranks may use different parameters, but must issue the same collectives. So each rank sets a
-        flag for each parameter, and all ranks act on the maximum of their flags:
-
-            2   the parameter has a .grad, which is not reduced yet
-            1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
-            0   it has no gradient
-
-        If no gradient has come since they agreed, they skip this. Each rank decides that alone. So
-        after clip_grad_norm_(), a backward must reach a parameter on every rank, or on none.
-        """
-        slots = self._slots.values()
-        flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
-        if 2 in flags or not self._agreed:
-            own_flags = self._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
-            dist.all_reduce(own_flags, op=dist.ReduceOp.MAX, group=self.process_group)
-            flags = own_flags.tolist()  # the host waits for the device here
-        to_reduce = []
-        for slot, flag in zip(slots, flags, strict=True):
-            slot.used = flag > 0
-            if flag == 2 and slot.bucket not in to_reduce:
-                to_reduce.append(slot.bucket)
-        for bucket in to_reduce:
+        """Reduce the gradients that are still in .grad. Return the buckets that have gradients."""
+        for bucket in agree_on_gradients(self):
             self._start_reduce(bucket)
         self._finish_reduce()
         self._agreed = True
@@ -459,17 +385,11 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 slot.used = False
 
-    @contextmanager
     def no_sync(self):
-        """A context in which backward leaves whole gradients in .grad, to be reduced later."""
-        before = self._sync
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = before
+        """A context for all backwards of a step but the last. Zero1 reduces in step() anyway."""
+        return nullcontext()
 
-    # The library: see section 5.
+    # The library: see section 6.
 
     def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
         """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm.
@@ -501,7 +421,8 @@ class Zero1(torch.optim.Optimizer):
 
     def sync_parameters(self):
         """Write the segments of all ranks into the parameters."""
-        sync_parameters(self)
+        for bucket in self._buckets:
+            bucket.all_gather()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -518,10 +439,11 @@ class Zero2(Zero1):
 
     def __init__(self, module, *args, **kwargs):
         super().__init__(module, *args, **kwargs)
+        self._sync = True  # False in no_sync()
         self._to_reduce = []  # the buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
         hook = WeakHook(self._post_accumulate_grad)
-        for parameter in self._group_index:
+        for parameter in self._slots:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(hook)
         module.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
@@ -555,6 +477,9 @@ class Zero2(Zero1):
         """A hook. Backward calls it after adding to the .grad of `parameter`."""
         self._begin_backward()
         self._arrived.add(parameter)
+        self._reduce_full()
+
+    def _reduce_full(self):
         # A full bucket waits for those before it. Ranks may fill buckets in different orders. If
         # they also sent them in different orders, they would add up different buckets.
         while self._to_reduce and self._arrived.issuperset(self._to_reduce[0].parameters):
@@ -568,6 +493,16 @@ class Zero2(Zero1):
         self._arrived.clear()
         self._in_backward = False
 
+    @contextmanager
+    def no_sync(self):
+        """A context in which backward leaves whole gradients in .grad, to be reduced later."""
+        before = self._sync
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = before
+
 
 # --------------------------------------------------------------------------------------------------
 # 4. ZeRO-3: parameters have memory only while a unit that needs them runs.
@@ -578,8 +513,9 @@ class Zero3(Zero2):
 
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
     nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
-    to the innermost unit around it, and is whole while that unit runs. So a parameter outside of
-    all other units, and its gradient, is whole during an entire forward or backward.
+    to the innermost unit around all modules that have it, and is whole while that unit runs. So a
+    parameter outside of all other units, and its gradient, is whole during an entire forward or
+    backward.
 
     All ranks must run the same units in the same order. If ranks use different members of a list,
     such as experts, let the list be a unit: units=[*model.blocks, *experts_lists].
@@ -595,32 +531,26 @@ class Zero3(Zero2):
     _copy_part = True
 
     def __init__(self, module, *args, units=None, **kwargs):
-        around = units_around(module, units)
-        # For each parameter, the innermost unit around it: several, if modules share it.
-        self._innermost = dict.fromkeys(module.parameters(), frozenset())
-        for child, outer_units in around.items():
-            for parameter in child.parameters(recurse=False):
-                self._innermost[parameter] |= {outer_units[-1]}
+        # For each module and each parameter inside `module`, the set of the units around it.
+        self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
-        # For each module, the buckets of all units around it. A parameter in several modules has
-        # several innermost units. Any of them around the module suffices.
-        self._needed = {}
-        for child, outer_units in around.items():
+        self._needed = {}  # for each module, the buckets that must be whole while it runs
+        for child in module.modules():
             self._needed[child] = [
                 bucket
                 for bucket in self._buckets
-                if self._innermost[bucket.parameters[0]].intersection(outer_units)
+                if self._around[bucket.parameters[0]] <= self._around[child]
             ]
             child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
             if child is not module:  # which Zero2 has hooked
                 child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
-        self._kept = []  # in full_parameters(), all buckets: none is freed
+        self._kept = []  # the buckets that stay whole when no unit runs: all in full_parameters()
         self._has_run = False  # whether check_output() has seen an output of the module
         refuse_state_dicts(self)
-        self._unshard([])
+        self._unshard(self._kept)
 
     def _kind(self, parameter):
-        return *super()._kind(parameter), self._innermost[parameter]
+        return *super()._kind(parameter), self._around[parameter]
 
     def _enter(self, module, args=None):
         """A hook. `module` is about to run forward, or has been reached by backward."""
@@ -633,7 +563,7 @@ class Zero3(Zero2):
         super()._post_forward(module, args, kwargs, output)
         if module is self.module and not self._in_backward:  # in backward, a checkpoint runs it
             check_output(self, output)
-            self._unshard([])
+            self._unshard(self._kept)
 
     def _pre_backward(self, module, gradient):
         self._begin_backward()
@@ -645,7 +575,7 @@ class Zero3(Zero2):
         Backward leaves units in the reverse order of forward, because autograd runs nodes in the
         reverse order of their creation. So it is done with a unit when it enters another.
         """
-        past = [b for b in self._buckets if not (b.freed or b in needed or b in self._kept)]
+        past = [b for b in self._buckets if not (b.freed or b in needed)]
         self._reduce_past(past)
         for bucket in past:
             free(bucket)
@@ -654,11 +584,7 @@ class Zero3(Zero2):
                 unfree(bucket)
 
     def _reduce_past(self, past):
-        """Reduce the buckets of units that backward has left.
-
-        They may not be full, if ranks use different members of a unit. So the order of collectives
-        must not depend on when a bucket is full, as it does in Zero2.
-        """
+        """Reduce the buckets of units that backward has left."""
         past = [bucket for bucket in past if bucket in self._to_reduce]
         # Without gradients yet, a checkpoint is running several forwards again: reduce them later.
         if any(self._arrived.intersection(bucket.parameters) for bucket in past):
@@ -666,16 +592,17 @@ class Zero3(Zero2):
                 self._to_reduce.remove(bucket)
                 self._start_reduce(bucket)
 
-    def _post_accumulate_grad(self, parameter):
-        """A hook. Unlike in Zero2, _reduce_past() and _post_backward() reduce."""
-        self._begin_backward()
-        self._arrived.add(parameter)
+    def _reduce_full(self):
+        """Do nothing here: _reduce_past() and _post_backward() reduce.
+
+        If ranks use different members of a unit, its buckets are full at different times, or never.
+        """
 
     def _post_backward(self):
         super()._post_backward()
-        self._unshard([])
+        self._unshard(self._kept)
 
-    # The library: see section 5.
+    # The library: see section 6.
 
     def full_parameters(self):
         """A context with whole parameters. The caller may write to them, alike on all ranks."""
@@ -686,10 +613,64 @@ class Zero3(Zero2):
 
         Load one with `with optimizer.full_parameters(): module.load_state_dict(state_dict)`.
         """
-        return module_state_dict(self)
+        with self.full_parameters():
+            return copy.deepcopy(self.module.state_dict())
 
     def _check_is_whole(self, *_):
         check_is_whole(self)
+
+
+# --------------------------------------------------------------------------------------------------
+# 5. What the classes call: agreement, masters, memory, buckets, units and hooks.
+
+
+def agree_on_gradients(optimizer):
+    """Return the buckets to reduce, which are the same on all ranks.
+
+    Ranks may use different parameters, but must issue the same collectives. So each rank sets a
+    flag for each parameter, and all ranks act on the maximum of their flags:
+
+        2   the parameter has a .grad, which is not reduced yet
+        1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
+        0   it has no gradient
+
+    If no gradient has come since they agreed, they skip this. Each rank decides that alone. So
+    after clip_grad_norm_(), a backward must reach a parameter on every rank, or on none.
+    """
+    slots = optimizer._slots.values()
+    flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
+    if optimizer._agreed and 2 not in flags:
+        return []
+    flags = optimizer._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
+    waiting = set()
+    for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits for the device here
+        slot.used = flag > 0
+        if flag == 2:
+            waiting.add(slot)
+    return [bucket for bucket in optimizer._buckets if not waiting.isdisjoint(bucket.slots)]
+
+
+def adopt_writes(bucket):
+    """Copy to the master what the user wrote into the parameters since the last step.
+
+    An element was written if it differs from its master in the parameters' dtype. The other
+    elements of the master keep the digits that this dtype drops.
+    """
+    if bucket.master is not bucket.part and not bucket.freed:
+        values = bucket.part.to(bucket.master.device)
+        unchanged = bucket.master.to(values.dtype) == values
+        bucket.master.copy_(torch.where(unchanged, bucket.master, values))
+
+
+def free(bucket):
+    """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
+    nan = torch.full((), torch.nan, device=bucket.flat.device)
+    bucket.nan = nan.to(bucket.flat.dtype)
+    for slot in bucket.slots:
+        slot.parameter.data = bucket.nan.expand(slot.parameter.shape)
+    bucket.flat.untyped_storage().resize_(0)
+    bucket.freed = True
 
 
 def unfree(bucket):
@@ -698,37 +679,79 @@ def unfree(bucket):
     bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
     bucket.freed = False
     for slot in bucket.slots:
-        slot.attach(slot.view(bucket.flat))
+        slot.parameter.data = slot.view(bucket.flat)
     bucket.all_gather()
 
 
-def free(bucket):
-    """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
-    nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
-    for slot in bucket.slots:
-        slot.attach(nan.expand(slot.parameter.shape))
-    bucket.flat.untyped_storage().resize_(0)
-    bucket.freed = True
+def round_up(number, multiple):
+    return -(-number // multiple) * multiple
+
+
+def as_bytes(tensor):
+    return tensor.view(torch.uint8)  # gloo has no int16, and in torch 2.6 no complex numbers
+
+
+def assign_buckets(optimizer, cap_bytes):
+    """Return lists of parameters of one kind. A list is closed when it has `cap_bytes`.
+
+    They are in the order in which backward computes gradients, from the last parameter on.
+    """
+    trained = {p for group in optimizer.param_groups for p in group["params"]}
+    closed = []
+    filling = {}  # kind: the list that is not closed
+    for parameter in reversed(list(optimizer.module.parameters())):
+        if parameter in trained:
+            kind = optimizer._kind(parameter)
+            together = filling.setdefault(kind, [])
+            together.append(parameter)
+            if sum(p.nbytes for p in together) >= cap_bytes:
+                closed.append(filling.pop(kind))
+    return closed + list(filling.values())
 
 
 def units_around(module, units=None):
-    """Return, for each module inside `module`, the units around it, the outermost first."""
+    """Return the set of units around each module and around each parameter inside `module`.
+
+    A unit is around a parameter if it has all modules that share the parameter.
+    """
     if units is None:
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
         units = [member for each in lists for member in each.children()]
-    units = set(units)
-    around = {child: [module] for child in module.modules()}
-    if not units <= around.keys():
+    around = {child: frozenset([module]) for child in module.modules()}
+    if not around.keys() >= set(units):
         raise ValueError("units has modules that are not inside the module")
-    for unit in around:  # an outer module comes before those inside it
-        if unit in units:
-            for child in unit.modules():
-                around[child].append(unit)
+    for unit in units:
+        for child in unit.modules():
+            around[child] |= {unit}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            around[parameter] = around[child] & around.get(parameter, around[child])
     return around
 
 
+class WeakHook:
+    """Calls a method of the optimizer, but does not keep the optimizer and its state alive.
+
+    A module keeps its hooks. They run outside of the code that torch.compile makes.
+    """
+
+    def __init__(self, method):
+        self.method = weakref.WeakMethod(method)
+
+    @torch.compiler.disable
+    def __call__(self, *args):
+        method = self.method()
+        if method:
+            method(*args)
+
+    def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
+        if self.method():
+            check_is_whole(self.method().__self__)
+        return lambda *args: None  # the copy is not the optimizer's module
+
+
 # --------------------------------------------------------------------------------------------------
-# 5. The library: norms, whole parameters, state dicts and pieces of checkpoints.
+# 6. The library: norms, whole parameters, state dicts and pieces of checkpoints.
 
 
 def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
@@ -756,41 +779,18 @@ def unscale_(optimizer, loss_scale):
     return 1.0 - norm.isfinite().float()
 
 
-def adopt_writes(bucket):
-    """Copy to the master what the user wrote into the parameters since the last step.
-
-    An element was written if it differs from its master in the parameters' dtype. The other
-    elements of the master keep the digits that this dtype drops.
-    """
-    if bucket.master is not bucket.part and not bucket.freed:
-        values = bucket.part.to(bucket.master.device)
-        unchanged = bucket.master.to(values.dtype) == values
-        bucket.master.copy_(torch.where(unchanged, bucket.master, values))
-
-
-def sync_parameters(optimizer):
-    for bucket in optimizer._buckets:
-        if not bucket.freed:
-            bucket.all_gather()
-
-
 @contextmanager
 def full_parameters(optimizer):
     before = optimizer._kept
     optimizer._kept = optimizer._buckets
-    optimizer._unshard(optimizer._buckets)
+    optimizer._unshard(optimizer._kept)
     try:
         yield
     finally:
         optimizer._kept = before
         for bucket in optimizer._buckets:
             adopt_writes(bucket)
-        optimizer._unshard([])
-
-
-def module_state_dict(optimizer):
-    with optimizer.full_parameters():
-        return copy.deepcopy(optimizer.module.state_dict())
+        optimizer._unshard(optimizer._kept)
 
 
 # These optimizers update each element on its own. Their state has one number for each element. The
@@ -800,19 +800,24 @@ ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
+def parameters_of(optimizer):
+    """Return the parameters in the order in which state dicts number them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def whole_state_dict(optimizer):
     """Join the segments' states of all ranks.
 
     The state of a 16-bit parameter also has its "master".
     """
     states = {}
-    for number, parameter in enumerate(optimizer._group_index):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         slot = optimizer._slots[parameter]
         state = dict(optimizer._optimizer.state[slot.segment])
         if slot.segment.dtype != parameter.dtype:
             state["master"] = slot.segment
         for name, value in state.items():
-            whole = value if name in PER_TENSOR else join(slot, value)
+            whole = value if name in PER_TENSOR else join(optimizer, slot, value)
             state[name] = whole.cpu().clone()
         if state:
             states[number] = state
@@ -823,7 +828,7 @@ def load_whole_state_dict(optimizer, state_dict):
     load = torch.optim.Optimizer.load_state_dict
     load(optimizer, {**state_dict, "state": {}})  # checks and loads the groups
     states = {}  # by the parameter's number, the state of its segment on this rank
-    for number, parameter in enumerate(optimizer._group_index):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         slot = optimizer._slots[parameter]
         state = copy.deepcopy(state_dict["state"].get(number, {}))
         for name in state.keys() - PER_TENSOR:
@@ -834,10 +839,10 @@ def load_whole_state_dict(optimizer, state_dict):
     optimizer._optimizer.load_state_dict({**state_dict, "state": states})
 
 
-def join(slot, segment):
+def join(optimizer, slot, segment):
     """Return a tensor with the parameter's shape, made of the segments of all ranks."""
-    segments = [None] * slot.bucket.N
-    dist.all_gather_object(segments, segment.cpu(), group=slot.bucket.process_group)
+    segments = [None] * dist.get_world_size(optimizer.process_group)
+    dist.all_gather_object(segments, segment.cpu(), group=optimizer.process_group)
     return torch.cat(segments).as_strided(slot.parameter.shape, slot.stride)
 
 
@@ -860,29 +865,8 @@ def shards_of(optimizer):
         yield parameter, slot.offset, slot.segment, state
 
 
-class WeakHook:
-    """Calls a method of the optimizer, but does not keep the optimizer and its state alive.
-
-    A module keeps its hooks. They run outside of the code that torch.compile makes.
-    """
-
-    def __init__(self, method):
-        self.method = weakref.WeakMethod(method)
-
-    @torch.compiler.disable
-    def __call__(self, *args):
-        method = self.method()
-        if method:
-            method(*args)
-
-    def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
-        if self.method():
-            check_is_whole(self.method().__self__)
-        return lambda *args: None  # the copy is not the optimizer's module
-
-
 # --------------------------------------------------------------------------------------------------
-# 6. Checks.
+# 7. Checks.
 
 
 def check_arguments(module, optimizer_class, process_group):
@@ -898,12 +882,16 @@ def check_arguments(module, optimizer_class, process_group):
 def check_parameters(optimizer, lists):
     """Check that all ranks have the same model, buckets and options."""
     module = optimizer.module
-    if not optimizer._group_index.keys() <= set(same_parameters(module, optimizer.process_group)):
+    parameters = set(parameters_of(optimizer))
+    if not parameters <= set(same_parameters(module, optimizer.process_group)):
         raise ValueError(
             "params must be among module.parameters(), without those of which ranks of "
             "process_group hold different values, such as experts: give these an optimizer of "
             "their own, or a group of ranks that hold the same"
         )
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise ValueError(f"params are on {devices}: make an optimizer for each device's params")
     groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
     described = [[len(each) for each in lists], *groups]
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
@@ -944,7 +932,9 @@ def copy_from_rank_0(module, process_group):
 
 
 def check_is_here(bucket):
-    if any(slot.parameter.data_ptr() != slot.pointer for slot in bucket.slots):
+    values = bucket.nan if bucket.freed else bucket.flat
+    place = values.untyped_storage().data_ptr()
+    if any(p.untyped_storage().data_ptr() != place for p in bucket.parameters):
         raise RuntimeError(
             "parameters are no longer where they were: make the optimizer after module.to()"
         )
