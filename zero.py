@@ -201,11 +201,8 @@ class Bucket:
         self.N = dist.get_world_size(process_group)
 
         first = parameters[0].data
-        # Parameters start at multiples of 64 bytes, as in PyTorch's own memory. At other addresses,
-        # kernels are slower or round differently. NCCL is faster if parts have k * 16 bytes.
-        sizes = [round_up(p.numel(), 64 // first.itemsize) for p in parameters]
-        *starts, end = itertools.accumulate(sizes, initial=0)
-        self.flat = first.new_zeros(round_up(max(1, end), self.N * 16 // first.itemsize))
+        starts, numel = layout(parameters, self.N)
+        self.flat = first.new_zeros(numel)
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         is_16_bit = first.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if is_16_bit else first.dtype
@@ -241,13 +238,11 @@ class Bucket:
         handle, received = self.reducing
         self.reducing = None
         handle.wait()
-        first, *others = received.chunk(self.N)
-        # 16-bit gradients are added in fp32. A sum in fp16 overflows at 65504.
-        parts = [first.to(self.master.dtype), *others]
-        if self.grad is not None:  # the first term of the sum, as on one device
-            parts.insert(0, self.grad)
-        # sum() would first add 0, and torch.sum() adds more than 4 parts in another order.
-        self.grad = functools.reduce(torch.add, parts)
+        for part in received.chunk(self.N):  # torch.sum() adds more than 4 in another order
+            if self.grad is None:
+                self.grad = part.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
+            else:
+                self.grad = self.grad + part
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
@@ -259,8 +254,8 @@ class Bucket:
 class Slot:
     """The place of one parameter in its bucket.
 
-    This rank updates the parameter's segment, which is the part of it that lies in this rank's
-    part of the bucket. It may be empty. The numbers are those of weight and bias on rank 1 above.
+    This rank updates the parameter's segment, which is what lies in this rank's part. The segment
+    may be empty. The numbers below are those of weight and bias on rank 1 above.
     """
 
     def __init__(self, parameter, start, bucket):
@@ -268,18 +263,16 @@ class Slot:
         self.start = start  # the parameter's first element in `flat`: 0 and 5
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
+        self.used = False  # whether `bucket.grad` has a gradient of this parameter, from any rank
         parameter.data = self.view(bucket.flat).copy_(parameter.data)
-        # Whether `bucket.grad` has a gradient of this parameter, from any rank.
-        self.used = False
 
-        end = start + parameter.numel()  # 5 and 8
-        part_start = bucket.part.storage_offset()  # 4
-        part_end = part_start + bucket.part.numel()  # 8
-        first = min(max(start, part_start), end)  # 4 and 5
-        last = max(min(end, part_end), first)  # 5 and 8
-        self.offset = first - start  # of the segment in the parameter: 4 and 0
-        self.in_part = slice(first - part_start, last - part_start)  # 0:1 and 1:4
-        self.segment = bucket.master[self.in_part]  # 5 and 6 7 8
+        low = bucket.part.storage_offset()  # 4: this rank's part is flat[4:8]
+        high = low + bucket.part.numel()
+        first = min(max(low, start), high)  # of the segment, in `flat`: 4 and 5
+        last = min(max(low, start + parameter.numel()), high)  # 5 and 8
+        self.in_part = slice(first - low, last - low)  # 0:1 and 1:4
+        self.segment = bucket.master[self.in_part]
+        self.offset = max(0, first - start)  # of the segment in the parameter: 4 and 0
 
     def view(self, flat):
         """Return the parameter's elements of `flat`, a whole bucket, in the parameter's shape."""
@@ -314,31 +307,24 @@ class Zero1(torch.optim.Optimizer):
     ):
         # Only an instance knows the defaults, and the class behind a functools.partial.
         dummy = optimizer_class([torch.zeros(1)], **optimizer_kwargs)
-        check_arguments(module, type(dummy), process_group)
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
+        # For each parameter its slot, in the order in which state dicts number the parameters.
+        self._slots = dict.fromkeys(p for group in self.param_groups for p in group["params"])
         lists = assign_buckets(self, bucket_cap_mb * 2**20)
-        check_parameters(self, lists)
+        check_arguments(self, type(dummy), lists)
         copy_from_rank_0(module, process_group)
         # A bucket for each list of parameters. The last parameters come first, as in backward.
         self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
-        self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
-        self._optimizer = optimizer_class(self._segment_groups(), **optimizer_kwargs)
+        for bucket in self._buckets:
+            self._slots.update(zip(bucket.parameters, bucket.slots, strict=True))
+        self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
         self._agreed = False  # True if no gradient has come since agree_on_gradients()
-        self.add_param_group = refuse_param_group  # from now on
 
     def _kind(self, parameter):
         """Only parameters of one kind share a bucket."""
         return parameter.dtype, parameter.requires_grad
-
-    def _segment_groups(self):
-        """Return self.param_groups with segments for parameters, for the inner optimizer."""
-        groups = []
-        for group in self.param_groups:
-            segments = [self._slots[parameter].segment for parameter in group["params"]]
-            groups.append({**group, "params": segments})
-        return groups
 
     def step(self, closure=None):
         """Update this rank's segments with the mean gradients, and gather the parameters."""
@@ -352,7 +338,7 @@ class Zero1(torch.optim.Optimizer):
                 if slot.used:
                     slot.segment.grad = grad[slot.in_part]
         # In each step, because schedulers change the options of groups.
-        self._optimizer.param_groups = self._segment_groups()
+        self._optimizer.param_groups = segment_groups(self)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.zero_grad()
@@ -454,11 +440,7 @@ class Zero2(Zero1):
         This marks the beginning of the whole backward. The first gradient of a parameter would be
         too late: it may come from the inner backward of a checkpoint with use_reentrant=True.
         """
-        # An output that is also an input was made by another module, which has hooked it.
-        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        for leaf in tree_leaves(output):
-            if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
-                leaf.register_hook(functools.partial(self._pre_backward, module))
+        hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
     def _pre_backward(self, module, gradient):
         """A hook. Backward has reached an output of `module`. Zero3 needs to know which module."""
@@ -493,15 +475,9 @@ class Zero2(Zero1):
         self._arrived.clear()
         self._in_backward = False
 
-    @contextmanager
     def no_sync(self):
         """A context in which backward leaves whole gradients in .grad, to be reduced later."""
-        before = self._sync
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = before
+        return no_sync(self)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -541,12 +517,9 @@ class Zero3(Zero2):
                 for bucket in self._buckets
                 if self._around[bucket.parameters[0]] <= self._around[child]
             ]
-            child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
-            if child is not module:  # which Zero2 has hooked
-                child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
         self._kept = []  # the buckets that stay whole when no unit runs: all in full_parameters()
         self._has_run = False  # whether check_output() has seen an output of the module
-        refuse_state_dicts(self)
+        hook_modules(self)
         self._unshard(self._kept)
 
     def _kind(self, parameter):
@@ -665,8 +638,7 @@ def adopt_writes(bucket):
 
 def free(bucket):
     """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
-    nan = torch.full((), torch.nan, device=bucket.flat.device)
-    bucket.nan = nan.to(bucket.flat.dtype)
+    bucket.nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
     for slot in bucket.slots:
         slot.parameter.data = bucket.nan.expand(slot.parameter.shape)
     bucket.flat.untyped_storage().resize_(0)
@@ -683,6 +655,27 @@ def unfree(bucket):
     bucket.all_gather()
 
 
+def segment_groups(optimizer):
+    """Return the parameter groups with segments for parameters, for the inner optimizer."""
+    groups = []
+    for group in optimizer.param_groups:
+        segments = [optimizer._slots[parameter].segment for parameter in group["params"]]
+        groups.append({**group, "params": segments})
+    return groups
+
+
+def layout(parameters, N):
+    """Return the first element of each parameter in a bucket, and the bucket's length.
+
+    Parameters are padded to multiples of 64 bytes, as in PyTorch's own memory. At other addresses,
+    kernels are slower or round differently. Parts have multiples of 16 bytes, for NCCL's speed.
+    """
+    itemsize = parameters[0].itemsize
+    sizes = [round_up(parameter.numel(), 64 // itemsize) for parameter in parameters]
+    *starts, end = itertools.accumulate(sizes, initial=0)
+    return starts, round_up(max(1, end), N * 16 // itemsize)  # no part is empty
+
+
 def round_up(number, multiple):
     return -(-number // multiple) * multiple
 
@@ -696,11 +689,10 @@ def assign_buckets(optimizer, cap_bytes):
 
     They are in the order in which backward computes gradients, from the last parameter on.
     """
-    trained = {p for group in optimizer.param_groups for p in group["params"]}
     closed = []
     filling = {}  # kind: the list that is not closed
     for parameter in reversed(list(optimizer.module.parameters())):
-        if parameter in trained:
+        if parameter in optimizer._slots:
             kind = optimizer._kind(parameter)
             together = filling.setdefault(kind, [])
             together.append(parameter)
@@ -718,8 +710,6 @@ def units_around(module, units=None):
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
         units = [member for each in lists for member in each.children()]
     around = {child: frozenset([module]) for child in module.modules()}
-    if not around.keys() >= set(units):
-        raise ValueError("units has modules that are not inside the module")
     for unit in units:
         for child in unit.modules():
             around[child] |= {unit}
@@ -727,6 +717,28 @@ def units_around(module, units=None):
         for parameter in child.parameters(recurse=False):
             around[parameter] = around[child] & around.get(parameter, around[child])
     return around
+
+
+def hook_outputs(inputs, output, hook):
+    """Let backward call `hook` when it reaches a tensor in `output`.
+
+    An output that is also an input was made by another module, which has hooked it.
+    """
+    inputs = {id(leaf) for leaf in tree_leaves(inputs)}
+    for leaf in tree_leaves(output):
+        if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
+            leaf.register_hook(hook)
+
+
+def hook_modules(optimizer):
+    """Hook all modules. A module inside a unit may run alone, and saves its own parameters."""
+    check = WeakHook(optimizer._check_is_whole)
+    for child in optimizer.module.modules():
+        child.register_forward_pre_hook(WeakHook(optimizer._enter), prepend=True)
+        if child is not optimizer.module:  # which Zero2 has hooked
+            child.register_forward_hook(WeakHook(optimizer._post_forward), with_kwargs=True)
+        child.register_state_dict_pre_hook(check)
+        child.register_load_state_dict_pre_hook(check)
 
 
 class WeakHook:
@@ -751,16 +763,17 @@ class WeakHook:
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The library: norms, whole parameters, state dicts and pieces of checkpoints.
+# 6. The library: contexts, norms, whole parameters, state dicts and pieces of checkpoints.
 
 
 def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
     buckets = optimizer._reduce_gradients()
-    gradients = []
-    for bucket in buckets:
-        for slot in bucket.slots:
-            if counted is None or counted(slot.parameter):
-                gradients.append(bucket.grad[slot.in_part])
+    gradients = [
+        bucket.grad[slot.in_part]
+        for bucket in buckets
+        for slot in bucket.slots
+        if counted is None or counted(slot.parameter)
+    ]
     norm = nn.utils.get_total_norm(gradients).to(optimizer._buckets[0].flat.device)
     total = norm.double() ** 2
     for group in (optimizer.process_group, *process_groups):
@@ -777,6 +790,16 @@ def unscale_(optimizer, loss_scale):
     for bucket in optimizer._reduce_gradients():
         bucket.grad /= loss_scale
     return 1.0 - norm.isfinite().float()
+
+
+@contextmanager
+def no_sync(optimizer):
+    before = optimizer._sync
+    optimizer._sync = False
+    try:
+        yield
+    finally:
+        optimizer._sync = before
 
 
 @contextmanager
@@ -800,21 +823,15 @@ ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
-def parameters_of(optimizer):
-    """Return the parameters in the order in which state dicts number them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def whole_state_dict(optimizer):
     """Join the segments' states of all ranks.
 
     The state of a 16-bit parameter also has its "master".
     """
     states = {}
-    for number, parameter in enumerate(parameters_of(optimizer)):
-        slot = optimizer._slots[parameter]
+    for number, slot in enumerate(optimizer._slots.values()):
         state = dict(optimizer._optimizer.state[slot.segment])
-        if slot.segment.dtype != parameter.dtype:
+        if slot.segment.dtype != slot.parameter.dtype:
             state["master"] = slot.segment
         for name, value in state.items():
             whole = value if name in PER_TENSOR else join(optimizer, slot, value)
@@ -828,8 +845,7 @@ def load_whole_state_dict(optimizer, state_dict):
     load = torch.optim.Optimizer.load_state_dict
     load(optimizer, {**state_dict, "state": {}})  # checks and loads the groups
     states = {}  # by the parameter's number, the state of its segment on this rank
-    for number, parameter in enumerate(parameters_of(optimizer)):
-        slot = optimizer._slots[parameter]
+    for number, slot in enumerate(optimizer._slots.values()):
         state = copy.deepcopy(state_dict["state"].get(number, {}))
         for name in state.keys() - PER_TENSOR:
             state[name] = split(slot, state[name])
@@ -848,9 +864,8 @@ def join(optimizer, slot, segment):
 
 def split(slot, whole):
     """Return this rank's segment of `whole`, a tensor with the parameter's shape."""
-    flat = whole.new_empty(whole.numel())
-    flat.as_strided(whole.shape, slot.stride).copy_(whole)
-    return flat[slot.offset :][: slot.segment.numel()].clone()
+    strided = whole.new_empty_strided(whole.shape, slot.stride).copy_(whole)
+    return strided.as_strided(slot.segment.shape, (1,), slot.offset).clone()
 
 
 def shards_of(optimizer):
@@ -869,29 +884,22 @@ def shards_of(optimizer):
 # 7. Checks.
 
 
-def check_arguments(module, optimizer_class, process_group):
-    if dist.get_rank(process_group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+def check_arguments(optimizer, optimizer_class, lists):
+    """Check the arguments, and that all ranks have the same model, buckets and options."""
+    module = optimizer.module
     if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
         raise ValueError("DistributedDataParallel averages as well: give its module, ddp.module")
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
         name = optimizer_class.__name__
         raise ValueError(f"{name} may need whole parameters; use one of {ELEMENTWISE}, or muon.py")
-
-
-def check_parameters(optimizer, lists):
-    """Check that all ranks have the same model, buckets and options."""
-    module = optimizer.module
-    parameters = set(parameters_of(optimizer))
-    if not parameters <= set(same_parameters(module, optimizer.process_group)):
+    if not optimizer._slots.keys() <= set(same_parameters(module, optimizer.process_group)):
         raise ValueError(
             "params must be among module.parameters(), without those of which ranks of "
             "process_group hold different values, such as experts: give these an optimizer of "
             "their own, or a group of ranks that hold the same"
         )
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) > 1:
-        raise ValueError(f"params are on {devices}: make an optimizer for each device's params")
+    if len({parameter.device for parameter in optimizer._slots}) > 1:
+        raise ValueError("params must be on one device: make an optimizer for each device")
     groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
     described = [[len(each) for each in lists], *groups]
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
@@ -903,8 +911,7 @@ def check_parameters(optimizer, lists):
         if theirs != mine:
             raise ValueError(
                 "ranks must have the same parameters (name, shape, strides, dtype, requires_grad) "
-                "in the same buckets, and the same options; "
-                f"rank {rank} has {theirs - mine}, and this rank {mine - theirs}"
+                f"in the same buckets, and the same options; rank {rank} has {theirs - mine}"
             )
 
 
@@ -947,18 +954,6 @@ def check_step(optimizer, closure):
         raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
     for bucket in optimizer._buckets:
         check_is_here(bucket)
-
-
-def refuse_param_group(param_group):
-    raise ValueError("the buckets are made: give all parameter groups to the constructor")
-
-
-def refuse_state_dicts(optimizer):
-    """Let the module refuse to save or load parameters that are freed."""
-    hook = WeakHook(optimizer._check_is_whole)
-    for child in optimizer.module.modules():
-        child.register_state_dict_pre_hook(hook)
-        child.register_load_state_dict_pre_hook(hook)
 
 
 def check_is_whole(optimizer):
