@@ -16,8 +16,8 @@ the optimizer state of that part only.
 Read section 1 for the idea (12 minutes), to section 4 for the technique (65), and the rest to use
 it as a library (85).
 
-The table is for Ψ parameters of 16 bits, with Adam and fp32 master weights: the bytes that a rank
-holds, and the elements that it sends in a step of m backwards, times (N-1)/N.
+For Ψ parameters of 16 bits, with Adam and fp32 master weights, a rank holds these bytes, and sends
+these elements in a step of m backwards, times (N-1)/N:
 
            parameters  gradients  optimizer  sent, m = 1                     sent, any m
     DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
@@ -26,14 +26,14 @@ holds, and the elements that it sends in a step of m backwards, times (N-1)/N.
     Zero3  0           4Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
 
 Sharded gradients are in fp32. With fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 1/N of
-that. In optimizer.no_sync(), Zero2 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. In
-addition, a bucket of gradients is held twice while it is reduced, Zero3 holds the unit that runs,
-and each step all-reduces one byte for each parameter tensor.
+that. In optimizer.no_sync(), Zero2 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. Not
+in the table: a bucket of gradients is held twice while it is reduced, Zero3 holds the unit that
+runs, and a step all-reduces one byte for each parameter tensor.
 
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
 without clipping is bitwise equal to one device that adds in the same order. Zero1 first adds up the
-backwards of each rank. So do Zero2 and Zero3 in no_sync(); otherwise they add the gradients of all
-ranks from the first backward, then those from the second, and so on.
+backwards of each rank, as Zero2 and Zero3 do in no_sync(). Otherwise, they add the first backwards
+of all ranks, then the second ones, and so on.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
@@ -41,13 +41,13 @@ Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et
           ZeRO-Offload, arXiv 2101.06840
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
           stages 1, 2 and 3
-Left out: optimizers that need whole matrices (muon.py), Adafactor, closures, gradients that stay
-          sparse or stay after step(), models on several devices, offload to disk (DeepSpeed), the
-          meta device and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds
-          in an order of its own, and training after a forward or backward that raised; in Zero3,
-          gathers that overlap with computation (fsdp.py), modules that return their input changed
-          in place, a view of a parameter, or tensors in objects other than lists, tuples and dicts,
-          and errors for all reads and writes of freed parameters
+Left out: optimizers that need whole matrices (muon.py), Adafactor, closures, add_param_group(),
+          gradients that stay sparse or stay after step(), params on several devices, offload to
+          disk (DeepSpeed), the meta device and any optimizer over shards (fsdp.py), NCCL's own
+          reduce-scatter, which adds in an order of its own, training after a forward or backward
+          that raised; in Zero3, gathers that overlap with computation (fsdp.py), modules that
+          return their input changed in place, a view of a parameter, or tensors in objects other
+          than lists, tuples and dicts, and errors for all reads and writes of freed parameters
 """
 
 import argparse
@@ -156,8 +156,8 @@ class Zero3Unit(nn.Module):
         zero2_hooks(self.sharded)
         for each in self.sharded:
             each.free()
-            # forward() frees it. So does backward, which has used it for the last time when its
-            # gradient is complete. A parameter that is frozen or not used would stay whole.
+            # When its gradient is complete, backward has used it for the last time. A parameter
+            # that is frozen or not used would stay whole.
             each.parameter.register_post_accumulate_grad_hook(each.free)
 
     def gather(self, _=None):
@@ -191,8 +191,6 @@ class Bucket:
         slots   weight: 1 2 3 4    weight: 5          segments of master, one per parameter,
                 bias:   -          bias:   6 7 8      which the optimizer updates
         grad    g₁ g₂ g₃ g₄        g₅ g₆ g₇ g₈        the part's gradients, added over the ranks
-
-    The values in the padding do not matter.
     """
 
     def __init__(self, parameters, process_group, offload=None, copy_part=False):
@@ -224,7 +222,7 @@ class Bucket:
             else:
                 view.copy_(slot.parameter.grad.to_dense())  # nn.Embedding(sparse=True)
                 slot.parameter.grad = None
-                slot.used = True
+                slot.flag = 1
         received = torch.empty_like(gradients)  # part r is from rank r
         handle = dist.all_to_all_single(
             as_bytes(received), as_bytes(gradients), group=self.process_group, async_op=True
@@ -263,7 +261,7 @@ class Slot:
         self.start = start  # the parameter's first element in `flat`: 0 and 5
         # The strides of the plain model. With others, some kernels round differently.
         self.stride = torch.empty_like(parameter, device="meta").stride()
-        self.used = False  # whether `bucket.grad` has a gradient of this parameter, from any rank
+        self.flag = 0  # 0 if `bucket.grad` has no gradient of it: see agree_on_gradients()
         parameter.data = self.view(bucket.flat).copy_(parameter.data)
 
         low = bucket.part.storage_offset()  # 4: this rank's part is flat[4:8]
@@ -282,18 +280,20 @@ class Slot:
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and updates the parameters, each rank 1/N of them.
 
-    Move `module` to its device first. All ranks get rank 0's parameters and buffers. `params` are
-    the parameters to train, or parameter groups, as in torch.optim. With offload="cpu", optimizer
-    state and master weights are in host memory, and the update runs there. A bucket is closed when
-    it reaches `bucket_cap_mb` MiB. The other arguments go to `optimizer_class`.
+    Move `module` to its device first. All ranks get rank 0's parameters and buffers. Buffers are
+    not synchronized afterwards. `params` are the parameters to train, or parameter groups, as in
+    torch.optim. With offload="cpu", optimizer state and master weights are in host memory, and the
+    update runs there. A bucket has about `bucket_cap_mb` MiB. The other arguments go to
+    `optimizer_class`.
 
-    step() drops the gradients. To drop them without a step, call this class's zero_grad(), because
-    module.zero_grad() leaves those that are reduced. Clip with this class's clip_grad_norm_():
-    torch's uses each rank's own norm. Buffers are not synchronized after construction.
+    step() drops the gradients. To drop them without a step, or to clip them, call the methods of
+    this class: module.zero_grad() leaves those that are reduced, and torch's clip_grad_norm_() uses
+    each rank's own norm.
     """
 
-    _copy_part = False  # True in Zero3: the master has memory of its own
-    _in_backward = False  # True in Zero2 from the first hook of a backward to the last
+    _in_backward = False  # Zero2: True from the first hook of a backward to the end
+    _copy_part = False  # Zero3: True, because the master has memory of its own
+    _around = {}  # Zero3: for each parameter and module, the set of the units around it
 
     def __init__(
         self,
@@ -322,10 +322,6 @@ class Zero1(torch.optim.Optimizer):
         self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
         self._agreed = False  # True if no gradient has come since agree_on_gradients()
 
-    def _kind(self, parameter):
-        """Only parameters of one kind share a bucket."""
-        return parameter.dtype, parameter.requires_grad
-
     def step(self, closure=None):
         """Update this rank's segments with the mean gradients, and gather the parameters."""
         check_step(self, closure)
@@ -335,7 +331,7 @@ class Zero1(torch.optim.Optimizer):
             bucket.grad /= bucket.N  # once, as one device does after its last backward
             grad = bucket.grad.to(bucket.master.device)
             for slot in bucket.slots:
-                if slot.used:
+                if slot.flag:
                     slot.segment.grad = grad[slot.in_part]
         # In each step, because schedulers change the options of groups.
         self._optimizer.param_groups = segment_groups(self)
@@ -363,13 +359,13 @@ class Zero1(torch.optim.Optimizer):
             bucket.finish_reduce()
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, those in .grad and those already reduced, for either argument."""
+        """Drop all gradients, in .grad and reduced, for either argument."""
         super().zero_grad()
         self._agreed = False
         for bucket in self._buckets:
             bucket.grad = None
             for slot in bucket.slots:
-                slot.used = False
+                slot.flag = 0
 
     def no_sync(self):
         """A context for all backwards of a step but the last. Zero1 reduces in step() anyway."""
@@ -378,11 +374,7 @@ class Zero1(torch.optim.Optimizer):
     # The library: see section 6.
 
     def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
-        """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm.
-
-        With model parallelism, `process_groups` are the groups over which the model is split. If
-        several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
-        """
+        """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm."""
         return clip_grad_norm_(self, max_norm, counted, process_groups)
 
     def unscale_(self, loss_scale):
@@ -398,11 +390,7 @@ class Zero1(torch.optim.Optimizer):
         load_whole_state_dict(self, state_dict)
 
     def shards(self):
-        """Yield (parameter, offset, segment, state) for each parameter, to save or load in pieces.
-
-        `segment` has this rank's elements of the flattened parameter, from element `offset` on.
-        After writing to segments, call sync_parameters().
-        """
+        """Yield (parameter, offset, segment, state), to save or load. Then sync_parameters()."""
         return shards_of(self)
 
     def sync_parameters(self):
@@ -437,17 +425,13 @@ class Zero2(Zero1):
     def _post_forward(self, module, args, kwargs, output):
         """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`.
 
-        This marks the beginning of the whole backward. The first gradient of a parameter would be
-        too late: it may come from the inner backward of a checkpoint with use_reentrant=True.
+        The first gradient of a parameter would be too late to mark the beginning of a backward. It
+        may come from the inner backward of a checkpoint with use_reentrant=True.
         """
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
-    def _pre_backward(self, module, gradient):
-        """A hook. Backward has reached an output of `module`. Zero3 needs to know which module."""
-        self._begin_backward()
-
-    def _begin_backward(self):
-        """Prepare for a backward. Only the first call in a backward does anything."""
+    def _pre_backward(self, module=None, gradient=None):
+        """A hook. Backward has reached an output of `module`. Only the first call does anything."""
         if self._in_backward:
             return
         self._in_backward = True
@@ -457,13 +441,13 @@ class Zero2(Zero1):
 
     def _post_accumulate_grad(self, parameter):
         """A hook. Backward calls it after adding to the .grad of `parameter`."""
-        self._begin_backward()
+        self._pre_backward()  # if no output of the module was reached
         self._arrived.add(parameter)
         self._reduce_full()
 
     def _reduce_full(self):
-        # A full bucket waits for those before it. Ranks may fill buckets in different orders. If
-        # they also sent them in different orders, they would add up different buckets.
+        # A full bucket waits for those before it. Ranks may fill buckets in different orders, but
+        # must send them in one order.
         while self._to_reduce and self._arrived.issuperset(self._to_reduce[0].parameters):
             self._start_reduce(self._to_reduce.pop(0))
 
@@ -489,16 +473,15 @@ class Zero3(Zero2):
 
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
     nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
-    to the innermost unit around all modules that have it, and is whole while that unit runs. So a
-    parameter outside of all other units, and its gradient, is whole during an entire forward or
-    backward.
+    to the innermost unit that has all its uses. So a parameter outside of all other units, and its
+    gradient, is whole during an entire forward or backward.
 
     All ranks must run the same units in the same order. If ranks use different members of a list,
     such as experts, let the list be a unit: units=[*model.blocks, *experts_lists].
 
-    Freed parameters are NaN. Writes outside of full_parameters() are lost or are errors. So call a
-    unit instead of reading its weights from outside. Initialize parameters, load them, copy them,
-    or compute with them in full_parameters(). Save module_state_dict(), not module.state_dict().
+    Freed parameters are NaN. Writes to them are lost or are errors. So call a unit instead of
+    reading its weights from outside. Initialize, load, copy or read parameters in
+    full_parameters(). Save module_state_dict(), not module.state_dict().
 
     forward   gather unit 0, run it   free 0, gather 1, run 1   free 1, gather 2, run 2   free 2
     backward  gather unit 2, run it   reduce its gradients, free 2, gather 1, run 1       …
@@ -507,7 +490,6 @@ class Zero3(Zero2):
     _copy_part = True
 
     def __init__(self, module, *args, units=None, **kwargs):
-        # For each module and each parameter inside `module`, the set of the units around it.
         self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
         self._needed = {}  # for each module, the buckets that must be whole while it runs
@@ -522,9 +504,6 @@ class Zero3(Zero2):
         hook_modules(self)
         self._unshard(self._kept)
 
-    def _kind(self, parameter):
-        return *super()._kind(parameter), self._around[parameter]
-
     def _enter(self, module, args=None):
         """A hook. `module` is about to run forward, or has been reached by backward."""
         needed = self._needed[module]
@@ -538,15 +517,16 @@ class Zero3(Zero2):
             check_output(self, output)
             self._unshard(self._kept)
 
-    def _pre_backward(self, module, gradient):
-        self._begin_backward()
-        self._enter(module)
+    def _pre_backward(self, module=None, gradient=None):
+        super()._pre_backward()
+        if module is not None:
+            self._enter(module)
 
     def _unshard(self, needed):
         """Gather these buckets, and free all others.
 
-        Backward leaves units in the reverse order of forward, because autograd runs nodes in the
-        reverse order of their creation. So it is done with a unit when it enters another.
+        Autograd runs nodes in the reverse order of their creation. So backward, too, is done with a
+        unit when it enters another.
         """
         past = [b for b in self._buckets if not (b.freed or b in needed)]
         self._reduce_past(past)
@@ -582,10 +562,7 @@ class Zero3(Zero2):
         return full_parameters(self)
 
     def module_state_dict(self):
-        """Return the whole state_dict of the module.
-
-        Load one with `with optimizer.full_parameters(): module.load_state_dict(state_dict)`.
-        """
+        """Return the whole state_dict of the module. Load it in full_parameters()."""
         with self.full_parameters():
             return copy.deepcopy(self.module.state_dict())
 
@@ -611,17 +588,14 @@ def agree_on_gradients(optimizer):
     after clip_grad_norm_(), a backward must reach a parameter on every rank, or on none.
     """
     slots = optimizer._slots.values()
-    flags = [2 if slot.parameter.grad is not None else int(slot.used) for slot in slots]
+    flags = [2 if slot.parameter.grad is not None else min(slot.flag, 1) for slot in slots]
     if optimizer._agreed and 2 not in flags:
         return []
     flags = optimizer._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
-    waiting = set()
     for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits for the device here
-        slot.used = flag > 0
-        if flag == 2:
-            waiting.add(slot)
-    return [bucket for bucket in optimizer._buckets if not waiting.isdisjoint(bucket.slots)]
+        slot.flag = flag
+    return [bucket for bucket in optimizer._buckets if 2 in [slot.flag for slot in bucket.slots]]
 
 
 def adopt_writes(bucket):
@@ -668,7 +642,8 @@ def layout(parameters, N):
     """Return the first element of each parameter in a bucket, and the bucket's length.
 
     Parameters are padded to multiples of 64 bytes, as in PyTorch's own memory. At other addresses,
-    kernels are slower or round differently. Parts have multiples of 16 bytes, for NCCL's speed.
+    kernels are slower or round differently. Parts have multiples of 16 bytes, for NCCL's speed. The
+    values in the padding do not matter.
     """
     itemsize = parameters[0].itemsize
     sizes = [round_up(parameter.numel(), 64 // itemsize) for parameter in parameters]
@@ -685,15 +660,17 @@ def as_bytes(tensor):
 
 
 def assign_buckets(optimizer, cap_bytes):
-    """Return lists of parameters of one kind. A list is closed when it has `cap_bytes`.
+    """Return a list of parameters for each bucket. A list is closed when it has `cap_bytes`.
 
-    They are in the order in which backward computes gradients, from the last parameter on.
+    Only parameters of one kind share a bucket: one dtype, all or none trained, the same units.
+    Backward computes gradients from the last parameter on, so the last ones come first.
     """
     closed = []
     filling = {}  # kind: the list that is not closed
     for parameter in reversed(list(optimizer.module.parameters())):
         if parameter in optimizer._slots:
-            kind = optimizer._kind(parameter)
+            around = optimizer._around.get(parameter)
+            kind = (parameter.dtype, parameter.requires_grad, around)
             together = filling.setdefault(kind, [])
             together.append(parameter)
             if sum(p.nbytes for p in together) >= cap_bytes:
@@ -767,6 +744,10 @@ class WeakHook:
 
 
 def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
+    """With model parallelism, `process_groups` are the groups over which the model is split.
+
+    If several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
+    """
     buckets = optimizer._reduce_gradients()
     gradients = [
         bucket.grad[slot.in_part]
@@ -842,8 +823,8 @@ def whole_state_dict(optimizer):
 
 
 def load_whole_state_dict(optimizer, state_dict):
-    load = torch.optim.Optimizer.load_state_dict
-    load(optimizer, {**state_dict, "state": {}})  # checks and loads the groups
+    groups = {**state_dict, "state": {}}
+    torch.optim.Optimizer.load_state_dict(optimizer, groups)  # checks them, too
     states = {}  # by the parameter's number, the state of its segment on this rank
     for number, slot in enumerate(optimizer._slots.values()):
         state = copy.deepcopy(state_dict["state"].get(number, {}))
@@ -869,6 +850,7 @@ def split(slot, whole):
 
 
 def shards_of(optimizer):
+    """`segment` has this rank's elements of the flattened parameter, from element `offset` on."""
     for parameter, slot in optimizer._slots.items():
         shape = tuple(parameter.shape)
         if not torch.empty_strided(shape, slot.stride, device="meta").is_contiguous():
