@@ -253,7 +253,7 @@ class Slot:
     """The place of one parameter in its bucket.
 
     This rank updates the parameter's segment, which is what lies in this rank's part. The segment
-    may be empty. The numbers below are those of weight and bias on rank 1 above.
+    may be empty. The numbers below are for weight and bias on rank 1 above.
     """
 
     def __init__(self, parameter, start, bucket):
@@ -283,12 +283,10 @@ class Zero1(torch.optim.Optimizer):
     Move `module` to its device first. All ranks get rank 0's parameters and buffers. Buffers are
     not synchronized afterwards. `params` are the parameters to train, or parameter groups, as in
     torch.optim. With offload="cpu", optimizer state and master weights are in host memory, and the
-    update runs there. A bucket has about `bucket_cap_mb` MiB. The other arguments go to
-    `optimizer_class`.
+    update runs there. The other arguments go to `optimizer_class`.
 
-    step() drops the gradients. To drop them without a step, or to clip them, call the methods of
-    this class: module.zero_grad() leaves those that are reduced, and torch's clip_grad_norm_() uses
-    each rank's own norm.
+    step() drops the gradients. Drop or clip them with the methods of this class: module.zero_grad()
+    leaves those that are reduced, and torch's clip_grad_norm_() uses each rank's own norm.
     """
 
     _in_backward = False  # Zero2: True from the first hook of a backward to the end
@@ -473,15 +471,15 @@ class Zero3(Zero2):
 
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
     nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
-    to the innermost unit that has all its uses. So a parameter outside of all other units, and its
+    to the innermost unit that has all its uses. So one outside of all other units, and its
     gradient, is whole during an entire forward or backward.
 
     All ranks must run the same units in the same order. If ranks use different members of a list,
     such as experts, let the list be a unit: units=[*model.blocks, *experts_lists].
 
     Freed parameters are NaN. Writes to them are lost or are errors. So call a unit instead of
-    reading its weights from outside. Initialize, load, copy or read parameters in
-    full_parameters(). Save module_state_dict(), not module.state_dict().
+    reading its weights. Initialize, load, copy or read parameters in full_parameters(). Save
+    module_state_dict(), not module.state_dict().
 
     forward   gather unit 0, run it   free 0, gather 1, run 1   free 1, gather 2, run 2   free 2
     backward  gather unit 2, run it   reduce its gradients, free 2, gather 1, run 1       …
