@@ -41,13 +41,13 @@ Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et
           ZeRO-Offload, arXiv 2101.06840
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
           stages 1, 2 and 3
-Left out: optimizers that need whole matrices (muon.py), Adafactor, closures, add_param_group(),
-          gradients that stay sparse or stay after step(), params on several devices, offload to
-          disk (DeepSpeed), the meta device and any optimizer over shards (fsdp.py), NCCL's own
-          reduce-scatter, which adds in an order of its own, training after a forward or backward
-          that raised; in Zero3, gathers that overlap with computation (fsdp.py), modules that
-          return their input changed in place, a view of a parameter, or tensors in objects other
-          than lists, tuples and dicts, and errors for all reads and writes of freed parameters
+Left out: optimizers that need whole matrices (muon.py), Adafactor, closures, gradients that stay
+          sparse or stay after step(), params on several devices, offload to disk (DeepSpeed), the
+          meta device and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds
+          in an order of its own, training after a forward or backward that raised; in Zero3,
+          gathers that overlap with computation (fsdp.py), modules that return their input changed
+          in place, a view of a parameter, or tensors in objects other than lists, tuples and dicts,
+          and errors for all reads and writes of freed parameters
 """
 
 import argparse
@@ -319,6 +319,7 @@ class Zero1(torch.optim.Optimizer):
             self._slots.update(zip(bucket.parameters, bucket.slots, strict=True))
         self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
         self._agreed = False  # True if no gradient has come since agree_on_gradients()
+        self.add_param_group = refuse_param_group  # from now on
 
     def step(self, closure=None):
         """Update this rank's segments with the mean gradients, and gather the parameters."""
@@ -685,6 +686,9 @@ def units_around(module, units=None):
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
         units = [member for each in lists for member in each.children()]
     around = {child: frozenset([module]) for child in module.modules()}
+    units = set(units)
+    if not around.keys() >= units:
+        raise ValueError("units has modules that are not inside the module")
     for unit in units:
         for child in unit.modules():
             around[child] |= {unit}
@@ -867,6 +871,8 @@ def shards_of(optimizer):
 def check_arguments(optimizer, optimizer_class, lists):
     """Check the arguments, and that all ranks have the same model, buckets and options."""
     module = optimizer.module
+    if dist.get_rank(optimizer.process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
     if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
         raise ValueError("DistributedDataParallel averages as well: give its module, ddp.module")
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
@@ -934,6 +940,10 @@ def check_step(optimizer, closure):
         raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
     for bucket in optimizer._buckets:
         check_is_here(bucket)
+
+
+def refuse_param_group(param_group):
+    raise ValueError("the buckets are made: give all parameter groups to the constructor")
 
 
 def check_is_whole(optimizer):

@@ -9,6 +9,7 @@ from functools import partial
 import pool
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -478,6 +479,18 @@ def two_devices():
     sgd(zero.Zero1, nn.Sequential(*layers))
 
 
+def foreign_units():
+    sgd(zero.Zero3, plain_model(), units=plain_model())
+
+
+def foreign_group():
+    zero.Zero1(plain_model(), torch.optim.SGD, dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def late_group():
+    sgd(zero.Zero1, plain_model()).add_param_group({"params": [torch.ones(3)]})
+
+
 def closure():
     sgd(zero.Zero1, plain_model()).step(dict)
 
@@ -528,6 +541,9 @@ REFUSED = {
     "whole matrices": (whole_matrices, "LBFGS"),
     "inside DDP": (inside_ddp, "ddp.module"),
     "two devices": (two_devices, "one device"),
+    "foreign units": (foreign_units, "units"),
+    "a rank outside the group": (foreign_group, "process_group"),
+    "a group after construction": (late_group, "constructor"),
     "a closure": (closure, "closure"),
     "pieces of permuted parameters": (pieces_of_permuted_parameters, "6, 5"),
     "moved": (moved_parameters, "module.to"),
