@@ -271,10 +271,10 @@ def test_gradients_of_other_tensors_stay_on_their_rank(make):
 def test_rank_0s_buffers_even_of_int16_come_in_the_forward_after_one_that_averages(DDP, dtype):
     rank = pool.rank()
     module = nn.Linear(1, 1)
-    module.register_buffer("buffer", torch.zeros(1, dtype=dtype))
+    module.register_buffer("buffer", torch.full((1,), rank, dtype=dtype))
     module.register_forward_pre_hook(lambda module, _: seen.append(module.buffer.item()))
     model = DDP(module, process_group=pool.group())
-    seen = []
+    seen = [module.buffer.item()]
 
     def forward():
         module.buffer.data.fill_(rank)  # no new version
@@ -289,7 +289,7 @@ def test_rank_0s_buffers_even_of_int16_come_in_the_forward_after_one_that_averag
     with model.no_sync():
         forward()
     forward()
-    assert seen == [0, 0, *[1] * rank, rank, 0, rank]
+    assert seen == [0, 0, 0, *[1] * rank, rank, 0, rank]
 
 
 @pool.on(2)
