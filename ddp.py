@@ -188,13 +188,13 @@ class DistributedDataParallel(nn.Module):
         **others,
     ):
         super().__init__()
-        unsupported = others | {  # {PyTorch's name of an argument: whether it is set}
+        unsupported = others | {  # {PyTorch's name of an argument: true if it is set}
             "dim": dim,
             "init_sync": not init_sync,
             "check_reduction": check_reduction,
             "output_device": output_device not in (None, *(device_ids or ())),
         }
-        verify_arguments(module, process_group, others, unsupported)
+        verify_arguments(module, process_group, unsupported)
         self.module = module
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self.broadcast_buffers = broadcast_buffers
@@ -216,7 +216,6 @@ class DistributedDataParallel(nn.Module):
         # stay in .grad.
         self._will_average = False
         self._divisor = dist.get_world_size(self.process_group)
-        self._comm_hook = None  # set by register_comm_hook
         self._register_hooks()
 
     def _register_hooks(self):
@@ -286,8 +285,6 @@ class DistributedDataParallel(nn.Module):
 
     def _send(self, bucket):
         """Start the all-reduce of the bucket, and return its handle."""
-        if self._comm_hook:
-            return run_comm_hook(self._comm_hook, self._buckets, bucket)
         return dist.all_reduce(bucket.flat, group=self.process_group, async_op=True)
 
     def _finish_backward(self):
@@ -312,7 +309,7 @@ class DistributedDataParallel(nn.Module):
 
     def register_comm_hook(self, state, hook):
         """Call `hook(state, bucket)`, which returns a future of the mean, and do not all-reduce."""
-        self._comm_hook = functools.partial(hook, state)
+        self._send = functools.partial(run_comm_hook, hook, state, self._buckets)
         self._divisor = 1  # because the hook divides
 
     def __setstate__(self, state):  # copy.deepcopy() calls it, and does not copy hooks
@@ -375,7 +372,7 @@ class GradBucket:
         return views_of(self._buffer, self.parameters())
 
 
-def run_comm_hook(hook, buckets, bucket):
+def run_comm_hook(hook, state, buckets, bucket):
     """Return a future that is done when the mean that `hook` computes is in the bucket."""
     # The hook of an earlier bucket may issue a second collective when its first has ended. Over
     # gloo, that time differs between ranks, so collectives of two buckets could mix. Over NCCL, a
@@ -389,7 +386,7 @@ def run_comm_hook(hook, buckets, bucket):
         # Return a tensor, so that wait() also waits for the copy on the GPU.
         return bucket.flat.copy_(mean.value().view_as(bucket.flat))
 
-    return hook(GradBucket(buckets, bucket)).then(copy)
+    return hook(state, GradBucket(buckets, bucket)).then(copy)
 
 
 def verify_ready(ddp):
@@ -417,12 +414,10 @@ def verify_ready(ddp):
             )
 
 
-def verify_arguments(module, process_group, others, unsupported):
+def verify_arguments(module, process_group, unsupported):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
     # Raises TypeError for an argument that PyTorch's class does not have.
-    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RuntimeError("module does not have any parameter that requires a gradient")
+    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **unsupported)
     for name, is_set in unsupported.items():
         if is_set:
             raise ValueError(f"{name} is not supported by ddp.py; leave it out")
