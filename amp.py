@@ -34,9 +34,10 @@ Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with sect
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
 Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers;
-          autocast's cache, which saves a second cast of a weight that is used twice;
-          torch.utils.checkpoint inside autocast, which is an error. activation_checkpoint.py's
-          checkpoint works, and so does any checkpoint of a function that enters autocast itself
+          casts of frozen parameters and of buffers; autocast's cache, which saves a second cast of
+          a weight that is used twice; torch.utils.checkpoint inside autocast, which is an error:
+          activation_checkpoint.py's works, and so does any checkpoint of a function that enters
+          autocast itself
 """
 
 import argparse
@@ -60,7 +61,6 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea: scale the loss and keep fp32 masters; or keep fp32 weights and cast the inputs.
@@ -265,7 +265,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     After the first step(), do not write to weight.data: the next step() would undo it. Write under
     torch.no_grad(), or call reload_model_params() afterwards. model.load_state_dict() is safe.
-    Buffers keep their dtype, so a model with batch norms needs autocast instead.
+    Frozen parameters and buffers keep their dtype. Cast them yourself, because PyTorch multiplies
+    no matrices of different dtypes. A model with batch norms needs autocast instead.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
@@ -290,7 +291,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 group["params"][i] = master
         optimizer.load_state_dict(state)  # casts any momenta to fp32, the masters' dtype
         self.write_model_params()
-        verify_frozen(self._weights, dtype)
         self._is_new = True  # until step(), load_state_dict() or write_model_params() is called
         self._grad_versions = None  # of the gradients that unscale_() has copied, until step()
 
@@ -435,7 +435,7 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: weights that other code writes, and checks.
+# 5. The library: keys of state dicts, and weights that other code writes.
 
 # The keys of a GradScaler's state dict. Its attributes have an underscore.
 SCALER_KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
@@ -464,29 +464,6 @@ def adopt_written_weights(optimizer):
                 "the model's weights were written through .data after MixedPrecisionOptimizer "
                 "was made; make it afterwards, or call reload_model_params() on all ranks"
             )
-
-
-def verify_frozen(weights, dtype):
-    """Raise a ValueError in the model's first forward, if it has frozen weights in another dtype.
-
-    The optimizer does not have them, so it cannot cast them.
-    """
-    own = WeakIdKeyDictionary(dict.fromkeys(weights))  # it does not keep the model alive
-
-    def hook(module, _):
-        parameters = dict(module.named_parameters())
-        is_own = any(parameter in own for parameter in parameters.values())
-        if own and not is_own:
-            return  # another model
-        handle.remove()
-        wrong = [n for n, p in parameters.items() if not p.requires_grad and p.dtype != dtype]
-        if is_own and wrong:
-            raise ValueError(
-                f"frozen parameters are not in {dtype}: {', '.join(wrong)}; call model.to({dtype}) "
-                "before you make the MixedPrecisionOptimizer"
-            )
-
-    handle = nn.modules.module.register_module_forward_pre_hook(hook)
 
 
 # --------------------------------------------------------------------------------------------------

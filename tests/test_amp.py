@@ -319,15 +319,6 @@ def test_optimizers_of_zero_are_an_error_because_they_have_masters():
         amp.MixedPrecisionOptimizer(sgd, BF16)
 
 
-def test_frozen_parameters_in_another_dtype_are_named_in_the_first_forward():
-    model, optimizer = start("frozen")
-    batch_loss(make_model("frozen"), 0, 0)  # another model may have fp32 weights
-    with pytest.raises(ValueError, match=r"0\.bias, 2\.weight"):
-        batch_loss(model, 0, 0)
-    assert optimizer.dtype == BF16
-    assert nn.modules.module._global_forward_pre_hooks == {}
-
-
 def test_a_write_to_data_is_an_error_until_it_is_reloaded():
     model, optimizer = start()
     model[0].weight.data.fill_(3.0)
