@@ -147,15 +147,7 @@ class GradScaler:
         """Divide the gradients by the scale, and check that they are finite on all ranks."""
         if not self._enabled:
             return
-        if optimizer in self._found_inf:
-            raise RuntimeError(
-                "unscale_() or step() has been called on this optimizer since the last update()"
-            )
-        if isinstance(optimizer, MixedPrecisionOptimizer):
-            raise ValueError(
-                "MixedPrecisionOptimizer uses its scaler itself: give it scaler=, and call the "
-                "optimizer's scale() and step() instead of the scaler's"
-            )
+        verify_unscale(self, optimizer)
         if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
             found_inf = optimizer.unscale_(self._scale)
         else:
@@ -435,10 +427,23 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: keys of state dicts, and weights that other code writes.
+# 5. The library: keys of state dicts, a check, and weights that other code writes.
 
 # The keys of a GradScaler's state dict. Its attributes have an underscore.
 SCALER_KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
+
+
+def verify_unscale(scaler, optimizer):
+    """Raise an error if the gradients would be divided by the scale twice."""
+    if optimizer in scaler._found_inf:
+        raise RuntimeError(
+            "unscale_() or step() has been called on this optimizer since the last update()"
+        )
+    if isinstance(optimizer, MixedPrecisionOptimizer):
+        raise ValueError(
+            "MixedPrecisionOptimizer uses its scaler itself: give it scaler=, and call the "
+            "optimizer's scale() and step() instead of the scaler's"
+        )
 
 
 @torch.no_grad()
