@@ -17,6 +17,11 @@ THREE = ["cpu"] * 3
 bf16 = torch.bfloat16
 
 
+def backward(output):
+    loss = output.sin().sum()
+    loss.backward()
+
+
 @pytest.mark.parametrize(
     ("kind", "devices", "rows"),
     [
@@ -35,11 +40,11 @@ def test_outputs_and_gradients_are_bitwise_those_of_one_device_chunk_by_chunk(ki
     plain_x = x.detach().requires_grad_()
 
     output = model(x)
-    output.sin().sum().backward()
+    backward(output)
 
     expected = [plain(chunk) for chunk in plain_x.chunk(devices)]
     for each in expected:
-        each.sin().sum().backward()
+        backward(each)
     assert_equal(output, torch.cat(expected), exact=True)
     assert_equal(x.grad, plain_x.grad, exact=True)
     assert_same_parameters(model.module, plain, exact=True)
@@ -55,29 +60,25 @@ def test_buffers_are_those_after_the_first_chunk():
 def test_the_idea_has_the_output_of_the_class():
     module = make_model("plain")
     x = make_batch(0, 0)
-    output = dp.data_parallel(module, x, THREE)
-    assert torch.equal(output, dp.DataParallel(module, THREE)(x))
+    model = dp.DataParallel(module, THREE)
+    assert torch.equal(dp.data_parallel(module, x, THREE), model(x))
 
 
 # ---- scatter and gather
 
 
-def test_containers_are_scattered_and_gathered():
-    def nested(x):
-        return [x, {"y": (x[:, 0], None)}]  # what is no tensor goes to all devices
+def nested(x):
+    row = x[:1]
+    return [x, {"y": (row, None)}]  # what is no tensor goes to all devices
 
-    x = torch.arange(10).view(5, 2)
-    chunks = dp.scatter(nested(x), TWO)
-    joined = dp.gather(chunks, "cpu")
-    assert str(chunks) == str([nested(x[:3]), nested(x[3:])])
+
+def test_containers_are_scattered_and_gathered_along_dim():
+    x = torch.arange(10).view(2, 5)
+    chunks = dp.scatter(nested(x), TWO, dim=1)
+    joined = dp.gather(chunks, "cpu", dim=1)
+    expected = [nested(x[:, :3]), nested(x[:, 3:])]
+    assert str(chunks) == str(expected)
     assert str(joined) == str(nested(x))
-
-
-def test_tensors_are_split_and_joined_along_dim():
-    x = torch.arange(10).view(5, 2)
-    left, right = dp.scatter(x, THREE, dim=1)
-    assert torch.equal(left, x[:, :1])
-    assert torch.equal(dp.gather([left, right], "cpu", dim=1), x)
 
 
 def test_tensors_of_different_numbers_of_chunks_are_an_error():
@@ -149,7 +150,8 @@ class Sees(nn.Module):
 
 
 def test_replicas_run_in_the_modes_of_the_calling_thread():
-    model = dp.DataParallel(Sees(), TWO).eval()
+    model = dp.DataParallel(Sees(), TWO)
+    model.eval()
     with torch.no_grad(), torch.autocast("cpu", bf16):
         model(torch.ones(5, 6), scale=2)
     modes = [False, True, False]
