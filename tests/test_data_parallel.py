@@ -10,7 +10,10 @@ from shared import assert_equal, assert_same_parameters, make_batch, make_model
 
 import data_parallel as dp
 
-pytestmark = pytest.mark.cpu  # several devices are one CPU here
+pytestmark = [
+    pytest.mark.cpu,  # several devices are one CPU here
+    pytest.mark.filterwarnings("error"),
+]
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -60,8 +63,9 @@ def test_buffers_are_those_after_the_first_chunk():
 def test_the_idea_has_the_output_of_the_class():
     module = make_model("plain")
     x = make_batch(0, 0)
-    model = dp.DataParallel(module, THREE)
-    assert torch.equal(dp.data_parallel(module, x, THREE), model(x))
+    devices = ["cpu"] * 4  # three chunks
+    model = dp.DataParallel(module, devices)
+    assert torch.equal(dp.data_parallel(module, x, devices), model(x))
 
 
 # ---- scatter and gather
