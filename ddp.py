@@ -418,6 +418,8 @@ def verify_arguments(module, process_group, unsupported):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
     # Raises TypeError for an argument that PyTorch's class does not have.
     inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **unsupported)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise RuntimeError("module does not have any parameter that requires a gradient")
     for name, is_set in unsupported.items():
         if is_set:
             raise ValueError(f"{name} is not supported by ddp.py; leave it out")

@@ -428,3 +428,9 @@ def test_a_step_neither_waits_for_the_device_nor_copies_from_the_host():
     operators = {operator for operator, _ in watch.seen}
     assert "c10d::allreduce_" in operators
     assert not operators & {"aten::_local_scalar_dense", "aten::lift_fresh"}
+
+
+def test_a_module_that_trains_nothing_is_an_error():
+    model = make_model("plain").requires_grad_(False)
+    with fake_world(1, 0), pytest.raises(RuntimeError, match="any parameter"):
+        ddp.DDP(model)
