@@ -106,8 +106,10 @@ class Piece(NamedTuple):
 
 def gather_and_save(path, pieces, process_group=None):
     """Write one file of whole tensors. `pieces` is as in save() below."""
+    # Without clone(), the memory behind a view, such as a shard, would be sent with it.
+    mine = [(name, p._replace(tensor=p.tensor.clone())) for name, p in named_pieces(pieces)]
     everyone = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, list(named_pieces(pieces)), group=process_group)
+    dist.all_gather_object(everyone, mine, group=process_group)
     wholes = {}
     for name, piece in itertools.chain(*everyone):
         if name not in wholes:
