@@ -19,26 +19,26 @@ it as a library (85).
 For Ψ parameters of 16 bits, with Adam and fp32 master weights, a rank holds these bytes, and sends
 these elements in a step of m backwards, times (N-1)/N:
 
-           parameters  gradients  optimizer  sent, m = 1                     sent, any m
-    DDP    2Ψ          2Ψ         12Ψ        2Ψ: all-reduce                  2Ψ in no_sync()
-    Zero1  2Ψ          2Ψ         12Ψ/N      2Ψ: reduce-scatter, all-gather  2Ψ
-    Zero2  2Ψ          4Ψ/N       12Ψ/N      2Ψ: the same                    (m+1)Ψ
-    Zero3  0           4Ψ/N       12Ψ/N      3Ψ: one more all-gather         3mΨ
+           parameters  gradients  optimizer  sent     sent with no_sync()
+    DDP    2Ψ          2Ψ         12Ψ        2mΨ      2Ψ
+    Zero1  2Ψ          2Ψ         12Ψ/N      2Ψ       2Ψ
+    Zero2  2Ψ          4Ψ/N       12Ψ/N      (m+1)Ψ   2Ψ
+    Zero3  0           4Ψ/N       12Ψ/N      3mΨ      (2m+1)Ψ
 
-Sharded gradients are in fp32. With fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ bytes, and Zero3 1/N of
-that. In optimizer.no_sync(), Zero2 sends 2Ψ and Zero3 (2m+1)Ψ, but they hold whole gradients. Not
-in the table: a bucket of gradients is held twice while it is reduced, Zero3 holds the unit that
-runs, and a step all-reduces one byte for each parameter tensor.
+An all-reduce sends 2Ψ, a reduce-scatter or an all-gather Ψ.
 
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
-without clipping is bitwise equal to one device that adds in the same order. Zero1 first adds up the
-backwards of each rank, as Zero2 and Zero3 do in no_sync(). Otherwise, they add the first backwards
-of all ranks, then the second ones, and so on.
+without clipping is bitwise equal to one device that adds in the same order. With several backwards
+in a step, Zero1 adds up each rank's backwards first. Zero2 and Zero3 do this only in no_sync().
+Outside of it, they add the first backward of every rank, then the second.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
           ZeRO-Offload, arXiv 2101.06840
+Costs:    sharded gradients are in fp32. With fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ, and Zero3
+          1/N of that. In no_sync(), gradients are whole. A bucket of gradients is held twice while
+          it is reduced. A step also all-reduces a byte for each parameter tensor
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
           stages 1, 2 and 3
 Left out: optimizers that need whole matrices (muon.py), Adafactor, closures, gradients that stay
@@ -46,8 +46,7 @@ Left out: optimizers that need whole matrices (muon.py), Adafactor, closures, gr
           meta device and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds
           in an order of its own, training after a forward or backward that raised; in Zero3,
           gathers that overlap with computation (fsdp.py), modules that return their input changed
-          in place, a view of a parameter, or tensors in objects other than lists, tuples and dicts,
-          and errors for all reads and writes of freed parameters
+          in place, a view of a parameter, or tensors in objects other than lists, tuples and dicts
 """
 
 import argparse
@@ -126,7 +125,8 @@ class ShardedParameter:
 def step(sharded, optimizer):
     """A step of ZeRO-1 or ZeRO-2, after backward: reduce, update, gather.
 
-    All ranks must use the same parameters. Call optimizer.zero_grad() after the step.
+    All ranks must use the same parameters. Call optimizer.zero_grad() after the step, because
+    reduce_scatter() adds to the shards' gradients.
     """
     for each in sharded:
         if each.parameter.grad is not None:  # in ZeRO-2, backward has reduced it
@@ -145,8 +145,8 @@ def zero2_hooks(sharded):
 class Zero3Unit(nn.Module):
     """Runs `module`, whose parameters have memory only while its forward or backward runs.
 
-    A step is optimizer.step() and then optimizer.zero_grad(), because gradients are added to those
-    of the shards. The next forward gathers the updated shards.
+    A step is optimizer.step() and then optimizer.zero_grad(). The next forward gathers the updated
+    shards.
     """
 
     def __init__(self, module, process_group=None):
@@ -156,8 +156,8 @@ class Zero3Unit(nn.Module):
         zero2_hooks(self.sharded)
         for each in self.sharded:
             each.free()
-            # When its gradient is complete, backward has used it for the last time. A parameter
-            # that is frozen or not used would stay whole.
+            # Runs after reduce_scatter(), when backward has used the parameter for the last time.
+            # A parameter that is frozen or not used would stay whole.
             each.parameter.register_post_accumulate_grad_hook(each.free)
 
     def gather(self, _=None):
@@ -198,15 +198,19 @@ class Bucket:
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
 
-        first = parameters[0].data
+        first = parameters[0]
         starts, numel = layout(parameters, self.N)
         self.flat = first.new_zeros(numel)
+        for parameter, start in zip(parameters, starts, strict=True):
+            # The strides of the plain model. With others, some kernels round differently.
+            stride = torch.empty_like(parameter, device="meta").stride()
+            view = self.flat.as_strided(parameter.shape, stride, start)
+            parameter.data = view.copy_(parameter.data)
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         is_16_bit = first.dtype in (torch.float16, torch.bfloat16)
         dtype = torch.float32 if is_16_bit else first.dtype
         self.master = self.part.to(offload or first.device, dtype, copy=copy_part)
-        self.slots = [Slot(*each, self) for each in zip(parameters, starts, strict=True)]
-        self.master.copy_(self.part)  # the slots have copied the parameters into `flat`
+        self.slots = [Slot(parameter, self) for parameter in parameters]
 
         self.grad = None  # in the dtype of `master`. step() divides it by N
         self.reducing = None  # while an all-to-all runs: its handle, and the tensor that it fills
@@ -227,7 +231,7 @@ class Bucket:
         handle = dist.all_to_all_single(
             as_bytes(received), as_bytes(gradients), group=self.process_group, async_op=True
         )
-        self.reducing = (handle, received)
+        self.reducing = handle, received
 
     def finish_reduce(self):
         """Add the gradients of all ranks to `grad`, in rank order."""
@@ -244,7 +248,7 @@ class Bucket:
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
-        if not self.freed:  # otherwise Zero3 gathers it in the next forward
+        if not self.freed:  # a freed part has no memory; Zero3's next forward gathers it
             self.part.copy_(self.master)
             all_gather_single(as_bytes(self.flat), as_bytes(self.part), group=self.process_group)
 
@@ -253,24 +257,25 @@ class Slot:
     """The place of one parameter in its bucket.
 
     This rank updates the parameter's segment, which is what lies in this rank's part. The segment
-    may be empty. The numbers below are for weight and bias on rank 1 above.
+    may be empty. The numbers below are those of rank 1 above.
     """
 
-    def __init__(self, parameter, start, bucket):
+    def __init__(self, parameter, bucket):
         self.parameter = parameter
-        self.start = start  # the parameter's first element in `flat`: 0 and 5
-        # The strides of the plain model. With others, some kernels round differently.
-        self.stride = torch.empty_like(parameter, device="meta").stride()
-        self.flag = 0  # 0 if `bucket.grad` has no gradient of it: see agree_on_gradients()
-        parameter.data = self.view(bucket.flat).copy_(parameter.data)
+        self.stride = parameter.stride()
+        self.start = parameter.storage_offset()  # its first element in `flat`: weight 0, bias 5
+        # Nonzero if bucket.grad has a gradient of it, from any rank after buckets_to_reduce().
+        self.flag = 0
 
-        low = bucket.part.storage_offset()  # 4: this rank's part is flat[4:8]
-        high = low + bucket.part.numel()
-        first = min(max(low, start), high)  # of the segment, in `flat`: 4 and 5
-        last = min(max(low, start + parameter.numel()), high)  # 5 and 8
-        self.in_part = slice(first - low, last - low)  # 0:1 and 1:4
+        part_start = bucket.part.storage_offset()  # 4: this rank's part is flat[4:8]
+        part_end = part_start + bucket.part.numel()
+        # In `flat`: weight 4 to 5, bias 5 to 8.
+        segment_start = min(max(part_start, self.start), part_end)
+        segment_end = min(max(part_start, self.start + parameter.numel()), part_end)
+        # In the part: weight 0:1, bias 1:4.
+        self.in_part = slice(segment_start - part_start, segment_end - part_start)
         self.segment = bucket.master[self.in_part]
-        self.offset = max(0, first - start)  # of the segment in the parameter: 4 and 0
+        self.offset = max(0, segment_start - self.start)  # in the parameter: weight 4, bias 0
 
     def view(self, flat):
         """Return the parameter's elements of `flat`, a whole bucket, in the parameter's shape."""
@@ -286,12 +291,10 @@ class Zero1(torch.optim.Optimizer):
     update runs there. The other arguments go to `optimizer_class`.
 
     step() drops the gradients. Drop or clip them with the methods of this class: module.zero_grad()
-    leaves those that are reduced, and torch's clip_grad_norm_() uses each rank's own norm.
+    and torch's clip_grad_norm_() see only a rank's own, unreduced gradients.
     """
 
-    _in_backward = False  # Zero2: True from the first hook of a backward to the end
-    _copy_part = False  # Zero3: True, because the master has memory of its own
-    _around = {}  # Zero3: for each parameter and module, the set of the units around it
+    _copy_part = False  # True in Zero3, which frees the part's memory, but not the master's
 
     def __init__(
         self,
@@ -308,17 +311,18 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
-        # For each parameter its slot, in the order in which state dicts number the parameters.
+        # For each parameter its slot, in the order of state dicts.
         self._slots = dict.fromkeys(p for group in self.param_groups for p in group["params"])
         lists = assign_buckets(self, bucket_cap_mb * 2**20)
         check_arguments(self, type(dummy), lists)
         copy_from_rank_0(module, process_group)
-        # A bucket for each list of parameters. The last parameters come first, as in backward.
+        # The last parameters come first, as in backward.
         self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
         for bucket in self._buckets:
-            self._slots.update(zip(bucket.parameters, bucket.slots, strict=True))
+            for slot in bucket.slots:
+                self._slots[slot.parameter] = slot
         self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
-        self._agreed = False  # True if no gradient has come since agree_on_gradients()
+        self._agreed = False  # True if no gradient has come since buckets_to_reduce()
         self.add_param_group = refuse_param_group  # from now on
 
     def step(self, closure=None):
@@ -326,11 +330,11 @@ class Zero1(torch.optim.Optimizer):
         check_step(self, closure)
         buckets = self._reduce_gradients()
         for bucket in buckets:
-            adopt_writes(bucket)
+            adopt_user_writes(bucket)  # such as module.load_state_dict()
             bucket.grad /= bucket.N  # once, as one device does after its last backward
             grad = bucket.grad.to(bucket.master.device)
             for slot in bucket.slots:
-                if slot.flag:
+                if slot.flag:  # optimizers skip a parameter without a gradient, not one with zeros
                     slot.segment.grad = grad[slot.in_part]
         # In each step, because schedulers change the options of groups.
         self._optimizer.param_groups = segment_groups(self)
@@ -342,14 +346,15 @@ class Zero1(torch.optim.Optimizer):
 
     def _reduce_gradients(self):
         """Reduce the gradients that are still in .grad. Return the buckets that have gradients."""
-        for bucket in agree_on_gradients(self):
+        for bucket in buckets_to_reduce(self):
             self._start_reduce(bucket)
         self._finish_reduce()
         self._agreed = True
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
-        self._finish_reduce()  # one bucket at a time, because each holds its gradients twice
+        # The bucket before was sent while backward ran. Only one bucket at a time is held twice.
+        self._finish_reduce()
         self._agreed = False
         bucket.start_reduce()
 
@@ -399,20 +404,20 @@ class Zero1(torch.optim.Optimizer):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. ZeRO-2: backward reduces gradients, so that only a few buckets of them are ever whole.
+# 3. ZeRO-2: backward reduces gradients, so that few are whole at a time.
 
 
 class Zero2(Zero1):
     """Zero1 with sharded gradients: backward reduces a bucket when it is full, and frees its .grad.
 
-    After backward, torch.nn.utils.clip_grad_norm_ finds no .grad and silently clips nothing. Every
-    backward must begin at an output of the module, or reach a parameter, on every rank. Otherwise
-    the ranks wait for each other.
+    Every backward must begin at an output of the module, or reach a parameter, on every rank.
+    Otherwise the ranks wait for each other.
     """
 
     def __init__(self, module, *args, **kwargs):
         super().__init__(module, *args, **kwargs)
         self._sync = True  # False in no_sync()
+        self._in_backward = False  # True from the first hook of a backward to the end
         self._to_reduce = []  # the buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
         hook = WeakHook(self._post_accumulate_grad)
@@ -424,13 +429,13 @@ class Zero2(Zero1):
     def _post_forward(self, module, args, kwargs, output):
         """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`.
 
-        The first gradient of a parameter would be too late to mark the beginning of a backward. It
-        may come from the inner backward of a checkpoint with use_reentrant=True.
+        The first gradient of a parameter cannot mark the beginning of a backward. It may come from
+        the inner backward of a checkpoint with use_reentrant=True.
         """
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
     def _pre_backward(self, module=None, gradient=None):
-        """A hook. Backward has reached an output of `module`. Only the first call does anything."""
+        """A hook. Backward has reached an output. Only Zero3 uses `module`, and later calls."""
         if self._in_backward:
             return
         self._in_backward = True
@@ -439,7 +444,7 @@ class Zero2(Zero1):
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _post_accumulate_grad(self, parameter):
-        """A hook. Backward calls it after adding to the .grad of `parameter`."""
+        """A hook. Backward has added to the .grad of `parameter`."""
         self._pre_backward()  # if no output of the module was reached
         self._arrived.add(parameter)
         self._reduce_full()
@@ -451,7 +456,7 @@ class Zero2(Zero1):
             self._start_reduce(self._to_reduce.pop(0))
 
     def _post_backward(self):
-        for bucket in self._to_reduce:  # backward did not reach all of their parameters
+        for bucket in self._to_reduce:  # other ranks' backwards may have filled and sent it
             self._start_reduce(bucket)
         self._finish_reduce()
         self._to_reduce = []
@@ -464,7 +469,29 @@ class Zero2(Zero1):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. ZeRO-3: parameters have memory only while a unit that needs them runs.
+# 4. ZeRO-3: parameters have memory only when they are needed.
+
+
+def free(bucket):
+    """Free the memory of `flat`, but keep the storage object.
+
+    Autograd has saved views of it for backward, and unfree() gives these their values back.
+    """
+    bucket.nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
+    for slot in bucket.slots:
+        slot.parameter.data = bucket.nan.expand(slot.parameter.shape)
+    bucket.flat.untyped_storage().resize_(0)
+    bucket.freed = True
+
+
+def unfree(bucket):
+    """Allocate and gather `flat`."""
+    check_is_here(bucket)
+    bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
+    bucket.freed = False
+    for slot in bucket.slots:
+        slot.parameter.data = slot.view(bucket.flat)
+    bucket.all_gather()
 
 
 class Zero3(Zero2):
@@ -492,15 +519,20 @@ class Zero3(Zero2):
         self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
         self._needed = {}  # for each module, the buckets that must be whole while it runs
-        for child in module.modules():
+        for child in module.modules():  # a module inside a unit may run alone
+            # A bucket's parameters have the same units around them. If these are around `child`,
+            # too, it is inside the bucket's unit.
             self._needed[child] = [
                 bucket
                 for bucket in self._buckets
                 if self._around[bucket.parameters[0]] <= self._around[child]
             ]
+            child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
+            if child is not module:  # which Zero2 has hooked
+                child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
         self._kept = []  # the buckets that stay whole when no unit runs: all in full_parameters()
-        self._has_run = False  # whether check_output() has seen an output of the module
-        hook_modules(self)
+        self._has_checked_output = False
+        guard_state_dicts(self)
         self._unshard(self._kept)
 
     def _enter(self, module, args=None):
@@ -536,18 +568,21 @@ class Zero3(Zero2):
                 unfree(bucket)
 
     def _reduce_past(self, past):
-        """Reduce the buckets of units that backward has left."""
+        """Reduce the buckets of units that backward has left.
+
+        If they have no gradients, a checkpoint is running forwards again, and backward is yet to
+        come.
+        """
         past = [bucket for bucket in past if bucket in self._to_reduce]
-        # Without gradients yet, a checkpoint is running several forwards again: reduce them later.
         if any(self._arrived.intersection(bucket.parameters) for bucket in past):
             for bucket in past:
                 self._to_reduce.remove(bucket)
                 self._start_reduce(bucket)
 
     def _reduce_full(self):
-        """Do nothing here: _reduce_past() and _post_backward() reduce.
+        """Do nothing: ranks leave a unit at the same time, but may fill it at different times.
 
-        If ranks use different members of a unit, its buckets are full at different times, or never.
+        A collective here could come between other ranks' gathers.
         """
 
     def _post_backward(self):
@@ -573,7 +608,7 @@ class Zero3(Zero2):
 # 5. What the classes call: agreement, masters, memory, buckets, units and hooks.
 
 
-def agree_on_gradients(optimizer):
+def buckets_to_reduce(optimizer):
     """Return the buckets to reduce, which are the same on all ranks.
 
     Ranks may use different parameters, but must issue the same collectives. So each rank sets a
@@ -583,8 +618,9 @@ def agree_on_gradients(optimizer):
         1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
         0   it has no gradient
 
-    If no gradient has come since they agreed, they skip this. Each rank decides that alone. So
-    after clip_grad_norm_(), a backward must reach a parameter on every rank, or on none.
+    clip_grad_norm_() and step() both call this. In the second call, a rank without a new gradient
+    skips the all-reduce. So a backward between them must reach a parameter on every rank, or on
+    none.
     """
     slots = optimizer._slots.values()
     flags = [2 if slot.parameter.grad is not None else min(slot.flag, 1) for slot in slots]
@@ -597,7 +633,7 @@ def agree_on_gradients(optimizer):
     return [bucket for bucket in optimizer._buckets if 2 in [slot.flag for slot in bucket.slots]]
 
 
-def adopt_writes(bucket):
+def adopt_user_writes(bucket):
     """Copy to the master what the user wrote into the parameters since the last step.
 
     An element was written if it differs from its master in the parameters' dtype. The other
@@ -607,25 +643,6 @@ def adopt_writes(bucket):
         values = bucket.part.to(bucket.master.device)
         unchanged = bucket.master.to(values.dtype) == values
         bucket.master.copy_(torch.where(unchanged, bucket.master, values))
-
-
-def free(bucket):
-    """Free the memory of `flat`. The tensor stays, because autograd has saved views of it."""
-    bucket.nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
-    for slot in bucket.slots:
-        slot.parameter.data = bucket.nan.expand(slot.parameter.shape)
-    bucket.flat.untyped_storage().resize_(0)
-    bucket.freed = True
-
-
-def unfree(bucket):
-    """Allocate the parameters of a freed bucket, and gather them."""
-    check_is_here(bucket)
-    bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
-    bucket.freed = False
-    for slot in bucket.slots:
-        slot.parameter.data = slot.view(bucket.flat)
-    bucket.all_gather()
 
 
 def segment_groups(optimizer):
@@ -668,7 +685,7 @@ def assign_buckets(optimizer, cap_bytes):
     filling = {}  # kind: the list that is not closed
     for parameter in reversed(list(optimizer.module.parameters())):
         if parameter in optimizer._slots:
-            around = optimizer._around.get(parameter)
+            around = getattr(optimizer, "_around", {}).get(parameter)  # in Zero3
             kind = (parameter.dtype, parameter.requires_grad, around)
             together = filling.setdefault(kind, [])
             together.append(parameter)
@@ -709,13 +726,9 @@ def hook_outputs(inputs, output, hook):
             leaf.register_hook(hook)
 
 
-def hook_modules(optimizer):
-    """Hook all modules. A module inside a unit may run alone, and saves its own parameters."""
+def guard_state_dicts(optimizer):
     check = WeakHook(optimizer._check_is_whole)
     for child in optimizer.module.modules():
-        child.register_forward_pre_hook(WeakHook(optimizer._enter), prepend=True)
-        if child is not optimizer.module:  # which Zero2 has hooked
-            child.register_forward_hook(WeakHook(optimizer._post_forward), with_kwargs=True)
         child.register_state_dict_pre_hook(check)
         child.register_load_state_dict_pre_hook(check)
 
@@ -746,9 +759,10 @@ class WeakHook:
 
 
 def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
-    """With model parallelism, `process_groups` are the groups over which the model is split.
+    """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm.
 
-    If several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
+    With model parallelism, `process_groups` are the groups over which the model is split. If
+    several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
     """
     buckets = optimizer._reduce_gradients()
     gradients = [
@@ -795,7 +809,7 @@ def full_parameters(optimizer):
     finally:
         optimizer._kept = before
         for bucket in optimizer._buckets:
-            adopt_writes(bucket)
+            adopt_user_writes(bucket)
         optimizer._unshard(optimizer._kept)
 
 
@@ -936,7 +950,7 @@ def check_is_here(bucket):
 def check_step(optimizer, closure):
     if closure is not None:
         raise ValueError("closures are not supported: call backward, then step() without one")
-    if optimizer._in_backward:
+    if getattr(optimizer, "_in_backward", False):
         raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
     for bucket in optimizer._buckets:
         check_is_here(bucket)
@@ -956,9 +970,9 @@ def check_is_whole(optimizer):
 
 def check_output(optimizer, output):
     """Look at the first output only, because the host waits for the device."""
-    if optimizer._has_run or optimizer._kept:
+    if optimizer._has_checked_output or optimizer._kept:
         return
-    optimizer._has_run = True
+    optimizer._has_checked_output = True
     if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
         raise RuntimeError(
             "the first output has NaN, as freed parameters have: call the module, as in "
