@@ -17,15 +17,14 @@ Read section 1 for the idea (12 minutes), to section 4 for the technique (65), a
 it as a library (85).
 
 For Ψ parameters of 16 bits, with Adam and fp32 master weights, a rank holds these bytes, and sends
-these elements in a step of m backwards, times (N-1)/N:
+these elements, times (N-1)/N, in a step of m backwards. An all-reduce sends 2Ψ, a reduce-scatter or
+an all-gather Ψ. Sharded gradients are in fp32:
 
            parameters  gradients  optimizer  sent     sent with no_sync()
     DDP    2Ψ          2Ψ         12Ψ        2mΨ      2Ψ
     Zero1  2Ψ          2Ψ         12Ψ/N      2Ψ       2Ψ
     Zero2  2Ψ          4Ψ/N       12Ψ/N      (m+1)Ψ   2Ψ
     Zero3  0           4Ψ/N       12Ψ/N      3mΨ      (2m+1)Ψ
-
-An all-reduce sends 2Ψ, a reduce-scatter or an all-gather Ψ.
 
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
 without clipping is bitwise equal to one device that adds in the same order. With several backwards
@@ -36,7 +35,7 @@ Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as o
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
           ZeRO-Offload, arXiv 2101.06840
-Costs:    sharded gradients are in fp32. With fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ, and Zero3
+Costs:    with fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ, and Zero3
           1/N of that. In no_sync(), gradients are whole. A bucket of gradients is held twice while
           it is reduced. A step also all-reduces a byte for each parameter tensor
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
@@ -264,7 +263,7 @@ class Slot:
         self.parameter = parameter
         self.stride = parameter.stride()
         self.start = parameter.storage_offset()  # its first element in `flat`: weight 0, bias 5
-        # Nonzero if bucket.grad has a gradient of it, from any rank after buckets_to_reduce().
+        # 0: no rank has a gradient of it; 1 or 2: see buckets_to_reduce()
         self.flag = 0
 
         part_start = bucket.part.storage_offset()  # 4: this rank's part is flat[4:8]
@@ -322,7 +321,7 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 self._slots[slot.parameter] = slot
         self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
-        self._agreed = False  # True if no gradient has come since buckets_to_reduce()
+        self._agreed = False  # whether all ranks have the same flags: see buckets_to_reduce()
         self.add_param_group = refuse_param_group  # from now on
 
     def step(self, closure=None):
@@ -353,7 +352,8 @@ class Zero1(torch.optim.Optimizer):
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
-        # The bucket before was sent while backward ran. Only one bucket at a time is held twice.
+        # Wait for the bucket before, so that only one bucket at a time is held twice. In Zero2,
+        # backward went on while it was sent.
         self._finish_reduce()
         self._agreed = False
         bucket.start_reduce()
@@ -435,7 +435,10 @@ class Zero2(Zero1):
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
     def _pre_backward(self, module=None, gradient=None):
-        """A hook. Backward has reached an output. Only Zero3 uses `module`, and later calls."""
+        """A hook. Backward has reached an output of `module`, or a parameter.
+
+        Only the first call in a backward does anything. Zero3 also gathers, in every call.
+        """
         if self._in_backward:
             return
         self._in_backward = True
@@ -475,7 +478,8 @@ class Zero2(Zero1):
 def free(bucket):
     """Free the memory of `flat`, but keep the storage object.
 
-    Autograd has saved views of it for backward, and unfree() gives these their values back.
+    Autograd has saved views of it for backward, and unfree() gives these their values back. Until
+    then the parameters are views of one NaN.
     """
     bucket.nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
     for slot in bucket.slots:
@@ -516,12 +520,13 @@ class Zero3(Zero2):
     _copy_part = True
 
     def __init__(self, module, *args, units=None, **kwargs):
+        # For each module and each parameter, the units that have it inside, or are it themselves.
         self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
         self._needed = {}  # for each module, the buckets that must be whole while it runs
         for child in module.modules():  # a module inside a unit may run alone
-            # A bucket's parameters have the same units around them. If these are around `child`,
-            # too, it is inside the bucket's unit.
+            # A bucket's parameters have the same units around them. `child` needs those of its own
+            # unit, and of the units around that.
             self._needed[child] = [
                 bucket
                 for bucket in self._buckets
@@ -570,8 +575,8 @@ class Zero3(Zero2):
     def _reduce_past(self, past):
         """Reduce the buckets of units that backward has left.
 
-        If they have no gradients, a checkpoint is running forwards again, and backward is yet to
-        come.
+        A checkpoint over two units runs both forwards again, before the backward of either. This
+        leaves the first one, which has no gradients yet.
         """
         past = [bucket for bucket in past if bucket in self._to_reduce]
         if any(self._arrived.intersection(bucket.parameters) for bucket in past):
@@ -831,6 +836,7 @@ def whole_state_dict(optimizer):
         if slot.segment.dtype != slot.parameter.dtype:
             state["master"] = slot.segment
         for name, value in state.items():
+            # All ranks have the same entries: step() gives empty segments a gradient, too.
             whole = value if name in PER_TENSOR else join(optimizer, slot, value)
             state[name] = whole.cpu().clone()
         if state:
