@@ -31,9 +31,9 @@ unit. The rows with + add to the row "between steps":
          in forward and backward     + 2u        + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
-2u: one unit computes while the next is gathered. 3u: one unit's gradients are computed while
-another's are sent and received. Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions,
-and the costs of micro-batches.
+2u: one unit computes while the next is gathered. 3u: one unit's gradients are computed, and
+another's are in a send buffer and in a receive buffer. Hybrid sharding sends 2T/N·(R-1)/R more.
+Section 4 has exceptions, and the costs of micro-batches.
 
 Ranks add gradients in rank order. So training is bitwise equal to one device that adds up the
 gradients of the ranks' parts of the batch and then divides by N. With copies, all-reduce chooses
@@ -45,8 +45,7 @@ Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as o
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2).
-          FSDP2 cuts each parameter by rows. Its optimizer has whole rows, but each gather and each
-          reduction copies all elements once more.
+          FSDP2 cuts each parameter by rows, so each gather and each reduction copies once more.
 Left out: optimizers that need whole matrices (muon.py has one over these shards); NCCL's own
           reduce-scatter, which adds in another order; recovery after an error in a step; units that
           only some ranks call or reach in backward, or that ranks call in another order; units that
@@ -103,8 +102,8 @@ class AllGather(torch.autograd.Function):
     def backward(ctx, gradient):
         N = dist.get_world_size(ctx.process_group)
         received = torch.empty_like(gradient)
-        # Each rank sends part r to rank r, which adds the parts in rank order. A reduce-scatter may
-        # use another order, and then the sum is not bitwise equal to that of one device.
+        # Each rank sends part r to rank r, which adds the parts in rank order, as one device does.
+        # A reduce-scatter may use another order.
         dist.all_to_all_single(received, gradient, group=ctx.process_group)
         mean = sum(received.chunk(N)) / N
         return mean, None
@@ -113,7 +112,7 @@ class AllGather(torch.autograd.Function):
 def naive_fully_shard(module, process_group=None):
     """Replace the parameters of `module` by this rank's shards, and return a function to call.
 
-    It computes what `module` did. All shards are flat, and padded to one size.
+    All shards are flat, and padded to one size.
     """
     N = dist.get_world_size(process_group)
     shapes = {}
@@ -129,26 +128,25 @@ def naive_fully_shard(module, process_group=None):
             parameters[name] = full[: shapes[name].numel()].view(shapes[name])
         return functional_call(module, parameters, inputs)
 
-    # The checkpoint frees the full parameters after forward. Backward gathers them again, but it
-    # also computes the forward again. Sections 2 and 3 avoid that: they free the memory of the
-    # tensors that autograd has saved, and fill it again.
+    # The checkpoint frees the full parameters after forward. Backward gathers them again, but
+    # also computes the forward again, which sections 2 and 3 avoid.
     return functools.partial(checkpoint, unshard_and_compute, use_reentrant=False)
 
 
 # --------------------------------------------------------------------------------------------------
 # 2. How a unit is gathered and reduced: its parameters are views of one flat buffer, which one
-# all-gather fills. For example, a weight of 40 elements and a bias of 30 on two ranks, with offsets
-# in elements:
+# all-gather fills. Autograd saves such views. We free the buffer's memory but keep the tensors, so
+# the gather in backward fills what autograd has saved. For example, a weight of 40 elements and a
+# bias of 30 on two ranks, with offsets in elements:
 #
 #   unsharded    │ weight           │ padding │ bias         │ padding │
 #                0                  40        64             94        96
 #   shard        │ rank 0                │ rank 1                      │
 #                0                       48                            96
 #
-# Rank 0 keeps the whole weight, and rank 1 the whole bias. If the weight had 60 elements, rank 0
-# would keep 48 of them and rank 1 the other 12.
+# Rank 0 keeps the whole weight, and rank 1 the whole bias.
 
-# Parameters and shards start at multiples of so many elements, which have 2 bytes or more.
+# Alignments in elements, which have at least 2 bytes.
 PARAMETER_ALIGNMENT = 32  # 64 bytes: at other addresses, matrix products may round differently
 SHARD_ALIGNMENT = 8  # 16 bytes: at other addresses, NCCL is slower
 
@@ -169,20 +167,19 @@ class ShardedParameter:
         self.group = group  # a ParameterGroup
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
-        # In memory it has no gaps. Another order of dimensions might round differently.
+        # Without gaps. Another order of dimensions might round differently.
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start = start  # offset of its first element in `group.unsharded`
-        begin = start - group.first  # negative: it begins on an earlier rank
-        self.skipped = max(-begin, 0)  # how many elements lie before those of this rank
-        # Its elements in `group.shard`, or none. Slicing cuts off what lies beyond the end.
+        begin = start - group.first  # its offset in `group.shard`; < 0: on an earlier rank
+        # Its elements in `group.shard`, or none. A weight of 60 has slice(0, 60) on rank 0, whose
+        # shard ends at 48, and slice(0, 12) on rank 1, where begin is -48.
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data, because views share the buffer's version counter. By that counter, the gather for
-        # backward changes tensors that autograd has saved, which would be an error.
-        can_train = original.is_floating_point() or original.is_complex()  # if unfrozen later
-        self.unsharded = nn.Parameter(self.view(group.unsharded).data, can_train)
-        self.sharded._sharded_parameter = self  # for functions that take module.parameters()
-        original._sharded_parameter = self  # another unit may hold it: see find_parameters()
+        # .data has its own version counter. With the buffer's, the gather in backward would count
+        # as a change of what autograd has saved: an error.
+        self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
+        self.sharded._sharded_parameter = self  # see sharded_parameter()
+        original._sharded_parameter = self  # see find_parameters()
 
     def view(self, flat):
         """Return its part of `flat`, which has the layout of `group.unsharded`."""
@@ -190,7 +187,7 @@ class ShardedParameter:
 
     def part_of_shard(self, shard):
         """Return its part of `shard`, which has the layout of `group.shard`."""
-        # With as many dimensions, because many scripts choose by them what to decay.
+        # (1, …, n), with the parameter's number of dimensions: scripts often decay only matrices.
         return shard[self.slice].view([1] * (len(self.shape) - 1) + [-1])
 
     def set_on_modules(self, form):
@@ -203,7 +200,8 @@ class ParameterGroup:
     """Parameters of one dtype that are gathered together: their shards, buffers and gradients."""
 
     @torch.no_grad()
-    def __init__(self, originals, settings, device):
+    def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
+        # The others are groups of the ranks with copies of this shard.
         self.process_group, *self.replicate_groups = settings.axes
         self.divide_factor = settings.divide_factor
         N = dist.get_world_size(self.process_group)
@@ -212,7 +210,7 @@ class ParameterGroup:
         self.shard_size = padded // N  # in elements
         self.first = dist.get_rank(self.process_group) * self.shard_size  # offset of the shard
         dtype, param_dtype, self.reduce_dtype = choose_dtypes(originals, settings.mp_policy)
-        # .grad and the optimizer state have its dtype, too.
+        # fill_shard() copies the values into it.
         self.shard = empty_shard(self.shard_size, dtype, device, settings.offload)
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
         self.parameters = []
@@ -221,7 +219,7 @@ class ParameterGroup:
             self.parameters.append(ShardedParameter(self, original, owners, start))
             start += round_up(original.numel(), PARAMETER_ALIGNMENT)
         self.unsharded.untyped_storage().resize_(0)
-        self.gather_handle = None  # of an all-gather, until reshard(); None: `unsharded` is freed
+        self.gather_handle = None  # of the all-gather that fills `unsharded`; None: it is freed
         self.clear_gradients()
 
     def clear_gradients(self):
@@ -235,7 +233,6 @@ class ParameterGroup:
         check_shards(self)
         if self.gather_handle is not None:
             return
-        # Resize the storage, because autograd has saved views of it.
         self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         shard = self.shard.to(self.unsharded)  # its dtype and device
         self.gather_handle = all_gather_single(
@@ -254,7 +251,7 @@ class ParameterGroup:
         """Put the shards on the modules, and free the unsharded parameters if `free`."""
         if self.gather_handle is None:
             return
-        self.gather_handle.wait()  # it may run, if the unit was gathered early and not called
+        self.gather_handle.wait()  # it may still run
         for parameter in self.parameters:
             parameter.set_on_modules(parameter.sharded)
         if free:
@@ -278,7 +275,7 @@ class ParameterGroup:
                 self.collected.add(parameter)
                 parameter.unsharded.grad = None
             elif parameter not in self.collected:
-                place.fill_(NO_GRADIENT)  # see section 5
+                place.fill_(NO_GRADIENT)  # -0.0: a sum is -0.0 only if no rank has a gradient
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
@@ -297,7 +294,7 @@ class ParameterGroup:
         total = sum_in_rank_order(self.received, self.shard_size)
         for group in self.replicate_groups:
             dist.all_reduce(total, group=group)
-        mean = (total / self.divide_factor).to(self.shard)  # its dtype and device
+        mean = (total / self.divide_factor).to(self.shard)
         for parameter in self.parameters:
             if any_rank_has_gradient(parameter, total):  # otherwise .grad stays None
                 gradient = parameter.part_of_shard(mean)
@@ -307,15 +304,17 @@ class ParameterGroup:
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. When a unit is gathered and reduced. The table is for three units. It leaves out the root unit,
-# which has no parameters of its own here. "unshard" is start_unshard and then finish_unshard, which
-# waits:
+# 3. When a unit is gathered and reduced. fully_shard makes a Unit and the Schedule of all units,
+# and calls register_hooks(). The table is for three units, and leaves out the root unit, which has
+# no parameters. "unshard" is start_unshard and then finish_unshard, which waits. start_reduce
+# follows collect_gradients:
 #
 #   forward    pre_forward 0       unshard 0           start_unshard 1
 #              post_forward 0      reshard 0
 #              pre_forward 1       finish_unshard 1    start_unshard 2
 #              post_forward 1      reshard 1
-#              …
+#              pre_forward 2       finish_unshard 2    (unit 2 is next again)
+#              post_forward 2      reshard 2
 #   backward   pre_backward 2      unshard 2           start_unshard 1
 #              post_backward 2     reshard 2           start_reduce 2
 #              pre_backward 1      finish_unshard 1    start_unshard 0
@@ -325,8 +324,8 @@ class ParameterGroup:
 #                                  finish_reduce 0
 #
 # The inputs of unit 0 need no gradient, so finish_backward calls its post_backward. The first step
-# records which unit comes next. Later steps unshard that unit early, as shown. All ranks issue the
-# same collectives in the same order.
+# records which unit comes next, so that later steps unshard it early. All ranks issue the same
+# collectives in the same order.
 
 
 def in_backward():
@@ -337,8 +336,9 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls post_backward.
 
-    Autograd runs ready nodes in the reverse order of their creation. This node is created before
-    those of the unit, so it runs after them, when .grad of the unit's parameters is complete.
+    Of the ready nodes, autograd first runs those that accumulate .grad, and then the one that was
+    created last. This node is created before those of the unit, so it runs after them, when .grad
+    of the unit's parameters is complete.
     """
 
     @staticmethod
@@ -357,12 +357,12 @@ class Unit:
     """A module that fully_shard was called on: its parameters, and its hooks in order of calls."""
 
     def __init__(self, groups, settings):
-        self.groups = groups  # ParameterGroups: see make_groups()
+        self.groups = groups  # ParameterGroups
         self.settings = settings
-        self.schedule = None  # a Schedule, which all units of the model share
+        self.schedule = None  # that of all units of the model
         self.contexts = []  # that the user is in: "no_sync", "keep_unsharded"
         self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
-        self.needs_reduce = False  # it has gradients that are not sent yet
+        self.has_unsent_gradients = False  # its last post_backward was in no_sync()
 
     def register_hooks(self, module):
         """Let `module` call pre_forward and post_forward, which register the hooks of backward."""
@@ -382,32 +382,29 @@ class Unit:
 
     def post_forward(self, module, args, output):
         """Reshard. Register pre_backward to run when backward reaches an output."""
-        for tensor in tensors_in(output):
+        for tensor in tensors_in(output):  # those with a graph
             tensor.register_hook(self.pre_backward)
-        # After a recomputation, the backward of this unit follows at once.
+        # After a recomputation it stays unsharded: its backward follows.
         if not in_backward():
-            self.reshard(self.settings.reshard_after_forward or not torch.is_grad_enabled())
+            self.reshard(free=self.settings.reshard_after_forward or not torch.is_grad_enabled())
         if self.schedule.outermost is self:
             self.schedule.outermost = None
 
     def pre_backward(self, gradient):
         """Unshard. Autograd calls this for each output, before the backward of the unit."""
         self.awaits_post_backward = True
-        self.needs_reduce = True
         self.schedule.start_backward()
         self.schedule.unshard(self)
 
     def post_backward(self):
         """Reshard, and begin to reduce. PostBackward or finish_backward calls this."""
         self.awaits_post_backward = False
-        # In no_sync() it stays True, so the next backward outside sends the gradients, even if it
-        # does not reach this unit.
-        self.needs_reduce = "no_sync" in self.contexts
+        self.has_unsent_gradients = "no_sync" in self.contexts
         self.schedule.finish_reduce()  # of the previous unit; it ran during this one
         self.reshard()
         for group in self.groups:
             group.collect_gradients()
-            if not self.needs_reduce:
+            if not self.has_unsent_gradients:
                 group.start_reduce()
 
     def start_unshard(self):
@@ -428,12 +425,15 @@ class Schedule:
             unit.schedule = self
         self.outermost = None  # during a forward, the unit that the user called
         self.previous = None  # the last call of unshard(): (unit, whether it was in backward)
-        self.next_unit = {}  # {a call of unshard(): the unit of the call after it}
+        # By call of unshard(): {(unit 0, False): unit 1, …, (unit 2, False): unit 2,
+        # (unit 2, True): unit 1, …}
+        self.next_unit = {}
         self.backward_is_running = False
 
     def start_forward(self, unit):
         """Reshard all units if this is a forward of the model, and not of a unit in it."""
-        if self.outermost not in (None, unit) or in_backward():
+        is_inner = self.outermost not in (None, unit)  # `unit`: its last forward raised an error
+        if is_inner or in_backward():
             return
         if self.backward_is_running:
             raise RuntimeError("an earlier backward raised an error; nothing is right after it")
@@ -443,7 +443,7 @@ class Schedule:
     def reshard_all(self):
         self.previous = None
         for unit in self.units:
-            unit.reshard()  # a unit that was gathered early and then not called, for example
+            unit.reshard()  # one may have been gathered early and not called
 
     def unshard(self, unit):
         """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
@@ -452,7 +452,7 @@ class Schedule:
             group.finish_unshard()
         self.next_unit[self.previous] = unit
         self.previous = (unit, in_backward())
-        # In the first step the next unit is not known. The default is gathered already.
+        # Unknown in the first step: then `unit` itself, for which this does nothing.
         self.next_unit.get(self.previous, unit).start_unshard()
 
     def start_backward(self):
@@ -469,7 +469,8 @@ class Schedule:
     def finish_backward(self):
         """Call post_backward of the units whose inputs need no gradient, and end all reductions."""
         for unit in self.units:
-            if unit.needs_reduce:
+            # If it has run in no_sync(), a second run finds no new .grad and changes nothing.
+            if unit.awaits_post_backward or unit.has_unsent_gradients:
                 unit.post_backward()
         self.finish_reduce()
         self.reshard_all()
@@ -596,8 +597,8 @@ def clip_grad_norm_(module, max_norm, *, counted=None, process_groups=()):
     """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
     Return the norm that they had before, in float64. With model parallelism, `process_groups` are
-    the groups over which the model is split. If several of their ranks hold a copy of a parameter,
-    counted(parameter) must be True on one of them.
+    the groups over which the model is split. counted(parameter) says whether this rank's copy
+    counts: of the ranks that have the same copy, it must be True on one.
     """
     total = 0.0  # then a tensor
     for name, sharded in module.named_parameters():
@@ -678,7 +679,7 @@ def fill_shard(group, axes):
         module, attribute = parameter.owners[0]
         # The original, or what materialize() has put in its place.
         whole = module._parameters[attribute].to(group.unsharded.device, copy=True).contiguous()
-        for axis in axes:  # in a grid, the first rank of each row gets its values in the end
+        for axis in axes:  # after the last, all ranks have the values of the grid's first rank
             dist.broadcast(whole, group=axis, group_src=0)
         parameter.sharded.copy_(shard_of(parameter, whole))
         parameter.set_on_modules(parameter.sharded)
@@ -718,7 +719,7 @@ def part_of_split(marked):
 
 def refuse_disagreement(descriptions, axes):
     """Raise ValueError on all ranks if they do not have the same descriptions."""
-    found = [descriptions]
+    found = [descriptions]  # of each rank heard from so far
     for group in axes:  # after the second axis, they are those of the whole grid
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, found, group=group)
@@ -780,8 +781,9 @@ def watch_owners(unit):
 
     parameters = [parameter for group in unit.groups for parameter in group.parameters]
     for parameter in parameters:
-        if parameter.unsharded.requires_grad:
-            parameter.unsharded.register_hook(check)
+        unsharded = parameter.unsharded
+        if unsharded.is_floating_point() or unsharded.is_complex():  # it may be unfrozen later
+            unsharded.requires_grad_().register_hook(check)
     for module in {module for parameter in parameters for module, _ in parameter.owners}:
         module.register_forward_hook(check_outputs)
         module.register_load_state_dict_pre_hook(cut_state_dict)
@@ -878,9 +880,11 @@ def cut_state_dict(module, state_dict, prefix, *_):
 
 def shard_of(parameter, full):
     """Return a copy of this rank's elements of `full`, a tensor of the parameter's shape."""
-    flat = full.new_empty(full.numel())
-    flat.as_strided(parameter.shape, parameter.stride).copy_(full)
-    return flat[parameter.skipped :][: parameter.sharded.numel()].view_as(parameter.sharded).clone()
+    group = parameter.group
+    unsharded = full.new_empty(len(group.unsharded))
+    parameter.view(unsharded).copy_(full)
+    shard = unsharded[group.first :][: group.shard_size]
+    return parameter.part_of_shard(shard).clone()
 
 
 def refuse_state_dict(module, prefix, keep_vars):
@@ -904,7 +908,8 @@ def shards(module, optimizer):
         if not sharded.numel() and parameter.shape.numel():
             # Other ranks may have had gradients in more steps. Adam's "step" is too small here.
             state = {}
-        yield name, parameter.shape, parameter.skipped, sharded, state
+        first = max(parameter.group.first - parameter.start, 0)
+        yield name, parameter.shape, first, sharded, state
 
 
 # --------------------------------------------------------------------------------------------------
