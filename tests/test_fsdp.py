@@ -425,7 +425,8 @@ class Hides(Block):
 @pytest.mark.parametrize("context", [nullcontext, fsdp.no_sync])
 @pool.on(2)
 def test_backward_from_a_hidden_tensor_is_an_error_also_after_no_sync(context, is_read):
-    unit = fully_shard(Hides())
+    unit = fully_shard(Hides().requires_grad_(False))
+    unit.requires_grad_()  # unfrozen later, it is watched as well
     x = make_batch(0, 0).requires_grad_(is_read)
     with context(unit):
         data, _ = unit(x)
