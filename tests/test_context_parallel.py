@@ -33,9 +33,9 @@ def assert_all_equal(found, expected):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("idea", [cp.naive_ring_attention, cp.naive_ulysses_attention])
-@pool.on(1, 2)
+@pool.on(1, 3)
 def test_the_idea_is_attention_over_the_whole_sequence(idea, causal):
-    whole = whole_inputs(6, heads=4, shared=2)
+    whole = whole_inputs(6, heads=6, shared=3)
     idea = partial(idea, process_group=pool.group())
     found = output_and_gradients(idea, *map(mine, whole), causal=causal)
     expected = output_and_gradients(dense_attention, *whole, causal=causal)
