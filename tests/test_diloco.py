@@ -145,7 +145,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.inner = nn.Module()
         self.inner.embedding = nn.Embedding(4, 4)
-        self.inner.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        self.inner.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, bias=False))]
+        )
         self.head = nn.Linear(4, 4)
         self.head.weight = self.inner.embedding.weight
         self.frozen = nn.Linear(9, 9).requires_grad_(False)
@@ -154,8 +156,7 @@ class Decoder(nn.Module):
 def test_layers_are_members_of_the_outermost_list_or_else_children():
     assert diloco.layers_of(Decoder()) == [
         ["inner.embedding.weight"],
-        ["inner.layers.0.0.weight", "inner.layers.0.0.bias"],
-        ["inner.layers.1.0.weight", "inner.layers.1.0.bias"],
+        ["inner.layers.0.0.weight", "inner.layers.0.0.bias", "inner.layers.0.1.weight"],
         ["head.bias"],
     ]
 
