@@ -3,8 +3,8 @@
 A model that is cut into p stages takes 1/p of the memory on each rank, but a stage must wait for
 the one before it. So the batch is cut into m micro-batches: while rank 1 works on the first one,
 rank 0 works on the second. A rank runs the forward of its stage on each micro-batch, and sends the
-output to the next rank. When the gradient of that output has come back, it runs the backward, and
-sends the gradient of its input to the previous rank.
+output on. When the gradient of that output has come back, it runs the backward, and sends the
+gradient of its input back.
 
 A schedule is the order in which a rank does this. Here p = 3, m = 4, and time runs from left to
 right. F2 is the forward of micro-batch 2. B2 is its backward, which takes about two forwards:
@@ -18,12 +18,16 @@ The bubble is the share of all ranks' time that is blank. 1F1B has the bubble of
 the activations of at most p micro-batches, not of m. Three more schedules:
 
     naive              One micro-batch goes through all stages and back, then the next.
-    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. So a micro-batch
-                       reaches the last rank v times as fast.
+    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. So filling and
+                       draining the pipeline takes 1/v of the time.
     zero_bubble        B is split into W, the gradients of linear layers' weights, and I, all other
-                       gradients. The previous rank waits only for I, so W can run in the bubble.
+                       gradients. The previous rank waits only for I, so W can run in the bubble:
 
-Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
+                       F0F1F2    I0W0F3I1W1I2W2I3W3
+                         F0F1  I0F2I1W0F3I2W1I3W2W3
+                           F0I0F1I1F2I2W0F3I3W1W2W3
+
+Cost per rank; Ψ parameters; a micro-batch has b samples of s tokens of h features:
 
                        parameters   bubble             micro-batches     elements sent by
                                                        kept on rank 0    an inner rank per step
@@ -33,9 +37,7 @@ Cost per rank; Ψ parameters, bsh elements in the activations of a micro-batch:
     interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1) *   more than 1f1b    2·v·m·bsh
     zero_bubble        Ψ/p          (p-1)/(3m+p-1) **  min(p, m)         2·m·bsh
 
-    * if m ≥ p   ** if m ≥ p, and F, I and W take equally long
-
-The ranks of the first and of the last stage send m·bsh less.
+    * if m ≥ p   ** if m ≥ p, and F, I and W take equally long. Ranks 0 and p-1 send m·bsh less.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (47), and the rest to use
 it as a library (62).
@@ -46,7 +48,7 @@ Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473; zero b
 Mirrors:  torch.distributed.pipelining, and reads and writes its CSV files of schedules
 Left out: Tied parameters, clipping and means over unmasked tokens: see parallel_3d.py. The outputs
           of the last stage. Other shapes or dtypes in later steps. Some layers under zero_bubble:
-          see can_wait(). After an error on one rank the others wait until torchrun ends them.
+          see can_wait(). After an error on one rank the others wait for torchrun to end them.
 """
 
 import argparse
@@ -68,7 +70,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# Imported now, because a later import would keep the process group alive in default arguments.
+# Imported now: a later import would keep the process group alive in default arguments.
 import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
@@ -80,15 +82,14 @@ from torch.utils._pytree import tree_leaves
 
 
 def start_transfer(operation, tensor, peer, group):
-    """Start to send or to receive (`dist.isend` or `dist.irecv`). Return the work to wait for."""
-    # A batch of one: over NCCL, a bare isend would create a communicator for the two ranks.
+    """Start dist.isend or dist.irecv. Return the work to wait for."""
+    # Over NCCL, a bare isend would create a communicator for the two ranks.
     single = dist.P2POp(operation, tensor.detach(), group=group, group_peer=peer)
-    (work,) = dist.batch_isend_irecv([single])
-    return work
+    return dist.batch_isend_irecv([single])[0]
 
 
 def transfer(operation, tensor, peer, group):
-    """Send or receive, and wait. Return the tensor. Do nothing if there is no such rank."""
+    """Send or receive, and wait. Return the tensor, unchanged if there is no such rank."""
     if 0 <= peer < dist.get_world_size(group):
         start_transfer(operation, tensor, peer, group).wait()
     return tensor
@@ -97,13 +98,13 @@ def transfer(operation, tensor, peer, group):
 def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_group=None):
     """Forward and backward of micro_batches, a list of (input, target) of the same size.
 
-    `example_input` has the shape and dtype of the inputs of all stages but the first. Return the
-    mean loss on the last rank, None elsewhere.
+    All stages but the first take inputs like example_input. Return the mean loss on the last rank.
     """
     m = len(micro_batches)
     rank = dist.get_rank(process_group)
     last = dist.get_world_size(process_group) - 1
-    # A turn is the forward of micro-batch `turn` and the backward of `turn - first_backward`.
+    # A turn is the forward of micro-batch `turn` and the backward of `turn - first_backward`. 1F1B:
+    # while micro-batch 0 visits the `last - rank` later ranks, run one forward for each.
     first_backward = {"gpipe": m, "1f1b": last - rank}[name]
     saved = collections.deque()  # (input, output) of each micro-batch that awaits its backward
     losses = []
@@ -120,14 +121,14 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
             saved.append((x, y))
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # Receive before you send y: the next rank sends this gradient before it receives y.
-            # On the last rank the ones stay: the gradient of the loss.
+            # Receive before you send y: the next rank's first_backward is one less, so it sends
+            # this in its turn - 1, and receives y later. The last rank keeps the ones: the loss's.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
         if turn >= first_backward:
             old_y.backward(gradient)
-            transfer(dist.isend, old_x.grad, rank - 1, process_group)
+            transfer(dist.isend, old_x.grad, rank - 1, process_group)  # rank 0: None, to nobody
     return torch.stack(losses).sum() if rank == last else None
 
 
@@ -167,7 +168,7 @@ def in_turns(forwards, backwards, first_backward):
 def split_backwards(actions, delay):
     """Return zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
     split = []
-    waiting = []  # each W whose I is in `split`, but which is not there itself
+    waiting = []  # each W whose I is already in `split`
     for action in actions:
         if action.kind == "F":
             split.append(action)
@@ -183,50 +184,47 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     """Return a list of actions, as strings, for each rank. Stage s is on rank s % num_ranks."""
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
-        raise ValueError(
-            f"no schedule {name!r} of {p} ranks, {m} micro-batches and {v} stages per rank: "
-            f"each number must be at least 1, and the name one of {', '.join(SCHEDULES)}"
-        )
-    # A rank runs a stage on about p micro-batches, until the first is ready for its next stage.
+        raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
+    # Interleaved: rounds of p micro-batches (more if p does not divide m). After p forwards the
+    # first is back on this rank for its next stage.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # forwards of a rank's other stages, before its last stage can begin
+    # forwards of a rank's other stages
     before_last_stage = (v - 1) * len(rounds[0])
     schedule = []
     for rank in range(p):
-        # See section 1. While micro-batch 0 visits the later ranks, a rank of 1F1B runs a forward
-        # for each. Interleaved, it runs two, as in Megatron-LM, to leave time for transfers.
-        later = p - 1 - rank
-        first_backward = {"gpipe": m * v, "interleaved_1f1b": 2 * later}.get(name, later)
+        # Interleaved: two for each later rank, as in Megatron-LM, to leave time for transfers.
+        for_each = 2 if name == "interleaved_1f1b" else 1
+        first_backward = before_last_stage + for_each * (p - 1 - rank)
+        if name == "gpipe":
+            first_backward = m * v
         stages = range(rank, p * v, p)
-        actions = in_turns(
-            in_rounds("F", stages, rounds),
-            in_rounds("B", stages[::-1], rounds),
-            first_backward + before_last_stage,
-        )
+        forwards = in_rounds("F", stages, rounds)
+        backwards = in_rounds("B", stages[::-1], rounds)
+        actions = in_turns(forwards, backwards, first_backward)
         if name == "naive":
             # Only the order of micro-batches changes: sort() is stable.
             actions.sort(key=lambda action: action.micro_batch)
         if name == "zero_bubble":
-            # Rank r of 1F1B keeps the activations of p - r micro-batches. If W is r backwards
-            # late, every rank keeps those of p.
+            # Rank r of 1F1B keeps p - r micro-batches. If W is r backwards late, all ranks keep p.
+            # The last rank delays most: each W that it puts off lets it send its next I, for which
+            # the others wait.
             actions = split_backwards(actions, delay=rank)
         schedule.append(list(map(str, actions)))
     return schedule
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The pipeline, which runs any schedule. An action takes a message and gives another one. If the
-#    next action is on another rank, the message is sent. It is named after the action that takes
-#    it: "2B0" is the gradient of the output of "2F0". B stands for I as well.
+# 3. The pipeline, which runs any schedule. A message is the tensors between two actions. Its key is
+#    the Action that takes it, with B also for I: 2B0 is the gradient of the output of 2F0.
 
 
 def input_of(action):
-    """Return the message that an action takes. W needs the one that its I has taken."""
-    return action if action.kind == "F" else action._replace(kind="B")
+    """Return the key of the message that an action takes. W takes none: nothing gives its key."""
+    return action._replace(kind="B") if action.kind == "I" else action
 
 
 def output_of(action):
-    """Return the message that an action gives. W gives nothing: no rank has stage -1."""
+    """Return the key of the message that an action gives. No rank has stage -1."""
     stage, kind, i = action
     if kind == "F":
         return Action(stage + 1, "F", i)
@@ -239,9 +237,10 @@ COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 def end_times(schedule, cost):
     """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
     actions = list(itertools.chain(*schedule))
-    # the batch's inputs, and the gradients with which the last stage begins
+    # No action gives the batch's inputs, or what W and the last stage's B take. In the rank's list
+    # these follow their I and F: rank_of_stages() has checked it.
     from_no_action = set(map(input_of, actions)) - set(map(output_of, actions))
-    available = dict.fromkeys(from_no_action, 0)  # message -> the time since when it is there
+    available = dict.fromkeys(from_no_action, 0)  # message -> since when it is there
     free_since = [0] * len(schedule)  # by rank: the end of its last action
     waiting = [collections.deque(own) for own in schedule]
     ends = {}
@@ -260,7 +259,7 @@ def end_times(schedule, cost):
 
 
 class Pipeline(nn.Module):
-    """Runs this rank's stages, forward and backward, in the order that a schedule gives.
+    """Runs this rank's stages in the order of a schedule.
 
     stages: a module, or the list of this rank's modules in stage order. A stage returns a tensor or
         a tuple of tensors, which are the arguments of the next stage.
@@ -279,33 +278,31 @@ class Pipeline(nn.Module):
         self.schedule, self._rank_of, self.device = agreed  # _rank_of: stage -> rank
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
-        self.backward_context = backward_context or no_context
         self._group = process_group
         self._rank = dist.get_rank(process_group)
         self._last_stage = max(self._rank_of)
         ends = end_times(self.schedule, COST)
         self._order = sorted(ends, key=ends.get)  # all ranks' actions
         self._own = self.schedule[self._rank]  # this rank's actions
-        # stage -> the micro-batch of its last backward
-        self._last_backward = {stage: i for stage, kind, i in self._own if kind in "BI"}
-        numbers = map(str, sorted(self._last_backward))
+        numbers = map(str, sorted({action.stage for action in self._own}))
         self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
         self._weights = set(self.parameters())  # W computes gradients of these only
         self._wire = device_to_send_from(self.device, process_group)
         self._metadata = {}  # of messages, for metadata_of()
         self._sends = collections.deque()  # (work, tensor that it sends)
+        self.backward_context = backward_context or no_context
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
 
         The rank of the first stage reads inputs, a tensor or a tuple of tensors. The rank of the
-        last stage reads targets, a tensor, and returns the mean loss. The others return None.
+        last stage reads targets, a tensor, and returns the mean loss.
         """
         agree_on_grad_mode(self._group, self._wire)
         self._start(inputs, targets)
-        # All ranks walk through one list, and each takes part in its own actions and transfers. An
-        # action is after all that it waits for, because that ends earlier. NCCL needs one order: it
-        # runs a rank's transfers one by one, and a send ends only when its receiver takes it.
+        # All ranks walk through one list, sorted by end. So an action is after its rank's earlier
+        # ones, and after the one that gives its message. There, sender and receiver start the
+        # transfer: all ranks in one order, as NCCL needs. The receiver waits only in _take().
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
@@ -326,6 +323,7 @@ class Pipeline(nn.Module):
         self._messages = {}  # message -> its tensors, and works to wait for before they are read
         self._saved = {}  # (stage, micro-batch) -> what F saves for B or I, or I for W
         self._losses = []
+        self._backwards = collections.Counter()  # stage -> how many have begun
         m = self.num_microbatches
         if "0" in self.stages:
             for i, tensors in enumerate(split_exactly("inputs", inputs, m)):
@@ -334,32 +332,32 @@ class Pipeline(nn.Module):
             self._targets = [target for (target,) in split_exactly("targets", targets, m)]
 
     def _take(self, message):
-        """Return a message's tensors. W and the last stage's backward have no message."""
+        """Return a message's tensors: none for W and the last stage's B."""
         tensors, works = self._messages.pop(message, ([], []))
         for work in works:
             work.wait()
         return tensors
 
     def run(self, action, tensors):
-        """Run an action on the tensors of its input. Return those of its output."""
+        """Run an action on its message's tensors. Return its output's."""
         run = self._forward if action.kind == "F" else self._backward
         return run(*action, tensors)
 
     def _forward(self, stage, kind, i, tensors):
         inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in tensors]
-        deferred = [] if Action(stage, "I", i) in self._own else None  # what I will leave to W
+        deferred = [] if Action(stage, "I", i) in self._own else None  # I fills it, for W
         with leave_weights_to_w(deferred, self._weights):
             output = self.stages[str(stage)](*inputs)
             if stage == self._last_stage:
                 target = self._targets[i]
-                # A micro-batch counts by its share of the batch. Nothing else scales the loss.
+                # Section 1's / m, also for micro-batches of unequal size.
                 share = len(target) / sum(map(len, self._targets))
                 output = self.loss_fn(output, target.to(self.device)) * share
                 check_loss(output)
                 self._losses.append(output.detach())
         if deferred:  # a hook of split_linear() has run
             raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
-        outputs = as_tuple(output)
+        outputs = as_tensors(output)
         if torch.is_grad_enabled():
             self._saved[stage, i] = inputs, outputs, deferred
         return outputs
@@ -375,7 +373,9 @@ class Pipeline(nn.Module):
         pairs = zip(outputs, gradients, strict=True)
         used = [output for output, gradient in pairs if gradient is not None]
         gradients = [gradient.to(self.device) for gradient in gradients if gradient is not None]
-        context = self.backward_context(self.stages[str(stage)], self._last_backward[stage] == i)
+        self._backwards[stage] += 1
+        is_last = self._backwards[stage] == self.num_microbatches
+        context = self.backward_context(self.stages[str(stage)], is_last)
         with leave_weights_to_w(deferred, self._weights), context:
             torch.autograd.backward(used, gradients)
         if kind == "I":
@@ -384,16 +384,21 @@ class Pipeline(nn.Module):
 
     def _transfer(self, message, tensors, source, destination):
         """Start to send the tensors of a message, or to receive them."""
+        # Collective in the first step: ranks that do neither join in.
         metas = metadata_of(message, tensors, self._metadata, source, self._group)
         if source == self._rank:
             for tensor in filter(torch.is_tensor, tensors):
+                # A copy is dense, as flat() needs, and the next actions cannot change it.
                 copied = tensor.detach().to(self._wire, copy=True)
                 work = start_transfer(dist.isend, flat(copied), destination, self._group)
                 self._sends.append((work, copied))
-            # The copies take memory until they are received. A sender is rarely 4 ahead.
+            # Copies take memory. A sender is rarely 4 ahead.
             self._wait_for_sends(at_most=4)
         if destination == self._rank:
-            received = [meta and torch.empty_strided(**meta, device=self._wire) for meta in metas]
+            received = [
+                None if meta is None else torch.empty_strided(**meta, device=self._wire)
+                for meta in metas
+            ]
             works = [
                 start_transfer(dist.irecv, flat(tensor), source, self._group)
                 for tensor in filter(torch.is_tensor, received)
@@ -406,11 +411,6 @@ class Pipeline(nn.Module):
             work.wait()
 
 
-def flat(tensor):
-    """Return a view of the memory, whatever the strides, which are the same on both ranks."""
-    return tensor.as_strided([tensor.numel()], [1])
-
-
 # --------------------------------------------------------------------------------------------------
 # 4. The backward of zero bubble, in two parts.
 
@@ -421,8 +421,8 @@ linear = F.linear
 def leave_weights_to_w(deferred, weights):
     """In here, the backward of F.linear appends to `deferred` what W needs, unless it is None.
 
-    PyTorch's modules call F.linear. split_linear() takes its place on all threads, in F and also in
-    I, where activation checkpointing runs the forward again on a thread of autograd.
+    PyTorch's modules call F.linear. It is replaced in F, and in I only for activation
+    checkpointing, which runs the forward again there, on a thread of autograd.
     """
     if deferred is None:
         yield
@@ -436,7 +436,7 @@ def leave_weights_to_w(deferred, weights):
 
 def split_linear(deferred, weights, x, weight, bias=None):
     """F.linear, but its backward leaves the gradient of the weight to W."""
-    if not can_wait(x, weight, weights):
+    if not can_wait(x, weight, weights):  # a weight that is computed or hooked needs it in I
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
     version = rows._version  # how often x has been changed in place
@@ -446,7 +446,7 @@ def split_linear(deferred, weights, x, weight, bias=None):
         if grad_y is not None:  # None: the loss does not depend on y
             deferred.append((weight, rows.detach(), version, grad_y))
 
-    # The hook is on y, not on its view: the stage may change the view in place.
+    # On y, not on its view: an in-place change would give that a new grad_fn, and other gradients.
     y.register_hook(leave_to_w)
     return y.unflatten(0, x.shape[:-1])
 
@@ -462,9 +462,9 @@ def backward_for_weights(deferred):
                 "change a copy, or use a schedule without W"
             )
         weights.append(weight)
-        # Under autocast, y and its gradient may have another dtype than x.
+        # Under autocast, y may have another dtype than x. backward() casts to the weight's.
         gradients.append(grad_y.T @ rows.to(grad_y.dtype))
-    # backward() of a leaf adds to its .grad. If layers share a weight, one call for all adds up its
+    # backward() of a leaf adds to its .grad. If layers share a weight, one call for all adds their
     # gradients first, as a plain backward does.
     torch.autograd.backward(weights, gradients)
 
@@ -528,7 +528,8 @@ def agree(schedule, num_microbatches, stages, group):
     device = next((parameter.device for parameter in model.parameters()), None)
     ddp = nn.parallel.DistributedDataParallel
     num_ddp = sum(isinstance(module, ddp) for module in model.modules())
-    own = schedule, (num_microbatches, len(stages), num_ddp), device.type if device else ""
+    numbers = num_microbatches, len(stages), num_ddp
+    own = schedule, numbers, device.type if device else ""
     gathered = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
     schedules, given, device_types = zip(*gathered, strict=True)
@@ -546,7 +547,8 @@ def agree(schedule, num_microbatches, stages, group):
             f"{needed}, not {given}. (DDP would average gradients of one micro-batch only: pass "
             ".module, and average after step().)"
         )
-    # All ranks must send over the same backend, so a stage without parameters uses the GPU too.
+    # All ranks must send over the same backend, so a stage without parameters uses the GPU too:
+    # max() finds it, because "" < "cpu" < "cuda".
     return actions, rank_of, device or torch.device(max(device_types) or "cpu")
 
 
@@ -585,9 +587,9 @@ def device_to_send_from(device, group):
 def agree_on_grad_mode(group, device):
     """Raise ValueError if only some ranks run step() under torch.no_grad().
 
-    Without this, gradients could wait for the next step, which would use them. On a GPU a step that
-    trains does not join in, because the host would wait for the GPU. There, ranks under no_grad()
-    wait for the others until the timeout.
+    Otherwise a gradient would stay unreceived, and be taken for one of the next step. On CPUs all
+    ranks compare and raise. On a GPU a rank that trains skips this, because the host would wait for
+    the GPU. So a rank under no_grad() waits here until the timeout.
     """
     is_training = torch.is_grad_enabled()
     if is_training and device.type == "cuda":
@@ -621,8 +623,14 @@ def can_wait(x, weight, weights):
     )
 
 
-def as_tuple(value):
-    return value if isinstance(value, tuple) else (value,)
+def as_tensors(value):
+    tensors = value if isinstance(value, tuple) else (value,)
+    for each in tensors:
+        if not torch.is_tensor(each):
+            raise ValueError(
+                f"inputs, targets and outputs are tensors or tuples of them, not {type(each)}"
+            )
+    return tensors
 
 
 def check_loss(loss):
@@ -632,7 +640,7 @@ def check_loss(loss):
 
 def split_exactly(name, batch, number):
     """Return a tuple of tensors for each micro-batch."""
-    chunks = [tensor.chunk(number) for tensor in as_tuple(batch)]
+    chunks = [tensor.chunk(number) for tensor in as_tensors(batch)]
     micro_batches = list(zip(*chunks, strict=True))
     if len(micro_batches) != number:
         raise ValueError(
@@ -654,8 +662,13 @@ def meta_of(tensor):
         # of a copy: dense, and otherwise as the tensor's, so that the next stage rounds alike
         "stride": torch.empty_like(tensor, device="meta").stride(),
         "dtype": tensor.dtype,
-        "requires_grad": tensor.requires_grad,
+        "requires_grad": tensor.requires_grad,  # for _forward()
     }
+
+
+def flat(tensor):
+    """Return a view of the memory, whatever the strides, which are the same on both ranks."""
+    return tensor.as_strided([tensor.numel()], [1])
 
 
 def metadata_of(message, tensors, known, source, group):

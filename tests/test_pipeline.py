@@ -4,6 +4,7 @@ import collections
 import copy
 import gc
 import inspect
+import itertools
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -41,13 +42,17 @@ stages_per_rank = st.integers(1, 4)
 @given(ranks, st.integers(1, 5), stages_per_rank)
 def test_bubbles_and_peaks_are_those_of_the_docstring(p, rounds, v):
     m = rounds * p
-    gpipes = (p - 1) / (m + p - 1)
+    later = p - 1
+    naives = later / p
+    gpipes = later / (m + later)
+    interleaved = later / (v * m + later)
+    zero = later / (3 * m + later)
     expected = {  # stages per rank, bubble, activations on rank 0
-        "naive": (1, 1 - 1 / p, 1),
+        "naive": (1, naives, 1),
         "gpipe": (1, gpipes, m),
         "1f1b": (1, gpipes, p),
-        "zero_bubble": (1, (p - 1) / (3 * m + p - 1), p),
-        "interleaved_1f1b": (v, (p - 1) / (v * m + p - 1), None),
+        "zero_bubble": (1, zero, p),
+        "interleaved_1f1b": (v, interleaved, None),
     }
     for name, (stages, bubble, peak) in expected.items():
         schedule = build_schedule(name, p, m, stages)
@@ -161,7 +166,8 @@ class Linears(nn.Module):
         y = self.hooked(x)
         y = y + self.strided(y.mT.contiguous().mT)
         mean = y.flatten(end_dim=-2).mean(0)
-        y = torch.relu_(self.twice(y)) + self.twice(y + self.vector(mean))
+        once = torch.relu_(self.twice(y))
+        y = once + self.twice(y + self.vector(mean))
         with torch.autocast(pool.device().type, torch.bfloat16):
             y = y + torch.tanh(self.frozen(y))
             y = y + torch.tanh(self.normed(y))
@@ -182,24 +188,35 @@ class NoGradient(torch.autograd.Function):
 # ---- results
 
 
+def make_pipeline(stages, schedule="1f1b", loss_fn=F.mse_loss, m=4):
+    return Pipeline(stages, schedule, m, loss_fn, pool.group())
+
+
 def make_batch(step, rows, *shape):
     """Inputs and targets."""
     return randn((2, rows, *shape, 6), step, torch.float32)
 
 
 def loss_fn(output, target):
-    first = pipeline.as_tuple(output)[0]
+    first = pipeline.as_tensors(output)[0]
     return F.mse_loss(first, target)
 
 
-def accumulate(stages, inputs, targets, m):
+def in_micro_batches(batch, m):
+    chunks = [tensor.chunk(m) for tensor in batch]
+    return list(zip(*chunks, strict=True))
+
+
+def accumulate(stages, batch, m):
     """One device, plainly: each micro-batch's loss counts by its samples. Return the mean."""
     losses = []
-    for x, target in zip(inputs.chunk(m), targets.chunk(m), strict=True):
+    num_samples = len(batch[0])
+    for x, target in in_micro_batches(batch, m):
         y = (x,)
         for stage in stages:
-            y = pipeline.as_tuple(stage(*y))
-        loss = loss_fn(y, target) * (len(target) / len(targets))
+            y = pipeline.as_tensors(stage(*y))
+        share = len(target) / num_samples
+        loss = loss_fn(y, target) * share
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
@@ -217,40 +234,40 @@ class Run:
         self.plain = nn.ModuleList(make() for _ in range(p * v))
         actions = pipeline.parse(schedule[pool.rank()])
         self.own = sorted({action.stage for action in actions})
-        stages = [copy.deepcopy(self.plain[number]) for number in self.own]
-        self.stages = nn.ModuleList(map(wrap, stages))
-        self.ours = Pipeline(self.stages, schedule, m, loss_fn, pool.group())
+        self.has_last = p * v - 1 in self.own
+        stages = [self.plain[number] for number in self.own]
+        self.stages = nn.ModuleList(map(wrap, copy.deepcopy(stages)))
+        self.ours = make_pipeline(self.stages, schedule, loss_fn, m)
 
     def step(self, inputs, targets):
         """Ranks see only what they need. A batch may be a tuple of tensors."""
         inputs_here = (inputs,) if 0 in self.own else None
-        targets_here = targets if len(self.plain) - 1 in self.own else None
+        targets_here = targets if self.has_last else None
         loss = self.ours.step(inputs_here, targets_here)
         self.compare(loss, inputs, targets)
 
-    def compare(self, loss, inputs, targets):
-        expected = accumulate(self.plain, inputs, targets, self.m)
-        is_last = len(self.plain) - 1 in self.own
-        assert_equal(loss, expected if is_last else None, exact=True)
+    def compare(self, loss, *batch):
+        expected = accumulate(self.plain, batch, self.m)
+        assert_equal(loss, expected if self.has_last else None, exact=True)
         for stage, number in zip(self.stages, self.own, strict=True):
             assert_same_parameters(stage, self.plain[number], exact=True)
 
 
-CASES = [(Layer, name, 2) for name in (*SCHEDULES, *V_SHAPED)]
-CASES += [
-    (Tuples, "interleaved_1f1b", 2),
-    (Tuples, "zero_bubble", 2),
-    (Linears, "zero_bubble", 1),
+CASES = [
+    *itertools.product([Layer], [*SCHEDULES, *V_SHAPED]),
+    (Tuples, "interleaved_1f1b"),
+    (Tuples, "zero_bubble"),
+    (Linears, "zero_bubble"),
 ]
 
 
-@pytest.mark.parametrize(("make", "name", "stages_per_rank"), CASES)
+@pytest.mark.parametrize(("make", "name"), CASES)
 @pool.on(1, 3)
-def test_any_schedule_trains_as_one_device(make, name, stages_per_rank):
+def test_any_schedule_trains_as_one_device(make, name):
     """The last micro-batch has a row less. After a step, another batch goes forward only."""
-    run = Run(make, name, 6, stages_per_rank)
-    parameters = [*run.stages.parameters(), *run.plain.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    run = Run(make, name, 6, v=2)
+    both = nn.ModuleList([run.stages, run.plain])
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
     for step in range(3):
         run.step(*make_batch(step, 11, 5))
         optimizer.step()
@@ -263,11 +280,13 @@ def test_any_schedule_trains_as_one_device(make, name, stages_per_rank):
 @pool.on(1, 3)
 def test_the_idea_trains_as_one_device(name):
     run = Run(Layer, name, 4)
-    inputs, targets = make_batch(0, 8)
-    chunks = list(zip(inputs.chunk(4), targets.chunk(4), strict=True))
     stage = run.stages[0]
-    loss = pipeline.blocking_step(name, stage, chunks, loss_fn, inputs[:2], pool.group())
-    run.compare(loss, inputs, targets)
+    batch = make_batch(0, 8)
+    micro_batches = in_micro_batches(batch, 4)
+    example, _ = micro_batches[0]
+    step = pipeline.blocking_step
+    loss = step(name, stage, micro_batches, loss_fn, example, pool.group())
+    run.compare(loss, *batch)
 
 
 # ---- memory and messages
@@ -311,12 +330,14 @@ def test_each_boundary_sends_activations_once_and_gradients_if_needed(name):
         run.step(inputs, targets)
 
     rank_of = pipeline.rank_of_stages(run.ours.schedule)
-    boundaries = [(rank_of[stage], rank_of[stage + 1]) for stage in range(5)]
+    ranks = [rank_of[stage] for stage in range(6)]
+    boundaries = list(itertools.pairwise(ranks))
     senders = [before for before, after in boundaries if before != after]
     senders += [after for before, after in boundaries[2:] if before != after]
+    messages = senders.count(pool.rank())
     sum_of_modes = 8
     sent = sum(size for name, size in seen.calls if name != "recv_")
-    assert sent == senders.count(pool.rank()) * inputs.nbytes + sum_of_modes
+    assert sent == messages * inputs.nbytes + sum_of_modes
 
 
 # ---- W, and gradients that are synchronised
@@ -324,14 +345,16 @@ def test_each_boundary_sends_activations_once_and_gradients_if_needed(name):
 
 @pool.on(1)
 def test_w_computes_the_gradients_of_linear_layers_weights_and_nothing_else():
-    ours = Pipeline(Layer(), "zero_bubble", 1, loss_fn, pool.group())
+    stage = Layer()
+    ours = make_pipeline(stage, "zero_bubble", m=1)
     has_gradient = {}  # after an action of this kind
     run = ours.run
 
     def run_and_look(action, tensors):
         outputs = run(action, tensors)
-        parameters = ours.stages["0"].named_parameters()
-        has_gradient[action.kind] = {name for name, each in parameters if each.grad is not None}
+        parameters = stage.named_parameters()
+        found = {name for name, each in parameters if each.grad is not None}
+        has_gradient[action.kind] = found
         return outputs
 
     ours.run = run_and_look
@@ -341,22 +364,25 @@ def test_w_computes_the_gradients_of_linear_layers_weights_and_nothing_else():
 
 
 def group_of_one():
-    groups = [dist.new_group([rank]) for rank in range(pool.world_size())]
+    ranks = range(pool.world_size())
+    groups = [dist.new_group([rank]) for rank in ranks]
     return groups[pool.rank()]
 
 
-@pytest.mark.parametrize("wrap", [ddp.DistributedDataParallel, fsdp.fully_shard])
+@pytest.mark.parametrize("technique", [ddp.DistributedDataParallel, fsdp.fully_shard])
 @pool.on(2)
-def test_i_computes_the_gradients_that_data_parallelism_reduces(wrap):
+def test_i_computes_the_gradients_that_data_parallelism_reduces(technique):
     """Else W adds to a gradient that is not read any more, or that has been averaged."""
-    run = Run(Layer, "zero_bubble", 4, wrap=partial(wrap, process_group=group_of_one()))
+    wrap = partial(technique, process_group=group_of_one())
+    run = Run(Layer, "zero_bubble", 4, wrap=wrap)
     batch = make_batch(0, 8)
     run.ours.step(*batch)
-    accumulate(run.plain, *batch, 4)
+    accumulate(run.plain, batch, 4)
+    ours = run.stages.parameters()
     plain = run.plain[pool.rank()].parameters()
-    for ours, parameter in zip(run.stages.parameters(), plain, strict=True):
-        expected = parameter.grad.view_as(ours)  # FSDP's are flat
-        assert torch.equal(ours.grad, expected)
+    for parameter, expected in zip(ours, plain, strict=True):
+        gradient = expected.grad.view_as(parameter)  # FSDP's are flat
+        assert torch.equal(parameter.grad, gradient)
 
 
 @pool.on(1)
@@ -389,7 +415,8 @@ def test_backward_context_knows_a_stages_last_backward():
 class RunsBackward(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
-        return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+        loss = y.sum()
+        return torch.autograd.grad(loss, x, create_graph=True)[0]
 
 
 class ChangesInput(nn.Linear):
@@ -400,35 +427,50 @@ class ChangesInput(nn.Linear):
         return y
 
 
-@pytest.mark.parametrize(
-    ("make", "words"), [(RunsBackward, "backward"), (ChangesInput, "in place")]
-)
+class ReturnsADictionary(nn.Linear):
+    """As models of transformers do."""
+
+    def forward(self, x):
+        return {"logits": super().forward(x)}
+
+
+NOT_FOR_W = {RunsBackward: "backward", ChangesInput: "in place"}
+
+
+@pytest.mark.parametrize("make", NOT_FOR_W)
 @pool.on(1)
-def test_what_w_cannot_compute_is_an_error(make, words):
-    stages = [nn.Linear(6, 6), make(6, 6)]
-    ours = Pipeline(stages, "zero_bubble", 4, F.mse_loss, pool.group())
-    with pytest.raises(RuntimeError, match=words):
+def test_what_w_cannot_compute_is_an_error(make):
+    first = nn.Linear(6, 6)
+    second = make(6, 6)
+    ours = make_pipeline([first, second], "zero_bubble")
+    with pytest.raises(RuntimeError, match=NOT_FOR_W[make]):
         ours.step(*make_batch(0, 8))
 
 
-@pytest.mark.parametrize(
-    ("rows", "loss_fn", "words"),
-    [
-        (5, F.mse_loss, "into 3 micro-batches, not 4"),
-        (8, nn.MSELoss(reduction="none"), "mean"),
-    ],
-    ids=["samples that torch.chunk cannot split", "a loss that is not a scalar"],
-)
+unreduced = nn.MSELoss(reduction="none")
+MISUSE = {  # samples, the first stage, the loss
+    "into 3 micro-batches, not 4": (5, nn.Linear, F.mse_loss),
+    "return the mean": (8, nn.Linear, unreduced),
+    "inputs, .* not .*NoneType": (0, nn.Linear, F.mse_loss),
+    "outputs are .* not .*dict": (8, ReturnsADictionary, F.mse_loss),
+}
+
+
+@pytest.mark.parametrize("words", MISUSE)
 @pool.on(1)
-def test_a_wrong_batch_or_loss_is_an_error(rows, loss_fn, words):
-    ours = Pipeline(Layer(), "1f1b", 4, loss_fn, pool.group())
+def test_a_wrong_batch_output_or_loss_is_an_error(words):
+    rows, make, loss_fn = MISUSE[words]
+    first = make(6, 6)
+    last = nn.Linear(6, 6)
+    ours = make_pipeline([first, last], "1f1b", loss_fn)
+    batch = make_batch(0, rows) if rows else ()
     with pytest.raises(ValueError, match=words):
-        ours.step(*make_batch(0, rows))
+        ours.step(*batch)
 
 
 @pool.on(2)
 def test_messages_that_change_after_the_first_step_are_an_error():
-    ours = Pipeline(Layer(), "1f1b", 4, F.mse_loss, pool.group())
+    ours = make_pipeline(Layer())
     ours.step(*make_batch(0, 8))
     if pool.rank() == 1:  # it would wait for the messages
         pipeline.agree_on_grad_mode(pool.group(), pool.device())
@@ -439,16 +481,17 @@ def test_messages_that_change_after_the_first_step_are_an_error():
 
 @pool.on(2)
 def test_no_grad_on_some_ranks_is_an_error_on_all():
-    ours = Pipeline(Layer(), "1f1b", 4, F.mse_loss, pool.group())
+    ours = make_pipeline(Layer())
     error = pytest.raises(ValueError, match="only 1 ranks")
     with torch.set_grad_enabled(pool.rank() == 0), error:
         ours.step(*make_batch(0, 8))
 
 
+SAME = ["1f1b", "1f1b"]
 LISTS = build_schedule("1f1b", 2, 4)
 THREE = build_schedule("1f1b", 2, 3)
 WRONG = {  # stages on ranks 0 and 1, their schedules, a word of the error
-    "no stages on one rank": ([0, 1], ["1f1b", "1f1b"], ""),
+    "no stages on one rank": ([0, 1], SAME, ""),
     "too many stages on one rank": ([1, 2], [LISTS, LISTS], r"\(4, 2, 0\)"),
     "other schedules": ([1, 1], ["gpipe", "1f1b"], "one schedule"),
     "an unknown schedule on one rank": ([1, 1], ["2f2b", "1f1b"], ""),
@@ -463,7 +506,7 @@ def test_wrong_arguments_are_an_error_on_every_rank(why):
     rank = pool.rank()
     layers = [Layer() for _ in range(stages[rank])]
     with pytest.raises(ValueError, match=words):
-        Pipeline(layers, schedules[rank], 4, F.mse_loss, pool.group())
+        make_pipeline(layers, schedules[rank])
 
 
 @pool.on(2)
@@ -474,18 +517,18 @@ def test_pytorchs_data_parallelism_on_one_rank_is_refused_on_all():
     if pool.rank() == 0:
         stage = nn.parallel.DistributedDataParallel(stage, process_group=group)
     with pytest.raises(ValueError, match=r"pass \.module"):
-        Pipeline([nn.Sequential(stage)], "1f1b", 4, F.mse_loss, pool.group())
+        make_pipeline(nn.Sequential(stage))
 
 
 # ---- devices
 
 
-@pytest.mark.parametrize("with_parameters", [[0], [1], []], ids=["rank 0", "rank 1", "none"])
+@pytest.mark.parametrize("with_parameters", [[0], [1], []], ids=str)
 @pool.on(2)
 def test_a_stage_without_parameters_is_on_the_other_stages_type_of_device(with_parameters):
     """Otherwise it would send from the CPU, and the other ranks would receive over NCCL."""
     stage = nn.Tanh()
     if pool.rank() in with_parameters:
         stage = nn.Linear(6, 6, device="meta")
-    ours = Pipeline(stage, "1f1b", 4, F.mse_loss, pool.group())
+    ours = make_pipeline(stage)
     assert ours.device.type == ("meta" if with_parameters else "cpu")
