@@ -9,9 +9,9 @@ ranks ends the pair.
     X ── f ───┤                                       ├─── g ── Z       Z = Y₀ B₀ + Y₁ B₁
               └── X A₁ → GELU, or attention → Y₁ B₁ ──┘                 rank 1
 
-Norms, dropout and residuals lie between the pairs. Every rank computes them on the whole X, or with
-sequence parallelism on 1/t of the sequence. Then f gathers the sequence, and g leaves each rank its
-part of the sum.
+Norms, dropout and residuals lie between the pairs. Every rank computes them on the whole X, with
+the same dropout masks, or with sequence parallelism on 1/t of the sequence, with a mask of its own.
+Then f gathers the sequence, and g leaves each rank its part of the sum.
 
                                        forward          backward
     f   copy_to_region                 nothing          all-reduce
@@ -21,20 +21,21 @@ part of the sum.
 
 Cost per rank, for t ranks, micro-batch b, sequence s, hidden size h, a heads, vocabulary V:
 
-                            sent               activations
+                            sent, × (t-1)/t    activations
     one device              0                  sbh (34 + 5as/h)
     tensor parallel         8bsh               sbh (10 + 24/t + 5as/(ht))
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
     embedding, head, loss   4bsh + 6bs         4bs V/t, in the loss
 
-The first three rows are per layer, the last is per model. "sent" is in elements per micro-batch,
-times (t-1)/t. "activations" is in bytes, for numbers of 16 bits (Korthikanti et al., §4). They
-include 2sbh of dropout masks, and 5as²b of attention scores, which fused attention does not keep.
-With sequence parallelism f gathers again in backward (2bsh), the gradients of norms and of proj's
-and linear2's biases are summed (12h), and embedding and head send 2bsh + 4h more.
+The first three rows are per layer, the last is per model. "sent" is in elements per micro-batch.
+8bsh: four all-reduces, each of which sends 2bsh. 10bsh: eight gathers or reduce-scatters, and two
+gathers that f repeats in backward. 12h: an all-reduce of the gradients of norms and of proj's and
+linear2's biases. Embedding and head then send 2bsh + 4h more. "activations" is in bytes, for
+numbers of 16 bits (Korthikanti et al., §4). 2sbh are dropout masks. 5as²b are attention scores,
+which fused attention does not keep.
 
-A rank keeps 1/t of the parameters, gradients and optimizer state, but all of those of the norms and
-of proj's and linear2's biases.
+A rank keeps 1/t of the parameters, gradients and optimizer state, but all those of these norms and
+biases.
 
 Read section 1 for the idea (19 minutes), to section 3 for the technique (50), and the rest to use
 it as a library (70).
@@ -80,6 +81,17 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 # 1. The idea: operators f and g, each of which is the other's gradient, and layers that use them.
 
 
+def rank_and_size(process_group):
+    world_size = dist.get_world_size(process_group)
+    if world_size < 1:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
+    return dist.get_rank(process_group), world_size
+
+
+# A collective starts, and returns a function that waits for its result and returns it. Section 2
+# computes between the two.
+
+
 class Conjugate(Function):
     """Applies `collective` to x, and its `conjugate` to the gradient.
 
@@ -96,9 +108,6 @@ class Conjugate(Function):
     @staticmethod
     def backward(ctx, grad):
         return Conjugate.apply(grad, *ctx.swapped), None, None, None
-
-
-# A collective starts, and returns a function that waits for the result and returns it.
 
 
 def identity(x, process_group):
@@ -133,7 +142,7 @@ reduce_from_region = operator(all_reduce, identity)
 
 
 def parallel_mlp(x, A, B, process_group=None):
-    """GELU(x A) B for this rank's columns of A and rows of B. This is the whole technique."""
+    """GELU(x A) B for this rank's columns of A and rows of B. This is the whole idea."""
     x = copy_to_region(x, process_group)
     return reduce_from_region(F.gelu(x @ A) @ B, process_group)
 
@@ -151,12 +160,17 @@ def all_gather(x, process_group):
 def reduce_scatter(x, process_group):
     _, world_size = rank_and_size(process_group)
     check_divides("positions", len(x), world_size)
-    # Exchange parts and add them up. gloo's reduce-scatter is an all-reduce: it sends twice that.
+    # dist.reduce_scatter would do, but gloo's sends as much as an all-reduce. So every rank sends
+    # each other rank its part, and adds up what it receives.
     x = x.contiguous()
     received = torch.empty_like(x)
     work = dist.all_to_all_single(received, x, group=process_group, async_op=True)
-    parts = received.unflatten(0, (world_size, -1))
-    return lambda: wait_for(work, parts).sum(0)
+
+    def wait():
+        work.wait()
+        return received.unflatten(0, (world_size, -1)).sum(0)
+
+    return wait
 
 
 # f: return the whole sequence. Its gradient is summed over the ranks that use it.
@@ -198,7 +212,7 @@ def row_linear(x, weight, bias=None, sequence_parallel=False, process_group=None
 
 
 def layer_norm(x, weight, bias, process_group=None):
-    """The norm of this rank's part of the sequence. f sums the gradients of weight and bias."""
+    """Only with sequence parallelism: the norm of this rank's part. f sums the gradients."""
     weight = copy_to_region(weight, process_group)
     bias = copy_to_region(bias, process_group)
     return F.layer_norm(x, weight.shape, weight, bias)
@@ -211,12 +225,10 @@ def locate(tokens, first, size):
     return place.where(is_local, 0), is_local
 
 
-def vocab_embedding(tokens, weight, first, padding_row=None, process_group=None):
+def vocab_embedding(tokens, weight, first, process_group=None):
     """The tokens' rows of a matrix. `weight` is this rank's rows, from row `first` on."""
     row, is_local = locate(tokens, first, len(weight))
-    # masked_fill() keeps the strides of nn.Embedding. where() would not, and dropout, which draws
-    # in memory order, would draw another mask than on one device.
-    x = F.embedding(row, weight, padding_row).masked_fill(~is_local.unsqueeze(-1), 0.0)
+    x = F.embedding(row, weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
     return reduce_from_region(x, process_group)
 
 
@@ -234,6 +246,7 @@ def naive_cross_entropy(logits, target, first, process_group=None):
 
 # --------------------------------------------------------------------------------------------------
 # 2. The layers. A column layer communicates while it computes, and keeps no gathered sequence.
+# Section 5 makes attention and a transformer layer of them.
 
 
 class ParallelLayer(nn.Module):
@@ -247,7 +260,7 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, in_features, out_features, bias=True, **options):
         layer = self.from_full(nn.Linear(in_features, out_features, bias), **options)
-        vars(self).update(vars(layer))
+        vars(self).update(vars(layer))  # self becomes that layer: a module is its __dict__
 
     @classmethod
     def from_full(cls, plain, **options):
@@ -258,7 +271,7 @@ class ParallelLayer(nn.Module):
         take_shards(layer)
         return layer
 
-    def split(
+    def configure(
         self,
         *,
         process_group=None,
@@ -268,10 +281,10 @@ class ParallelLayer(nn.Module):
         stack=1,  # the number of stacked matrices, if they are equal in size, or their sizes
         pad=False,  # append rows of zeros, up to a multiple of world_size
     ):
-        """Note how the layer is split. take_shards() splits it."""
+        """Set how take_shards() splits the layer."""
         self.rank, self.world_size = rank_and_size(process_group)
         self.process_group = process_group
-        # Ranks with other values. DDP, ZeRO and FSDP refuse a group that has two of these ranks.
+        # The ranks with other parts. DDP, ZeRO and FSDP of this project do not average over these.
         self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self.sequence_parallel = sequence_parallel
         self.gather_output = gather_output
@@ -286,36 +299,55 @@ class ParallelLayer(nn.Module):
 
     def shard(self, name, whole):
         """Return this rank's shard of a whole parameter."""
-        zeros = whole.new_zeros(self.padding, *whole.shape[1:])
-        padded = torch.cat((whole, zeros))
-        return shard_of(padded, self.split_dims[name], self.matrix_sizes, self.process_group)
-
-    def unshard(self, name, shard):
-        """Return the whole parameter, from the shards of all ranks."""
         dim = self.split_dims[name]
-        shards = all_gather(shard.unsqueeze(0), self.process_group)()  # (rank, *shape of a shard)
-        matrices = shards.split(self.part_sizes, dim + 1)  # each is (rank, *shape of a part)
-        whole = torch.cat([part for parts in matrices for part in parts], dim)
-        return whole.narrow(dim, 0, self.size)  # without the padding
+        shape = list(whole.shape)
+        shape[dim] = self.padding
+        padded = torch.cat((whole, whole.new_zeros(shape)), dim)
+        return shard_of(padded, dim, self.matrix_sizes, self.process_group)
 
     def matrix(self):
         """Return the weight as (outputs, inputs)."""
         return self.weight.T if self.is_transposed else self.weight
 
 
-class ColumnLinear(Function):
-    """column_linear(), which sums the gradient of x while it computes that of the weight.
+def change_class(layer, parallel_class, **options):
+    """Make a plain layer a parallel one, in place."""
+    if is_conv1d(layer):
+        layer.is_transposed = True
+        split_dims = parallel_class.split_dims
+        layer.split_dims = split_dims | {"weight": 1 - split_dims["weight"]}
+    layer.__class__ = parallel_class
+    layer.configure(**options)
 
-    It does not save the gathered sequence. Backward gathers it again while it computes the gradient
-    of x (Korthikanti et al., §4.2.2).
+
+def take_shards(module):
+    """Replace the parameters that are split by this rank's shards, in place.
+
+    A parameter that layers share is one parameter, so it stays tied.
     """
+    splits = {}  # parameter: how its first layer splits it, or None
+    for path, layer in module.named_modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            dim = getattr(layer, "split_dims", {}).get(name)
+            split = None if dim is None else (dim, layer.matrix_sizes)
+            if splits.setdefault(parameter, split) != split:
+                raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
+            if split and not hasattr(parameter, "differ_between_ranks"):
+                parameter.data = layer.shard(name, parameter.data)
+                parameter.differ_between_ranks = layer.differ_between_ranks
+
+
+class ColumnLinear(Function):
+    """column_linear(). Backward gathers x again (Korthikanti et al., §4.2.2)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, layer):
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
+        # Autograd records nothing in here, so the gathered x is freed.
         y = column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
         if layer.padding:
+            # The padding begins here among this rank's outputs, or before or after them.
             first_of_padding = layer.size - layer.rank * len(weight)
             y[..., max(0, first_of_padding) :] = -math.inf  # softmax ignores such logits
         return y
@@ -327,14 +359,15 @@ class ColumnLinear(Function):
         group = ctx.layer.process_group
         gather = all_gather if ctx.layer.sequence_parallel else identity
         reduce = reduce_scatter if ctx.layer.sequence_parallel else all_reduce
+        # x arrives while grad_x is computed, and the sum of grad_x while grad_weight is.
         wait_for_x = gather(x, group)
         grad_x = grad_y @ weight.to(grad_y.dtype)  # under autocast the dtypes differ
         wait_for_grad_x = reduce(grad_x, group)
         whole_x = wait_for_x().to(grad_y.dtype)
-        grad_y = grad_y.reshape(-1, len(weight))
-        grad_weight = grad_y.t() @ whole_x.reshape(-1, x.shape[-1])
-        grad_bias = grad_y.sum(0) if ctx.needs_input_grad[2] else None
-        return wait_for_grad_x(), grad_weight, grad_bias, None
+        grad_y_rows = grad_y.reshape(-1, len(weight))
+        grad_weight = grad_y_rows.t() @ whole_x.reshape(-1, x.shape[-1])
+        grad_bias = grad_y_rows.sum(0) if ctx.needs_input_grad[2] else None
+        return wait_for_grad_x(), grad_weight, grad_bias, None  # autograd casts to inputs' dtypes
 
 
 class ColumnParallelLinear(ParallelLayer):
@@ -368,40 +401,13 @@ class RowParallelLinear(ParallelLayer):
         return row_linear(x, self.matrix(), self.bias, self.sequence_parallel, self.process_group)
 
 
-# Operators for tensors that are whole and equal on all ranks. Every rank must compute the same from
-# them. Then it has their whole gradients, and the ranks sum nothing.
-
-
-def own_part(x, process_group):
-    rank, world_size = rank_and_size(process_group)
-    check_divides("positions or features", len(x), world_size)
-    return x.chunk(world_size)[rank].clone  # a view would keep the whole x in memory
-
-
-scatter_to_sequence = operator(own_part, all_gather)
-gather_whole = operator(all_gather, own_part)
-
-
-def scatter_to_region(x, process_group=None):
-    """Return this rank's part of the last dimension."""
-    return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
-
-
-def gather_from_region(x, process_group=None):
-    """Return all ranks' parts, joined along the last dimension."""
-    return gather_whole(x.movedim(-1, 0), process_group).movedim(0, -1)
-
-
 # --------------------------------------------------------------------------------------------------
 # 3. The vocabulary: each rank has some rows of the embedding and some columns of the logits. The
 # ranks never join the logits.
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its rows split. Tokens and output are the same on all ranks.
-
-    A token outside the vocabulary is an IndexError on the CPU. On a GPU its embedding is NaN.
-    """
+    """nn.Embedding with its rows split. Tokens and output are the same on all ranks."""
 
     split_dims = {"weight": 0}
 
@@ -409,18 +415,30 @@ class VocabParallelEmbedding(ParallelLayer):
         layer = self.from_full(nn.Embedding(num_embeddings, embedding_dim), **options)
         vars(self).update(vars(layer))
 
-    def split(self, pad=True, **options):
-        super().split(pad=pad, **options)
-        (size,) = self.part_sizes
-        self.first = self.rank * size  # this rank's first row
-        rows = range(self.first, self.first + size)
-        # padding_idx gets no gradient. This is its row in the shard, if it is there.
-        self.padding_row = rows.index(self.padding_idx) if self.padding_idx in rows else None
+    def configure(self, pad=True, **options):
+        super().configure(pad=pad, **options)
 
     def forward(self, tokens):
         is_outside = check_tokens(tokens, self.num_embeddings)
-        x = vocab_embedding(tokens, self.weight, self.first, self.padding_row, self.process_group)
+        first = self.rank * len(self.weight)
+        x = vocab_embedding(tokens, self.weight, first, self.process_group)
+        if self.padding_idx is not None:
+            drop_gradient(x, tokens == self.padding_idx)
+        # Not where(), which would change the strides. Dropout draws its mask in memory order.
         return x.masked_fill(is_outside.unsqueeze(-1), math.nan)
+
+
+# After the embedding: the ranks have equal x, and each goes on with its part of the sequence.
+
+
+def own_part(x, process_group):
+    rank, world_size = rank_and_size(process_group)
+    check_divides("positions or features", len(x), world_size)
+    part = x.chunk(world_size)[rank].clone()  # a view would keep the whole x in memory
+    return lambda: part
+
+
+scatter_to_sequence = operator(own_part, all_gather)
 
 
 class VocabParallelCrossEntropy(Function):
@@ -442,13 +460,13 @@ class VocabParallelCrossEntropy(Function):
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
         maximum.masked_fill_(is_outside, math.nan)  # makes the token's loss and gradient NaN
         shifted = logits - maximum.unsqueeze(-1)
-        tokens = torch.arange(len(target), device=logits.device)
-        shifted_target = shifted[tokens, column].where(is_local, 0.0)
+        row = torch.arange(len(target), device=logits.device)
+        local_target = shifted[row, column].where(is_local, 0.0)
         exp = shifted.exp_()  # in place, as below: backward keeps one tensor of this size
-        sums = torch.stack((exp.sum(-1), shifted_target))
+        sums = torch.stack((exp.sum(-1), local_target))
         total, shifted_target = reduce_from_region(sums, process_group)
         grad_logits = exp.div_(total.unsqueeze(-1))
-        grad_logits[tokens, column] -= 1.0 * is_local
+        grad_logits[row, column] -= 1.0 * is_local
         ctx.save_for_backward(grad_logits)
         return total.log() - shifted_target
 
@@ -497,8 +515,8 @@ def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignor
 #
 # These mistakes make no error:
 # - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
-# - view(…, num_heads, -1) makes thinner heads, and view(batch, -1, num_heads, head_dim) shorter
-#   sequences. A rank has fewer heads: view(…, -1, head_dim).
+# - A rank has fewer heads. With the number of the whole model, view(…, num_heads, -1) makes thinner
+#   heads, view(batch, -1, num_heads, head_dim) shorter sequences. Write view(…, -1, head_dim).
 # - "dropout" draws another mask on each rank. Leave out a dropout whose input all ranks have, as on
 #   a residual without `sequence_parallel`.
 # - Without "replicated_with_grad_allreduce" replicas drift apart. A row layer raises ValueError if
@@ -514,6 +532,8 @@ class ColumnParallelEmbedding(ParallelLayer):
     def forward(self, tokens):
         return F.embedding(tokens, self.weight)
 
+
+STACKS = {"qkv": 3, "swiglu": 2}  # kind: the number of matrices, which are equal in size
 
 # (kind, class of the plain layer): class of the parallel layer
 LAYERS = {
@@ -565,8 +585,9 @@ def change_kind(layer, kind, **options):
             add_base(layer, SumsGradients, group)
     else:
         check_gradient_hooks(layer)
-        stack = kind if isinstance(kind, tuple) else {"qkv": 3, "swiglu": 2}.get(kind, 1)
-        kind = kind if stack == 1 else "column"
+        stack = kind if isinstance(kind, tuple) else STACKS.get(kind, 1)
+        if isinstance(kind, tuple) or kind in STACKS:
+            kind = "column"
         plain_class = nn.Linear if is_conv1d(layer) else type(layer)
         if (kind, plain_class) not in LAYERS:
             raise ValueError(f"it is {layer}; use one of {list(LAYERS)}")
@@ -574,35 +595,28 @@ def change_kind(layer, kind, **options):
         change_class(layer, parallel_class, stack=stack, pad=kind == "vocab", **options)
 
 
-def change_class(layer, parallel_class, **options):
-    """Make a plain layer a parallel one, in place."""
-    is_transposed = is_conv1d(layer)
-    layer.__class__ = parallel_class
-    if is_transposed:
-        layer.is_transposed = True
-        layer.split_dims = layer.split_dims | {"weight": 1 - layer.split_dims["weight"]}
-    layer.split(**options)
-
-
-def take_shards(module):
-    """Replace the parameters that are split by this rank's shards, in place.
-
-    A parameter that layers share is one parameter, so it stays tied.
-    """
-    splits = {}  # parameter: how its first layer splits it, or None
-    for path, layer in module.named_modules():
-        for name, parameter in layer.named_parameters(recurse=False):
-            dim = getattr(layer, "split_dims", {}).get(name)
-            split = None if dim is None else (dim, layer.matrix_sizes)
-            if splits.setdefault(parameter, split) != split:
-                raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
-            if split and not hasattr(parameter, "differ_between_ranks"):
-                parameter.data = layer.shard(name, parameter.data)
-                parameter.differ_between_ranks = layer.differ_between_ranks
-
-
 # --------------------------------------------------------------------------------------------------
-# 5. The library: modules that are not split, and the modules of a transformer.
+# 5. The library: whole inputs and outputs, modules that are not split, and those of a transformer.
+
+# The ranks do the same with the whole, so each has its whole gradient and keeps its part. The ranks
+# do different things with what gather_from_sequence() returns, so it sums their gradients.
+gather_whole = operator(all_gather, own_part)
+
+
+def scatter_to_region(x, process_group=None):
+    """Return this rank's part of the last dimension."""
+    return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
+
+
+def gather_from_region(x, process_group=None):
+    """Return all ranks' parts, joined along the last dimension."""
+    return gather_whole(x.movedim(-1, 0), process_group).movedim(0, -1)
+
+
+def drop_gradient(x, where):
+    """Make the gradient of x zero at these tokens."""
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient.masked_fill(where.unsqueeze(-1), 0.0))
 
 
 def add_base(module, base, process_group=None):
@@ -784,11 +798,21 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     return total_norm
 
 
+def unshard(layer, name, shard):
+    """Return a whole parameter of the layer, from the shards of all ranks."""
+    dim = layer.split_dims[name]
+    shards = all_gather(shard.unsqueeze(0), layer.process_group)()  # (rank, *shape of a shard)
+    matrices = shards.split(layer.part_sizes, dim + 1)  # each is (rank, *shape of a part)
+    # q of rank 0, q of rank 1, …, k of rank 0, …
+    whole = torch.cat([part for matrix in matrices for part in matrix], dim)
+    return whole.narrow(dim, 0, layer.size)  # without the padding
+
+
 def full_state_dict(module):
     """The plain module's state_dict(), on every rank. All ranks must call this."""
     state_dict = dict(module.state_dict())
     for name, layer, own_name in split_parameters(module):
-        state_dict[name] = layer.unshard(own_name, state_dict[name])
+        state_dict[name] = unshard(layer, own_name, state_dict[name])
     return state_dict
 
 
@@ -824,6 +848,11 @@ def boxes_of(layer, name, shape):
     dim = getattr(layer, "split_dims", {}).get(name)
     if dim is None:
         return [Box(0, shape, shape, [0] * len(shape))]
+    if dim > 0 and (len(layer.part_sizes) > 1 or layer.padding):
+        raise ValueError(
+            f"{name} has several matrices, or padding, along dimension {dim}, so they are "
+            "interleaved in memory; split an nn.Linear, or save full_state_dict()"
+        )
     whole_shape = shape.copy()
     whole_shape[dim] = layer.size
     boxes = []
@@ -843,13 +872,6 @@ def boxes_of(layer, name, shape):
 
 # --------------------------------------------------------------------------------------------------
 # 7. The library: checks.
-
-
-def rank_and_size(process_group):
-    world_size = dist.get_world_size(process_group)
-    if world_size < 1:
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    return dist.get_rank(process_group), world_size
 
 
 def check_divides(what, size, world_size):
@@ -898,7 +920,8 @@ def check_options(layer, stack, pad):
 def check_tokens(tokens, V):
     """Return which tokens are outside a vocabulary of V. On the CPU raise IndexError for them.
 
-    On a GPU this would make the host wait in every step, so the caller puts NaN in their place.
+    On a GPU this would make the host wait in every step, so there the embedding, loss and gradient
+    of such a token are NaN.
     """
     is_outside = (tokens < 0) | (tokens >= V)
     if is_outside.is_cpu and is_outside.any():
@@ -1028,7 +1051,7 @@ def whole_gradients(module):
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     for name, layer, own_name in split_parameters(module):
         if gradients.get(name) is not None:
-            gradients[name] = layer.unshard(own_name, gradients[name])
+            gradients[name] = unshard(layer, own_name, gradients[name])
     return gradients
 
 

@@ -324,6 +324,25 @@ def test_each_matrix_that_a_conv1d_stacks_is_split():
     within(split_layer(plain, "qkv")(x), torch.cat(expected, -1))
 
 
+@pool.on(2)
+def test_the_vocabulary_of_a_conv1d_is_padded_along_its_outputs():
+    plain = Conv1D(6, 13).double()
+    layer = split_layer(plain, "vocab")
+    x = randn((5, 6))
+    expected = F.pad(plain(x), (0, 1), value=-torch.inf)
+    within(layer(x), mine(expected, -1))
+    bitwise(tp.full_state_dict(layer), plain.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["qkv", "vocab"])
+@pool.on(2)
+def test_the_boxes_of_matrices_that_are_interleaved_in_memory_are_an_error(kind):
+    layer = split_layer(Conv1D(6, 15 if kind == "vocab" else 12), kind)
+    with pytest.raises(ValueError, match=r"weight .* interleaved"):
+        tp.boxes_of(layer, "weight", layer.weight.shape)
+    assert tp.boxes_of(layer, "bias", layer.bias.shape)
+
+
 @pytest.mark.parametrize("kind", ["vocab", "column"])  # T5's biases have a column per head
 @pool.on(2)
 def test_an_embedding_has_the_gradients_of_one_device(kind):
