@@ -186,7 +186,7 @@ def test_a_model_trains_as_on_one_device(tied, V, sp):
         tokens = make_tokens(V, step)
         logits = plain(tokens).movedim(-1, 1)
         expected = F.cross_entropy(logits, tokens, reduction="none")
-        losses = tp.vocab_parallel_cross_entropy(ours(tokens), tokens, pool.group())
+        losses = our_loss(ours(tokens), tokens)
         within(losses, expected)
         expected.sum().backward()
         losses.sum().backward()
@@ -239,7 +239,8 @@ def test_swiglu_is_silu_of_the_gate_times_up():
     mlp = tp.ParallelMLP(4, 6, "swiglu", process_group=pool.group())
     x = torch.ones(3, 4)
     gate, up = mlp.linear1(x).chunk(2, -1)
-    bitwise(mlp(x), mlp.linear2(F.silu(gate) * up))
+    hidden = F.silu(gate) * up
+    bitwise(mlp(x), mlp.linear2(hidden))
 
 
 @pool.on(1, 3)
@@ -266,7 +267,8 @@ def test_evaluation_of_pytorchs_encoder_does_not_take_shards_for_whole_weights()
     with torch.no_grad():
         within(ours(x), plain(x))
         y = ours(x, src_key_padding_mask=padding)
-        within(y[~padding], plain(x[:, :4]).flatten(0, 1))
+        expected = plain(x[:, :4])
+        within(y[:, :4], expected)
 
 
 class OwnNorm(nn.Module):
@@ -287,8 +289,11 @@ class OwnNorm(nn.Module):
 @SEQUENCE_PARALLEL
 @pool.on(1, 3)
 def test_any_norm_trains_between_pairs_and_inside_a_pair(sp):
-    heads = [nn.Unflatten(-1, (-1, 4)), OwnNorm(4), nn.Flatten(-2)]
-    plain = nn.Sequential(OwnNorm(8), nn.Linear(8, 24), *heads, nn.Linear(24, 8))
+    split_heads = nn.Unflatten(-1, (-1, 4))
+    heads = [split_heads, OwnNorm(4), nn.Flatten(-2)]
+    first = nn.Linear(8, 24)
+    second = nn.Linear(24, 8)
+    plain = nn.Sequential(OwnNorm(8), first, *heads, second)
     plain.double()
     plan = {"0": "norm", "1": "column", "3": "replicated_with_grad_allreduce", "5": "row"}
     ours = split(plain, plan, sp)
@@ -320,8 +325,10 @@ def test_a_pair_of_conv1d_trains_as_on_one_device(sp):
 def test_each_matrix_that_a_conv1d_stacks_is_split():
     plain = Conv1D(4, 3 * 8).double()
     x = randn((5, 4))
-    expected = [mine(y, -1) for y in plain(x).chunk(3, -1)]
-    within(split_layer(plain, "qkv")(x), torch.cat(expected, -1))
+    layer = split_layer(plain, "qkv")
+    q, k, v = plain(x).chunk(3, -1)
+    expected = [mine(y, -1) for y in (q, k, v)]
+    within(layer(x), torch.cat(expected, -1))
 
 
 @pool.on(2)
@@ -368,6 +375,14 @@ def test_a_norm_has_its_parameters_after_a_checkpoint_that_stops_inside_of_it():
 # ---- the loss and the head
 
 
+def our_loss(shard, target, ignore=-100):
+    return tp.vocab_parallel_cross_entropy(shard, target, pool.group(), ignore)
+
+
+def make_embedding():
+    return tp.VocabParallelEmbedding(7, 4, process_group=pool.group())
+
+
 @pytest.mark.parametrize(
     ("scale", "ignore"), [(1, 2), (3000, -100)], ids=["ignored", "logits that overflow exp"]
 )
@@ -378,11 +393,11 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(scale, ignore):
     target[0, 0] = ignore
     shard = mine(whole, -1).detach().requires_grad_()
     weights = randn((4, 3), seed=1)
-    cross_entropy = partial(F.cross_entropy, ignore_index=ignore, reduction="none")
-    expected = cross_entropy(whole.movedim(-1, 1), target)
+    logits = whole.movedim(-1, 1)
+    expected = F.cross_entropy(logits, target, ignore_index=ignore, reduction="none")
     expected.backward(weights)
 
-    loss = tp.vocab_parallel_cross_entropy(shard, target, pool.group(), ignore)
+    loss = our_loss(shard, target, ignore)
     loss.backward(weights)
 
     within(loss / scale, expected / scale)
@@ -393,7 +408,8 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(scale, ignore):
 def test_the_loss_of_bfloat16_logits_is_computed_in_float32():
     logits = randn((5, 8), dtype=torch.bfloat16)
     target = torch.arange(5)
-    loss = tp.vocab_parallel_cross_entropy(mine(logits, -1), target, pool.group())
+    shard = mine(logits, -1)
+    loss = our_loss(shard, target)
     expected = F.cross_entropy(logits.float(), target, reduction="none")
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=2e-7)
 
@@ -413,16 +429,17 @@ def test_a_head_pads_its_logits_with_minus_infinity_and_gathers_them_without_pad
 
 @pool.on(2)
 def test_on_a_gpu_what_is_outside_the_vocabulary_is_nan():
-    embedding = tp.VocabParallelEmbedding(7, 4, process_group=pool.group())
-    logits = torch.ones(3, 6, requires_grad=True)
+    embedding = make_embedding()
+    shard = torch.ones(3, 3, requires_grad=True)
     tokens = torch.tensor([5, -7, 8**9])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cpu", False)
         x = embedding(tokens)
-        loss = tp.vocab_parallel_cross_entropy(mine(logits, -1), tokens, pool.group())
+        loss = our_loss(shard, tokens)
     loss.sum().backward()
-    for each in (x, loss.unsqueeze(-1), mine(logits.grad, -1)):
-        assert each.isnan().all(-1).tolist() == [False, True, True]
+    for each in (x, loss.unsqueeze(-1), shard.grad):
+        is_nan = each.isnan().all(-1)
+        assert is_nan.tolist() == [False, True, True]
 
 
 # ---- state dicts, and what other files rely on
@@ -434,8 +451,8 @@ def test_a_plain_state_dict_loads_bitwise_and_padding_stays_zero():
     other = {name: randn(whole.shape) for name, whole in tp.full_state_dict(ours).items()}
     tp.load_full_state_dict(ours, other)
     bitwise(tp.full_state_dict(ours), other)
-    if pool.rank() == 1:
-        assert ours[0].weight[6:].eq(0).all()
+    padded = torch.cat(everyone(ours[0].weight))
+    assert padded[13:].count_nonzero() == 0
 
 
 @pool.on(2)
@@ -451,23 +468,25 @@ def test_split_layers_and_their_shards_name_the_ranks_that_hold_others():
 def test_the_boxes_of_all_ranks_cover_the_whole_weight_once(kind):
     plain = nn.Linear(6, 13 if kind == "vocab" else 36)
     whole = plain.weight.detach()
-    shard = split_layer(plain, kind).weight.detach()
-    covered = torch.zeros_like(whole)
-    for box in tp.boxes_of(split_layer(plain, kind), "weight", shard.shape):
+    layer = split_layer(plain, kind)
+    shard = layer.weight.detach()
+    joined = torch.zeros_like(whole)
+    for box in tp.boxes_of(layer, "weight", shard.shape):
         assert box.whole_shape == list(whole.shape)
-        rows = slice(box.offset[0], box.offset[0] + box.shape[0])
-        columns = slice(box.offset[1], box.offset[1] + box.shape[1])
-        end = box.first + math.prod(box.shape)
-        flat = shard.flatten()[box.first : end]
-        bitwise(flat.view(box.shape), whole[rows, columns])
-        covered[rows, columns] += 1
-    bitwise(sum(everyone(covered)), torch.ones_like(whole))
+        size = math.prod(box.shape)
+        flat = shard.flatten().narrow(0, box.first, size)
+        place = joined
+        for dim in range(2):
+            place = place.narrow(dim, box.offset[dim], box.shape[dim])
+        place += flat.view(box.shape)
+    bitwise(sum(everyone(joined)), whole)
 
 
 @pool.on(2)
 def test_a_parameter_that_is_not_split_is_one_box():
     layer = split_layer(nn.Linear(4, 6), "row")
-    assert tp.boxes_of(layer, "bias", [6]) == [tp.Box(0, [6], [6], [0])]
+    box = tp.Box(0, [6], [6], [0])
+    assert tp.boxes_of(layer, "bias", [6]) == [box]
 
 
 # ---- dropout
@@ -478,23 +497,26 @@ def test_a_parameter_that_is_not_split_is_one_box():
 def test_dropout_differs_between_ranks_only_where_activations_do_and_checkpoints_repeat_it(sp):
     options = {"dropout": 0.5, "sequence_parallel": sp, "process_group": pool.group()}
     layer = tp.ParallelTransformerLayer(8, 4, **options).double()
-    layer.self_attn.qkv.weight.data = randn((2, 8)).repeat(6, 1)  # equal heads
-    layer.self_attn.qkv.bias.data.zero_()
+    attention = layer.self_attn
+    attention.qkv.weight.data = randn((2, 8)).repeat(6, 1)  # equal heads
+    attention.qkv.bias.data.zero_()
     inside = []  # the inputs of proj
     outside = []  # the outputs of dropout
-    layer.self_attn.proj.register_forward_pre_hook(lambda module, x: inside.extend(x))
+    attention.proj.register_forward_pre_hook(lambda module, x: inside.extend(x))
     layer.dropout.register_forward_hook(lambda module, x, y: outside.append(y))
     x = randn((4, 2, 8)).requires_grad_()
     results = []
+    needs_gradient = [x, *layer.parameters()]
     for call in (layer, partial(checkpoint, layer, use_reentrant=False)):
         tp.model_parallel_seed(3, pool.group())
         y = call(x)
-        gradients = torch.autograd.grad(y, [x, *layer.parameters()], randn(y.shape))
-        results.append([y.detach(), torch.rand(3), *gradients])
+        gradients = torch.autograd.grad(y, needs_gradient, randn(y.shape))
+        random = torch.rand(3)
+        results.append([y.detach(), random, *gradients])
     bitwise(*results)
     assert not alike(inside[0])
     assert alike(outside[0] == 0) != sp
-    assert alike(results[0][1])
+    assert alike(random)
 
 
 @pool.on(2)
@@ -602,12 +624,12 @@ def test_a_group_without_this_rank_is_an_error():
 
 @pool.on(2)
 def test_what_is_outside_the_vocabulary_is_an_error():
-    embedding = tp.VocabParallelEmbedding(7, 4, process_group=pool.group())
+    embedding = make_embedding()
     for token in (-1, 7):  # 7 is padding
         with pytest.raises(IndexError, match=rf"\[{token}\] .* of 7; use 0 to 6"):
             embedding(torch.tensor([6, token]))
     with pytest.raises(IndexError, match=r"\[8\] .* of 8"):
-        tp.vocab_parallel_cross_entropy(torch.ones(1, 4), torch.tensor([8]), pool.group())
+        our_loss(torch.ones(1, 4), torch.tensor([8]))
     with pytest.raises(ValueError, match=r"\[8, 4\].* 7"):
         tp.load_full_state_dict(embedding, {"weight": torch.ones(8, 4)})
 
@@ -616,18 +638,21 @@ def test_what_is_outside_the_vocabulary_is_an_error():
 def test_targets_in_another_order_than_the_logits_are_an_error():
     target = torch.ones(3, 2, dtype=torch.long)
     with pytest.raises(ValueError, match=r"\[3, 2\].*\[2, 3, 4\]"):
-        tp.vocab_parallel_cross_entropy(torch.ones(2, 3, 4), target, pool.group())
+        our_loss(torch.ones(2, 3, 4), target)
 
 
 @pytest.mark.parametrize("of", ["a column layer", "the loss"])
 @pool.on(2)
 def test_a_gradient_of_a_gradient_is_an_error_because_a_part_of_it_would_be_left_out(of):
     x = torch.ones(4, 4, requires_grad=True)
-    layer = tp.ColumnParallelLinear(4, 4, process_group=pool.group())
-    loss = partial(tp.vocab_parallel_cross_entropy, process_group=pool.group())
-    y = layer(x) if of == "a column layer" else loss(x, torch.arange(4))
+    if of == "the loss":
+        y = our_loss(x, torch.arange(4))
+    else:
+        layer = split_layer(nn.Linear(4, 4), "column")
+        y = layer(x)
+    total = y.sum()
     with pytest.raises(RuntimeError, match="gradients of gradients"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)
+        torch.autograd.grad(total, x, create_graph=True)
 
 
 # ---- devices, precision, costs
@@ -644,16 +669,15 @@ def test_sixteen_bits_are_right_to_their_precision(autocast):
         y = ours(x.to(dtype).requires_grad_())
     assert y.dtype == torch.bfloat16
     expected = plain.float()(x)
-    y.backward(torch.ones_like(y))
-    expected.backward(torch.ones_like(expected))
+    y.sum().backward()
+    expected.sum().backward()
     for name, gradient in tp.whole_gradients(ours).items():
         assert gradient.dtype == dtype
         expected = plain.get_parameter(name).grad
-        largest = expected.abs().max()
-        torch.testing.assert_close(
-            gradient / largest, expected / largest, rtol=0, atol=8 * 2**-8, check_dtype=False
-        )
-    assert tp.clip_grad_norm_(ours, 1e9, pool.group()).dtype == torch.float32
+        difference = gradient.float() - expected
+        assert difference.abs().max() <= 8 * 2**-8 * expected.abs().max()
+    norm = tp.clip_grad_norm_(ours, 1e9, pool.group())
+    assert norm.dtype == torch.float32
 
 
 def kept(function, *args, but=()):
@@ -661,9 +685,9 @@ def kept(function, *args, but=()):
     saved = []  # alive, so that no address is used twice
     with saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         result = function(*args)
-    but = {parameter.untyped_storage().data_ptr() for parameter in but}
-    others = [x for x in saved if x.untyped_storage().data_ptr() not in but]
-    return result, tp.held_bytes(others) / 4
+    parameters = list(but)
+    kept_bytes = tp.held_bytes(saved + parameters) - tp.held_bytes(parameters)
+    return result, kept_bytes / 4
 
 
 @SEQUENCE_PARALLEL
@@ -678,13 +702,18 @@ def test_a_layer_sends_holds_and_keeps_what_the_formulas_say(t, rank, sp):
         with tp.SentBytes() as sent:
             y, keeps = kept(layer, x, but=layer.parameters())
             y.sum().backward()
-    elements = 10 * s * h + 12 * h if sp else 8 * s * h
+    elements = 8 * s * h
+    if sp:
+        elements = 10 * s * h + 12 * h
     assert sent.total == pytest.approx(4 * elements * (t - 1) / t)
-    assert sum(p.numel() for p in layer.parameters()) == (6 * h * h + 4 * h) // t + 6 * h
+    holds = sum(p.numel() for p in layer.parameters())
+    assert holds == (6 * h * h + 4 * h) // t + 6 * h
     # Between pairs, the inputs of norms and column layers, and means and deviations. Inside a
     # pair six of h, and one number for each row and head.
-    between = (4 + 4 / h) / (t if sp else 1)
-    inside = (6 + 1) / t
+    between = 4 + 4 / h
+    if sp:
+        between /= t
+    inside = 7 / t
     assert keeps / (s * h) == pytest.approx(between + inside, rel=1e-12)
 
 
@@ -712,8 +741,8 @@ def test_a_column_layer_computes_while_it_communicates(sp, order, monkeypatch):
 
 def test_the_loss_sends_three_numbers_a_token_and_keeps_one_tensor_of_logits():
     with fake_world(8, 3), tp.SentBytes() as sent:
-        logits = torch.randn(8, 2, 5000, requires_grad=True)
-        target = torch.zeros(8, 2, dtype=torch.long)
+        logits = torch.randn(16, 5000, requires_grad=True)
+        target = torch.arange(16)
         loss, keeps = kept(tp.vocab_parallel_cross_entropy, logits, target)
         loss.sum().backward()
     assert sent.total == pytest.approx(4 * 6 * 16 * 7 / 8)
