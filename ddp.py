@@ -194,7 +194,7 @@ class DistributedDataParallel(nn.Module):
             "check_reduction": check_reduction,
             "output_device": output_device not in (None, *(device_ids or ())),
         }
-        verify_arguments(module, process_group, unsupported)
+        verify_arguments(module, process_group, others, unsupported)
         self.module = module
         self.device_ids = device_ids  # if given, inputs are moved to the device of the module
         self.broadcast_buffers = broadcast_buffers
@@ -414,10 +414,10 @@ def verify_ready(ddp):
             )
 
 
-def verify_arguments(module, process_group, unsupported):
+def verify_arguments(module, process_group, others, unsupported):
     """Raise an error if an argument or the module is not supported: on all ranks, if on one."""
     # Raises TypeError for an argument that PyTorch's class does not have.
-    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **unsupported)
+    inspect.signature(nn.parallel.DistributedDataParallel).bind(module, **others)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError("module does not have any parameter that requires a gradient")
     for name, is_set in unsupported.items():

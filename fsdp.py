@@ -23,12 +23,12 @@ Read section 1 for the idea (12 minutes), to section 3 for the technique (57), a
 it as a library (87).
 
 Cost per rank in elements, with Adam, for Ψ parameters, of which T are trained, and u in the largest
-unit. The rows with + add to the row "between steps":
+unit. In forward and backward, one of the rows with + adds to the row "between steps":
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
     FSDP between steps                Ψ/N         T/N       2T/N
-         in forward and backward     + 2u        + 3u                 2Ψ + T, so 3Ψ if all train
+         reshard_after_forward=True   + 2u       + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
 2u: one unit computes while the next is gathered. 3u: one unit's gradients are computed, and
@@ -175,8 +175,8 @@ class ShardedParameter:
         # shard ends at 48, and slice(0, 12) on rank 1, where begin is -48.
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data has its own version counter. With the buffer's, the gather in backward would count
-        # as a change of what autograd has saved: an error.
+        # .data shares the buffer's memory, but has a version counter of its own. The gather in
+        # backward raises the buffer's, and autograd would refuse what it has saved.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self  # see sharded_parameter()
         original._sharded_parameter = self  # see find_parameters()
@@ -305,8 +305,8 @@ class ParameterGroup:
 
 # --------------------------------------------------------------------------------------------------
 # 3. When a unit is gathered and reduced. fully_shard makes a Unit and the Schedule of all units,
-# and calls register_hooks(). The table is for three units, and leaves out the root unit, which has
-# no parameters. "unshard" is start_unshard and then finish_unshard, which waits. start_reduce
+# and calls register_hooks(). The table is for three units, from the second step on, as if there
+# were no root unit. "unshard" is start_unshard and then finish_unshard, which waits. start_reduce
 # follows collect_gradients:
 #
 #   forward    pre_forward 0       unshard 0           start_unshard 1
@@ -432,8 +432,9 @@ class Schedule:
 
     def start_forward(self, unit):
         """Reshard all units if this is a forward of the model, and not of a unit in it."""
-        is_inner = self.outermost not in (None, unit)  # `unit`: its last forward raised an error
-        if is_inner or in_backward():
+        # None: post_forward has reset it. `unit`: its last forward raised an error.
+        is_outermost = self.outermost in (None, unit)
+        if not is_outermost or in_backward():
             return
         if self.backward_is_running:
             raise RuntimeError("an earlier backward raised an error; nothing is right after it")
@@ -469,7 +470,8 @@ class Schedule:
     def finish_backward(self):
         """Call post_backward of the units whose inputs need no gradient, and end all reductions."""
         for unit in self.units:
-            # If it has run in no_sync(), a second run finds no new .grad and changes nothing.
+            # no_sync() keeps gradients that are sent now, even if this backward did not reach the
+            # unit. A second run in no_sync() finds no new .grad and changes nothing.
             if unit.awaits_post_backward or unit.has_unsent_gradients:
                 unit.post_backward()
         self.finish_reduce()

@@ -121,8 +121,8 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
             saved.append((x, y))
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # Receive before you send y: the next rank's first_backward is one less, so it sends
-            # this in its turn - 1, and receives y later. The last rank keeps the ones: the loss's.
+            # Receive before you send y. In 1F1B, the next rank sends this at the end of its turn - 1
+            # and takes y in its next turn. The last rank keeps the ones, the gradient of the loss.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
@@ -188,12 +188,13 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     # Interleaved: rounds of p micro-batches (more if p does not divide m). After p forwards the
     # first is back on this rank for its next stage.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # forwards of a rank's other stages
+    # Forwards before a rank's first backward: the first round through its other stages, then, as in
+    # section 1, one for each later rank. Interleaved: two, as in Megatron-LM, to leave time for
+    # transfers.
     before_last_stage = (v - 1) * len(rounds[0])
+    for_each = 2 if name == "interleaved_1f1b" else 1
     schedule = []
     for rank in range(p):
-        # Interleaved: two for each later rank, as in Megatron-LM, to leave time for transfers.
-        for_each = 2 if name == "interleaved_1f1b" else 1
         first_backward = before_last_stage + for_each * (p - 1 - rank)
         if name == "gpipe":
             first_backward = m * v
@@ -205,9 +206,8 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             # Only the order of micro-batches changes: sort() is stable.
             actions.sort(key=lambda action: action.micro_batch)
         if name == "zero_bubble":
-            # Rank r of 1F1B keeps p - r micro-batches. If W is r backwards late, all ranks keep p.
-            # The last rank delays most: each W that it puts off lets it send its next I, for which
-            # the others wait.
+            # Rank r of 1F1B keeps p - r micro-batches. If W is r backwards late, it keeps r more,
+            # and all ranks p. The last rank delays most, because all others wait for its I.
             actions = split_backwards(actions, delay=rank)
         schedule.append(list(map(str, actions)))
     return schedule
@@ -237,8 +237,9 @@ COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 def end_times(schedule, cost):
     """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
     actions = list(itertools.chain(*schedule))
-    # No action gives the batch's inputs, or what W and the last stage's B take. In the rank's list
-    # these follow their I and F: rank_of_stages() has checked it.
+    # What no action gives is there from time 0: the batch's inputs, and the keys of W and of the
+    # last stage's B. These wait for their I and F, which are earlier in the same rank's list, as
+    # rank_of_stages() has checked.
     from_no_action = set(map(input_of, actions)) - set(map(output_of, actions))
     available = dict.fromkeys(from_no_action, 0)  # message -> since when it is there
     free_since = [0] * len(schedule)  # by rank: the end of its last action
@@ -301,8 +302,9 @@ class Pipeline(nn.Module):
         agree_on_grad_mode(self._group, self._wire)
         self._start(inputs, targets)
         # All ranks walk through one list, sorted by end. So an action is after its rank's earlier
-        # ones, and after the one that gives its message. There, sender and receiver start the
-        # transfer: all ranks in one order, as NCCL needs. The receiver waits only in _take().
+        # ones, and after the one that gives its message. At the action that gives a message, sender
+        # and receiver both start its transfer. So all ranks start transfers in one order, as NCCL
+        # needs. The receiver waits only in _take().
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
@@ -345,7 +347,8 @@ class Pipeline(nn.Module):
 
     def _forward(self, stage, kind, i, tensors):
         inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in tensors]
-        deferred = [] if Action(stage, "I", i) in self._own else None  # I fills it, for W
+        # A list that the hooks of section 4 fill in I, for W. None: a whole backward.
+        deferred = [] if Action(stage, "I", i) in self._own else None
         with leave_weights_to_w(deferred, self._weights):
             output = self.stages[str(stage)](*inputs)
             if stage == self._last_stage:
@@ -421,8 +424,9 @@ linear = F.linear
 def leave_weights_to_w(deferred, weights):
     """In here, the backward of F.linear appends to `deferred` what W needs, unless it is None.
 
-    PyTorch's modules call F.linear. It is replaced in F, and in I only for activation
-    checkpointing, which runs the forward again there, on a thread of autograd.
+    PyTorch's modules call F.linear. It is replaced in F. It is replaced in I, too, because
+    activation checkpointing runs the forward again there. That is on a thread of autograd, so it is
+    replaced for all threads.
     """
     if deferred is None:
         yield
@@ -446,7 +450,7 @@ def split_linear(deferred, weights, x, weight, bias=None):
         if grad_y is not None:  # None: the loss does not depend on y
             deferred.append((weight, rows.detach(), version, grad_y))
 
-    # On y, not on its view: an in-place change would give that a new grad_fn, and other gradients.
+    # On y, not on its view: if the stage changes the view in place, it gets a new grad_fn.
     y.register_hook(leave_to_w)
     return y.unflatten(0, x.shape[:-1])
 
