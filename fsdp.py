@@ -19,8 +19,8 @@ backward the gradients of the previous one are reduced.
 Hybrid sharding keeps R copies of each shard, on N·R ranks. After the reduce-scatter over N ranks,
 ḡ₀ is all-reduced over the R ranks that have w₀. Gathers stay within N ranks, for example a node.
 
-Read section 1 for the idea (12 minutes), to section 3 for the technique (57), and the rest to use
-it as a library (87).
+Read section 1 for the idea (10 minutes), to section 3 for the technique (53), and the rest to use
+it as a library (91).
 
 Cost per rank in elements, with Adam, for Ψ parameters, of which T are trained, and u in the largest
 unit. In forward and backward, one of the rows with + adds to the row "between steps":

@@ -40,7 +40,7 @@ Cost per rank; Ψ parameters; a micro-batch has b samples of s tokens of h featu
     * if m ≥ p   ** if m ≥ p, and F, I and W take equally long. Ranks 0 and p-1 send m·bsh less.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (47), and the rest to use
-it as a library (62).
+it as a library (64).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
           --idea trains with section 1 alone: --schedule gpipe or 1f1b
@@ -121,8 +121,8 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
             saved.append((x, y))
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # Receive before you send y. In 1F1B, the next rank sends this at the end of its turn - 1
-            # and takes y in its next turn. The last rank keeps the ones, the gradient of the loss.
+            # Receive before you send y: in 1F1B, the next rank sends this gradient before it takes
+            # y. The last rank keeps the ones, which are the gradient of the loss.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)

@@ -34,11 +34,11 @@ linear2's biases. Embedding and head then send 2bsh + 4h more. "activations" is 
 numbers of 16 bits (Korthikanti et al., §4). 2sbh are dropout masks. 5as²b are attention scores,
 which fused attention does not keep.
 
-A rank keeps 1/t of the parameters, gradients and optimizer state, but all those of these norms and
-biases.
+A rank keeps 1/t of the parameters, gradients and optimizer state, but all those of the norms and of
+proj's and linear2's biases.
 
-Read section 1 for the idea (19 minutes), to section 3 for the technique (50), and the rest to use
-it as a library (70).
+Read section 1 for the idea (17 minutes), to section 3 for the technique (43), and the rest to use
+it as a library (82).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
@@ -212,7 +212,10 @@ def row_linear(x, weight, bias=None, sequence_parallel=False, process_group=None
 
 
 def layer_norm(x, weight, bias, process_group=None):
-    """Only with sequence parallelism: the norm of this rank's part. f sums the gradients."""
+    """With sequence parallelism: the norm of this rank's positions.
+
+    Each rank has the gradients of weight and bias for its positions. copy_to_region() sums them.
+    """
     weight = copy_to_region(weight, process_group)
     bias = copy_to_region(bias, process_group)
     return F.layer_norm(x, weight.shape, weight, bias)
@@ -330,9 +333,11 @@ def take_shards(module):
         for name, parameter in layer.named_parameters(recurse=False):
             dim = getattr(layer, "split_dims", {}).get(name)
             split = None if dim is None else (dim, layer.matrix_sizes)
-            if splits.setdefault(parameter, split) != split:
+            first_split = splits.setdefault(parameter, split)
+            if split != first_split:
                 raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
-            if split and not hasattr(parameter, "differ_between_ranks"):
+            is_cut = hasattr(parameter, "differ_between_ranks")  # by a layer that shares it
+            if split and not is_cut:
                 parameter.data = layer.shard(name, parameter.data)
                 parameter.differ_between_ranks = layer.differ_between_ranks
 
@@ -344,10 +349,10 @@ class ColumnLinear(Function):
     def forward(ctx, x, weight, bias, layer):
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        # Autograd records nothing in here, so the gathered x is freed.
+        # Autograd is off in here: f's own backward will not run, and the gathered x is freed.
         y = column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
         if layer.padding:
-            # The padding begins here among this rank's outputs, or before or after them.
+            # Among this rank's outputs. Negative: all are padding. Beyond the last one: none.
             first_of_padding = layer.size - layer.rank * len(weight)
             y[..., max(0, first_of_padding) :] = -math.inf  # softmax ignores such logits
         return y
@@ -438,6 +443,7 @@ def own_part(x, process_group):
     return lambda: part
 
 
+# All ranks have computed x, so each needs the gradients of all parts.
 scatter_to_sequence = operator(own_part, all_gather)
 
 
@@ -459,10 +465,11 @@ class VocabParallelCrossEntropy(Function):
         maximum = logits.amax(-1)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
         maximum.masked_fill_(is_outside, math.nan)  # makes the token's loss and gradient NaN
+        # shifted, exp and grad_logits are one tensor, changed in place. So read the target first.
         shifted = logits - maximum.unsqueeze(-1)
         row = torch.arange(len(target), device=logits.device)
         local_target = shifted[row, column].where(is_local, 0.0)
-        exp = shifted.exp_()  # in place, as below: backward keeps one tensor of this size
+        exp = shifted.exp_()
         sums = torch.stack((exp.sum(-1), local_target))
         total, shifted_target = reduce_from_region(sums, process_group)
         grad_logits = exp.div_(total.unsqueeze(-1))
@@ -598,8 +605,8 @@ def change_kind(layer, kind, **options):
 # --------------------------------------------------------------------------------------------------
 # 5. The library: whole inputs and outputs, modules that are not split, and those of a transformer.
 
-# The ranks do the same with the whole, so each has its whole gradient and keeps its part. The ranks
-# do different things with what gather_from_sequence() returns, so it sums their gradients.
+# Unlike after gather_from_sequence(), all ranks go on to compute the same. So their gradients are
+# equal, and are not summed.
 gather_whole = operator(all_gather, own_part)
 
 
