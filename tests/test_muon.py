@@ -90,7 +90,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("N", [2, 3, 8])
+@pytest.mark.parametrize("N", [2, 3, 7, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_own_even_shares_of_work_and_momentum(model, N):
     shapes = MODELS[model]
