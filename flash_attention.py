@@ -94,8 +94,8 @@ def naive_attention(q, k, v, causal=False, scale=None):
 
 
 def softmax_scale(q, scale):
-    """Return `scale`, or 1/√D if it is None."""
-    return q.shape[3] ** -0.5 if scale is None else scale
+    """Return `scale`, or 1/√D if it is None. If D = 0, any scale will do."""
+    return max(1, q.shape[3]) ** -0.5 if scale is None else scale
 
 
 def hidden_keys(scores, first_sees):
