@@ -597,7 +597,10 @@ class Zero3(Zero2):
     # The library: see section 6.
 
     def full_parameters(self):
-        """A context with whole parameters. The caller may write to them, alike on all ranks."""
+        """A context with whole parameters. The caller may write to them, alike on all ranks.
+
+        Clone what is used after it, because its memory is freed then.
+        """
         return full_parameters(self)
 
     def module_state_dict(self):
