@@ -484,10 +484,12 @@ def test_split_layers_and_their_shards_name_the_ranks_that_hold_others():
     assert not hasattr(layer.bias, "differ_between_ranks")
 
 
-@pytest.mark.parametrize("kind", ["row", (18, 12, 6), "vocab"], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "outputs"), [("row", 36), ((18, 12, 6), 36), ("vocab", 13), ("vocab", 1)], ids=str
+)
 @pool.on(1, 3)
-def test_the_boxes_of_all_ranks_cover_the_whole_weight_once(kind):
-    plain = nn.Linear(6, 13 if kind == "vocab" else 36)
+def test_the_boxes_of_all_ranks_cover_the_whole_weight_once(kind, outputs):
+    plain = nn.Linear(6, outputs)
     whole = plain.weight.detach()
     layer = split_layer(plain, kind)
     shard = layer.weight.detach()

@@ -358,9 +358,10 @@ def test_bytes_of_two_backwards_are_those_of_the_docstring(stage, dtype, whole, 
     assert abs(held - costs.psi * (whole + sharded / N)) <= 600
 
 
-def test_zero2_frees_gradients_in_backward():
+@pytest.mark.parametrize("stage", [zero.Zero2, zero.Zero3])
+def test_gradients_are_freed_in_backward(stage):
     with fake_world(3, rank=0):
-        costs = Costs(zero.Zero2, 3)
+        costs = Costs(stage, 3)
         parameters = list(costs.model.parameters())
         with Watch(lambda: sum(p.grad is not None for p in parameters)) as watch:
             costs.backward()
