@@ -119,7 +119,7 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     preserve_rng_state: if False, the second run draws other random numbers.
     policy(operator, *args, **kwargs): called for each ATen operator inside the function, except
         views, casts and changes in place. If it returns True, the operator's output is kept and not
-        recomputed (section 3).
+        recomputed (section 3), unless a collective gets it.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -266,6 +266,8 @@ class Keep(TorchDispatchMode):
         # write into their arguments. So do casts: autocast casts a weight once, and forward may
         # skip a cast that the second run makes.
         is_cast = func is torch.ops.aten._to_copy.default
+        if func.namespace == "c10d":
+            self.forget(args)
         if shares_memory(func) or func.namespace == "c10d" or is_cast:
             return func(*args, **kwargs)
         self.calls[func] += 1
@@ -285,6 +287,18 @@ class Keep(TorchDispatchMode):
             states = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
             self.kept[call] = detached(outputs), versions_of(outputs), states
         return outputs
+
+    def forget(self, arguments):
+        """Keep nothing that a collective may write into, because it raises no version."""
+        written = set(storages_of(arguments))
+        for call, (outputs, *_) in list(self.kept.items()):
+            if written.intersection(storages_of(outputs)):
+                del self.kept[call]  # the second run computes it
+
+
+def storages_of(tensors):
+    leaves = filter(torch.is_tensor, tree_leaves(tensors))
+    return [tensor.untyped_storage().data_ptr() for tensor in leaves]
 
 
 def versions_of(outputs):

@@ -224,8 +224,13 @@ def keep_all_reduce(operator, *args, **kwargs):
     return operator == torch.ops.c10d.allreduce_.default
 
 
+def keep_all(operator, *args, **kwargs):
+    return True
+
+
+@pytest.mark.parametrize("policy", [keep_all_reduce, keep_all])
 @pool.on(2)
-def test_a_policy_does_not_keep_collectives_because_they_write_into_their_arguments():
+def test_a_policy_keeps_no_collective_and_nothing_that_one_writes_into(policy):
     w = torch.tensor(pool.rank() + 1.0, requires_grad=True)
 
     def function(x):
@@ -235,5 +240,5 @@ def test_a_policy_does_not_keep_collectives_because_they_write_into_their_argume
 
     x = torch.tensor(pool.rank() / 2, requires_grad=True)
     expected = torch.autograd.grad(function(x), w)
-    output = ac.checkpoint(function, x, policy=keep_all_reduce)
+    output = ac.checkpoint(function, x, policy=policy)
     assert torch.autograd.grad(output, w) == expected
