@@ -749,7 +749,8 @@ class SentBytes(TorchDispatchMode):
         elif "c10d" in func.namespace and name != "recv_" and not is_uneven:
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             N = dist.ProcessGroup.unbox(group).size()
-            inputs = args[0] if args[1] is group else args[1]
+            inputs = args[0] if args[1] is group else args[1]  # outputs may come first
+            # How often the inputs go around the ring. An operator that is not named counts once.
             rounds = {"allreduce_": 2, "allgather_": N, "_allgather_base_": N}.get(name, 1)
             size = sum(tensor.nbytes for tensor in tree_leaves(inputs))
             self.total += rounds * size * (N - 1) / N
