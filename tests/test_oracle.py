@@ -9,7 +9,7 @@ import pool
 import pytest
 import torch
 import wrong
-from claims import KINDS
+from claims import KINDS, verdicts
 from claims.registry import resolve
 from claims.verdicts import by_group, group_of, is_clear, judge, names_of_claims
 from launch import ROOT
@@ -17,9 +17,7 @@ from launch import ROOT
 
 @pytest.fixture(autouse=True)
 def _skip_muon_before_torch_2_9(request):
-    parameters = getattr(request.node, "callspec", None)
-    is_muon = parameters and parameters.params.get("kind") == "muon"
-    if is_muon and not hasattr(torch.optim, "Muon"):
+    if "[muon" in request.node.name and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch before 2.9 has no Muon to compare with")
 
 
@@ -28,10 +26,10 @@ def test_claim(kind, name, spec, remember):
     verdict = judge(kind, name, spec)
 
     remember((kind, name), verdict)
-    is_ours = spec == KINDS[kind].ours
     if verdict.outcome == "not run":
-        pytest.skip(f"{verdict.outcome}: {verdict.why}")
+        pytest.skip(f"not run: {verdict.why}")
     group = group_of(kind, name, verdict)
+    is_ours = spec == KINDS[kind].ours
     if group in ("refuses", "lacks", "not offered") and not is_ours:  # which is not wrong
         pytest.skip(group)
     assert group == "holds", verdict.why
@@ -51,10 +49,11 @@ def test_a_wrong_implementation_is_caught(kind, implementation, claim, monkeypat
 @pytest.mark.cpu
 @pytest.mark.parametrize(("kind", "implementation", "lacking"), wrong.RIGHT)
 def test_what_the_mistakes_are_made_in_is_right(kind, implementation, lacking):
-    """It lacks what is listed beside it, and nothing else."""
-    verdicts = {name: judge(kind, name, implementation) for name in names_of_claims(kind)}
+    """Of the claims that catch mistakes, those listed beside it do not hold, and no others."""
+    catching = {claim for of, _, claim in wrong.MISTAKES if of == kind}
+    verdicts = {claim: judge(kind, claim, implementation) for claim in catching.union(lacking)}
 
-    bad = {name: verdict for name, verdict in verdicts.items() if verdict.is_bad}
+    bad = {claim: verdict for claim, verdict in verdicts.items() if verdict.is_bad}
     assert bad.keys() == set(lacking), bad
 
 
@@ -66,10 +65,8 @@ def test_an_unusual_implementation_is_not_called_wrong(kind, implementation, cla
 
 @pytest.mark.cpu
 def test_the_verdict_says_which_dtype_a_claim_held_in():
-    in_float32 = "wrong.unusual:attention_in_blocks_of_64"
-
-    assert judge("attention", "as_dense", in_float32).why == "float32"
-    assert judge("attention", "as_dense", KINDS["attention"].ours).why == "float64"
+    verdict = judge("attention", "as_dense", "wrong.unusual:attention_in_blocks_of_64")
+    assert verdict == ("holds", "float32")
 
 
 # ---- how it fails
@@ -79,7 +76,7 @@ MINE = """
 import torch
 import torch.distributed as dist
 
-class {name}(torch.nn.Module):
+class MyDDP(torch.nn.Module):
     def __init__(self, module):
         super().__init__()
         self.module = module
@@ -97,9 +94,9 @@ def mine(tmp_path, monkeypatch):
     """Writes the user's own class, into the directory that the user stands in."""
     monkeypatch.setattr(environment, "CALLED_FROM", str(tmp_path))
 
-    def write(forward):
-        (tmp_path / "mine.py").write_text(MINE.format(name="MyDDP", forward=forward))
-        return f"{tmp_path}/mine.py:MyDDP"
+    def write(forward, file="mine.py"):
+        (tmp_path / file).write_text(MINE.format(forward=forward))
+        return f"{tmp_path}/{file}:MyDDP"
 
     return write
 
@@ -114,26 +111,18 @@ def test_a_class_that_crashes_on_one_rank_shows_that_ranks_own_exception(mine):
 
 
 @pytest.mark.cpu
-def test_a_class_that_hangs_costs_its_own_claim_only(mine, monkeypatch):
+def test_after_a_hang_the_workers_are_there_again_for_others(mine, monkeypatch):
     monkeypatch.setattr(pool, "HANGS_AFTER", 2.0)
+    monkeypatch.setattr(verdicts, "MOST_HANGS", 1)
 
-    verdicts = [judge("ddp", "mean_gradient", mine(forward), [2]) for forward in (HANGS, "pass")]
+    first = judge("ddp", "mean_gradient", mine(HANGS), [2])
+    second = judge("ddp", "momentum", mine(HANGS), [2])
+    others = judge("ddp", "mean_gradient", mine("pass", "others.py"), [2])
 
-    assert verdicts[0].outcome == "hangs"
-    assert "ranks [0] hang after 2 s, of 2" in verdicts[0].why
-    assert "rank 0, at" in verdicts[0].why
-    assert "mine.py:11 in forward" in verdicts[0].why
-    assert verdicts[1].outcome == "fails"  # and the workers are there again
-
-
-@pytest.mark.cpu
-def test_after_three_hangs_other_claims_are_not_run(mine, monkeypatch):
-    monkeypatch.setattr(pool, "HANGS_AFTER", 0.5)
-    spec = mine(HANGS)
-
-    outcomes = [judge("ddp", "mean_gradient", spec, [2]).outcome for _ in range(4)]
-
-    assert outcomes == ["hangs", "hangs", "hangs", "not run"]
+    assert first.outcome == "hangs"
+    assert re.match(r"ranks \[0\] hang after 2 s, of 2\nrank 0, at .*mine.py:11", first.why)
+    assert second.outcome == "not run"
+    assert others.outcome == "fails"  # it does not average
 
 
 @pytest.mark.parametrize(
@@ -150,41 +139,28 @@ def test_an_accident_is_not_a_refusal(exception, expected):
 
 
 @pytest.mark.cpu
-def test_the_users_file_is_executed_once_in_each_process(mine, tmp_path):
-    spec = mine("pass")
-    with (tmp_path / "mine.py").open("a") as file:
-        file.write(f"open({str(tmp_path / 'log')!r}, 'a').write('executed ')")
-
-    for claim in ("mean_gradient", "momentum"):
-        judge("ddp", claim, spec, [2])
-
-    assert (tmp_path / "log").read_text().split() == ["executed"] * 3  # two workers, and here
-
-
-@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("spec", "words"),
     {
         "mine.py": "with a colon between",
-        "nowhere.py:MyDDP": "there is no file {folder}/nowhere.py",
-        "nowhere.ddp:MyDDP": "there is no module nowhere in {folder}",
+        "nowhere.py:MyDDP": "there is no file .*/nowhere.py",
+        "nowhere.ddp:MyDDP": "there is no module nowhere in ",
         "mine.py:Yours": "mine.py has no class or function Yours; it has MyDDP",
-        "broken.py:MyDDP": "broken.py raised ZeroDivisionError: division by zero",
+        "broken.py:MyDDP": "broken.py raised IndentationError",
     }.items(),
 )
-def test_a_name_that_is_not_there_is_an_error(mine, tmp_path, spec, words):
+def test_a_name_that_is_not_there_is_an_error(mine, spec, words):
     mine("pass")
-    (tmp_path / "broken.py").write_text("1 / 0")
+    mine("pass\n  oops", "broken.py")
 
-    with pytest.raises(ValueError, match=re.escape(words.format(folder=tmp_path))):
+    with pytest.raises(ValueError, match=words):
         resolve(spec)
 
 
-def test_the_users_file_does_not_take_the_place_of_ours(mine, tmp_path):
-    mine("pass")
-    (tmp_path / "mine.py").rename(tmp_path / "pool.py")
+def test_the_users_file_is_executed_once_and_takes_no_place_of_ours(mine):
+    spec = mine("pass", "pool.py")
 
-    assert resolve("pool.py:MyDDP").__name__ == "MyDDP"
+    assert resolve(spec) is resolve(spec)
     assert sys.modules["pool"] is pool
 
 
@@ -197,22 +173,22 @@ HEADER = f"| kind | claims | ours | PyTorch {torch.__version__.partition('+')[0]
 
 def cell(kind, spec):
     """Which claims do not hold, and which properties it lacks."""
-    verdicts = {name: judge(kind, name, spec) for name in names_of_claims(kind)}
-    for name, verdict in verdicts.items():
+    answers = {name: judge(kind, name, spec) for name in names_of_claims(kind)}
+    for name, verdict in answers.items():
         if verdict.outcome != "holds":
             print(kind, name, *verdict, file=sys.stderr)
-    groups = by_group(kind, verdicts).items()
+    groups = by_group(kind, answers).items()
     return "; ".join(f"{group}: {', '.join(names)}" for group, names in groups) or "all hold"
 
 
-def row(kind):
-    number = len(names_of_claims(kind))
-    theirs = cell(kind, KINDS[kind].pytorchs) if KINDS[kind].pytorchs else "has none"
-    return f"| `--{kind}` | {number} | {cell(kind, KINDS[kind].ours)} | {theirs} |"
+def row(kind, ours):
+    theirs = KINDS[kind].pytorchs
+    answer = cell(kind, theirs) if theirs else "has none"
+    return f"| `--{kind}` | {len(names_of_claims(kind))} | {ours} | {answer} |"
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.pytorchs])
+@pytest.mark.parametrize("kind", KINDS)
 def test_readme_says_what_holds_for_pytorchs_own(kind):
     readme = (ROOT / "README.md").read_text()
     if HEADER not in readme:
@@ -220,12 +196,10 @@ def test_readme_says_what_holds_for_pytorchs_own(kind):
     package = PACKAGES.get(kind, "torch")
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    (line,) = re.findall(rf"^\| `--{kind}` .*$", readme, re.MULTILINE)
-    _, number, *_, theirs = line.split(" | ")
 
-    assert number == str(len(names_of_claims(kind)))
-    assert theirs == f"{cell(kind, KINDS[kind].pytorchs)} |"
+    assert row(kind, "all hold") in readme.splitlines()
 
 
 if __name__ == "__main__":
-    print(HEADER, "|---|---|---|---|", *map(row, KINDS), sep="\n")
+    rows = [row(kind, cell(kind, KINDS[kind].ours)) for kind in KINDS]
+    print(HEADER, "|---|---|---|---|", *rows, sep="\n")
