@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 import warnings
-from multiprocessing.connection import wait
+from contextlib import suppress
 from pathlib import Path
 
 from environment import free_port as free_port
@@ -25,12 +25,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 def launch(command, cwd, timeout=120, env=None):
     """Return a CompletedProcess. It is an AssertionError to take too long or leave a process."""
-    mark = f"LAUNCHED_BY_TEST={uuid.uuid4().hex}"
-    name, value = mark.split("=")
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         list(map(str, command)),
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), name: value},
+        env={**os.environ, "LAUNCHED_BY_TEST": mark, **(env or {})},
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -57,16 +56,13 @@ def kill(pids):
 
 
 def descendants(mark):
-    """Return the processes whose environment has `mark`, NAME=value; without a /proc, none."""
+    """Return the processes that have `mark` in their environment; without a /proc, none."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            is_marked = mark.encode() in (folder / "environ").read_bytes().split(b"\0")
+        with suppress(OSError):
             is_alive = (folder / "cmdline").read_bytes() != b""
-        except OSError:
-            continue
-        if is_marked and is_alive:
-            found.append(int(folder.name))
+            if is_alive and mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
     return found
 
 
@@ -74,7 +70,7 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
     """As launch(torchrun … path arguments), without torchrun and without an import of torch."""
     command = [str(path), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        outputs = [Path(folder) / "stdout", Path(folder) / "stderr"]
         processes = []
         for environ in of_torchrun(ranks) if ranks > 1 else [{}]:
             run = (command, cwd, environ, outputs)
@@ -88,20 +84,17 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
 
 def status_of(processes, timeout):
     """Return that of the first to fail, which ends the others; 0; None if they take longer."""
-    running = {process.sentinel: process for process in processes}
     end = time.monotonic() + timeout
-    status = 0
-    while running and (ended := wait(list(running), max(0.0, end - time.monotonic()))):
-        for sentinel in ended:
-            process = running.pop(sentinel)
-            process.join()
-            if process.exitcode and not status:
-                status = process.exitcode
-                end = time.monotonic() + 0.3  # in which the others may print their last line
-    for process in running.values():
+    statuses = [None]  # None: it runs
+    while None in statuses and not any(statuses) and time.monotonic() < end:
+        time.sleep(0.02)
+        statuses = [process.exitcode for process in processes]
+    failed = next(filter(None, statuses), None)
+    time.sleep(0.3 if failed else 0)  # the others may print their last line
+    for process in processes:
         process.kill()
         process.join()
-    return None if running and not status else status
+    return failed or (None if None in statuses else 0)
 
 
 def _run_as_main(command, cwd, environ, outputs):
@@ -118,8 +111,7 @@ def _run_as_main(command, cwd, environ, outputs):
         runpy.run_path(command[0], run_name="__main__")
     finally:
         sys.stdout.flush()
-        tasks = Path("/proc/self/task").glob("*")
-        threads = [(task / "comm").read_text().strip() for task in tasks]
+        threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
         left = [thread for thread in threads if "gloo" in thread]
         if left:  # now and then such a thread aborts a process at its end
             print("gloo's threads run on:", left, file=sys.stderr)

@@ -16,6 +16,7 @@ import faulthandler
 import functools
 import importlib
 import os
+import re
 import signal
 import tempfile
 import time
@@ -45,19 +46,14 @@ _groups = {}  # in a worker: world size -> process group
 _current = None  # in a worker: the world size of the running body
 
 
-def plan(device_type, gpus, may_share):
-    """Return the backend and the largest world. NCCL wants a GPU for each rank, or shared GPUs."""
-    if device_type == "cpu":
-        return "gloo", 4
-    if gpus > 1 or may_share:
-        return "nccl", min(4, max(2, gpus))
-    return "gloo", 4  # with tensors on the one GPU, for what gloo can do
-
-
 @functools.cache
 def planned():
-    gpus = torch.cuda.device_count() if environment.DEVICE_TYPE == "cuda" else 0
-    return plan(environment.DEVICE_TYPE, gpus, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+    """Return the backend and the largest world. NCCL wants a GPU for each rank, or shared GPUs."""
+    if environment.DEVICE_TYPE == "cuda":
+        gpus = torch.cuda.device_count()
+        if gpus > 1 or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            return "nccl", min(4, max(2, gpus))
+    return "gloo", 4  # on a single GPU: for what gloo can do with its tensors
 
 
 def header():
@@ -164,12 +160,12 @@ class Pool:
         self.number = 0  # of bodies that have run
         self.are_alone = False
 
-    def start(self, world_size, environs):
+    def start(self, environs):
         self.temporary = tempfile.TemporaryDirectory()
         self.folder = Path(self.temporary.name)
-        for worker_rank in range(world_size):
+        for worker_rank, environ in enumerate(environs):
             here, there = forkserver.Pipe()
-            arguments = (worker_rank, world_size, environs[worker_rank], there, self.folder)
+            arguments = (worker_rank, len(environs), environ, there, self.folder)
             process = forkserver.Process(target=_worker, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -185,9 +181,8 @@ class Pool:
                 connection.send(None)
         for process, _ in self.workers:
             process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()  # does nothing if it has ended
+            process.join()
         self.workers = []
         self.temporary.cleanup()
 
@@ -204,27 +199,26 @@ class Pool:
             self.stop(kill=True)
         if not self.workers:
             self.are_alone = alone
-            environs = environment.of_torchrun(world_size) if alone else [{}] * largest
-            self.start(len(environs), environs)
+            self.start(environment.of_torchrun(world_size) if alone else [{}] * largest)
         if load:
             self.call(world_size, LOADS_WITHIN, *load)
         return self.call(world_size, HANGS_AFTER, body, *args)
 
     def call(self, world_size, limit, body, *args):
-        workers = self.workers[:world_size]
         self.number += 1
-        for _, connection in workers:
+        waiting = {}  # connection: rank
+        for rank, (_, connection) in enumerate(self.workers[:world_size]):
             connection.send((self.number, world_size, body, args))
+            waiting[connection] = rank
         results = {}  # rank: (whether it returned, what it returned or its traceback)
         end = time.monotonic() + limit
-        while len(results) < world_size:
-            waiting = {workers[rank][1]: rank for rank in range(world_size) if rank not in results}
+        while waiting:
             ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 hanging = sorted(waiting.values())
                 self.fail(f"ranks {hanging} hang after {limit:.0f} s", results, hanging)
             for connection in ready:
-                rank = waiting[connection]
+                rank = waiting.pop(connection)
                 try:
                     results[rank] = connection.recv()
                 except EOFError:
@@ -236,16 +230,13 @@ class Pool:
         return [results[rank][1] for rank in range(world_size)]
 
     def fail(self, problem, results, hanging=()):
-        stacks = self.stacks_of(hanging)
+        for rank in hanging:
+            os.kill(self.workers[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5 if hanging else 0)
+        stacks = {rank: (self.folder / f"stacks{rank}").read_text() for rank in hanging}
         self.stop(kill=True)  # messages in flight would disturb the next body
         errors = {rank: text for rank, (returned, text) in sorted(results.items()) if not returned}
         raise BodyFailed(problem, errors, stacks)
-
-    def stacks_of(self, ranks):
-        for rank in ranks:
-            os.kill(self.workers[rank][0].pid, signal.SIGUSR1)
-        time.sleep(0.5 if ranks else 0)
-        return {rank: (self.folder / f"stacks{rank}").read_text() for rank in ranks}
 
 
 _pool = Pool()
@@ -279,10 +270,9 @@ def on(*world_sizes):
 
 def refusal_of_gloo(failure):
     """Return the error, if gloo does not offer a collective for tensors on a GPU."""
-    words = ("unsupported device", "Invalid device", "invalid device type")
     if environment.DEVICE_TYPE == "cuda" and planned()[0] == "gloo":
         for text in failure.errors.values():
-            if any(each in text for each in words):
+            if re.search("(unsupported|[Ii]nvalid) device", text):
                 return f"gloo, on a GPU: {text.strip().splitlines()[-1]}"
     return None
 
