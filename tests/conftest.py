@@ -36,8 +36,7 @@ def pytest_addoption(parser):
             metavar="MODULE:NAME",
             nargs="?",
             const="",
-            help=f"try the claims about {kind.ours} on this, and run no other tests; "
-            f"`--{name} --help` says how it is called",
+            help=f"try only the claims about {kind.ours}, on this; `--{name} --help` says more",
         )
 
 
@@ -49,13 +48,11 @@ def chosen(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    arguments = config.invocation_params.args
-    if not {"--help", "-h"}.intersection(arguments):
+    if not config.option.help or not chosen(config):
         return None
-    kinds = [kind for kind in KINDS if any(a.split("=")[0] == f"--{kind}" for a in arguments)]
-    for kind in kinds:
+    for kind in chosen(config):
         print(*verdicts.how_to_call(kind), sep="\n")
-    return 0 if kinds else None
+    return 0
 
 
 def pytest_configure(config):
@@ -77,7 +74,7 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """If a kind is given, import the claims' file alone."""
-    is_other = collection_path.match("test_*.py") and collection_path.name != "test_oracle.py"
+    is_other = collection_path.match("test_*.py") and collection_path.stem != "test_oracle"
     return True if chosen(config) and is_other else None
 
 
@@ -91,10 +88,12 @@ def pytest_collection_modifyitems(config, items):
 def pytest_generate_tests(metafunc):
     if metafunc.function.__name__ == "test_claim":
         specs = chosen(metafunc.config) or {name: kind.ours for name, kind in KINDS.items()}
-        cases = [(kind, name, specs[kind]) for kind, name in registry.CLAIMS if kind in specs]
-        metafunc.parametrize(
-            ("kind", "name", "spec"), cases, ids=["-".join(case[:2]) for case in cases]
-        )
+        cases = [
+            pytest.param(kind, name, specs[kind], id=f"{kind}-{name}")
+            for kind, name in registry.CLAIMS
+            if kind in specs
+        ]
+        metafunc.parametrize(("kind", "name", "spec"), cases)
 
 
 # ---- what the suite prints
@@ -103,8 +102,12 @@ VERDICTS = {}  # (kind, claim): Verdict
 
 
 @pytest.fixture
-def remember():
-    return VERDICTS.__setitem__
+def remember(record_property):
+    def remember(claim, verdict):
+        record_property("claim", claim)
+        VERDICTS[claim] = verdict
+
+    return remember
 
 
 def pytest_collection_finish(session):
@@ -119,19 +122,10 @@ def pytest_report_teststatus(report, config):
     """One line for each claim about the user's implementation, instead of dots."""
     if not chosen(config) or report.when != "call":
         return None
-    kind, name = report.verdict_of
-    verdict = VERDICTS[kind, name]
-    word = verdicts.WORDS[verdict.outcome][registry.CLAIMS[kind, name].about == "property"]
-    return report.outcome, f"{name}: {word}\n", word
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item):
-    report = yield
-    if item.name.startswith("test_claim["):
-        parameters = item.callspec.params
-        report.verdict_of = parameters["kind"], parameters["name"]
-    return report
+    claim = dict(report.user_properties)["claim"]
+    is_property = registry.CLAIMS[claim].about == "property"
+    word = verdicts.WORDS[VERDICTS[claim].outcome][is_property]
+    return report.outcome, f"{claim[1]}: {word}\n", word
 
 
 def pytest_terminal_summary(terminalreporter, config):
