@@ -143,7 +143,7 @@ def test_an_accident_is_not_a_refusal(exception, expected):
     ("spec", "words"),
     {
         "mine.py": "with a colon between",
-        "nowhere.py:MyDDP": "there is no file .*/nowhere.py",
+        "nowhere.py:MyDDP": "nowhere.py raised FileNotFoundError: .*/nowhere.py",
         "nowhere.ddp:MyDDP": "there is no module nowhere in ",
         "mine.py:Yours": "mine.py has no class or function Yours; it has MyDDP",
         "broken.py:MyDDP": "broken.py raised IndentationError",

@@ -85,20 +85,27 @@ class NotOffered(NotImplementedError):
 
 def resolve(spec):
     """'package.module:name' or 'path/to/file.py:name' -> the object, or a ValueError."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
         raise ValueError(
             "give a module or file and a name with a colon between, as in mine.py:MyDDP"
         )
-    module = _load_file(place) if place.endswith(".py") else _import(place)
+    try:
+        module = _load_file(place) if place.endswith(".py") else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name
+        if is_missing and f"{place}.".startswith(f"{error.name}."):
+            where = f"{environment.CALLED_FROM} or among the installed packages"
+            raise ValueError(f"there is no module {error.name} in {where}") from error
+        raise ValueError(f"{place} raised {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        names = [each for each, value in vars(module).items() if _defined_in(module, value)]
+        names = [each for each, value in vars(module).items() if _is_of(value, module)]
         raise ValueError(f"{place} has no class or function {name}; it has {', '.join(names)}")
     return found
 
 
-def _defined_in(module, value):
+def _is_of(value, module):
     return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
@@ -107,36 +114,16 @@ _files = {}  # (path, when it was changed): module
 
 def _load_file(place):
     path = Path(environment.CALLED_FROM) / place  # where the user stands
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
     version = path, path.stat().st_mtime_ns
     if version not in _files:
-        _files[version] = _execute(path)
-    return _files[version]
-
-
-def _execute(path):
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    # Under a name of its own: a user's ddp.py or pool.py must not take the place of this project's.
-    found = importlib.util.spec_from_file_location(f"under_test_{path.stem}", path)
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    try:
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        # A name of its own: a user's ddp.py or pool.py must not take the place of this project's.
+        found = importlib.util.spec_from_file_location(f"under_test_{path.stem}", path)
+        module = sys.modules[found.name] = importlib.util.module_from_spec(found)
         found.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
-    return module
-
-
-def _import(place):
-    try:
-        return importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        if missing and f"{place}.".startswith(f"{missing}."):
-            where = f"{environment.CALLED_FROM} or among the installed packages"
-            raise ValueError(f"there is no module {missing} in {where}") from error
-        raise ValueError(f"{place} raised {type(error).__name__}: {error}") from error
+        _files[version] = module
+    return _files[version]
 
 
 def names_of(function):

@@ -2,14 +2,12 @@
 
 import inspect
 import re
-import sysconfig
 import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import pool
-import torch
 
 from claims.registry import CLAIMS, KINDS, load, resolve, run
 
@@ -52,10 +50,10 @@ def group_of(kind, name, verdict):
 
 def by_group(kind, verdicts):
     """Return {group: names of claims} of what does not hold."""
-    groups = {group: [] for group in GROUPS}
+    names = {group: [] for group in ("holds", *GROUPS)}
     for name, verdict in verdicts.items():
-        groups.setdefault(group_of(kind, name, verdict), []).append(name)
-    return {group: groups[group] for group in GROUPS if groups[group]}
+        names[group_of(kind, name, verdict)].append(name)
+    return {group: names[group] for group in GROUPS if names[group]}
 
 
 _hangs = Counter()  # (kind, spec): how many claims
@@ -72,12 +70,11 @@ def judge(kind, name, spec, worlds=None):
         return Verdict("not run", f"{MOST_HANGS} claims before it hung")
     first, *others = CLAIMS[kind, name].dtypes
     verdict, asks = _judge_in(first, possible, kind, name, spec)
-    for dtype in others:
-        if asks and verdict.outcome in ("fails", "raises", "refuses"):
-            second, _ = _judge_in(dtype, possible, kind, name, spec)
-            is_better = second.outcome == "holds" or HELD in second.why
-            if is_better or verdict.outcome != "fails":
-                verdict = second
+    if others and asks and verdict.outcome in ("fails", "raises", "refuses"):
+        second, _ = _judge_in(*others, possible, kind, name, spec)
+        is_better = second.outcome == "holds" or HELD in second.why
+        if is_better or verdict.outcome != "fails":
+            verdict = second
     _hangs[kind, spec] += verdict.outcome == "hangs"
     return verdict
 
@@ -121,29 +118,30 @@ def _what_happened(failure, N, claim):
     return Verdict("dies", f"{failure.problem}, of {N}")
 
 
-CRASHES = ("Attribute", "Index", "Key", "Name", "UnboundLocal", "ZeroDivision", "Recursion")
-
-
-ACCIDENTS = r"positional arg|NoneType|unsupported operand|is not (subscript|iter|call)able"
-ACCIDENTS += "|Timed out waiting"  # gloo's
+# An IndexError, and what the interpreter or gloo raises, does not say what is refused.
+ACCIDENTS = (
+    "^(Attribute|Index|Key|Name|UnboundLocal|ZeroDivision|Recursion)Error"
+    "|positional arg|NoneType|unsupported operand|is not (subscript|iter|call)able"
+    "|Timed out waiting"
+)
 
 
 def is_clear(exception):
-    """Does it say what is refused? An IndexError and what the interpreter raises are accidents."""
-    kind, _, message = exception.partition(":")
-    is_accident = kind.removesuffix("Error") in CRASHES or re.search(ACCIDENTS, message)
-    return bool(message.strip()) and not is_accident
+    """Does it say what is refused?"""
+    _, _, message = exception.partition(":")
+    return bool(message.strip()) and not re.search(ACCIDENTS, exception)
 
 
 TESTS = Path(__file__).parent.parent
-NOT_THEIRS = (str(TESTS / "claims"), str(TESTS / "pool.py"), str(TESTS / "shared.py"), "<")
-NOT_THEIRS += (str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent))
+THE_SUITES = (str(TESTS / "claims"), str(TESTS / "pool.py"), str(TESTS / "shared.py"))
+LIBRARY = str(Path(inspect.__file__).parent)  # Python's. Packages are in a folder of it
 
 
 def is_theirs(path):
     """Is it neither of the suite, nor of torch or the standard library?"""
-    in_packages = path.startswith(sysconfig.get_path("purelib")) and "/torch/" not in path
-    return in_packages or not path.startswith(NOT_THEIRS)
+    if path.startswith((*THE_SUITES, "<")) or "-packages/torch/" in path:
+        return False
+    return "-packages/" in path or not path.startswith(LIBRARY)
 
 
 def frames_in(text):
@@ -162,8 +160,8 @@ def last_error(text):
 
 def where(stacks):
     """Return the innermost line of the user's code, where the stack begins."""
-    main = stacks.rpartition("Thread 0x")[2]
-    places = frames_in(main) or re.findall(r'File "[^"]+", line \d+ in \S+', main) or [""]
+    _, _, main = stacks.rpartition("Thread 0x")
+    places = frames_in(main) or [""]
     return places[0]
 
 
@@ -194,9 +192,9 @@ def how_to_call(kind):
     yield f"\nOurs is {KINDS[kind].ours}; PyTorch's own, {theirs}. The claims:"
     for name in names_of_claims(kind):
         claim = CLAIMS[kind, name]
-        about = " (a property)" if claim.about == "property" else ""
-        about += " (may refuse)" if claim.may_refuse else ""
-        yield f"\n  {name}{about}"
+        property = " (a property)" if claim.about == "property" else ""
+        refusal = " (may refuse)" if claim.may_refuse else ""
+        yield f"\n  {name}{property}{refusal}"
         yield textwrap.indent(textwrap.fill(claim.sentence, 90), "      ")
 
 
@@ -220,9 +218,10 @@ def table(kind, verdicts):
 
 def _row(kind, name, verdict, column):
     word = WORDS[verdict.outcome][column]
+    reasons = verdict.why.splitlines()
     if verdict.outcome == "holds":
-        yield f"  {name:<28}{word:<7}{verdict.why:<9}{CLAIMS[kind, name].sentence}"
-        return
+        word = f"{word:<7}{verdict.why}"  # the dtype
+        reasons = []
     yield f"  {name:<28}{word:<16}{CLAIMS[kind, name].sentence}"
-    for line in verdict.why.splitlines():
+    for line in reasons:
         yield f"  {'':<44}{line}"
