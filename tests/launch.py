@@ -83,13 +83,15 @@ def fork(path, *arguments, ranks=1, cwd=ROOT, timeout=120):
 
 
 def status_of(processes, timeout):
-    """Return that of the first to fail, which ends the others; 0; None if they take longer."""
+    """Return that of a rank that failed, which ends the others; 0; None if they take longer."""
     end = time.monotonic() + timeout
     statuses = [None]  # None: it runs
     while None in statuses and not any(statuses) and time.monotonic() < end:
         time.sleep(0.02)
         statuses = [process.exitcode for process in processes]
-    failed = next(filter(None, statuses), None)
+    failed = max(
+        filter(None, statuses), key=abs, default=None
+    )  # who only loses a peer exits with 1
     time.sleep(0.3 if failed else 0)  # the others may print their last line
     for process in processes:
         process.kill()

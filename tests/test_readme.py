@@ -66,8 +66,10 @@ def test_every_command_is_run_somewhere():
 
 def run(command, folder):
     """Without torchrun, on one machine, with the smallest GPT-2. Return what it prints."""
-    ranks = math.prod(map(int, re.findall(r"--n\S+ (\d)", command)))
-    file, flags = re.search(r"(\w+\.py) (.*)", command.replace("345m", "tiny")).groups()
+    numbers = re.findall(r"--n\S+ (\d)", command)  # of machines, and of ranks on each
+    ranks = math.prod(map(int, numbers))
+    small = command.replace("345m", "tiny")
+    file, flags = re.search(r"(\w+\.py) (.*)", small).groups()
     done = fork(ROOT / file, *flags.split(), ranks=ranks, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -174,10 +176,9 @@ def test_adding_a_technique(tmp_path):
     page = PAGES[ROOT / "docs/adding_a_technique.md"]
     (main,) = re.findall(r"```python\n(   def main.*?)```", page, re.DOTALL)
     ddps = (ROOT / "ddp.py").read_text()
-    imports = re.search(r"^import argparse.*?(?=^# ----)", ddps, re.MULTILINE | re.DOTALL)[0]
-    set_up = ddps[ddps.index("# Demo, set-up") :]
-    text = "\n".join(['"""Mine."""', imports, textwrap.dedent(main), set_up])
-    (tmp_path / "mine.py").write_text(text)
+    technique = ddps[ddps.index("# ----") : ddps.index("# Demo, set-up")]
+    main = textwrap.dedent(main)
+    (tmp_path / "mine.py").write_text(ddps.replace(technique, main))
 
     done = fork("mine.py", "--steps", 2, ranks=2, cwd=tmp_path)
 
@@ -325,20 +326,20 @@ def recipe(text, kind, folder, names):
 @pool.on(2)
 def test_a_run_of_two_ranks_is_saved_and_goes_on_bitwise_on_one(kind, tmp_path):
     rank = pool.rank()
-    alone = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    groups = [torch.distributed.new_group([each]) for each in range(2)]
     with claims.default_group(pool.group()):
         names = start(kind)
         for step in range(4):
             train(names, [rank], step)
             recipe(SAVE, kind, tmp_path / f"{step}", names | {"step": step})
-    with claims.default_group(alone):
+    with claims.default_group(groups[rank]):
         names = start(kind)
         train(names, [0], 0)  # creates the optimizer's state
         recipe(SAVE.partition("save(")[0], kind, "", names)
         recipe(LOAD, kind, tmp_path / "1", names)
         assert names["step"] == 1
-        train(names, [0, 1], 2)
-        train(names, [0, 1], 3)
+        for step in (2, 3):
+            train(names, [0, 1], step)
         recipe(SAVE, kind, tmp_path / f"alone {rank}", names)
     found = checkpoint.load_whole(tmp_path / f"alone {rank}")
     expected = checkpoint.load_whole(tmp_path / "3")

@@ -230,7 +230,8 @@ def run(kind, name, spec, dtype=torch.float64):
     _running.dtype = dtype
     try:
         with default_group(pool.group()):
-            CLAIMS[kind, name].check(partial(KINDS[kind].make, resolve(spec)))
+            implementation = resolve(spec)
+            CLAIMS[kind, name].check(partial(KINDS[kind].make, implementation))
     except NotImplementedError as error:
         if "Could not run" in str(error):  # torch's, about a device
             raise
