@@ -89,9 +89,8 @@ def status_of(processes, timeout):
     while None in statuses and not any(statuses) and time.monotonic() < end:
         time.sleep(0.02)
         statuses = [process.exitcode for process in processes]
-    failed = max(
-        filter(None, statuses), key=abs, default=None
-    )  # who only loses a peer exits with 1
+    failures = filter(None, statuses)
+    failed = max(failures, key=abs, default=None)  # a rank that only loses a peer exits with 1
     time.sleep(0.3 if failed else 0)  # the others may print their last line
     for process in processes:
         process.kill()
