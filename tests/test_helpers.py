@@ -23,13 +23,16 @@ def on_all_ranks(value):
 
 def split(technique):
     """Return (a model that the technique has split over the ranks, its optimizer)."""
+    group = pool.group()
     model = make_model("plain")
     if technique == "fsdp":
-        return fsdp.fully_shard(model, process_group=pool.group()), None
+        return fsdp.fully_shard(model, process_group=group), None
     if technique == "tensor_parallel":
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-        return tensor_parallel.parallelize(model, {"0": "column", "1": "row"}, pool.group()), None
-    return model, getattr(zero, technique)(model, torch.optim.SGD, pool.group(), lr=0.1)
+        plan = {"0": "column", "1": "row"}
+        return tensor_parallel.parallelize(model, plan, group), None
+    stage = getattr(zero, technique)
+    return model, stage(model, torch.optim.SGD, group, lr=0.1)
 
 
 @pytest.mark.parametrize("technique", ["Zero1", "Zero2", "Zero3", "fsdp", "tensor_parallel"])
