@@ -17,8 +17,7 @@ Read section 1 for the idea (12 minutes), to section 4 for the technique (55), a
 it as a library (87).
 
 For Ψ parameters of 16 bits, with Adam and fp32 master weights, a rank holds these bytes, and sends
-these elements, times (N-1)/N, in a step of m backwards. An all-reduce sends 2Ψ, a reduce-scatter or
-an all-gather Ψ. Sharded gradients are in fp32:
+these elements, times (N-1)/N, in a step of m backwards:
 
            parameters  gradients  optimizer  sent     sent with no_sync()
     DDP    2Ψ          2Ψ         12Ψ        2mΨ      2Ψ
@@ -26,32 +25,30 @@ an all-gather Ψ. Sharded gradients are in fp32:
     Zero2  2Ψ          4Ψ/N       12Ψ/N      (m+1)Ψ   2Ψ
     Zero3  0           4Ψ/N       12Ψ/N      3mΨ      (2m+1)Ψ
 
+Sharded gradients are in fp32. In no_sync(), gradients are whole. A bucket of gradients is held
+twice while it is reduced. step() and clip_grad_norm_() also all-reduce a byte for each parameter.
+
 Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
-without clipping is bitwise equal to one device that adds in the same order. With several backwards
-in a step, Zero1 adds up each rank's backwards first. Zero2 and Zero3 do this only in no_sync().
-Outside of it, they add the first backward of every rank, then the second.
+without clipping is bitwise equal to one device that adds in the same order. If a step has several
+backwards, Zero1, and all in no_sync(), add up each rank's first. Otherwise Zero2 and Zero3 add the
+first backward of every rank, then the second.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
           ZeRO-Offload, arXiv 2101.06840
-Costs:    with fp32 parameters, DDP holds 4Ψ, 4Ψ and 8Ψ, and Zero3
-          1/N of that. In no_sync(), gradients are whole. A bucket of gradients is held twice while
-          it is reduced. A step also all-reduces a byte for each parameter tensor
-Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed's
-          stages 1, 2 and 3
-Left out: optimizers that need whole matrices (muon.py), Adafactor, closures, gradients that stay
-          sparse or stay after step(), params on several devices, offload to disk (DeepSpeed), the
-          meta device and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds
-          in an order of its own, training after a forward or backward that raised; in Zero3,
-          gathers that overlap with computation (fsdp.py), modules that return their input changed
-          in place, a view of a parameter, or tensors in objects other than lists, tuples and dicts
+Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed
+Left out: optimizers that need whole matrices (muon.py), Adafactor, parameter groups added later,
+          gradients that stay after step(), parameters on several devices, offload to disk, the meta
+          device and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds in
+          an order of its own, training after an error; in Zero3, gathers that overlap with
+          computation (fsdp.py), and modules that return their input changed in place, a view of a
+          parameter, or tensors in objects other than lists, tuples and dicts
 """
 
 import argparse
 import copy
 import functools
-import itertools
 import os
 import signal
 import sys
@@ -94,11 +91,8 @@ class ShardedParameter:
         flat = tensor.detach().reshape(-1)
         return F.pad(flat, (0, -flat.numel() % self.N)).view(self.N, -1)
 
-    def reduce_scatter(self, _=None):
-        """Move the gradient to the shards: to each its row of the mean over ranks.
-
-        As a hook it gets an argument that it does not use. So do free() and gather().
-        """
+    def reduce_scatter(self, _=None):  # a hook gets an argument
+        """Move the gradient to the shards: to each its row of the mean over ranks."""
         gradients = self.rows(self.parameter.grad)
         received = torch.empty_like(gradients)  # row r is from rank r
         dist.all_to_all_single(received, gradients, group=self.process_group)
@@ -144,8 +138,7 @@ def zero2_hooks(sharded):
 class Zero3Unit(nn.Module):
     """Runs `module`, whose parameters have memory only while its forward or backward runs.
 
-    A step is optimizer.step() and then optimizer.zero_grad(). The next forward gathers the updated
-    shards.
+    A step is optimizer.step() and optimizer.zero_grad(). The next forward gathers the new shards.
     """
 
     def __init__(self, module, process_group=None):
@@ -180,37 +173,28 @@ class Zero3Unit(nn.Module):
 class Bucket:
     """Parameters of one kind in one flat tensor, cut into N equal parts.
 
-    For the parameters weight = [1 2 3 4 5] and bias = [6 7 8] on two ranks, without padding:
+    For the parameters weight = [1 2 3] and bias = [4] on two ranks, without padding:
 
-                rank 0             rank 1
-        flat    1 2 3 4 5 6 7 8    1 2 3 4 5 6 7 8    all values; the parameters are views of it
-        part    1 2 3 4            5 6 7 8            this rank's part of flat, a view
-        master  1 2 3 4            5 6 7 8            the part itself; of 16-bit parameters a copy
-                                                      in fp32; offloaded, in host memory
-        slots   weight: 1 2 3 4    weight: 5          segments of master, one per parameter,
-                bias:   -          bias:   6 7 8      which the optimizer updates
-        grad    g₁ g₂ g₃ g₄        g₅ g₆ g₇ g₈        the part's gradients, added over the ranks
+                rank 0         rank 1
+        flat    1 2 3 4        1 2 3 4      all values; the parameters are views of it
+        part    1 2            3 4          this rank's part of flat, a view
+        master  1 2            3 4          the part itself; of 16-bit parameters, a copy in fp32;
+                                            offloaded, in host memory
+        slots   weight: 1 2    weight: 3    segments of master, one per parameter, which the
+                bias:   -      bias:   4    optimizer updates
+        grad    g₁ g₂          g₃ g₄        the part's gradients, added over the ranks
     """
 
     def __init__(self, parameters, process_group, offload=None, copy_part=False):
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
-
-        first = parameters[0]
-        starts, numel = layout(parameters, self.N)
-        self.flat = first.new_zeros(numel)
-        for parameter, start in zip(parameters, starts, strict=True):
-            # The strides of the plain model. With others, some kernels round differently.
-            stride = torch.empty_like(parameter, device="meta").stride()
-            view = self.flat.as_strided(parameter.shape, stride, start)
-            parameter.data = view.copy_(parameter.data)
+        self.flat = flatten(parameters, self.N)
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
-        is_16_bit = first.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if is_16_bit else first.dtype
-        self.master = self.part.to(offload or first.device, dtype, copy=copy_part)
+        is_16_bit = self.flat.dtype in (torch.float16, torch.bfloat16)
+        dtype = torch.float32 if is_16_bit else self.flat.dtype
+        self.master = self.part.to(offload or self.flat.device, dtype, copy=copy_part)
         self.slots = [Slot(parameter, self) for parameter in parameters]
-
         self.grad = None  # in the dtype of `master`. step() divides it by N
         self.reducing = None  # while an all-to-all runs: its handle, and the tensor that it fills
         self.freed = False  # True while Zero3 has freed the memory of `flat`
@@ -234,8 +218,6 @@ class Bucket:
 
     def finish_reduce(self):
         """Add the gradients of all ranks to `grad`, in rank order."""
-        if self.reducing is None:
-            return
         handle, received = self.reducing
         self.reducing = None
         handle.wait()
@@ -247,7 +229,7 @@ class Bucket:
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
-        if not self.freed:  # a freed part has no memory; Zero3's next forward gathers it
+        if not self.freed:  # Zero3's next forward gathers it
             self.part.copy_(self.master)
             all_gather_single(as_bytes(self.flat), as_bytes(self.part), group=self.process_group)
 
@@ -255,26 +237,20 @@ class Bucket:
 class Slot:
     """The place of one parameter in its bucket.
 
-    This rank updates the parameter's segment, which is what lies in this rank's part. The segment
-    may be empty. The numbers below are those of rank 1 above.
+    This rank updates the parameter's segment, which is what lies in this rank's part. It may be
+    empty. The numbers below are those of rank 1 above.
     """
 
     def __init__(self, parameter, bucket):
         self.parameter = parameter
+        self.flag = 0  # 0: no rank has a gradient of it; 1 or 2: see buckets_to_reduce()
         self.stride = parameter.stride()
-        self.start = parameter.storage_offset()  # its first element in `flat`: weight 0, bias 5
-        # 0: no rank has a gradient of it; 1 or 2: see buckets_to_reduce()
-        self.flag = 0
-
-        part_start = bucket.part.storage_offset()  # 4: this rank's part is flat[4:8]
-        part_end = part_start + bucket.part.numel()
-        # In `flat`: weight 4 to 5, bias 5 to 8.
-        segment_start = min(max(part_start, self.start), part_end)
-        segment_end = min(max(part_start, self.start + parameter.numel()), part_end)
-        # In the part: weight 0:1, bias 1:4.
-        self.in_part = slice(segment_start - part_start, segment_end - part_start)
+        self.start = parameter.storage_offset()  # its first element in `flat`: weight 0, bias 3
+        first = self.start - bucket.part.storage_offset()  # in the part: weight -2, bias 1
+        # In the part, where slices end: weight 0:1, bias 1:2.
+        self.in_part = slice(max(0, first), max(0, first + parameter.numel()))
         self.segment = bucket.master[self.in_part]
-        self.offset = max(0, segment_start - self.start)  # in the parameter: weight 4, bias 0
+        self.offset = max(0, -first)  # of the segment in the parameter: weight 2, bias 0
 
     def view(self, flat):
         """Return the parameter's elements of `flat`, a whole bucket, in the parameter's shape."""
@@ -285,12 +261,12 @@ class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and updates the parameters, each rank 1/N of them.
 
     Move `module` to its device first. All ranks get rank 0's parameters and buffers. Buffers are
-    not synchronized afterwards. `params` are the parameters to train, or parameter groups, as in
-    torch.optim. With offload="cpu", optimizer state and master weights are in host memory, and the
-    update runs there. The other arguments go to `optimizer_class`.
+    not synchronized afterwards. `params` are the parameters to train, or parameter groups. With
+    offload="cpu", optimizer state and master weights are in host memory, and the update runs there.
+    The other arguments go to `optimizer_class`.
 
-    step() drops the gradients. Drop or clip them with the methods of this class: module.zero_grad()
-    and torch's clip_grad_norm_() see only a rank's own, unreduced gradients.
+    Drop or clip gradients with the methods of this class: module.zero_grad() and torch's
+    clip_grad_norm_() see only a rank's own, unreduced gradients.
     """
 
     _copy_part = False  # True in Zero3, which frees the part's memory, but not the master's
@@ -312,21 +288,19 @@ class Zero1(torch.optim.Optimizer):
         self.process_group = process_group
         # For each parameter its slot, in the order of state dicts.
         self._slots = dict.fromkeys(p for group in self.param_groups for p in group["params"])
-        lists = assign_buckets(self, bucket_cap_mb * 2**20)
+        lists = assign_buckets(self, bucket_cap_mb * 2**20)  # the last parameters come first
         check_arguments(self, type(dummy), lists)
         copy_from_rank_0(module, process_group)
-        # The last parameters come first, as in backward.
         self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
         for bucket in self._buckets:
             for slot in bucket.slots:
                 self._slots[slot.parameter] = slot
         self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
-        self._agreed = False  # whether all ranks have the same flags: see buckets_to_reduce()
-        self.add_param_group = refuse_param_group  # from now on
 
     def step(self, closure=None):
         """Update this rank's segments with the mean gradients, and gather the parameters."""
-        check_step(self, closure)
+        loss = closure() if closure else None
+        check_step(self)
         buckets = self._reduce_gradients()
         for bucket in buckets:
             adopt_user_writes(bucket)  # such as module.load_state_dict()
@@ -342,30 +316,28 @@ class Zero1(torch.optim.Optimizer):
         self.zero_grad()
         for bucket in buckets:
             bucket.all_gather()
+        return loss
 
     def _reduce_gradients(self):
         """Reduce the gradients that are still in .grad. Return the buckets that have gradients."""
         for bucket in buckets_to_reduce(self):
             self._start_reduce(bucket)
         self._finish_reduce()
-        self._agreed = True
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
-        # Wait for the bucket before, so that only one bucket at a time is held twice. In Zero2,
-        # backward went on while it was sent.
+        # Only one bucket at a time is held twice. In Zero2, backward goes on while it is sent.
         self._finish_reduce()
-        self._agreed = False
         bucket.start_reduce()
 
     def _finish_reduce(self):
         for bucket in self._buckets:
-            bucket.finish_reduce()
+            if bucket.reducing:
+                bucket.finish_reduce()
 
     def zero_grad(self, set_to_none=True):
         """Drop all gradients, in .grad and reduced, for either argument."""
         super().zero_grad()
-        self._agreed = False
         for bucket in self._buckets:
             bucket.grad = None
             for slot in bucket.slots:
@@ -375,7 +347,7 @@ class Zero1(torch.optim.Optimizer):
         """A context for all backwards of a step but the last. Zero1 reduces in step() anyway."""
         return nullcontext()
 
-    # The library: see section 6.
+    # The library, which is section 6. To learn the technique, go on with section 3.
 
     def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
         """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm."""
@@ -410,7 +382,7 @@ class Zero1(torch.optim.Optimizer):
 class Zero2(Zero1):
     """Zero1 with sharded gradients: backward reduces a bucket when it is full, and frees its .grad.
 
-    Every backward must begin at an output of the module, or reach a parameter, on every rank.
+    On every rank, every backward must begin at an output of the module, or reach a parameter.
     Otherwise the ranks wait for each other.
     """
 
@@ -434,11 +406,8 @@ class Zero2(Zero1):
         """
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
-    def _pre_backward(self, module=None, gradient=None):
-        """A hook. Backward has reached an output of `module`, or a parameter.
-
-        Only the first call in a backward does anything. Zero3 also gathers, in every call.
-        """
+    def _pre_backward(self, module, gradient=None):
+        """A hook. The first call in a backward prepares it."""
         if self._in_backward:
             return
         self._in_backward = True
@@ -448,7 +417,7 @@ class Zero2(Zero1):
 
     def _post_accumulate_grad(self, parameter):
         """A hook. Backward has added to the .grad of `parameter`."""
-        self._pre_backward()  # if no output of the module was reached
+        self._pre_backward(self.module)  # if no output of the module was reached
         self._arrived.add(parameter)
         self._reduce_full()
 
@@ -466,9 +435,13 @@ class Zero2(Zero1):
         self._arrived.clear()
         self._in_backward = False
 
+    @contextmanager
     def no_sync(self):
         """A context in which backward leaves whole gradients in .grad, to be reduced later."""
-        return no_sync(self)
+        before = self._sync
+        self._sync = False
+        yield
+        self._sync = before
 
 
 # --------------------------------------------------------------------------------------------------
@@ -501,6 +474,9 @@ def unfree(bucket):
 class Zero3(Zero2):
     """Zero2 with sharded parameters, which are whole only while a unit that needs them runs.
 
+    forward   gather unit 0, run it   free 0, gather 1, run 1   free 1, gather 2, run 2   free 2
+    backward  gather unit 2, run it   reduce its gradients, free 2, gather 1, run 1       …
+
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
     nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
     to the innermost unit that has all its uses. So one outside of all other units, and its
@@ -512,9 +488,6 @@ class Zero3(Zero2):
     Freed parameters are NaN. Writes to them are lost or are errors. So call a unit instead of
     reading its weights. Initialize, load, copy or read parameters in full_parameters(). Save
     module_state_dict(), not module.state_dict().
-
-    forward   gather unit 0, run it   free 0, gather 1, run 1   free 1, gather 2, run 2   free 2
-    backward  gather unit 2, run it   reduce its gradients, free 2, gather 1, run 1       …
     """
 
     _copy_part = True
@@ -523,21 +496,13 @@ class Zero3(Zero2):
         # For each module and each parameter, the units that have it inside, or are it themselves.
         self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
-        self._needed = {}  # for each module, the buckets that must be whole while it runs
+        self._needed = buckets_needed(self)  # for each module, while it runs
+        self._kept = []  # the buckets that stay whole when no unit runs: all in full_parameters()
         for child in module.modules():  # a module inside a unit may run alone
-            # A bucket's parameters have the same units around them. `child` needs those of its own
-            # unit, and of the units around that.
-            self._needed[child] = [
-                bucket
-                for bucket in self._buckets
-                if self._around[bucket.parameters[0]] <= self._around[child]
-            ]
             child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
             if child is not module:  # which Zero2 has hooked
                 child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
-        self._kept = []  # the buckets that stay whole when no unit runs: all in full_parameters()
-        self._has_checked_output = False
-        guard_state_dicts(self)
+        guard(module)
         self._unshard(self._kept)
 
     def _enter(self, module, args=None):
@@ -550,13 +515,11 @@ class Zero3(Zero2):
     def _post_forward(self, module, args, kwargs, output):
         super()._post_forward(module, args, kwargs, output)
         if module is self.module and not self._in_backward:  # in backward, a checkpoint runs it
-            check_output(self, output)
             self._unshard(self._kept)
 
-    def _pre_backward(self, module=None, gradient=None):
-        super()._pre_backward()
-        if module is not None:
-            self._enter(module)
+    def _pre_backward(self, module, gradient=None):
+        super()._pre_backward(module)
+        self._enter(module)
 
     def _unshard(self, needed):
         """Gather these buckets, and free all others.
@@ -565,24 +528,18 @@ class Zero3(Zero2):
         unit when it enters another.
         """
         past = [b for b in self._buckets if not (b.freed or b in needed)]
-        self._reduce_past(past)
+        unreduced = [bucket for bucket in past if bucket in self._to_reduce]
+        # In backward, a checkpoint over two units runs both forwards again. This leaves the first
+        # one, which has no gradients yet.
+        if any(self._arrived.intersection(bucket.parameters) for bucket in unreduced):
+            for bucket in unreduced:
+                self._to_reduce.remove(bucket)
+                self._start_reduce(bucket)
         for bucket in past:
             free(bucket)
         for bucket in needed:
             if bucket.freed:
                 unfree(bucket)
-
-    def _reduce_past(self, past):
-        """Reduce the buckets of units that backward has left.
-
-        A checkpoint over two units runs both forwards again, before the backward of either. This
-        leaves the first one, which has no gradients yet.
-        """
-        past = [bucket for bucket in past if bucket in self._to_reduce]
-        if any(self._arrived.intersection(bucket.parameters) for bucket in past):
-            for bucket in past:
-                self._to_reduce.remove(bucket)
-                self._start_reduce(bucket)
 
     def _reduce_full(self):
         """Do nothing: ranks leave a unit at the same time, but may fill it at different times.
@@ -608,9 +565,6 @@ class Zero3(Zero2):
         with self.full_parameters():
             return copy.deepcopy(self.module.state_dict())
 
-    def _check_is_whole(self, *_):
-        check_is_whole(self)
-
 
 # --------------------------------------------------------------------------------------------------
 # 5. What the classes call: agreement, masters, memory, buckets, units and hooks.
@@ -625,15 +579,9 @@ def buckets_to_reduce(optimizer):
         2   the parameter has a .grad, which is not reduced yet
         1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
         0   it has no gradient
-
-    clip_grad_norm_() and step() both call this. In the second call, a rank without a new gradient
-    skips the all-reduce. So a backward between them must reach a parameter on every rank, or on
-    none.
     """
     slots = optimizer._slots.values()
     flags = [2 if slot.parameter.grad is not None else min(slot.flag, 1) for slot in slots]
-    if optimizer._agreed and 2 not in flags:
-        return []
     flags = optimizer._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
     for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits for the device here
@@ -662,17 +610,24 @@ def segment_groups(optimizer):
     return groups
 
 
-def layout(parameters, N):
-    """Return the first element of each parameter in a bucket, and the bucket's length.
+def flatten(parameters, N):
+    """Return a tensor with all parameters, which N divides. Make the parameters views of it.
 
-    Parameters are padded to multiples of 64 bytes, as in PyTorch's own memory. At other addresses,
-    kernels are slower or round differently. Parts have multiples of 16 bytes, for NCCL's speed. The
-    values in the padding do not matter.
+    Parameters are padded to multiples of 64 bytes, as in PyTorch's own memory, and keep the strides
+    of the plain model. Otherwise kernels are slower or round differently. Parts have multiples of
+    16 bytes, for NCCL's speed.
     """
-    itemsize = parameters[0].itemsize
-    sizes = [round_up(parameter.numel(), 64 // itemsize) for parameter in parameters]
-    *starts, end = itertools.accumulate(sizes, initial=0)
-    return starts, round_up(max(1, end), N * 16 // itemsize)  # no part is empty
+    first = parameters[0]
+    numels = [round_up(parameter.numel(), 64 // first.itemsize) for parameter in parameters]
+    total = max(1, sum(numels))  # no part is empty
+    flat = first.new_zeros(round_up(total, N * 16 // first.itemsize))
+    start = 0
+    for parameter, numel in zip(parameters, numels, strict=True):
+        stride = torch.empty_like(parameter, device="meta").stride()
+        view = flat.as_strided(parameter.shape, stride, start)
+        parameter.data = view.copy_(parameter.data)
+        start += numel
+    return flat
 
 
 def round_up(number, multiple):
@@ -711,16 +666,25 @@ def units_around(module, units=None):
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
         units = [member for each in lists for member in each.children()]
     around = {child: frozenset([module]) for child in module.modules()}
-    units = set(units)
-    if not around.keys() >= units:
-        raise ValueError("units has modules that are not inside the module")
-    for unit in units:
+    for unit in set(units):
         for child in unit.modules():
             around[child] |= {unit}
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             around[parameter] = around[child] & around.get(parameter, around[child])
     return around
+
+
+def buckets_needed(optimizer):
+    """Return, for each module, the buckets that must be whole while it runs.
+
+    They are those of its unit and of the units around that. A bucket is in one unit.
+    """
+    around = optimizer._around
+    needed = {}
+    for child in optimizer.module.modules():
+        needed[child] = [b for b in optimizer._buckets if around[b.parameters[0]] <= around[child]]
+    return needed
 
 
 def hook_outputs(inputs, output, hook):
@@ -732,13 +696,6 @@ def hook_outputs(inputs, output, hook):
     for leaf in tree_leaves(output):
         if getattr(leaf, "grad_fn", None) and id(leaf) not in inputs:
             leaf.register_hook(hook)
-
-
-def guard_state_dicts(optimizer):
-    check = WeakHook(optimizer._check_is_whole)
-    for child in optimizer.module.modules():
-        child.register_state_dict_pre_hook(check)
-        child.register_load_state_dict_pre_hook(check)
 
 
 class WeakHook:
@@ -758,19 +715,18 @@ class WeakHook:
 
     def __deepcopy__(self, memo):  # copy.deepcopy(model) gets here
         if self.method():
-            check_is_whole(self.method().__self__)
+            check_is_whole(self.method().__self__.module)
         return lambda *args: None  # the copy is not the optimizer's module
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The library: contexts, norms, whole parameters, state dicts and pieces of checkpoints.
+# 6. The library: norms, whole parameters, state dicts and pieces of checkpoints.
 
 
 def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
-    """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm.
+    """With model parallelism, `process_groups` are the groups over which the model is split.
 
-    With model parallelism, `process_groups` are the groups over which the model is split. If
-    several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
+    If several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
     """
     buckets = optimizer._reduce_gradients()
     gradients = [
@@ -792,19 +748,10 @@ def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
 
 def unscale_(optimizer, loss_scale):
     norm = optimizer.clip_grad_norm_(torch.inf)  # clips nothing
-    for bucket in optimizer._reduce_gradients():
-        bucket.grad /= loss_scale
+    for bucket in optimizer._buckets:
+        if bucket.grad is not None:
+            bucket.grad /= loss_scale
     return 1.0 - norm.isfinite().float()
-
-
-@contextmanager
-def no_sync(optimizer):
-    before = optimizer._sync
-    optimizer._sync = False
-    try:
-        yield
-    finally:
-        optimizer._sync = before
 
 
 @contextmanager
@@ -812,13 +759,11 @@ def full_parameters(optimizer):
     before = optimizer._kept
     optimizer._kept = optimizer._buckets
     optimizer._unshard(optimizer._kept)
-    try:
-        yield
-    finally:
-        optimizer._kept = before
-        for bucket in optimizer._buckets:
-            adopt_user_writes(bucket)
-        optimizer._unshard(optimizer._kept)
+    yield
+    optimizer._kept = before
+    for bucket in optimizer._buckets:
+        adopt_user_writes(bucket)
+    optimizer._unshard(optimizer._kept)
 
 
 # These optimizers update each element on its own. Their state has one number for each element. The
@@ -829,10 +774,7 @@ PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
 def whole_state_dict(optimizer):
-    """Join the segments' states of all ranks.
-
-    The state of a 16-bit parameter also has its "master".
-    """
+    """Join the segments' states of all ranks. That of a 16-bit parameter also has its "master"."""
     states = {}
     for number, slot in enumerate(optimizer._slots.values()):
         state = dict(optimizer._optimizer.state[slot.segment])
@@ -880,8 +822,8 @@ def shards_of(optimizer):
         shape = tuple(parameter.shape)
         if not torch.empty_strided(shape, slot.stride, device="meta").is_contiguous():
             raise ValueError(
-                f"a parameter of shape {shape} is not contiguous, and a checkpoint would permute "
-                "its elements; save state_dict() instead"
+                f"a checkpoint would permute a parameter of shape {shape}, which is not "
+                "contiguous; save state_dict() instead"
             )
         state = optimizer._optimizer.state[slot.segment]
         yield parameter, slot.offset, slot.segment, state
@@ -896,7 +838,7 @@ def check_arguments(optimizer, optimizer_class, lists):
     module = optimizer.module
     if dist.get_rank(optimizer.process_group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group")
-    if any(type(part).__name__ == "DistributedDataParallel" for part in module.modules()):
+    if any(type(child).__name__ == "DistributedDataParallel" for child in module.modules()):
         raise ValueError("DistributedDataParallel averages as well: give its module, ddp.module")
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
         name = optimizer_class.__name__
@@ -904,11 +846,8 @@ def check_arguments(optimizer, optimizer_class, lists):
     if not optimizer._slots.keys() <= set(same_parameters(module, optimizer.process_group)):
         raise ValueError(
             "params must be among module.parameters(), without those of which ranks of "
-            "process_group hold different values, such as experts: give these an optimizer of "
-            "their own, or a group of ranks that hold the same"
+            "process_group hold different values, such as experts"
         )
-    if len({parameter.device for parameter in optimizer._slots}) > 1:
-        raise ValueError("params must be on one device: make an optimizer for each device")
     groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
     described = [[len(each) for each in lists], *groups]
     for name, x in [*module.named_parameters(), *module.named_buffers()]:
@@ -947,6 +886,13 @@ def copy_from_rank_0(module, process_group):
         tensor.detach().copy_(values.view_as(tensor))
 
 
+def check_step(optimizer):
+    if getattr(optimizer, "_in_backward", False):
+        raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
+    for bucket in optimizer._buckets:
+        check_is_here(bucket)
+
+
 def check_is_here(bucket):
     values = bucket.nan if bucket.freed else bucket.flat
     place = values.untyped_storage().data_ptr()
@@ -956,37 +902,37 @@ def check_is_here(bucket):
         )
 
 
-def check_step(optimizer, closure):
-    if closure is not None:
-        raise ValueError("closures are not supported: call backward, then step() without one")
-    if getattr(optimizer, "_in_backward", False):
-        raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
-    for bucket in optimizer._buckets:
-        check_is_here(bucket)
+def guard(module):
+    """Let `module` refuse to be saved or loaded, or to compute with NaN, while it is freed."""
+    for child in module.modules():
+        child.register_state_dict_pre_hook(check_is_whole)
+        child.register_load_state_dict_pre_hook(check_is_whole)
+
+    @torch.compiler.disable
+    def check_output(module, args, output):
+        if not is_freed(module):
+            return
+        handle.remove()  # look at the first output only, because the host waits for the device
+        if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
+            raise RuntimeError(
+                "the first output has NaN, as freed parameters have: call the module, as in "
+                "self.pos(positions), instead of reading self.pos.weight, or give `units` a module "
+                "around both"
+            )
+
+    handle = module.register_forward_hook(check_output)
 
 
-def refuse_param_group(param_group):
-    raise ValueError("the buckets are made: give all parameter groups to the constructor")
+def is_freed(module):
+    # A freed parameter is an expanded NaN, without strides.
+    return any(p.dim() and not any(p.stride()) for p in module.parameters())
 
 
-def check_is_whole(optimizer):
-    if any(bucket.freed for bucket in optimizer._buckets):
+def check_is_whole(module, *_):
+    if is_freed(module):
         raise RuntimeError(
             "these parameters are sharded: save the optimizer's module_state_dict(), and load, "
             "copy or initialize them in `with optimizer.full_parameters():`"
-        )
-
-
-def check_output(optimizer, output):
-    """Look at the first output only, because the host waits for the device."""
-    if optimizer._has_checked_output or optimizer._kept:
-        return
-    optimizer._has_checked_output = True
-    if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
-        raise RuntimeError(
-            "the first output has NaN, as freed parameters have: call the module, as in "
-            "self.pos(positions), instead of reading self.pos.weight, or give `units` a module "
-            "around both"
         )
 
 
