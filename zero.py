@@ -1,8 +1,8 @@
 """ZeRO: data parallelism with optimizer state, gradients and parameters split over the ranks.
 
-DDP keeps a copy of everything on each of N ranks. But an elementwise optimizer, such as Adam, can
-update any part of the parameters on its own. So each rank updates 1/N of the parameters, and keeps
-the optimizer state of that part only.
+DDP keeps everything on each of N ranks. But an elementwise optimizer, such as Adam, can update any
+part of the parameters alone. So each rank updates 1/N of them, and keeps only their optimizer
+state.
 
             backward →  reduce-scatter gradients →  update own part →  all-gather parameters
     rank 0   g₀ ━━━━┯━━━━ ╲╱ ━━━━ sum of the left halves  ── AdamW ━━━━ ╲╱ ━━━━┯━━━━ p
@@ -11,13 +11,13 @@ the optimizer state of that part only.
     Zero1 shards the optimizer state. step() reduces the gradients, updates, and gathers.
     Zero2 also shards the gradients. Backward reduces a bucket of gradients as soon as it is full.
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
-          forward and again before its backward, and frees it afterwards.
+          forward and its backward, and frees it afterwards.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (55), and the rest to use
 it as a library (87).
 
 For Ψ parameters of 16 bits, with Adam and fp32 master weights, a rank holds these bytes, and sends
-these elements, times (N-1)/N, in a step of m backwards:
+these elements, times (N-1)/N, in a step of m backwards. Sharded gradients are in fp32:
 
            parameters  gradients  optimizer  sent     sent with no_sync()
     DDP    2Ψ          2Ψ         12Ψ        2mΨ      2Ψ
@@ -25,30 +25,29 @@ these elements, times (N-1)/N, in a step of m backwards:
     Zero2  2Ψ          4Ψ/N       12Ψ/N      (m+1)Ψ   2Ψ
     Zero3  0           4Ψ/N       12Ψ/N      3mΨ      (2m+1)Ψ
 
-Sharded gradients are in fp32. In no_sync(), gradients are whole. A bucket of gradients is held
-twice while it is reduced. step() and clip_grad_norm_() also all-reduce a byte for each parameter.
+In no_sync(), gradients are whole. A bucket of gradients is held twice while it is reduced. step()
+and clip_grad_norm_() also all-reduce a byte per parameter tensor.
 
-Each rank adds the gradients of all ranks in rank order, and divides the sum by N. So training
-without clipping is bitwise equal to one device that adds in the same order. If a step has several
-backwards, Zero1, and all in no_sync(), add up each rank's first. Otherwise Zero2 and Zero3 add the
-first backward of every rank, then the second.
+Gradients are added in rank order and divided by N. So training without clipping is bitwise equal to
+one device that does the same. Of several backwards in a step, Zero2 and Zero3 add the first of
+every rank, then the second. Zero1, and all in no_sync(), begin with each rank's own sum.
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
           ZeRO-Offload, arXiv 2101.06840
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed
-Left out: optimizers that need whole matrices (muon.py), Adafactor, parameter groups added later,
-          gradients that stay after step(), parameters on several devices, offload to disk, the meta
-          device and any optimizer over shards (fsdp.py), NCCL's own reduce-scatter, which adds in
-          an order of its own, training after an error; in Zero3, gathers that overlap with
-          computation (fsdp.py), and modules that return their input changed in place, a view of a
-          parameter, or tensors in objects other than lists, tuples and dicts
+Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added later; gradients
+          after step(); several devices per rank; the meta device and optimizers over shards
+          (fsdp.py); NCCL's reduce-scatter, which adds in another order; training after an error. In
+          Zero3: overlap of gathers (fsdp.py), and outputs that are the input changed in place, a
+          view of a parameter, or in other objects than lists, tuples and dicts
 """
 
 import argparse
 import copy
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -76,10 +75,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class ShardedParameter:
-    """A parameter, and this rank's shard: row `rank` if the parameter is cut into N equal rows.
-
-    The optimizer of a rank has the shards: AdamW([each.shard for each in sharded]).
-    """
+    """A parameter, and this rank's shard: row `rank` if the parameter is cut into N equal rows."""
 
     def __init__(self, parameter, process_group=None):
         self.parameter = parameter
@@ -91,17 +87,17 @@ class ShardedParameter:
         flat = tensor.detach().reshape(-1)
         return F.pad(flat, (0, -flat.numel() % self.N)).view(self.N, -1)
 
-    def reduce_scatter(self, _=None):  # a hook gets an argument
+    def reduce_scatter(self, _=None):  # hooks get an argument
         """Move the gradient to the shards: to each its row of the mean over ranks."""
         gradients = self.rows(self.parameter.grad)
         received = torch.empty_like(gradients)  # row r is from rank r
         dist.all_to_all_single(received, gradients, group=self.process_group)
-        mean = sum(received) / self.N  # in rank order: a reduce-scatter may add in another order
+        mean = sum(received) / self.N  # in rank order, unlike a reduce-scatter
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         self.parameter.grad = None
 
     def all_gather(self):
-        """Fill the parameter with the shards of all ranks. Allocate it first, if it is freed."""
+        """Fill the parameter with the shards of all ranks. Allocate it, if it is freed."""
         if not self.parameter.untyped_storage().size():
             self.parameter.untyped_storage().resize_(self.parameter.nbytes)
         flat = self.shard.new_empty(self.N * self.shard.numel())
@@ -116,10 +112,9 @@ class ShardedParameter:
 
 
 def step(sharded, optimizer):
-    """A step of ZeRO-1 or ZeRO-2, after backward: reduce, update, gather.
+    """A step of ZeRO-1 or ZeRO-2: reduce, update, gather. `optimizer` has the shards.
 
-    All ranks must use the same parameters. Call optimizer.zero_grad() after the step, because
-    reduce_scatter() adds to the shards' gradients.
+    All ranks must use the same parameters. Call optimizer.zero_grad() after the step.
     """
     for each in sharded:
         if each.parameter.grad is not None:  # in ZeRO-2, backward has reduced it
@@ -138,7 +133,7 @@ def zero2_hooks(sharded):
 class Zero3Unit(nn.Module):
     """Runs `module`, whose parameters have memory only while its forward or backward runs.
 
-    A step is optimizer.step() and optimizer.zero_grad(). The next forward gathers the new shards.
+    After optimizer.step() and optimizer.zero_grad(), the next forward gathers the new shards.
     """
 
     def __init__(self, module, process_group=None):
@@ -148,8 +143,8 @@ class Zero3Unit(nn.Module):
         zero2_hooks(self.sharded)
         for each in self.sharded:
             each.free()
-            # Runs after reduce_scatter(), when backward has used the parameter for the last time.
-            # A parameter that is frozen or not used would stay whole.
+            # After reduce_scatter(): backward has used the parameter for the last time. A frozen or
+            # unused one would stay whole.
             each.parameter.register_post_accumulate_grad_hook(each.free)
 
     def gather(self, _=None):
@@ -173,30 +168,27 @@ class Zero3Unit(nn.Module):
 class Bucket:
     """Parameters of one kind in one flat tensor, cut into N equal parts.
 
-    For the parameters weight = [1 2 3] and bias = [4] on two ranks, without padding:
+    For the parameters weight = ■■■ and bias = □ on two ranks, without padding:
 
-                rank 0         rank 1
-        flat    1 2 3 4        1 2 3 4      all values; the parameters are views of it
-        part    1 2            3 4          this rank's part of flat, a view
-        master  1 2            3 4          the part itself; of 16-bit parameters, a copy in fp32;
-                                            offloaded, in host memory
-        slots   weight: 1 2    weight: 3    segments of master, one per parameter, which the
-                bias:   -      bias:   4    optimizer updates
-        grad    g₁ g₂          g₃ g₄        the part's gradients, added over the ranks
+                rank 0            rank 1
+        flat    ■■■□              ■■■□                the parameters are views of it
+        part    ■■                ■□                  a view of flat
+        master  ■■                ■□                  the part; or a copy, in fp32 or in host memory
+        slots   weight ■■         weight ■, bias □    segments of master for the optimizer
+        grad    ■■                ■□                  gradients, added over the ranks
     """
 
-    def __init__(self, parameters, process_group, offload=None, copy_part=False):
+    def __init__(self, parameters, process_group, offload, copy_part):
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
         self.flat = flatten(parameters, self.N)
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
-        is_16_bit = self.flat.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if is_16_bit else self.flat.dtype
+        dtype = torch.float32 if self.flat.itemsize == 2 else self.flat.dtype
         self.master = self.part.to(offload or self.flat.device, dtype, copy=copy_part)
         self.slots = [Slot(parameter, self) for parameter in parameters]
-        self.grad = None  # in the dtype of `master`. step() divides it by N
-        self.reducing = None  # while an all-to-all runs: its handle, and the tensor that it fills
+        self.grad = None  # step() divides it by N
+        self.reducing = None  # during an all-to-all: its handle, and its output
         self.freed = False  # True while Zero3 has freed the memory of `flat`
 
     def start_reduce(self):
@@ -237,39 +229,35 @@ class Bucket:
 class Slot:
     """The place of one parameter in its bucket.
 
-    This rank updates the parameter's segment, which is what lies in this rank's part. It may be
-    empty. The numbers below are those of rank 1 above.
+    Its segment is what lies in this rank's part, if anything. Comments are about rank 1 above.
     """
 
     def __init__(self, parameter, bucket):
         self.parameter = parameter
-        self.flag = 0  # 0: no rank has a gradient of it; 1 or 2: see buckets_to_reduce()
+        self.flag = 0  # not 0 if a rank has a gradient of it: see buckets_to_reduce()
         self.stride = parameter.stride()
-        self.start = parameter.storage_offset()  # its first element in `flat`: weight 0, bias 3
+        self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
         first = self.start - bucket.part.storage_offset()  # in the part: weight -2, bias 1
-        # In the part, where slices end: weight 0:1, bias 1:2.
+        # A slice ends where the part ends.
         self.in_part = slice(max(0, first), max(0, first + parameter.numel()))
         self.segment = bucket.master[self.in_part]
         self.offset = max(0, -first)  # of the segment in the parameter: weight 2, bias 0
 
     def view(self, flat):
-        """Return the parameter's elements of `flat`, a whole bucket, in the parameter's shape."""
+        """Return the parameter's elements of a tensor such as `flat`, in its shape."""
         return flat.as_strided(self.parameter.shape, self.stride, self.start)
 
 
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and updates the parameters, each rank 1/N of them.
 
-    Move `module` to its device first. All ranks get rank 0's parameters and buffers. Buffers are
-    not synchronized afterwards. `params` are the parameters to train, or parameter groups. With
-    offload="cpu", optimizer state and master weights are in host memory, and the update runs there.
-    The other arguments go to `optimizer_class`.
+    Move `module` to its device first. make_buckets() has the other arguments.
 
-    Drop or clip gradients with the methods of this class: module.zero_grad() and torch's
-    clip_grad_norm_() see only a rank's own, unreduced gradients.
+    Drop or clip gradients with this class. module.zero_grad() and torch's clip_grad_norm_() see
+    only a rank's own.
     """
 
-    _copy_part = False  # True in Zero3, which frees the part's memory, but not the master's
+    _around = {}  # the units of Zero3
 
     def __init__(
         self,
@@ -286,25 +274,18 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
-        # For each parameter its slot, in the order of state dicts.
-        self._slots = dict.fromkeys(p for group in self.param_groups for p in group["params"])
-        lists = assign_buckets(self, bucket_cap_mb * 2**20)  # the last parameters come first
-        check_arguments(self, type(dummy), lists)
-        copy_from_rank_0(module, process_group)
-        self._buckets = [Bucket(each, process_group, offload, self._copy_part) for each in lists]
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                self._slots[slot.parameter] = slot
+        self._buckets = make_buckets(self, type(dummy), offload, bucket_cap_mb * 2**20)
+        self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
 
     def step(self, closure=None):
         """Update this rank's segments with the mean gradients, and gather the parameters."""
-        loss = closure() if closure else None
+        loss = closure and closure()
         check_step(self)
+        adopt_user_writes(self)  # such as module.load_state_dict()
         buckets = self._reduce_gradients()
         for bucket in buckets:
-            adopt_user_writes(bucket)  # such as module.load_state_dict()
-            bucket.grad /= bucket.N  # once, as one device does after its last backward
+            bucket.grad /= bucket.N  # once, as on one device
             grad = bucket.grad.to(bucket.master.device)
             for slot in bucket.slots:
                 if slot.flag:  # optimizers skip a parameter without a gradient, not one with zeros
@@ -320,14 +301,13 @@ class Zero1(torch.optim.Optimizer):
 
     def _reduce_gradients(self):
         """Reduce the gradients that are still in .grad. Return the buckets that have gradients."""
-        for bucket in buckets_to_reduce(self):
+        for bucket in buckets_to_reduce(self):  # the same on all ranks
             self._start_reduce(bucket)
         self._finish_reduce()
         return [bucket for bucket in self._buckets if bucket.grad is not None]
 
     def _start_reduce(self, bucket):
-        # Only one bucket at a time is held twice. In Zero2, backward goes on while it is sent.
-        self._finish_reduce()
+        self._finish_reduce()  # so only one bucket is held twice
         bucket.start_reduce()
 
     def _finish_reduce(self):
@@ -336,7 +316,7 @@ class Zero1(torch.optim.Optimizer):
                 bucket.finish_reduce()
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, in .grad and reduced, for either argument."""
+        """Drop all gradients, in .grad and reduced."""
         super().zero_grad()
         for bucket in self._buckets:
             bucket.grad = None
@@ -344,33 +324,27 @@ class Zero1(torch.optim.Optimizer):
                 slot.flag = 0
 
     def no_sync(self):
-        """A context for all backwards of a step but the last. Zero1 reduces in step() anyway."""
+        """A context for all backwards of a step but the last."""
         return nullcontext()
 
-    # The library, which is section 6. To learn the technique, go on with section 3.
+    # The library: section 6 says what these methods do.
 
     def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
-        """Scale the averaged gradients to a joint norm of at most `max_norm`. Return their norm."""
         return clip_grad_norm_(self, max_norm, counted, process_groups)
 
     def unscale_(self, loss_scale):
-        """Divide the gradients by `loss_scale`. Return 1.0 if any is inf or NaN, else 0.0."""
         return unscale_(self, loss_scale)
 
     def state_dict(self):
-        """Return the plain optimizer's state_dict, in host memory. All ranks must call this."""
         return whole_state_dict(self)
 
     def load_state_dict(self, state_dict):
-        """Load the plain optimizer's state_dict, or one of this class at any number of ranks."""
         load_whole_state_dict(self, state_dict)
 
     def shards(self):
-        """Yield (parameter, offset, segment, state), to save or load. Then sync_parameters()."""
         return shards_of(self)
 
     def sync_parameters(self):
-        """Write the segments of all ranks into the parameters."""
         for bucket in self._buckets:
             bucket.all_gather()
 
@@ -380,16 +354,16 @@ class Zero1(torch.optim.Optimizer):
 
 
 class Zero2(Zero1):
-    """Zero1 with sharded gradients: backward reduces a bucket when it is full, and frees its .grad.
+    """Zero1 with sharded gradients. Backward reduces a bucket when it is full, and goes on.
 
-    On every rank, every backward must begin at an output of the module, or reach a parameter.
-    Otherwise the ranks wait for each other.
+    On every rank, each backward must begin at an output of the module, or reach a parameter.
+    Otherwise ranks wait for each other.
     """
 
     def __init__(self, module, *args, **kwargs):
         super().__init__(module, *args, **kwargs)
         self._sync = True  # False in no_sync()
-        self._in_backward = False  # True from the first hook of a backward to the end
+        self._in_backward = False
         self._to_reduce = []  # the buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
         hook = WeakHook(self._post_accumulate_grad)
@@ -401,13 +375,12 @@ class Zero2(Zero1):
     def _post_forward(self, module, args, kwargs, output):
         """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`.
 
-        The first gradient of a parameter cannot mark the beginning of a backward. It may come from
-        the inner backward of a checkpoint with use_reentrant=True.
+        A first gradient is no sign of this: a reentrant checkpoint has a backward of its own.
         """
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
     def _pre_backward(self, module, gradient=None):
-        """A hook. The first call in a backward prepares it."""
+        """A hook. The first one in a backward prepares it."""
         if self._in_backward:
             return
         self._in_backward = True
@@ -422,8 +395,7 @@ class Zero2(Zero1):
         self._reduce_full()
 
     def _reduce_full(self):
-        # A full bucket waits for those before it. Ranks may fill buckets in different orders, but
-        # must send them in one order.
+        # Ranks may fill buckets in different orders, but must send them in one order.
         while self._to_reduce and self._arrived.issuperset(self._to_reduce[0].parameters):
             self._start_reduce(self._to_reduce.pop(0))
 
@@ -454,16 +426,15 @@ def free(bucket):
     Autograd has saved views of it for backward, and unfree() gives these their values back. Until
     then the parameters are views of one NaN.
     """
-    bucket.nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
+    nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
     for slot in bucket.slots:
-        slot.parameter.data = bucket.nan.expand(slot.parameter.shape)
+        slot.parameter.data = nan.expand(slot.parameter.shape)
     bucket.flat.untyped_storage().resize_(0)
     bucket.freed = True
 
 
 def unfree(bucket):
     """Allocate and gather `flat`."""
-    check_is_here(bucket)
     bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
     bucket.freed = False
     for slot in bucket.slots:
@@ -479,25 +450,19 @@ class Zero3(Zero2):
 
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
     nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
-    to the innermost unit that has all its uses. So one outside of all other units, and its
-    gradient, is whole during an entire forward or backward.
+    to the innermost unit that has all its uses. All ranks must run the same units in the same
+    order: if they use different members of a list, such as experts, let the list be a unit.
 
-    All ranks must run the same units in the same order. If ranks use different members of a list,
-    such as experts, let the list be a unit: units=[*model.blocks, *experts_lists].
-
-    Freed parameters are NaN. Writes to them are lost or are errors. So call a unit instead of
-    reading its weights. Initialize, load, copy or read parameters in full_parameters(). Save
-    module_state_dict(), not module.state_dict().
+    Freed parameters are NaN, and lose what is written to them. So call a unit instead of reading
+    its weights. Initialize, load, copy or read parameters in full_parameters().
     """
 
-    _copy_part = True
-
     def __init__(self, module, *args, units=None, **kwargs):
-        # For each module and each parameter, the units that have it inside, or are it themselves.
+        # {module or parameter: the units that have it inside, or are it}
         self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
-        self._needed = buckets_needed(self)  # for each module, while it runs
-        self._kept = []  # the buckets that stay whole when no unit runs: all in full_parameters()
+        self._needed = buckets_needed(self)  # {module: the buckets to be whole while it runs}
+        self._kept = []  # buckets that are whole when no unit runs: all in full_parameters()
         for child in module.modules():  # a module inside a unit may run alone
             child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
             if child is not module:  # which Zero2 has hooked
@@ -524,13 +489,11 @@ class Zero3(Zero2):
     def _unshard(self, needed):
         """Gather these buckets, and free all others.
 
-        Autograd runs nodes in the reverse order of their creation. So backward, too, is done with a
-        unit when it enters another.
+        Backward, too, is done with a unit when it enters another: it reverses the forward.
         """
         past = [b for b in self._buckets if not (b.freed or b in needed)]
         unreduced = [bucket for bucket in past if bucket in self._to_reduce]
-        # In backward, a checkpoint over two units runs both forwards again. This leaves the first
-        # one, which has no gradients yet.
+        # If none has a gradient, a checkpoint over several units is running their forwards again.
         if any(self._arrived.intersection(bucket.parameters) for bucket in unreduced):
             for bucket in unreduced:
                 self._to_reduce.remove(bucket)
@@ -542,10 +505,7 @@ class Zero3(Zero2):
                 unfree(bucket)
 
     def _reduce_full(self):
-        """Do nothing: ranks leave a unit at the same time, but may fill it at different times.
-
-        A collective here could come between other ranks' gathers.
-        """
+        """Do nothing. Ranks leave a unit at the same time, but may fill it at different times."""
 
     def _post_backward(self):
         super()._post_backward()
@@ -554,16 +514,10 @@ class Zero3(Zero2):
     # The library: see section 6.
 
     def full_parameters(self):
-        """A context with whole parameters. The caller may write to them, alike on all ranks.
-
-        Clone what is used after it, because its memory is freed then.
-        """
         return full_parameters(self)
 
     def module_state_dict(self):
-        """Return the whole state_dict of the module. Load it in full_parameters()."""
-        with self.full_parameters():
-            return copy.deepcopy(self.module.state_dict())
+        return module_state_dict(self)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -571,12 +525,12 @@ class Zero3(Zero2):
 
 
 def buckets_to_reduce(optimizer):
-    """Return the buckets to reduce, which are the same on all ranks.
+    """Return the buckets to reduce.
 
-    Ranks may use different parameters, but must issue the same collectives. So each rank sets a
-    flag for each parameter, and all ranks act on the maximum of their flags:
+    Ranks may use different parameters, but must issue the same collectives. So all ranks act on the
+    maximum of their flags for each parameter:
 
-        2   the parameter has a .grad, which is not reduced yet
+        2   it has a .grad, which is not reduced yet
         1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
         0   it has no gradient
     """
@@ -589,16 +543,21 @@ def buckets_to_reduce(optimizer):
     return [bucket for bucket in optimizer._buckets if 2 in [slot.flag for slot in bucket.slots]]
 
 
-def adopt_user_writes(bucket):
-    """Copy to the master what the user wrote into the parameters since the last step.
+def adopt_user_writes(optimizer):
+    """Copy to the masters what the user wrote into the parameters since the last step.
 
-    An element was written if it differs from its master in the parameters' dtype. The other
-    elements of the master keep the digits that this dtype drops.
+    It differs from the master in the parameters' dtype. The other elements keep their digits.
     """
-    if bucket.master is not bucket.part and not bucket.freed:
-        values = bucket.part.to(bucket.master.device)
-        unchanged = bucket.master.to(values.dtype) == values
-        bucket.master.copy_(torch.where(unchanged, bucket.master, values))
+    for bucket in optimizer._buckets:
+        if bucket.master is not bucket.part and not bucket.freed:
+            values = bucket.part.to(bucket.master.device)
+            unchanged = bucket.master.to(values.dtype) == values
+            bucket.master.copy_(torch.where(unchanged, bucket.master, values))
+
+
+def parameters_of(optimizer):
+    """Return the parameters of all groups, in the order of state dicts."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def segment_groups(optimizer):
@@ -613,9 +572,9 @@ def segment_groups(optimizer):
 def flatten(parameters, N):
     """Return a tensor with all parameters, which N divides. Make the parameters views of it.
 
-    Parameters are padded to multiples of 64 bytes, as in PyTorch's own memory, and keep the strides
-    of the plain model. Otherwise kernels are slower or round differently. Parts have multiples of
-    16 bytes, for NCCL's speed.
+    They begin at multiples of 64 bytes, as in PyTorch's own memory, and keep the strides of the
+    plain model. Otherwise kernels are slower or round differently. Parts have multiples of 16
+    bytes, for NCCL's speed.
     """
     first = parameters[0]
     numels = [round_up(parameter.numel(), 64 // first.itemsize) for parameter in parameters]
@@ -638,23 +597,35 @@ def as_bytes(tensor):
     return tensor.view(torch.uint8)  # gloo has no int16, and in torch 2.6 no complex numbers
 
 
-def assign_buckets(optimizer, cap_bytes):
-    """Return a list of parameters for each bucket. A list is closed when it has `cap_bytes`.
+def make_buckets(optimizer, optimizer_class, offload, cap_bytes):
+    """Check the arguments, and put the parameters of rank 0 into buckets. Return these.
 
-    Only parameters of one kind share a bucket: one dtype, all or none trained, the same units.
-    Backward computes gradients from the last parameter on, so the last ones come first.
+    Buffers of rank 0 are copied, too, but not synchronized afterwards. `params` are the parameters
+    or groups to train. offload="cpu" keeps masters and optimizer state in host memory, and updates
+    there. Parameters in a bucket have one dtype, are all trained or all frozen, and are in the same
+    units. The last ones come first, as in backward.
     """
-    closed = []
-    filling = {}  # kind: the list that is not closed
+    trained = set(parameters_of(optimizer))
+    lists = []
+    filling = {}  # kind: the list that has less than `cap_bytes`
     for parameter in reversed(list(optimizer.module.parameters())):
-        if parameter in optimizer._slots:
-            around = getattr(optimizer, "_around", {}).get(parameter)  # in Zero3
+        if parameter in trained:
+            around = optimizer._around.get(parameter)
             kind = (parameter.dtype, parameter.requires_grad, around)
             together = filling.setdefault(kind, [])
             together.append(parameter)
             if sum(p.nbytes for p in together) >= cap_bytes:
-                closed.append(filling.pop(kind))
-    return closed + list(filling.values())
+                lists.append(filling.pop(kind))
+    lists += filling.values()
+    group = optimizer.process_group
+    same = same_parameters(optimizer.module, group)
+    check_arguments(optimizer, optimizer_class, lists, same)
+    for tensor in [*same, *optimizer.module.buffers()]:
+        values = tensor.detach().reshape(-1)
+        dist.broadcast(as_bytes(values), group=group, group_src=0)
+        tensor.detach().copy_(values.view_as(tensor))
+    copy_part = bool(optimizer._around)  # Zero3 frees parts, but not masters
+    return [Bucket(parameters, group, offload, copy_part) for parameters in lists]
 
 
 def units_around(module, units=None):
@@ -664,9 +635,9 @@ def units_around(module, units=None):
     """
     if units is None:
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
-        units = [member for each in lists for member in each.children()]
-    around = {child: frozenset([module]) for child in module.modules()}
-    for unit in set(units):
+        units = itertools.chain(*lists)
+    around = {child: frozenset() for child in module.modules()}
+    for unit in {module, *units}:
         for child in unit.modules():
             around[child] |= {unit}
     for child in module.modules():
@@ -676,10 +647,7 @@ def units_around(module, units=None):
 
 
 def buckets_needed(optimizer):
-    """Return, for each module, the buckets that must be whole while it runs.
-
-    They are those of its unit and of the units around that. A bucket is in one unit.
-    """
+    """Return, for each module, the buckets of its unit and of the units around that."""
     around = optimizer._around
     needed = {}
     for child in optimizer.module.modules():
@@ -699,10 +667,7 @@ def hook_outputs(inputs, output, hook):
 
 
 class WeakHook:
-    """Calls a method of the optimizer, but does not keep the optimizer and its state alive.
-
-    A module keeps its hooks. They run outside of the code that torch.compile makes.
-    """
+    """Calls a method of the optimizer, but does not keep it alive, as a module's hooks would."""
 
     def __init__(self, method):
         self.method = weakref.WeakMethod(method)
@@ -724,9 +689,10 @@ class WeakHook:
 
 
 def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
-    """With model parallelism, `process_groups` are the groups over which the model is split.
+    """Scale the averaged gradients to a norm of at most `max_norm`. Return their norm.
 
-    If several of their ranks hold a copy of a parameter, counted(parameter) must be True on one.
+    `process_groups` are those over which the model is split. If several of their ranks hold a copy
+    of a parameter, counted(parameter) must be True on one.
     """
     buckets = optimizer._reduce_gradients()
     gradients = [
@@ -747,6 +713,7 @@ def clip_grad_norm_(optimizer, max_norm, counted, process_groups):
 
 
 def unscale_(optimizer, loss_scale):
+    """Divide the gradients by `loss_scale`. Return 1.0 if any is inf or NaN, else 0.0."""
     norm = optimizer.clip_grad_norm_(torch.inf)  # clips nothing
     for bucket in optimizer._buckets:
         if bucket.grad is not None:
@@ -754,70 +721,82 @@ def unscale_(optimizer, loss_scale):
     return 1.0 - norm.isfinite().float()
 
 
+def module_state_dict(optimizer):
+    """Return the whole state_dict of the module. Load it in full_parameters()."""
+    with optimizer.full_parameters():
+        return copy.deepcopy(optimizer.module.state_dict())
+
+
 @contextmanager
 def full_parameters(optimizer):
+    """A context with whole parameters. The caller may write to them, alike on all ranks.
+
+    Clone what is used after it, because its memory is freed then.
+    """
     before = optimizer._kept
     optimizer._kept = optimizer._buckets
     optimizer._unshard(optimizer._kept)
     yield
     optimizer._kept = before
-    for bucket in optimizer._buckets:
-        adopt_user_writes(bucket)
+    adopt_user_writes(optimizer)
     optimizer._unshard(optimizer._kept)
 
 
-# These optimizers update each element on its own. Their state has one number for each element. The
-# entries in PER_TENSOR, such as "step", are one number for the whole parameter.
+# These optimizers update each element on its own. Their state has one number for each element, but
+# those in PER_TENSOR for the whole parameter.
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"}
 ELEMENTWISE |= {"NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"}
 PER_TENSOR = {"step", "mu_product", "eta", "mu"}
 
 
 def whole_state_dict(optimizer):
-    """Join the segments' states of all ranks. That of a 16-bit parameter also has its "master"."""
-    states = {}
-    for number, slot in enumerate(optimizer._slots.values()):
+    """Return the plain optimizer's state_dict, in host memory. All ranks must call this.
+
+    The state of a 16-bit parameter also has its "master".
+    """
+    group = optimizer.process_group
+    whole = torch.optim.Optimizer.state_dict(optimizer)  # without state
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        slot = optimizer._slots[parameter]
         state = dict(optimizer._optimizer.state[slot.segment])
-        if slot.segment.dtype != slot.parameter.dtype:
+        if slot.segment.dtype != parameter.dtype:
             state["master"] = slot.segment
         for name, value in state.items():
+            state[name] = value.cpu().clone()
             # All ranks have the same entries: step() gives empty segments a gradient, too.
-            whole = value if name in PER_TENSOR else join(optimizer, slot, value)
-            state[name] = whole.cpu().clone()
+            if name not in PER_TENSOR:
+                segments = [None] * dist.get_world_size(group)
+                dist.all_gather_object(segments, state[name], group=group)
+                state[name] = torch.cat(segments).as_strided(parameter.shape, slot.stride)
         if state:
-            states[number] = state
-    return {**torch.optim.Optimizer.state_dict(optimizer), "state": states}
+            whole["state"][number] = state
+    return whole
 
 
 def load_whole_state_dict(optimizer, state_dict):
+    """Load the plain optimizer's state_dict, or one of this class at any number of ranks."""
     groups = {**state_dict, "state": {}}
     torch.optim.Optimizer.load_state_dict(optimizer, groups)  # checks them, too
-    states = {}  # by the parameter's number, the state of its segment on this rank
-    for number, slot in enumerate(optimizer._slots.values()):
+    states = {}  # of segments, by the number of the parameter
+    for number, parameter in enumerate(parameters_of(optimizer)):
+        slot = optimizer._slots[parameter]
         state = copy.deepcopy(state_dict["state"].get(number, {}))
         for name in state.keys() - PER_TENSOR:
-            state[name] = split(slot, state[name])
+            whole = state[name]
+            strided = whole.new_empty_strided(whole.shape, slot.stride).copy_(whole)
+            segment = strided.as_strided(slot.segment.shape, (1,), slot.offset)
+            state[name] = segment.clone()
         if "master" in state:
             slot.segment.copy_(state.pop("master"))
         states[number] = state
     optimizer._optimizer.load_state_dict({**state_dict, "state": states})
 
 
-def join(optimizer, slot, segment):
-    """Return a tensor with the parameter's shape, made of the segments of all ranks."""
-    segments = [None] * dist.get_world_size(optimizer.process_group)
-    dist.all_gather_object(segments, segment.cpu(), group=optimizer.process_group)
-    return torch.cat(segments).as_strided(slot.parameter.shape, slot.stride)
-
-
-def split(slot, whole):
-    """Return this rank's segment of `whole`, a tensor with the parameter's shape."""
-    strided = whole.new_empty_strided(whole.shape, slot.stride).copy_(whole)
-    return strided.as_strided(slot.segment.shape, (1,), slot.offset).clone()
-
-
 def shards_of(optimizer):
-    """`segment` has this rank's elements of the flattened parameter, from element `offset` on."""
+    """Yield (parameter, offset, segment, state): this rank's elements, from element `offset` on.
+
+    After loading into segments, sync_parameters() writes all ranks' into the parameters.
+    """
     for parameter, slot in optimizer._slots.items():
         shape = tuple(parameter.shape)
         if not torch.empty_strided(shape, slot.stride, device="meta").is_contiguous():
@@ -833,20 +812,18 @@ def shards_of(optimizer):
 # 7. Checks.
 
 
-def check_arguments(optimizer, optimizer_class, lists):
+def check_arguments(optimizer, optimizer_class, lists, same):
     """Check the arguments, and that all ranks have the same model, buckets and options."""
     module = optimizer.module
-    if dist.get_rank(optimizer.process_group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
     if any(type(child).__name__ == "DistributedDataParallel" for child in module.modules()):
         raise ValueError("DistributedDataParallel averages as well: give its module, ddp.module")
     if not ELEMENTWISE & {parent.__name__ for parent in optimizer_class.__mro__}:
         name = optimizer_class.__name__
         raise ValueError(f"{name} may need whole parameters; use one of {ELEMENTWISE}, or muon.py")
-    if not optimizer._slots.keys() <= set(same_parameters(module, optimizer.process_group)):
+    if not set(parameters_of(optimizer)).issubset(same):
         raise ValueError(
-            "params must be among module.parameters(), without those of which ranks of "
-            "process_group hold different values, such as experts"
+            "params must be in the module, without those of which ranks of process_group hold "
+            "different values, such as experts"
         )
     groups = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
     described = [[len(each) for each in lists], *groups]
@@ -858,16 +835,15 @@ def check_arguments(optimizer, optimizer_class, lists):
     for rank, theirs in enumerate(everyone):
         if theirs != mine:
             raise ValueError(
-                "ranks must have the same parameters (name, shape, strides, dtype, requires_grad) "
-                f"in the same buckets, and the same options; rank {rank} has {theirs - mine}"
+                "ranks must have the same parameters (shape, strides, dtype, requires_grad), "
+                f"buckets and options; rank {rank} has {theirs - mine}"
             )
 
 
 def same_parameters(module, process_group):
     """Return the parameters of which all ranks of the group hold the same values.
 
-    The others are experts of expert_parallel.py and slices of tensor_parallel.py. Their modules
-    have the list of global ranks that hold different values.
+    Modules of expert_parallel.py and tensor_parallel.py list the global ranks that do not.
     """
     members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     different = set()
@@ -878,28 +854,15 @@ def same_parameters(module, process_group):
     return [parameter for parameter in module.parameters() if parameter not in different]
 
 
-def copy_from_rank_0(module, process_group):
-    """Copy rank 0's parameters and buffers to all ranks."""
-    for tensor in [*same_parameters(module, process_group), *module.buffers()]:
-        values = tensor.detach().reshape(-1)
-        dist.broadcast(as_bytes(values), group=process_group, group_src=0)
-        tensor.detach().copy_(values.view_as(tensor))
-
-
 def check_step(optimizer):
     if getattr(optimizer, "_in_backward", False):
         raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
     for bucket in optimizer._buckets:
-        check_is_here(bucket)
-
-
-def check_is_here(bucket):
-    values = bucket.nan if bucket.freed else bucket.flat
-    place = values.untyped_storage().data_ptr()
-    if any(p.untyped_storage().data_ptr() != place for p in bucket.parameters):
-        raise RuntimeError(
-            "parameters are no longer where they were: make the optimizer after module.to()"
-        )
+        places = {parameter.untyped_storage().data_ptr() for parameter in bucket.parameters}
+        if not bucket.freed and places != {bucket.flat.untyped_storage().data_ptr()}:
+            raise RuntimeError(
+                "parameters are no longer where they were: make the optimizer after module.to()"
+            )
 
 
 def guard(module):
@@ -915,9 +878,8 @@ def guard(module):
         handle.remove()  # look at the first output only, because the host waits for the device
         if any(torch.is_tensor(leaf) and leaf.isnan().any() for leaf in tree_leaves(output)):
             raise RuntimeError(
-                "the first output has NaN, as freed parameters have: call the module, as in "
-                "self.pos(positions), instead of reading self.pos.weight, or give `units` a module "
-                "around both"
+                "the first output has NaN, as freed parameters have: call self.pos(positions) "
+                "instead of reading self.pos.weight, or give `units` a module around both"
             )
 
     handle = module.register_forward_hook(check_output)
