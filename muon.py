@@ -1,16 +1,16 @@
 """Muon with its work and its momenta split over the ranks, for data parallelism and for FSDP.
 
 Muon makes the momentum of each weight matrix orthogonal before it becomes an update. That needs
-whole matrices and many operations. After DDP's all-reduce, every rank would do all of it. Here,
-each matrix has an owner, and only the owner keeps its momentum and computes its update. In a step
-with N = 2 ranks, rank 0 owns the matrix A and rank 1 owns B:
+whole matrices and many operations, and after DDP's all-reduce every rank would do all of it. Here,
+only the owner of a matrix keeps its momentum and computes its update. In a step with N = 2 ranks,
+rank 0 owns the matrix A and rank 1 owns B:
 
              gradients            owner of the matrix                  updates        every rank
     rank 0   A₀ B₀ ─┐ exchange ┌─ A₀ A₁ → mean → momentum → UVᵀ of A ─┐ exchange ┌─ update A, B
                     ├──────────┤                                      ├──────────┤
     rank 1   A₁ B₁ ─┘   fp32   └─ B₀ B₁ → mean → momentum → UVᵀ of B ─┘   bf16   └─ decay, A B add
 
-The owners are chosen so that all ranks have about the same work.
+All ranks get about the same work, as even as whole matrices allow.
 
 Cost per rank and step in bytes, for matrices of Ψ fp32 elements in all. To orthogonalize them takes
 F operations: 5 · (4m²n + 2m³) for each m × n matrix, m ≤ n.
@@ -22,12 +22,11 @@ F operations: 5 · (4m²n + 2m³) for each m × n matrix, m ≤ n.
     ShardedMuon         4Ψ/N       4Ψ/N: momenta and updates in bf16       F/N, at the same time
 
 Muon also all-reduces one byte per matrix. During step() it holds copies of gradients, 8Ψ, and then
-of updates, 4Ψ. ShardedMuon sends its bytes in addition to FSDP's. The owners' work is as even as
-whole matrices allow.
+of updates, 4Ψ. ShardedMuon sends its bytes in addition to FSDP's.
 
 Muon is bitwise equal to torch.optim.Muon on one device that adds up the ranks' gradients in rank
-order and then divides by N. So is ShardedMuon in fp32. In 16 bits, kernels round the last elements
-of a tensor differently, and a shard ends elsewhere.
+order and then divides by N. So is ShardedMuon in fp32. In 16 bits, kernels round the end of a
+tensor differently, and a shard ends elsewhere.
 
 Muon is for the matrices of hidden layers. Train embeddings, the head, norms and biases by AdamW:
 
@@ -39,9 +38,9 @@ Run:      torchrun --nproc-per-node 2 muon.py          (python muon.py runs as o
 Papers:   Jordan et al. 2024, Muon, kellerjordan.github.io/posts/muon; Liu et al. 2025, Muon is
           Scalable for LLM Training, arXiv 2502.16982
 Mirrors:  torch.optim.Muon (torch 2.9 and newer)
-Left out: matrices stored as more than two dimensions, such as stacked experts; closures; overlap
-          of the exchange with backward; updates sent along a ring or tree, which many ranks need;
-          16-bit master weights (amp.py); tensor-parallel matrices
+Left out: stacked matrices, such as experts; complex or tensor-parallel ones; sparse gradients;
+          closures; an lr of shape (1,); overlap of the exchange with backward; updates sent along a
+          ring or tree, which many ranks need; 16-bit master weights (amp.py)
 
 Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
 it as a library (30).
@@ -80,7 +79,9 @@ def add_to_momentum(state, gradient, options):
     """Update the momentum in `state`. Return the matrix to orthogonalize."""
     momentum = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
     momentum.lerp_(gradient, 1 - options["momentum"])
-    return gradient.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
+    if options["nesterov"]:
+        return gradient.lerp(momentum, options["momentum"])
+    return momentum
 
 
 def orthogonalize(matrix, options):
@@ -103,8 +104,6 @@ def orthogonalize(matrix, options):
 def apply_update(parameter, update, shape, options):
     """Decay the parameter, and subtract the update. `shape` is that of the whole matrix."""
     lr = options["lr"]
-    if torch.is_tensor(lr):
-        lr = lr.squeeze()  # it may have one dimension
     rows, columns = shape
     ratio = math.sqrt(max(1, rows / columns))
     if options["adjust_lr_fn"] == "match_rms_adamw":  # Liu et al., section 2.2
@@ -115,21 +114,23 @@ def apply_update(parameter, update, shape, options):
 
 @torch.no_grad()
 def naive_step(parameters, state, options, process_group=None):
-    """Update the matrices, one after the other. Each of N ranks owns every N-th matrix.
+    """Update the matrices in turn. Each of N ranks owns every N-th. All of them need gradients.
 
-    All of them need gradients. `state`, a defaultdict(dict), gets the momenta of the rank's own.
+    `state`, a defaultdict(dict), gets the momenta of the rank's own.
     """
     N = dist.get_world_size(process_group)
     for number, parameter in enumerate(parameters):
         owner = number % N
         is_mine = owner == dist.get_rank(process_group)
-        gradients = [torch.empty_like(parameter) for _ in range(N)] if is_mine else None
+        gradients = None
+        if is_mine:
+            gradients = [torch.empty_like(parameter) for _ in range(N)]
         dist.gather(parameter.grad, gradients, group=process_group, group_dst=owner)
         if is_mine:
             direction = add_to_momentum(state[parameter], sum(gradients) / N, options)
             update = orthogonalize(direction, options)
             apply_update(parameter, update, parameter.shape, options)
-        dist.broadcast(parameter.detach(), group=process_group, group_src=owner)
+        dist.broadcast(parameter.data, group=process_group, group_src=owner)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -143,20 +144,18 @@ def operations(shape):
 
 
 def assign_owners(shapes, N):
-    """Return, for each of N ranks, the list of matrices that it owns.
+    """Return, for each of N ranks, the list of matrices that it owns. `shapes` is {matrix: shape}.
 
-    `shapes` is {matrix: its shape}. Operations and elements both count, because a matrix of
-    (8, 2048) has as many elements as one of (128, 128) for 1/24 of the operations. The largest
-    matrix comes first. Each goes to the rank with the smallest load.
+    The largest matrix comes first, and each goes to the rank with the smallest load. A load is of
+    operations and of elements: a matrix of (8, 2048) has as many elements as one of (128, 128), for
+    1/24 of the operations.
     """
-    work = {matrix: operations(shape) for matrix, shape in shapes.items()}
-    sizes = {matrix: math.prod(shape) for matrix, shape in shapes.items()}
-    total_work = sum(work.values())
-    total_size = sum(sizes.values())
+    total_work = sum(operations(shape) for shape in shapes.values())
+    total_size = sum(math.prod(shape) for shape in shapes.values())
 
-    def load_of(matrix):  # an integer, so that all ranks find the same owners
-        of_work = work[matrix] * total_size
-        of_size = sizes[matrix] * total_work
+    def load_of(matrix):
+        of_work = operations(shapes[matrix]) / total_work
+        of_size = math.prod(shapes[matrix]) / total_size
         return 2 * of_work + of_size  # of_work twice: idle ranks cost more than memory
 
     loads = [0] * N
@@ -175,13 +174,15 @@ def assign_owners(shapes, N):
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon that averages gradients over `process_group`. Each rank does its share.
 
-    All ranks begin with rank 0's parameters. Only the owner of a matrix has its momentum in
-    `state`. But state_dict() has all momenta, on every rank, and torch.optim.Muon can load it.
+    All ranks begin with rank 0's parameters. A matrix is updated if any rank has a gradient for it.
+    Ranks without one send zeros. step() does not change .grad.
 
-    A matrix is updated if any rank has a gradient for it. Ranks without one send zeros. step() does
-    not change .grad. As with torch.optim.Muon, an inf or NaN in a gradient spoils the momentum for
-    good. GradScaler of amp.py skips such steps on all ranks.
+    `state` has only the momenta of own matrices. But state_dict() has all, on every rank, and
+    torch.optim.Muon can load it. As with torch.optim.Muon, an inf or NaN in a gradient spoils the
+    momentum for good. GradScaler of amp.py skips such steps on all ranks.
     """
+
+    _given = {}  # the shapes of ShardedMuon
 
     def __init__(
         self,
@@ -211,20 +212,21 @@ class Muon(torch.optim.Optimizer):
         self.rank = dist.get_rank(process_group)
         self.N = dist.get_world_size(process_group)
         self._find_options()
-        self._start()
+        self._shapes = {p: self._given.get(p, p.shape) for p in self._options}
+        self._numels = check(self)  # {parameter: number of its elements on each rank}
         self._owned = assign_owners(self._shapes, self.N)
+        self._start()
 
     def _find_options(self):
         # {parameter: its group}. Again in each step, because load_state_dict() replaces the groups.
         self._options = {p: group for group in self.param_groups for p in group["params"]}
+        self._any_matrix = next(iter(self._options))
 
     def _start(self):
-        self._shapes = {parameter: parameter.shape for parameter in self._options}
-        self._numels = check(self)  # {parameter: number of its elements on each rank}
         for parameter in self._options:
-            values = parameter.detach().contiguous()
+            values = parameter.data.contiguous()
             dist.broadcast(values, group=self.process_group, group_src=0)
-            parameter.detach().copy_(values)
+            parameter.data.copy_(values)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -252,25 +254,25 @@ class Muon(torch.optim.Optimizer):
 
     def _find_used(self):
         """Return `_owned`, but only those matrices that any rank has a gradient for."""
-        matrices = list(itertools.chain(*self._owned))
-        flags = [parameter.grad is not None for parameter in matrices]
-        flags = matrices[0].new_tensor(flags, dtype=torch.uint8)
+        flags = [parameter.grad is not None for parameter in self._options]
+        flags = self._any_matrix.new_tensor(flags, dtype=torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.process_group)
-        flags = iter(flags.tolist())  # the host waits for the device
-        return [[parameter for parameter in own if next(flags)] for own in self._owned]
+        flags = flags.tolist()  # the host waits for the device
+        used = set(itertools.compress(self._options, flags))
+        return [[parameter for parameter in own if parameter in used] for own in self._owned]
 
     def _part_for_owner(self, parameter):
         if parameter.grad is None:  # but another rank has a gradient
             return torch.zeros_like(parameter)
-        return parameter.grad.to_dense()  # does nothing unless the gradient is sparse
+        return parameter.grad
 
     def _exchange(self, outgoing, numels):
         """Send the tensors in outgoing[r] to rank r. Return those from rank 0, from rank 1, …
 
-        The returned tensors are flat. Those from rank r have numels[r] elements.
+        They are flat. Those from rank r have numels[r] elements.
         """
         # cat() needs a tensor, but a rank may own nothing. It makes float16 gradients float32.
-        parts = [next(iter(self._options)).new_empty(0, dtype=torch.bfloat16)]
+        parts = [self._any_matrix.new_empty(0, dtype=torch.bfloat16)]
         parts += [tensor.reshape(-1) for tensor in itertools.chain(*outgoing)]
         flat = torch.cat(parts)
         to_send = [sum(tensor.numel() for tensor in tensors) for tensors in outgoing]
@@ -279,11 +281,12 @@ class Muon(torch.optim.Optimizer):
         dist.all_to_all_single(
             received,
             flat,
-            output_split_sizes=to_receive,
-            input_split_sizes=to_send,
+            to_receive,
+            to_send,
             group=self.process_group,
         )
-        return received.split(list(itertools.chain(*numels)))
+        sizes = itertools.chain(*numels)
+        return received.split(list(sizes))
 
     def _compute_updates(self, own, received):
         """Return, for each rank, what to send to it of the updates of own matrices."""
@@ -297,7 +300,7 @@ class Muon(torch.optim.Optimizer):
 
     def _join(self, parameter, gradients):
         """Add the mean of the ranks' gradients to the momentum. Return what to orthogonalize."""
-        # A sum in 16 bits would round at each addition, and in float16 it overflows at 65504.
+        # A sum in 16 bits would round each time, and in float16 overflow at 65504.
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         total = sum(gradient.to(dtype) for gradient in gradients)  # in rank order, as on one device
         # With the strides of the parameter, because matrix products round by strides.
@@ -308,7 +311,7 @@ class Muon(torch.optim.Optimizer):
     def _parts_for_ranks(self, parameter, update):
         return [update] * self.N
 
-    # What else an optimizer has. The functions are in section 5.
+    # The library: see section 5.
 
     def state_dict(self):
         return whole_state_dict(self)
@@ -329,9 +332,9 @@ class Muon(torch.optim.Optimizer):
 class ShardedMuon(Muon):
     """Muon for parameters of which each rank has a part, as after fully_shard() of fsdp.py.
 
-    `shapes` is {parameter: shape of the whole matrix}. The parts follow each other in the flattened
-    matrix, in the order of the ranks. A part may be empty. Its .grad is the same part of the mean
-    gradient. Here, state_dict() is only this rank's part. Save and load fsdp.shards().
+    `shapes` is {parameter: shape of the whole matrix}. The parts, some perhaps empty, follow each
+    other in the flattened matrix in the order of the ranks. Their .grad is that of the mean
+    gradient. Here, state_dict() is only this rank's part: save and load fsdp.shards().
 
         shapes = {name: p.shape for name, p in model.named_parameters()}    # before fully_shard()
         shapes = {p: shapes[name] for name, p in model.named_parameters()}  # after it
@@ -339,13 +342,11 @@ class ShardedMuon(Muon):
     """
 
     def __init__(self, params, shapes, *args, **kwargs):
-        self._shapes = shapes
+        self._given = shapes
         super().__init__(params, *args, **kwargs)
 
     def _start(self):
-        self._shapes = {p: self._shapes.get(p, ()) for p in self._options}
-        self._numels = check(self)
-        check_parts(self)
+        """Parts differ between ranks."""
 
     def _part_for_owner(self, parameter):
         gradient = super()._part_for_owner(parameter)
@@ -391,8 +392,6 @@ def check(optimizer):
 
     Ranks compare first. Otherwise, if only one found an error, the others would wait for it.
     """
-    if optimizer.rank < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
     ours = [repr(optimizer)]  # has the options of all groups
     for group in optimizer.param_groups:
         ours.append([f"{optimizer._shapes[p]}, {p.dtype}" for p in group["params"]])
@@ -402,40 +401,18 @@ def check(optimizer):
     found, numels = zip(*everyone, strict=True)
     if found.count(ours) < len(found):
         raise ValueError(f"ranks have different matrices or options: {found}")
-    for group in optimizer.param_groups:
-        check_group(optimizer, group)
-    numels = zip(*numels, strict=True)
-    return dict(zip(optimizer._options, numels, strict=True))
-
-
-def check_parts(optimizer):
-    for parameter, numels in optimizer._numels.items():
-        shape = optimizer._shapes[parameter]
-        if sum(numels) != math.prod(shape):
-            raise ValueError(f"parts of {numels} elements for a matrix of {shape}")
-
-
-def check_group(optimizer, group):
-    """Raise the errors of torch.optim.Muon, and one for layers that are split over the ranks."""
-    # SGD has the same conditions for the learning rate, the momentum and the weight decay.
-    torch.optim.SGD(
-        group["params"],
-        lr=group["lr"],
-        momentum=group["momentum"],
-        weight_decay=group["weight_decay"],
-    )
-    if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        raise ValueError(f"Adjust learning rate function {group['adjust_lr_fn']} is not supported")
     members = set(dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD))
-    for parameter in group["params"]:
+    for parameter, group in optimizer._options.items():
         shape = optimizer._shapes[parameter]
-        if len(shape) != 2:
-            raise ValueError(f"Muon only supports 2D parameters, not one with size: {shape}")
-        if parameter.is_complex():
-            raise RuntimeError("Muon does not support complex parameters")
+        if len(shape) != 2 or parameter.is_complex():
+            raise ValueError(f"Muon only supports real 2D parameters, not one with size: {shape}")
         ranks = getattr(parameter, "differ_between_ranks", ())
         if len(members.intersection(ranks)) > 1:
             raise ValueError(f"the matrix of {shape} differs between ranks: {ranks}")
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn {group['adjust_lr_fn']} is not supported")
+    numels = zip(*numels, strict=True)
+    return dict(zip(optimizer._options, numels, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------
