@@ -114,7 +114,7 @@ PARAMETERS = {
     "fewer than ranks": matrices(WIDE),
     "groups with their own options": [
         {"params": matrices(WIDE), "lr": torch.tensor(0.3), "ns_steps": 3},
-        {"params": matrices(TALL), "adjust_lr_fn": "match_rms_adamw"},
+        {"params": matrices(TALL), "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
     ],
 }
 

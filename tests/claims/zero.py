@@ -46,22 +46,24 @@ def elements_of_state(optimizer):
     return sum(tensor.numel() for tensor in tensors if torch.is_tensor(tensor) and tensor.dim())
 
 
+def on_all_ranks(value):
+    everyone = [None] * pool.world_size()
+    dist.all_gather_object(everyone, value, group=pool.group())
+    return everyone
+
+
 @claim("zero1 zero2", 3, about="property")
 def state_is_sharded(make):
     """No rank holds more than its share of the optimizer state and one parameter's."""
     model = nn.Sequential(*[nn.Linear(20, 20, bias=False) for _ in range(6)])
     trainer = make(model, "adamw")
     trainer.step([torch.randn(4, 20)])
-    mine = elements_of_state(trainer.optimizer)
-    everyone = [None] * pool.world_size()
-    dist.all_gather_object(everyone, mine, group=pool.group())
-    whole = 2 * sum(parameter.numel() for parameter in model.parameters())
-    padding = 64 * pool.world_size()
-    total = sum(everyone)
-    check(whole <= total < 1.05 * whole + padding, f"all ranks hold {total} of {whole} elements")
-    most = max(everyone)
-    share = whole / pool.world_size()
-    check(most <= share + 2 * 20 * 20 + 64, f"a rank holds {most} of {whole} elements")
+    held = on_all_ranks(elements_of_state(trainer.optimizer))
+    whole = 2 * 6 * 20 * 20
+    padding = 64 * len(held)
+    check(whole <= sum(held) < 1.05 * whole + padding, f"ranks hold {held} of {whole} elements")
+    share = whole / len(held)
+    check(max(held) <= share + 2 * 20 * 20 + 64, f"a rank holds too much: {held} of {whole}")
 
 
 def states_agree(trainer):

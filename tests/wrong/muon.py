@@ -10,12 +10,9 @@ from wrong.common import changed
 class PlainMuon(torch.optim.Optimizer):
     """Each rank updates every N-th matrix and broadcasts it."""
 
-    DEFAULTS = {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True}
-    DEFAULTS |= {"ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7, "ns_steps": 5}
-    DEFAULTS |= {"adjust_lr_fn": None}
-
     def __init__(self, parameters, process_group=None, **options):
-        super().__init__(parameters, self.DEFAULTS | options)
+        plain = torch.optim.Muon(parameters, **options)
+        super().__init__(plain.param_groups, plain.defaults)
         self.group = process_group
         self.N = dist.get_world_size(process_group)
         self.rank = dist.get_rank(process_group)
@@ -36,7 +33,7 @@ class PlainMuon(torch.optim.Optimizer):
             self.send(parameter, number % self.N)
 
     def mean(self, parameter):
-        """Add up the gradients in rank order, and divide by the number of ranks that may count."""
+        """Add up the gradients in rank order."""
         everyone = [None] * self.N
         dist.all_gather_object(everyone, parameter.grad, group=self.group)
         found = [gradient for gradient in everyone if gradient is not None]
@@ -67,40 +64,21 @@ class KeepsItsOwnMomentum(PlainMuon):
         return total / self.N if parameter.grad is None else parameter.grad
 
 
-class OwnersDiffer(PlainMuon):
-    """A rank updates a matrix that another one sends."""
-
-    def owns(self, number):
-        return (number + 1) % self.N == self.rank
-
-
-class EveryRankDoesAll(PlainMuon):
-    def owns(self, number):
-        return True
-
-
 class LearningRateOfTheStart(PlainMuon):
     def update(self, parameter, gradient, options):
         super().update(parameter, gradient, self.defaults)
 
 
+EveryRankDoesAll = changed(PlainMuon, owns=lambda self, number: True)
 AddsUpOnly = changed(PlainMuon, divide=lambda self, total, parameter: total)
-DecaysUnusedOnes = changed(
-    PlainMuon,
-    mean=lambda self, parameter: (
-        torch.zeros_like(parameter) if (mean := PlainMuon.mean(self, parameter)) is None else mean
-    ),
-)
 
 MISTAKES = {
     "muon": {
         "KeepsItsOwnMomentum": "mean_gradient",
         "AddsUpOnly": "small_gradients",
         "DecaysAfterTheUpdate": "mean_gradient",
-        "OwnersDiffer": "mean_gradient",
         "EveryRankDoesAll": "work_is_split",
         "LearningRateOfTheStart": "schedulers",
-        "DecaysUnusedOnes": "mean_gradient",
     },
 }
 RIGHT = {"muon": {"PlainMuon": ["whole_state_dict"]}}

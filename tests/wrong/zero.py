@@ -19,9 +19,7 @@ class PlainZero1(torch.optim.Optimizer):
         return optimizer_class(self.mine, **arguments)
 
     def pass_on_options(self):
-        group = dict(self.param_groups[0])
-        del group["params"]
-        self.optimizer.param_groups[0].update(group)
+        self.optimizer.param_groups[0]["lr"] = self.param_groups[0]["lr"]
 
     def step(self):
         self.pass_on_options()
