@@ -29,8 +29,8 @@ In no_sync(), gradients are whole. A bucket of gradients is held twice while it 
 and clip_grad_norm_() also all-reduce a byte per parameter tensor.
 
 Gradients are added in rank order and divided by N. So training without clipping is bitwise equal to
-one device that does the same. Of several backwards in a step, Zero2 and Zero3 add the first of
-every rank, then the second. Zero1, and all in no_sync(), begin with each rank's own sum.
+one device that does the same. Of two backwards a and b in a step on two ranks, Zero2 and Zero3 add
+((a₀ + a₁) + b₀) + b₁. Zero1, and each class in no_sync(), adds (a₀ + b₀) + (a₁ + b₁).
 
 Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as one rank)
           torchrun --nproc-per-node 2 zero.py --idea   trains with section 1
@@ -107,7 +107,7 @@ class ShardedParameter:
         self.parameter.data.copy_(values.view_as(self.parameter))
 
     def free(self, _=None):
-        """Free the memory of the parameter, and of what autograd saved of it for backward."""
+        """Free the storage, which autograd's saved tensors share. all_gather() fills it again."""
         self.parameter.untyped_storage().resize_(0)
 
 
@@ -143,8 +143,8 @@ class Zero3Unit(nn.Module):
         zero2_hooks(self.sharded)
         for each in self.sharded:
             each.free()
-            # After reduce_scatter(): backward has used the parameter for the last time. A frozen or
-            # unused one would stay whole.
+            # Hooks run in order: this after reduce_scatter(). A frozen or unused parameter stays
+            # whole.
             each.parameter.register_post_accumulate_grad_hook(each.free)
 
     def gather(self, _=None):
@@ -166,14 +166,14 @@ class Zero3Unit(nn.Module):
 
 
 class Bucket:
-    """Parameters of one kind in one flat tensor, cut into N equal parts.
+    """Parameters of one dtype, all trained or all frozen, in a flat tensor of N equal parts.
 
-    For the parameters weight = ■■■ and bias = □ on two ranks, without padding:
+    For the parameters weight = ■■■ and bias = □ on two ranks:
 
                 rank 0            rank 1
         flat    ■■■□              ■■■□                the parameters are views of it
         part    ■■                ■□                  a view of flat
-        master  ■■                ■□                  the part; or a copy, in fp32 or in host memory
+        master  ■■                ■□                  the part; or a copy: fp32, offloaded, in Zero3
         slots   weight ■■         weight ■, bias □    segments of master for the optimizer
         grad    ■■                ■□                  gradients, added over the ranks
     """
@@ -217,7 +217,7 @@ class Bucket:
             if self.grad is None:
                 self.grad = part.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
             else:
-                self.grad = self.grad + part
+                self.grad = self.grad + part  # in place, it would keep all of `received`
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
@@ -234,7 +234,7 @@ class Slot:
 
     def __init__(self, parameter, bucket):
         self.parameter = parameter
-        self.flag = 0  # not 0 if a rank has a gradient of it: see buckets_to_reduce()
+        self.flag = 0  # of its gradient on any rank. 2: in .grad, 1: reduced, 0: none
         self.stride = parameter.stride()
         self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
         first = self.start - bucket.part.storage_offset()  # in the part: weight -2, bias 1
@@ -251,13 +251,13 @@ class Slot:
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and updates the parameters, each rank 1/N of them.
 
-    Move `module` to its device first. make_buckets() has the other arguments.
+    Move `module` to its device first. make_buckets() explains the other arguments.
 
     Drop or clip gradients with this class. module.zero_grad() and torch's clip_grad_norm_() see
     only a rank's own.
     """
 
-    _around = {}  # the units of Zero3
+    _around = {}  # of Zero3, for make_buckets()
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 if slot.flag:  # optimizers skip a parameter without a gradient, not one with zeros
                     slot.segment.grad = grad[slot.in_part]
-        # In each step, because schedulers change the options of groups.
+        # Schedulers change options. The state stays: its keys are the segments.
         self._optimizer.param_groups = segment_groups(self)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -375,7 +375,8 @@ class Zero2(Zero1):
     def _post_forward(self, module, args, kwargs, output):
         """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`.
 
-        A first gradient is no sign of this: a reentrant checkpoint has a backward of its own.
+        A first gradient may come in the inner backward of a reentrant checkpoint, which would then
+        call _post_backward().
         """
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
@@ -423,8 +424,8 @@ class Zero2(Zero1):
 def free(bucket):
     """Free the memory of `flat`, but keep the storage object.
 
-    Autograd has saved views of it for backward, and unfree() gives these their values back. Until
-    then the parameters are views of one NaN.
+    Tensors that autograd saved for backward share it, and unfree() fills it again. Until then, the
+    parameters' .data is one NaN, expanded.
     """
     nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
     for slot in bucket.slots:
@@ -467,33 +468,34 @@ class Zero3(Zero2):
             child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
             if child is not module:  # which Zero2 has hooked
                 child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
-        guard(module)
-        self._unshard(self._kept)
+        guard(module)  # against reading freed parameters
+        self._unshard_only(self._kept)
 
     def _enter(self, module, args=None):
         """A hook. `module` is about to run forward, or has been reached by backward."""
         needed = self._needed[module]
         # A module inside a unit that runs already finds everything gathered.
         if any(bucket.freed for bucket in needed):
-            self._unshard(needed)
+            self._unshard_only(needed)
 
     def _post_forward(self, module, args, kwargs, output):
         super()._post_forward(module, args, kwargs, output)
         if module is self.module and not self._in_backward:  # in backward, a checkpoint runs it
-            self._unshard(self._kept)
+            self._unshard_only(self._kept)
 
     def _pre_backward(self, module, gradient=None):
         super()._pre_backward(module)
         self._enter(module)
 
-    def _unshard(self, needed):
+    def _unshard_only(self, needed):
         """Gather these buckets, and free all others.
 
         Backward, too, is done with a unit when it enters another: it reverses the forward.
         """
         past = [b for b in self._buckets if not (b.freed or b in needed)]
         unreduced = [bucket for bucket in past if bucket in self._to_reduce]
-        # If none has a gradient, a checkpoint over several units is running their forwards again.
+        # Backward leaves a unit. All ranks send all of its buckets. But if none has a gradient, a
+        # checkpoint over several units is running their forwards again.
         if any(self._arrived.intersection(bucket.parameters) for bucket in unreduced):
             for bucket in unreduced:
                 self._to_reduce.remove(bucket)
@@ -509,7 +511,7 @@ class Zero3(Zero2):
 
     def _post_backward(self):
         super()._post_backward()
-        self._unshard(self._kept)
+        self._unshard_only(self._kept)
 
     # The library: see section 6.
 
@@ -546,7 +548,7 @@ def buckets_to_reduce(optimizer):
 def adopt_user_writes(optimizer):
     """Copy to the masters what the user wrote into the parameters since the last step.
 
-    It differs from the master in the parameters' dtype. The other elements keep their digits.
+    An element was written if it differs from its master, rounded to the parameters' dtype.
     """
     for bucket in optimizer._buckets:
         if bucket.master is not bucket.part and not bucket.freed:
@@ -602,8 +604,8 @@ def make_buckets(optimizer, optimizer_class, offload, cap_bytes):
 
     Buffers of rank 0 are copied, too, but not synchronized afterwards. `params` are the parameters
     or groups to train. offload="cpu" keeps masters and optimizer state in host memory, and updates
-    there. Parameters in a bucket have one dtype, are all trained or all frozen, and are in the same
-    units. The last ones come first, as in backward.
+    there. In Zero3, all parameters in a bucket are in the same units. The last ones come first, as
+    in backward.
     """
     trained = set(parameters_of(optimizer))
     lists = []
@@ -735,11 +737,11 @@ def full_parameters(optimizer):
     """
     before = optimizer._kept
     optimizer._kept = optimizer._buckets
-    optimizer._unshard(optimizer._kept)
+    optimizer._unshard_only(optimizer._kept)
     yield
     optimizer._kept = before
     adopt_user_writes(optimizer)
-    optimizer._unshard(optimizer._kept)
+    optimizer._unshard_only(optimizer._kept)
 
 
 # These optimizers update each element on its own. Their state has one number for each element, but
@@ -843,7 +845,7 @@ def check_arguments(optimizer, optimizer_class, lists, same):
 def same_parameters(module, process_group):
     """Return the parameters of which all ranks of the group hold the same values.
 
-    Modules of expert_parallel.py and tensor_parallel.py list the global ranks that do not.
+    Split modules list the global ranks that differ. Two of them must be in the group.
     """
     members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     different = set()
