@@ -204,7 +204,7 @@ class Bucket:
                 slot.flag = 1
         received = torch.empty_like(gradients)  # part r is from rank r
         handle = dist.all_to_all_single(
-            as_bytes(received), as_bytes(gradients), group=self.process_group, async_op=True
+            received, gradients, group=self.process_group, async_op=True
         )
         self.reducing = handle, received
 
@@ -223,7 +223,7 @@ class Bucket:
         """Fill `flat` with the masters of all ranks."""
         if not self.freed:  # Zero3's next forward gathers it
             self.part.copy_(self.master)
-            all_gather_single(as_bytes(self.flat), as_bytes(self.part), group=self.process_group)
+            all_gather_single(self.flat, self.part, group=self.process_group)
 
 
 class Slot:
@@ -595,10 +595,6 @@ def round_up(number, multiple):
     return -(-number // multiple) * multiple
 
 
-def as_bytes(tensor):
-    return tensor.view(torch.uint8)  # gloo has no int16, and in torch 2.6 no complex numbers
-
-
 def make_buckets(optimizer, optimizer_class, offload, cap_bytes):
     """Check the arguments, and put the parameters of rank 0 into buckets. Return these.
 
@@ -624,7 +620,8 @@ def make_buckets(optimizer, optimizer_class, offload, cap_bytes):
     check_arguments(optimizer, optimizer_class, lists, same)
     for tensor in [*same, *optimizer.module.buffers()]:
         values = tensor.detach().reshape(-1)
-        dist.broadcast(as_bytes(values), group=group, group_src=0)
+        # As bytes, because gloo has no int16, and in torch 2.6 no complex numbers.
+        dist.broadcast(values.view(torch.uint8), group=group, group_src=0)
         tensor.detach().copy_(values.view_as(tensor))
     copy_part = bool(optimizer._around)  # Zero3 frees parts, but not masters
     return [Bucket(parameters, group, offload, copy_part) for parameters in lists]
