@@ -37,12 +37,15 @@ def matrices(*shapes, dtype=torch.float32):
 
 
 def set_gradients(ours, plain, step):
-    """Ours are this rank's. The plain ones are the mean of all ranks, added in rank order."""
+    """Ours are this rank's. The plain ones are the mean of all ranks, added in rank order.
+
+    The sum of three ranks' gradients is beyond float16.
+    """
     for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
         total = 0.0  # in 16 bits, the sum is in float32 and is rounded once
         for rank in range(pool.world_size()):
             gradient = torch.empty_like(theirs)
-            gradient.copy_(randn(theirs.shape, 1000 * step + 100 * rank + number))
+            gradient.copy_(15_000 * randn(theirs.shape, 1000 * step + 100 * rank + number))
             if rank == pool.rank():
                 mine.grad = gradient
             total = total + gradient.to(torch.promote_types(theirs.dtype, torch.float32))
@@ -106,6 +109,7 @@ def test_ranks_own_even_shares_of_work_and_momentum(model, N):
 
 PARAMETERS = {
     "bf16": matrices(WIDE, TALL, SQUARE, dtype=torch.bfloat16),
+    "fp16": matrices(WIDE, TALL, dtype=torch.float16),
     "several dtypes and strides": [
         *matrices(WIDE, TALL),
         *matrices(WIDE, dtype=torch.float64),
@@ -126,16 +130,6 @@ def test_matrices_train_bitwise_as_on_one_device(which):
     optimizer = our_muon(copy.deepcopy(PARAMETERS[which]))
     plain_optimizer = torch.optim.Muon(copy.deepcopy(PARAMETERS[which]), **OPTIONS)
     train_as_one_device(parameters_of(optimizer), optimizer, plain_optimizer)
-
-
-@pool.on(2)
-def test_float16_gradients_do_not_overflow_and_stay_as_they_are():
-    (ours,) = matrices(WIDE, dtype=torch.float16)
-    optimizer = our_muon([ours])
-    ours.grad = torch.full_like(ours, 60_000)
-    optimizer.step()
-    assert ours.isfinite().all()
-    assert (ours.grad == 60_000).all()
 
 
 @needs_torch_2_9
@@ -277,8 +271,14 @@ def later_group():
 
 
 REFUSED = {
-    "an unknown adjustment": (partial(our_muon, TWO, adjust_lr_fn="x"), "not supported"),
-    "a vector": (partial(our_muon, matrices((4,))), "2D"),
+    "an unknown adjustment": (
+        partial(our_muon, TWO, adjust_lr_fn="x"),
+        "not supported",
+    ),
+    "a vector": (
+        partial(our_muon, matrices((4,))),
+        "2D",
+    ),
     "a group that comes later": (later_group, "constructor"),
     "tensor-parallel slices": (slices, "differs"),
 }

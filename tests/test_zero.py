@@ -379,13 +379,10 @@ def test_in_full_parameters_the_model_is_an_ordinary_one():
     model = plain_model()
     optimizer = sgd(zero.Zero3, model)
     with optimizer.full_parameters():
-        nn.init.ones_(model[0].bias)
-        copied = copy.deepcopy(model)
         backward(model)
         optimizer.step()
         stepped = copy.deepcopy(model.state_dict())
     assert model[0].weight.isnan().all()
-    assert copied[0].bias.eq(1).all()
     assert_bitwise(optimizer.module_state_dict(), stepped)
 
 
