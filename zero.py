@@ -37,11 +37,11 @@ Run:      torchrun --nproc-per-node 2 zero.py          (python zero.py runs as o
 Papers:   Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §3, §5, §7; Ren et al. 2021,
           ZeRO-Offload, arXiv 2101.06840
 Mirrors:  DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer; DeepSpeed
-Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added later; gradients
-          after step(); several devices per rank; the meta device and optimizers over shards
-          (fsdp.py); NCCL's reduce-scatter, which adds in another order; training after an error. In
-          Zero3: overlap of gathers (fsdp.py), and outputs that are the input changed in place, a
-          view of a parameter, or in other objects than lists, tuples and dicts
+Left out: optimizers that need whole matrices (muon.py); Adafactor; groups added later; several
+          devices per rank; the meta device and optimizers over shards (fsdp.py); NCCL's
+          reduce-scatter, which adds in another order; training after an error. In Zero3: overlap of
+          gathers (fsdp.py), and outputs that are the input changed in place, a view of a parameter,
+          or in other objects than lists, tuples and dicts
 """
 
 import argparse
@@ -125,7 +125,7 @@ def step(sharded, optimizer):
 
 
 def zero2_hooks(sharded):
-    """Let backward reduce each gradient when it is complete, so that few are whole at a time."""
+    """Let backward reduce each gradient when it is complete."""
     for each in sharded:
         each.parameter.register_post_accumulate_grad_hook(each.reduce_scatter)
 
@@ -258,6 +258,7 @@ class Zero1(torch.optim.Optimizer):
     """
 
     _around = {}  # of Zero3, for make_buckets()
+    _sync = True  # False in no_sync(), for Zero2 and Zero3
 
     def __init__(
         self,
@@ -279,7 +280,7 @@ class Zero1(torch.optim.Optimizer):
         self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
 
     def step(self, closure=None):
-        """Update this rank's segments with the mean gradients, and gather the parameters."""
+        """Update this rank's segments, drop the gradients, and gather the parameters."""
         loss = closure and closure()
         check_step(self)
         adopt_user_writes(self)  # such as module.load_state_dict()
@@ -300,7 +301,7 @@ class Zero1(torch.optim.Optimizer):
         return loss
 
     def _reduce_gradients(self):
-        """Reduce the gradients that are still in .grad. Return the buckets that have gradients."""
+        """Reduce what is still in .grad. Return the buckets that have gradients."""
         for bucket in buckets_to_reduce(self):  # the same on all ranks
             self._start_reduce(bucket)
         self._finish_reduce()
@@ -323,9 +324,13 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 slot.flag = 0
 
+    @contextmanager
     def no_sync(self):
-        """A context for all backwards of a step but the last."""
-        return nullcontext()
+        """A context for all backwards of a step but the last. Gradients stay whole, in .grad."""
+        before = self._sync
+        self._sync = False
+        yield
+        self._sync = before
 
     # The library: section 6 says what these methods do.
 
@@ -362,7 +367,6 @@ class Zero2(Zero1):
 
     def __init__(self, module, *args, **kwargs):
         super().__init__(module, *args, **kwargs)
-        self._sync = True  # False in no_sync()
         self._in_backward = False
         self._to_reduce = []  # the buckets that the running backward has yet to reduce
         self._arrived = set()  # parameters whose gradients this backward has computed
@@ -407,14 +411,6 @@ class Zero2(Zero1):
         self._to_reduce = []
         self._arrived.clear()
         self._in_backward = False
-
-    @contextmanager
-    def no_sync(self):
-        """A context in which backward leaves whole gradients in .grad, to be reduced later."""
-        before = self._sync
-        self._sync = False
-        yield
-        self._sync = before
 
 
 # --------------------------------------------------------------------------------------------------
