@@ -92,7 +92,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("N", [2, 3, 8])
+@pytest.mark.parametrize("N", [2, 7, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_own_even_shares_of_work_and_momentum(model, N):
     """X Xᵀ, its square, and the product with X take 2m²n + 2m³ + 2m²n operations."""
