@@ -346,7 +346,10 @@ class ShardedMuon(Muon):
         super().__init__(params, *args, **kwargs)
 
     def _start(self):
-        """Parts differ between ranks."""
+        """Broadcast nothing: parts differ between ranks."""
+        for parameter, numels in self._numels.items():
+            if sum(numels) != math.prod(self._shapes[parameter]):
+                raise ValueError(f"parts of {numels} elements for {self._shapes[parameter]}")
 
     def _part_for_owner(self, parameter):
         gradient = super()._part_for_owner(parameter)
@@ -401,11 +404,20 @@ def check(optimizer):
     found, numels = zip(*everyone, strict=True)
     if found.count(ours) < len(found):
         raise ValueError(f"ranks have different matrices or options: {found}")
+    for group in optimizer.param_groups:  # SGD refuses the same learning rates, momenta, decays
+        torch.optim.SGD(
+            group["params"],
+            lr=group["lr"],
+            momentum=group["momentum"],
+            weight_decay=group["weight_decay"],
+        )
     members = set(dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD))
     for parameter, group in optimizer._options.items():
         shape = optimizer._shapes[parameter]
-        if len(shape) != 2 or parameter.is_complex():
-            raise ValueError(f"Muon only supports real 2D parameters, not one with size: {shape}")
+        if len(shape) != 2:
+            raise ValueError(f"Muon only supports 2D parameters, not one with size: {shape}")
+        if parameter.is_complex():
+            raise RuntimeError("Muon does not support complex parameters")
         ranks = getattr(parameter, "differ_between_ranks", ())
         if len(members.intersection(ranks)) > 1:
             raise ValueError(f"the matrix of {shape} differs between ranks: {ranks}")

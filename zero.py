@@ -329,10 +329,17 @@ class Zero1(torch.optim.Optimizer):
         """A context for all backwards of a step but the last. Gradients stay whole, in .grad."""
         before = self._sync
         self._sync = False
-        yield
-        self._sync = before
+        try:
+            yield
+        finally:
+            self._sync = before
 
     # The library: section 6 says what these methods do.
+
+    def add_param_group(self, param_group):
+        if hasattr(self, "_buckets"):
+            raise ValueError("the buckets are made: give all parameter groups to the constructor")
+        super().add_param_group(param_group)
 
     def clip_grad_norm_(self, max_norm, *, counted=None, process_groups=()):
         return clip_grad_norm_(self, max_norm, counted, process_groups)
@@ -423,15 +430,16 @@ def free(bucket):
     Tensors that autograd saved for backward share it, and unfree() fills it again. Until then, the
     parameters' .data is one NaN, expanded.
     """
-    nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
+    bucket.nan = torch.full((), torch.nan, device=bucket.flat.device).to(bucket.flat.dtype)
     for slot in bucket.slots:
-        slot.parameter.data = nan.expand(slot.parameter.shape)
+        slot.parameter.data = bucket.nan.expand(slot.parameter.shape)
     bucket.flat.untyped_storage().resize_(0)
     bucket.freed = True
 
 
 def unfree(bucket):
     """Allocate and gather `flat`."""
+    check_is_here(bucket)
     bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)
     bucket.freed = False
     for slot in bucket.slots:
@@ -599,6 +607,8 @@ def make_buckets(optimizer, optimizer_class, offload, cap_bytes):
     there. In Zero3, all parameters in a bucket are in the same units. The last ones come first, as
     in backward.
     """
+    if dist.get_rank(optimizer.process_group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
     trained = set(parameters_of(optimizer))
     lists = []
     filling = {}  # kind: the list that has less than `cap_bytes`
@@ -632,7 +642,10 @@ def units_around(module, units=None):
         lists = [m for m in module.modules() if isinstance(m, (nn.Sequential, nn.ModuleList))]
         units = itertools.chain(*lists)
     around = {child: frozenset() for child in module.modules()}
-    for unit in {module, *units}:
+    units = {module, *units}
+    if not around.keys() >= units:
+        raise ValueError("units has modules that are not inside the module")
+    for unit in units:
         for child in unit.modules():
             around[child] |= {unit}
     for child in module.modules():
@@ -731,10 +744,12 @@ def full_parameters(optimizer):
     before = optimizer._kept
     optimizer._kept = optimizer._buckets
     optimizer._unshard_only(optimizer._kept)
-    yield
-    optimizer._kept = before
-    adopt_user_writes(optimizer)
-    optimizer._unshard_only(optimizer._kept)
+    try:
+        yield
+    finally:
+        optimizer._kept = before
+        adopt_user_writes(optimizer)
+        optimizer._unshard_only(optimizer._kept)
 
 
 # These optimizers update each element on its own. Their state has one number for each element, but
@@ -853,11 +868,16 @@ def check_step(optimizer):
     if getattr(optimizer, "_in_backward", False):
         raise RuntimeError("a backward has raised an error: end all ranks, and start them again")
     for bucket in optimizer._buckets:
-        places = {parameter.untyped_storage().data_ptr() for parameter in bucket.parameters}
-        if not bucket.freed and places != {bucket.flat.untyped_storage().data_ptr()}:
-            raise RuntimeError(
-                "parameters are no longer where they were: make the optimizer after module.to()"
-            )
+        check_is_here(bucket)
+
+
+def check_is_here(bucket):
+    values = bucket.nan if bucket.freed else bucket.flat
+    place = values.untyped_storage().data_ptr()
+    if any(p.untyped_storage().data_ptr() != place for p in bucket.parameters):
+        raise RuntimeError(
+            "parameters are no longer where they were: make the optimizer after module.to()"
+        )
 
 
 def guard(module):
