@@ -13,17 +13,17 @@ parameters w, which are cut into w₀ and w₁ for N = 2 ranks:
                          ├ all-gather ┤                         ├ reduce-scatter ┤
               rank 1  w₁ ┘            └ w  compute g  free w  g ┘                └ ḡ₁  optimizer
 
-ḡ is the mean of the ranks' gradients g. While a unit computes, the next one is gathered, and in
-backward the gradients of the previous one are reduced.
+ḡ is the mean of the gradients g. While a unit computes, the next one is gathered, and in backward
+the gradients of the previous one are reduced.
 
-Hybrid sharding keeps R copies of each shard, on N·R ranks. After the reduce-scatter over N ranks,
-ḡ₀ is all-reduced over the R ranks that have w₀. Gathers stay within N ranks, for example a node.
+Hybrid sharding keeps R copies of each shard, on N·R ranks, and also all-reduces ḡ₀ over the R ranks
+that have w₀. Gathers stay within N ranks, for example a node.
 
 Read section 1 for the idea (10 minutes), to section 3 for the technique (53), and the rest to use
 it as a library (91).
 
 Cost per rank in elements, with Adam, for Ψ parameters, of which T are trained, and u in the largest
-unit. In forward and backward, one of the rows with + adds to the row "between steps":
+unit. The rows with + add to "between steps":
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
@@ -31,26 +31,20 @@ unit. In forward and backward, one of the rows with + adds to the row "between s
          reshard_after_forward=True   + 2u       + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
-2u: one unit computes while the next is gathered. 3u: one unit's gradients are computed, and
-another's are in a send buffer and in a receive buffer. Hybrid sharding sends 2T/N·(R-1)/R more.
-Section 4 has exceptions, and the costs of micro-batches.
+2u: this unit and the next. 3u: this unit's gradients, and the previous unit's in a send and in a
+receive buffer. Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions.
 
-Ranks add gradients in rank order. So training is bitwise equal to one device that adds up the
-gradients of the ranks' parts of the batch and then divides by N. With copies, all-reduce chooses
-the order.
+Ranks add gradients in rank order, so training is bitwise equal to one device that adds up those
+of the ranks' parts of the batch. With copies, all-reduce chooses the order.
 
-Run:      torchrun --nproc-per-node 2 fsdp.py          (python fsdp.py runs as one rank)
+Run:      torchrun --nproc-per-node 2 fsdp.py     (--idea trains with section 1 alone)
           torchrun --nproc-per-node 4 fsdp.py --replicas 2
-          torchrun --nproc-per-node 2 fsdp.py --idea     trains with section 1 alone
 Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
           Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
-Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2).
-          FSDP2 cuts each parameter by rows, so each gather and each reduction copies once more.
-Left out: optimizers that need whole matrices (muon.py has one over these shards); NCCL's own
-          reduce-scatter, which adds in another order; recovery after an error in a step; units that
-          only some ranks call or reach in backward, or that ranks call in another order; units that
-          change their input in place, such as a first layer ReLU(inplace=True); .to() after
-          sharding; sparse gradients; hooks on parameters; second-order gradients; loading a state
+Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2)
+Left out: optimizers that need whole matrices (muon.py has one); recovery after an error in
+          backward; units that only some ranks reach, or in another order; units that change their
+          input in place; sparse and second-order gradients; hooks on parameters; loading a state
           dict that only rank 0 has
 """
 
@@ -136,73 +130,64 @@ def naive_fully_shard(module, process_group=None):
 # --------------------------------------------------------------------------------------------------
 # 2. How a unit is gathered and reduced: its parameters are views of one flat buffer, which one
 # all-gather fills. Autograd saves such views. We free the buffer's memory but keep the tensors, so
-# the gather in backward fills what autograd has saved. For example, a weight of 40 elements and a
-# bias of 30 on two ranks, with offsets in elements:
+# the gather in backward fills what autograd has saved. A weight of 40 elements and a bias of 30:
 #
 #   unsharded    │ weight           │ padding │ bias         │ padding │
 #                0                  40        64             94        96
 #   shard        │ rank 0                │ rank 1                      │
 #                0                       48                            96
-#
-# Rank 0 keeps the whole weight, and rank 1 the whole bias.
 
-# Alignments in elements, which have at least 2 bytes.
-PARAMETER_ALIGNMENT = 32  # 64 bytes: at other addresses, matrix products may round differently
-SHARD_ALIGNMENT = 8  # 16 bytes: at other addresses, NCCL is slower
+PARAMETER_ALIGNMENT = 32  # in elements; at other addresses, matrix products may round differently
+SHARD_ALIGNMENT = 8  # at other addresses, NCCL is slower
 
 
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
+def round_up(size, multiple):
+    return -(-size // multiple) * multiple
 
 
 class ShardedParameter:
     """A parameter in two forms: `sharded` for the optimizer, `unsharded` to compute with.
 
-    Both are nn.Parameters, and views: `sharded` of `group.shard`, and `unsharded` of
-    `group.unsharded`. The modules hold one of them at a time. In this file, `parameter` is a
-    ShardedParameter, and `original` is the nn.Parameter that it replaces.
+    Both are nn.Parameters, and views of `group.shard` or `group.unsharded`. The modules hold one
+    of them at a time. `parameter` is always a ShardedParameter, and `original` what it replaces.
     """
 
     def __init__(self, group, original, owners, start):
         self.group = group  # a ParameterGroup
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
-        # Without gaps. Another order of dimensions might round differently.
-        self.stride = torch.empty_like(original, device="meta").stride()
+        self.stride = torch.empty_like(original, device="meta").stride()  # without gaps
         self.start = start  # offset of its first element in `group.unsharded`
         begin = start - group.first  # its offset in `group.shard`; < 0: on an earlier rank
-        # Its elements in `group.shard`, or none. A weight of 60 has slice(0, 60) on rank 0, whose
-        # shard ends at 48, and slice(0, 12) on rank 1, where begin is -48.
+        # Its elements in `group.shard`, or none. A weight of 60 has slice(0, 60) on rank 0, cut off
+        # at 48, and slice(0, 12) on rank 1, where begin is -48.
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data shares the buffer's memory, but has a version counter of its own. The gather in
-        # backward raises the buffer's, and autograd would refuse what it has saved.
+        # .data has a version counter of its own. The gather in backward raises the buffer's, and
+        # autograd would refuse what it has saved.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
-        self.sharded._sharded_parameter = self  # see sharded_parameter()
-        original._sharded_parameter = self  # see find_parameters()
+        self.sharded._sharded_parameter = self
+        original._sharded_parameter = self
 
     def view(self, flat):
-        """Return its part of `flat`, which has the layout of `group.unsharded`."""
+        """Return its part of `flat`, which has the layout of `unsharded`."""
         return flat.as_strided(self.shape, self.stride, self.start)
 
     def part_of_shard(self, shard):
-        """Return its part of `shard`, which has the layout of `group.shard`."""
-        # (1, …, n), with the parameter's number of dimensions: scripts often decay only matrices.
+        """Return its part of `shard`, in as many dimensions: scripts often decay only matrices."""
         return shard[self.slice].view([1] * (len(self.shape) - 1) + [-1])
 
     def set_on_modules(self, form):
-        """Put `form`, `sharded` or `unsharded`, on the modules."""
         for module, attribute in self.owners:
             module._parameters[attribute] = form
 
 
 class ParameterGroup:
-    """Parameters of one dtype that are gathered together: their shards, buffers and gradients."""
+    """Parameters of one dtype, gathered together: their shards, buffers and gradients."""
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
-        # The others are groups of the ranks with copies of this shard.
-        self.process_group, *self.replicate_groups = settings.axes
+        self.process_group, *self.replicate_groups = settings.axes  # those have copies
         self.divide_factor = settings.divide_factor
         N = dist.get_world_size(self.process_group)
         total = sum(round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals)
@@ -210,7 +195,7 @@ class ParameterGroup:
         self.shard_size = padded // N  # in elements
         self.first = dist.get_rank(self.process_group) * self.shard_size  # offset of the shard
         dtype, param_dtype, self.reduce_dtype = choose_dtypes(originals, settings.mp_policy)
-        # fill_shard() copies the values into it.
+        # fill_shard() fills it.
         self.shard = empty_shard(self.shard_size, dtype, device, settings.offload)
         self.unsharded = torch.empty(padded, dtype=param_dtype, device=device)
         self.parameters = []
@@ -223,13 +208,13 @@ class ParameterGroup:
         self.clear_gradients()
 
     def clear_gradients(self):
-        self.gradients = None  # this rank's, with the layout of `unsharded`, until they are reduced
+        self.gradients = None  # this rank's, in the layout of `unsharded`
         self.collected = set()  # parameters whose gradients are in `gradients`
         self.received = None  # gradients of this rank's shard from all ranks, in rank order
-        self.reducing = None  # handle of the all-to-all that is running
+        self.reducing = None  # handle of the all-to-all that fills `received`
 
     def start_unshard(self):
-        """Begin to gather all ranks' shards into `unsharded`, unless that has begun."""
+        """Begin to gather the ranks' shards into `unsharded`, unless that has begun."""
         check_shards(self)
         if self.gather_handle is not None:
             return
@@ -243,12 +228,11 @@ class ParameterGroup:
         """Wait for the gather, and put the unsharded parameters on the modules."""
         self.gather_handle.wait()
         for parameter in self.parameters:
-            # The user may have frozen or unfrozen the shard.
-            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)
+            parameter.unsharded.requires_grad_(parameter.sharded.requires_grad)  # it may be frozen
             parameter.set_on_modules(parameter.unsharded)
 
     def reshard(self, free):
-        """Put the shards on the modules, and free the unsharded parameters if `free`."""
+        """Put the shards on the modules. Free `unsharded` if `free`."""
         if self.gather_handle is None:
             return
         self.gather_handle.wait()  # it may still run
@@ -260,26 +244,17 @@ class ParameterGroup:
 
     @torch.no_grad()
     def collect_gradients(self):
-        """Move .grad into `gradients`, or add it to what no_sync() kept there."""
+        """Move each .grad into `gradients`, or add it to what no_sync() kept there."""
+        if not any(parameter.sharded.requires_grad for parameter in self.parameters):
+            return  # all are frozen
         if self.gradients is None:
-            if not any(parameter.sharded.requires_grad for parameter in self.parameters):
-                return  # all are frozen
             self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
-            gradient = parameter.unsharded.grad
-            place = parameter.view(self.gradients)
-            if gradient is not None:
-                if parameter in self.collected:
-                    gradient = gradient + place
-                write_gradient(gradient, place)
-                self.collected.add(parameter)
-                parameter.unsharded.grad = None
-            elif parameter not in self.collected:
-                place.fill_(NO_GRADIENT)  # -0.0: a sum is -0.0 only if no rank has a gradient
+            move_gradient(parameter, parameter.view(self.gradients))
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
-        if self.gradients is not None:
+        if self.gradients is not None and self.reducing is None:
             self.received = torch.empty_like(self.gradients)
             self.reducing = dist.all_to_all_single(
                 self.received, self.gradients, group=self.process_group, async_op=True
@@ -304,28 +279,20 @@ class ParameterGroup:
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. When a unit is gathered and reduced. fully_shard makes a Unit and the Schedule of all units,
-# and calls register_hooks(). The table is for three units, from the second step on, as if there
-# were no root unit. "unshard" is start_unshard and then finish_unshard, which waits. start_reduce
-# follows collect_gradients:
+# 3. When a unit is gathered and reduced. fully_shard makes a Unit, whose pre_forward and
+# post_forward are hooks of the module, and the Schedule of all units. The first step records which
+# unit comes next, so that later steps unshard it early. For two units, where "unshard" is
+# start_unshard and finish_unshard, which waits:
 #
 #   forward    pre_forward 0       unshard 0           start_unshard 1
 #              post_forward 0      reshard 0
-#              pre_forward 1       finish_unshard 1    start_unshard 2
+#              pre_forward 1       finish_unshard 1
 #              post_forward 1      reshard 1
-#              pre_forward 2       finish_unshard 2    (unit 2 is next again)
-#              post_forward 2      reshard 2
-#   backward   pre_backward 2      unshard 2           start_unshard 1
-#              post_backward 2     reshard 2           start_reduce 2
-#              pre_backward 1      finish_unshard 1    start_unshard 0
-#              post_backward 1     finish_reduce 2     reshard 1          start_reduce 1
+#   backward   pre_backward 1      unshard 1           start_unshard 0
+#              post_backward 1     reshard 1           start_reduce 1
 #              pre_backward 0      finish_unshard 0
-#              finish_backward     finish_reduce 1     reshard 0          start_reduce 0
-#                                  finish_reduce 0
-#
-# The inputs of unit 0 need no gradient, so finish_backward calls its post_backward. The first step
-# records which unit comes next, so that later steps unshard it early. All ranks issue the same
-# collectives in the same order.
+#              post_backward 0     finish_reduce 1     reshard 0          start_reduce 0
+#              finish_backward     finish_reduce 0
 
 
 def in_backward():
@@ -337,8 +304,7 @@ class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls post_backward.
 
     Of the ready nodes, autograd first runs those that accumulate .grad, and then the one that was
-    created last. This node is created before those of the unit, so it runs after them, when .grad
-    of the unit's parameters is complete.
+    created last. This node is created before those of the unit, so it runs when their .grad is set.
     """
 
     @staticmethod
@@ -348,13 +314,12 @@ class PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.unit.awaits_post_backward:  # otherwise another input's node has called it
-            ctx.unit.post_backward()
+        ctx.unit.post_backward()
         return None, gradient
 
 
 class Unit:
-    """A module that fully_shard was called on: its parameters, and its hooks in order of calls."""
+    """A module's parameters that are gathered together, and its hooks in order of calls."""
 
     def __init__(self, groups, settings):
         self.groups = groups  # ParameterGroups
@@ -362,15 +327,9 @@ class Unit:
         self.schedule = None  # that of all units of the model
         self.contexts = []  # that the user is in: "no_sync", "keep_unsharded"
         self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
-        self.has_unsent_gradients = False  # its last post_backward was in no_sync()
-
-    def register_hooks(self, module):
-        """Let `module` call pre_forward and post_forward, which register the hooks of backward."""
-        module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self.post_forward)
 
     def pre_forward(self, module, args, kwargs):
-        """Unshard. Cast the inputs, and pass them through PostBackward."""
+        """Unshard, and pass the inputs through PostBackward."""
         self.schedule.start_forward(self)
         self.schedule.unshard(self)
         return tree_map_only(torch.Tensor, self.prepare_input, (args, kwargs))
@@ -391,21 +350,21 @@ class Unit:
             self.schedule.outermost = None
 
     def pre_backward(self, gradient):
-        """Unshard. Autograd calls this for each output, before the backward of the unit."""
+        """Unshard. Autograd calls this for each output."""
         self.awaits_post_backward = True
         self.schedule.start_backward()
         self.schedule.unshard(self)
 
     def post_backward(self):
-        """Reshard, and begin to reduce. PostBackward or finish_backward calls this."""
+        """Reshard, and begin to reduce. The first call after pre_backward does this."""
+        if not self.awaits_post_backward:
+            return
         self.awaits_post_backward = False
-        self.has_unsent_gradients = "no_sync" in self.contexts
         self.schedule.finish_reduce()  # of the previous unit; it ran during this one
         self.reshard()
         for group in self.groups:
             group.collect_gradients()
-            if not self.has_unsent_gradients:
-                group.start_reduce()
+        self.start_reduce()
 
     def start_unshard(self):
         for group in self.groups:
@@ -414,6 +373,11 @@ class Unit:
     def reshard(self, free=True):
         for group in self.groups:
             group.reshard(free and "keep_unsharded" not in self.contexts)
+
+    def start_reduce(self):
+        if "no_sync" not in self.contexts:
+            for group in self.groups:
+                group.start_reduce()
 
 
 class Schedule:
@@ -424,27 +388,22 @@ class Schedule:
         for unit in units:
             unit.schedule = self
         self.outermost = None  # during a forward, the unit that the user called
-        self.previous = None  # the last call of unshard(): (unit, whether it was in backward)
-        # By call of unshard(): {(unit 0, False): unit 1, …, (unit 2, False): unit 2,
-        # (unit 2, True): unit 1, …}
-        self.next_unit = {}
+        self.previous = None  # the last call of unshard(): (unit, in_backward())
+        self.next_unit = {}  # {such a call: the unit of the next call}
         self.backward_is_running = False
 
     def start_forward(self, unit):
-        """Reshard all units if this is a forward of the model, and not of a unit in it."""
-        # None: post_forward has reset it. `unit`: its last forward raised an error.
-        is_outermost = self.outermost in (None, unit)
-        if not is_outermost or in_backward():
-            return
-        if self.backward_is_running:
-            raise RuntimeError("an earlier backward raised an error; nothing is right after it")
-        self.outermost = unit
-        self.reshard_all()
+        """Reshard all if the user called `unit`: a gather may be older than the last step."""
+        if self.outermost is None and not in_backward():
+            if self.backward_is_running:
+                raise RuntimeError("an earlier backward raised an error; nothing is right after it")
+            self.outermost = unit
+            self.reshard_all()
 
     def reshard_all(self):
         self.previous = None
         for unit in self.units:
-            unit.reshard()  # one may have been gathered early and not called
+            unit.reshard()
 
     def unshard(self, unit):
         """Wait until `unit` is unsharded, and begin to unshard the unit that comes next."""
@@ -453,7 +412,7 @@ class Schedule:
             group.finish_unshard()
         self.next_unit[self.previous] = unit
         self.previous = (unit, in_backward())
-        # Unknown in the first step: then `unit` itself, for which this does nothing.
+        # If the next is not known, this takes `unit` itself, and does nothing.
         self.next_unit.get(self.previous, unit).start_unshard()
 
     def start_backward(self):
@@ -468,12 +427,10 @@ class Schedule:
                 group.finish_reduce()
 
     def finish_backward(self):
-        """Call post_backward of the units whose inputs need no gradient, and end all reductions."""
+        """Call post_backward of units whose inputs need no gradient, and end all reductions."""
         for unit in self.units:
-            # no_sync() keeps gradients that are sent now, even if this backward did not reach the
-            # unit. A second run in no_sync() finds no new .grad and changes nothing.
-            if unit.awaits_post_backward or unit.has_unsent_gradients:
-                unit.post_backward()
+            unit.post_backward()
+            unit.start_reduce()  # of what no_sync() kept, if this backward did not reach the unit
         self.finish_reduce()
         self.reshard_all()
         self.backward_is_running = False
@@ -482,30 +439,23 @@ class Schedule:
 # --------------------------------------------------------------------------------------------------
 # 4. What users call, on all ranks: units and their policies, accumulation, clipping.
 #
-# - Before fully_shard, freeze parameters, so that no gradients are sent for them, and inject LoRA.
+# - Freeze parameters and inject LoRA before fully_shard: gradients of frozen ones are not sent.
 # - Parameters get the values of rank 0, after reset_parameters() if they are on the meta device.
 #   They move to the GPU if the group has only NCCL. Buffers are neither moved nor synchronized.
 # - Only the forward of a unit sees whole parameters, and what it writes into them is lost. If
 #   `self.pos` is a unit, call `self.pos(x)`: outside, `self.pos.weight` is a shard.
-# - A unit returns tensors in lists, tuples, dicts or dataclasses. Other objects, such as a cache,
-#   are ignored. It is an error if backward starts from a tensor in one.
-# - Units of one model may be over different groups, for example those of split experts. A group may
-#   not have two ranks that `differ_between_ranks` of a module or parameter lists.
+# - A unit returns tensors in lists, tuples, dicts or dataclasses. Backward from a tensor in another
+#   object, such as a cache, is an error.
 # - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
 #   Adam is. A gradient is None if no rank has one, and it may be None if n is 0.
 # - If a unit uses an input twice, one device may add its gradients in another order.
-# - PyTorch's clip_grad_norm_ and GradScaler use only this rank's gradients. Use clip_grad_norm_ of
-#   this file, and GradScaler of amp.py. Save shards() with checkpoint.py on all ranks, because
-#   optimizer.state_dict() is only this rank's part. Any number of ranks can load them.
+# - Use clip_grad_norm_ of this file and GradScaler of amp.py, because PyTorch's are wrong silently.
 #
-# Exceptions to the table of costs (for micro-batches, see keep_unsharded()):
+# Exceptions to the table of costs:
 # - No unit computes while the all-reduce of hybrid sharding runs.
 # - A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
-#   A frozen unit is gathered only in forward if backward does not reach it.
-# - float16 gradients are added in float32, in a copy as large as 2u elements of float16.
-# - Parameters are padded to multiples of 32 elements, and shards to multiples of 8.
-# - torch 2.6 and 2.7 reuse a collective's memory only when the host sees that it has ended. A GPU
-#   may then hold more than 2u and 3u. TORCH_NCCL_AVOID_RECORD_STREAMS=1 prevents that.
+# - float16 gradients are added in float32, in a copy of the size of 2u.
+# - torch 2.6 and 2.7 hold more on a GPU, unless TORCH_NCCL_AVOID_RECORD_STREAMS=1 is set.
 
 
 class MixedPrecisionPolicy(NamedTuple):
@@ -518,9 +468,9 @@ class CPUOffloadPolicy:
 
 
 class Settings(NamedTuple):
-    """The arguments of fully_shard, of which ParameterGroup and Unit use some."""
+    """The arguments of fully_shard."""
 
-    axes: list  # process groups: of the ranks with the other shards, and with copies of this shard
+    axes: list  # process groups: of the other shards, and of the copies
     reshard_after_forward: bool
     mp_policy: MixedPrecisionPolicy
     offload: bool
@@ -530,19 +480,18 @@ class Settings(NamedTuple):
 def fully_shard(
     module,
     *,
-    mesh=None,  # a DeviceMesh, (shard) or (replicate, shard), instead of the process groups
+    mesh=None,  # of (shard) or (replicate, shard), instead of the groups
     process_group=None,
-    replicate_group=None,  # hybrid sharding: the ranks that have copies of this rank's shard
+    replicate_group=None,  # of the ranks with copies of this rank's shard
     reshard_after_forward=True,  # False keeps parameters unsharded from forward to backward
     mp_policy=MixedPrecisionPolicy(),  # noqa: B008  a NamedTuple does not change
     offload_policy=None,
     gradient_divide_factor=None,  # None: the number of ranks; 1.0: add up the ranks' gradients
 ):
-    """Make a unit of the parameters of `module` that do not belong to a unit yet. Return `module`.
+    """Make a unit of those parameters of `module` that are in no unit yet. Return `module`.
 
-    Call it on the blocks first and then on the whole model. Make the optimizer after that.
-    `module.parameters()` become this rank's shards. Each backward adds this rank's part of the mean
-    gradient to .grad.
+    Call it on the blocks, then on the whole model, and then make the optimizer.
+    `module.parameters()` become this rank's shards. Backward adds the mean gradient to .grad.
     """
     axes = choose_axes(mesh, process_group, replicate_group)
     divide_factor = gradient_divide_factor or math.prod(map(dist.get_world_size, axes))
@@ -552,7 +501,8 @@ def fully_shard(
     check_module(module)
     unit = Unit(make_groups(module, settings), settings)
     Schedule([unit, *units_of(module)])  # replaces those of inner units
-    unit.register_hooks(module)
+    module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(unit.post_forward, always_call=True)  # also if forward raises
     watch_owners(unit)
     module._fsdp_unit = unit
     module.register_state_dict_pre_hook(refuse_state_dict)
@@ -577,19 +527,14 @@ def context(module, name):
 
 
 def no_sync(module):
-    """Keep the gradients of each backward in here. The next backward outside sends the sum of all.
-
-    Each rank first adds up its own, in T elements. They are not in .grad. To drop them, run a
-    backward outside, and then call optimizer.zero_grad().
-    """
+    """Add up gradients, in T elements and not in .grad. The next backward outside sends the sum."""
     return context(module, "no_sync")
 
 
 def keep_unsharded(module):
     """Gather each unit once for all forwards and backwards in here. Then call optimizer.step().
 
-    It holds Ψ elements. m micro-batches send Ψ + mT, or Ψ + T if all but the last are in no_sync(),
-    too. Without both they send m(2Ψ + T).
+    This holds Ψ elements. m micro-batches send Ψ + mT, or Ψ + T with no_sync() for all but one.
     """
     return context(module, "keep_unsharded")
 
@@ -598,9 +543,8 @@ def keep_unsharded(module):
 def clip_grad_norm_(module, max_norm, *, counted=None, process_groups=()):
     """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
-    Return the norm that they had before, in float64. With model parallelism, `process_groups` are
-    the groups over which the model is split. counted(parameter) says whether this rank's copy
-    counts: of the ranks that have the same copy, it must be True on one.
+    Return the norm that they had before, in float64. `process_groups` are those over which the
+    model is split, too. counted(parameter) must be True on one of the ranks with the same copy.
     """
     total = 0.0  # then a tensor
     for name, sharded in module.named_parameters():
@@ -626,17 +570,17 @@ def sharded_parameter(name, sharded):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. How a unit is made, and what is refused.
+# 5. How a unit is made, which gradients exist, and what is refused.
 
 
 def choose_axes(mesh, process_group, replicate_group):
-    """Return the process groups over which the unit is sharded, and over which it has copies."""
+    """Return the process groups of the shards and of the copies."""
     axes = [process_group] if mesh is None else mesh.get_all_groups()[::-1]
     if replicate_group is not None:
         axes.append(replicate_group)
     if min(map(dist.get_rank, axes)) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group; call this on its ranks")
-    # A reference to the default group would keep its threads alive after the group is destroyed.
+    # A reference to the default group would keep its threads alive.
     return [None if group is dist.group.WORLD else group for group in axes]
 
 
@@ -648,7 +592,7 @@ def check_module(module):
 
 
 def make_groups(module, settings):
-    """Make a ParameterGroup for each dtype. Frozen and trained parameters have separate groups."""
+    """Make a ParameterGroup for each dtype of frozen and of trained parameters."""
     by_kind = find_parameters(module, settings)
     first = next(itertools.chain(*by_kind.values()), torch.empty(0))
     device = device_for(first.device, dist.get_backend_config(settings.axes[0]))
@@ -660,7 +604,7 @@ def make_groups(module, settings):
 
 
 def choose_dtypes(originals, policy):
-    """Return the dtypes of shards, of unsharded parameters, and of gradients that are reduced."""
+    """Return the dtypes of shards, of unsharded parameters, and of reductions."""
     dtype = next(iter(originals)).dtype
     if not dtype.is_floating_point:  # integers and complex numbers keep theirs
         return dtype, dtype, dtype
@@ -670,28 +614,23 @@ def choose_dtypes(originals, policy):
 
 def empty_shard(size, dtype, device, offload):
     shard = torch.empty(size, dtype=dtype, device=device)
-    # Copies from pinned memory are faster.
     return shard.cpu().pin_memory() if offload and not shard.is_cpu else shard
 
 
 @torch.no_grad()
 def fill_shard(group, axes):
-    """Broadcast the originals of the first rank. Each rank keeps its part."""
+    """Broadcast the first rank's originals, and keep this rank's part."""
     for parameter in group.parameters:
         module, attribute = parameter.owners[0]
-        # The original, or what materialize() has put in its place.
         whole = module._parameters[attribute].to(group.unsharded.device, copy=True).contiguous()
-        for axis in axes:  # after the last, all ranks have the values of the grid's first rank
+        for axis in axes:  # after both, all ranks have the values of the grid's first rank
             dist.broadcast(whole, group=axis, group_src=0)
         parameter.sharded.copy_(shard_of(parameter, whole))
         parameter.set_on_modules(parameter.sharded)
 
 
 def find_parameters(module, settings):
-    """Return {(dtype, requires_grad): {nn.Parameter: its owners}} of those that are in no unit.
-
-    Raise ValueError on all ranks if they do not hold the same parameters.
-    """
+    """Return {(dtype, requires_grad): {nn.Parameter: its owners}} of those that are in no unit."""
     by_kind = {}
     descriptions = {f"the arguments {settings[1:]}"}
     for i, (path, parameter) in enumerate(module.named_parameters(remove_duplicate=False)):
@@ -714,18 +653,17 @@ def find_parameters(module, settings):
 
 
 def part_of_split(marked):
-    """Describe which part of a split module or parameter this rank has."""
-    ranks = getattr(marked, "differ_between_ranks", None)  # list of the ranks with the parts
+    ranks = getattr(marked, "differ_between_ranks", None)  # those that have the parts
     return f", part {ranks.index(dist.get_rank())} of a split parameter" if ranks else ""
 
 
 def refuse_disagreement(descriptions, axes):
-    """Raise ValueError on all ranks if they do not have the same descriptions."""
-    found = [descriptions]  # of each rank heard from so far
-    for group in axes:  # after the second axis, they are those of the whole grid
+    """Raise ValueError on all ranks if their descriptions differ."""
+    found = [descriptions]  # of the ranks heard from; after both axes, of the whole grid
+    for group in axes:
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, found, group=group)
-        # The ranks of the second axis must have the same place in the first.
+        # Ranks of the second axis must have the same place in the first.
         place = {f"rank {dist.get_rank(group)} of {len(everyone)} that have the other shards"}
         found = [place | each for theirs in everyone for each in theirs]
     if differ := set.union(*found) - set.intersection(*found):
@@ -738,28 +676,23 @@ def refuse_hooks(name, tensor):
 
 
 def device_for(device, backends):
-    """Return the device that a unit computes on.
-
-    `device` is that of the parameters. `backends` are the group's, such as "cpu:gloo,cuda:nccl".
-    """
+    """Return the device that a unit computes on. `backends` is such as "cpu:gloo,cuda:nccl"."""
     if f"{device.type}:" in backends:
         return device
-    # The parameters are on the meta device. Or they are on the CPU, and the group has only NCCL.
+    # Parameters are on the meta device, or on the CPU though the group has only NCCL.
     return torch.device("cuda" if torch.cuda.is_available() and "cuda:nccl" in backends else "cpu")
 
 
 def materialize(device, owner):
-    """Initialize the parameters and buffers of one module, if they are on the meta device."""
+    """Initialize the tensors of one module, if they are on the meta device."""
     tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
     if any(tensor.is_meta for tensor in tensors):
-        if not hasattr(owner, "reset_parameters"):
-            raise ValueError(f"{owner} is on the meta device, but has no reset_parameters()")
         owner.to_empty(device=device, recurse=False)
         owner.reset_parameters()
 
 
 def tensors_in(output):
-    """Yield the tensors that have a graph, also those in lists, tuples, dicts and dataclasses."""
+    """Yield the tensors that have a graph, also those in containers."""
     for leaf in tree_leaves(output):
         if dataclasses.is_dataclass(leaf):
             yield from tensors_in(vars(leaf))
@@ -768,10 +701,7 @@ def tensors_in(output):
 
 
 def watch_owners(unit):
-    """Register hooks on the parameters of `unit` and on their modules.
-
-    They refuse a backward that does not come through an output of the unit, and cut state dicts.
-    """
+    """Refuse a backward that does not come through an output of the unit. Cut state dicts."""
 
     def check(*_):
         if not unit.awaits_post_backward:
@@ -791,34 +721,42 @@ def watch_owners(unit):
         module.register_load_state_dict_pre_hook(cut_state_dict)
 
 
-# A rank sends -0.0 for a parameter that it has no gradient for. In gradients, -0.0 becomes 0.0. A
-# sum is -0.0 only if every rank sent -0.0. So it tells whether another rank has a gradient.
+# A rank sends this if it has no gradient, and 0.0 for a gradient of -0.0. A sum is -0.0 only if
+# every rank sent -0.0. Then no rank has a gradient.
 NO_GRADIENT = -0.0
 
 
-def write_gradient(gradient, place):
-    # Adding 0.0 turns -0.0 into 0.0. The cast comes first, because it may round to -0.0.
-    torch.add(gradient.to(place.dtype), 0.0, out=place)
+def move_gradient(parameter, place):
+    """Move .grad to `place`, or add it to what no_sync() kept there."""
+    collected = parameter.group.collected
+    gradient = parameter.unsharded.grad
+    if gradient is not None:
+        if parameter in collected:
+            gradient = gradient + place
+        # Adding 0.0 turns -0.0 into 0.0. The cast comes first, because it may round to -0.0.
+        torch.add(gradient.to(place.dtype), 0.0, out=place)
+        collected.add(parameter)
+        parameter.unsharded.grad = None
+    elif parameter not in collected:
+        place.fill_(NO_GRADIENT)
 
 
 def sum_in_rank_order(received, shard_size):
     if received.dtype == torch.float16:
-        # A sum of float16 may exceed their limit, 65504. bfloat16 has the range of float32.
-        received = received.float()
+        received = received.float()  # a sum may exceed 65504, the limit of float16
     # sum() would begin with 0 and turn -0.0 into 0.0.
     return functools.reduce(torch.add, received.split(shard_size))
 
 
 def any_rank_has_gradient(parameter, total):
-    """Return whether any rank sent a gradient for this rank's elements of `parameter`."""
     if parameter in parameter.group.collected:
-        return True  # without a look at the sum, for which the host would wait for the GPU
+        return True  # the host need not wait for the sum
     elements = total[parameter.slice].real  # a complex number has no sign bit
     return not ((elements == 0) & elements.signbit()).all()
 
 
 def check_shards(group):
-    """Raise an error if the user has moved, replaced or changed shards, or given them hooks."""
+    """Refuse shards that the user has moved, replaced or changed."""
     if group.gather_handle is not None:
         if group.version != group.shard._version:
             raise RuntimeError("shards changed after the gather; leave keep_unsharded() first")
@@ -840,12 +778,12 @@ def refuse_copy(memo):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. State dicts of the whole model, and the shards that checkpoint.py saves with their optimizer.
+# 6. State dicts of the whole model, and shards for checkpoint.py.
 
 
 def gather_full(sharded, tensor):
     """Return the whole tensor, on the CPU. `tensor` is this rank's part, such as sharded.grad."""
-    # A copy, because a view would be sent with the whole storage behind it.
+    # A view would be sent with the whole storage behind it.
     tensor = tensor.detach().to("cpu", copy=True)
     if not hasattr(sharded, "_sharded_parameter"):
         return tensor  # of a buffer
@@ -857,18 +795,18 @@ def gather_full(sharded, tensor):
 
 
 def full_state_dict(module):
-    """Return the state_dict() that the module would have without sharding, on every rank."""
+    """Return the state_dict() of the module without sharding, on every rank."""
     state_dict = module.state_dict(keep_vars=True)
     return {name: gather_full(tensor, tensor) for name, tensor in state_dict.items()}
 
 
 def load_full_state_dict(module, state_dict):
-    """Load a state dict from full_state_dict() or from the plain module. Call it on every rank."""
+    """Load what full_state_dict() or the plain module returned, on every rank."""
     module.load_state_dict(state_dict)
 
 
 def cut_state_dict(module, state_dict, prefix, *_):
-    """Replace parameters of `module` in `state_dict` by shards. load_state_dict() calls this."""
+    """Cut the parameters in `state_dict`. load_state_dict() calls this."""
     for attribute, sharded in module._parameters.items():
         name = prefix + attribute
         full = state_dict.get(name)
@@ -890,7 +828,7 @@ def shard_of(parameter, full):
 
 
 def refuse_state_dict(module, prefix, keep_vars):
-    """Raise an error in state_dict(), except for full_state_dict(), which sets keep_vars."""
+    """Only full_state_dict() sets keep_vars."""
     if not keep_vars:
         raise RuntimeError("the parameters are sharded: call full_state_dict(model) instead")
 
@@ -898,9 +836,8 @@ def refuse_state_dict(module, prefix, keep_vars):
 def shards(module, optimizer):
     """Yield (name, shape of the whole parameter, first, shard, its optimizer state).
 
-    `first` is the offset of the shard in the flattened parameter. shard_pieces() of checkpoint.py
-    takes these tuples, to save or load them. Before you load them, take a step in which each
-    trained parameter has a gradient, so that the optimizer has its state.
+    `first` is the offset in the flattened parameter. shard_pieces() of checkpoint.py takes these.
+    Before you load, take a step with all gradients, so that the optimizer has its state.
     """
     for name, sharded in module.named_parameters():
         parameter = sharded_parameter(name, sharded)
@@ -908,7 +845,7 @@ def shards(module, optimizer):
             raise ValueError(f"{name} is not contiguous; a checkpoint would permute its elements")
         state = optimizer.state.get(sharded, {})
         if not sharded.numel() and parameter.shape.numel():
-            # Other ranks may have had gradients in more steps. Adam's "step" is too small here.
+            # Adam's "step" is too small if only other ranks had gradients.
             state = {}
         first = max(parameter.group.first - parameter.start, 0)
         yield name, parameter.shape, first, sharded, state
