@@ -75,7 +75,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-# torch 2.13 renames all_gather_into_tensor and warns about the old name.
+# torch 2.13 warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # --------------------------------------------------------------------------------------------------
@@ -104,10 +104,7 @@ class AllGather(torch.autograd.Function):
 
 
 def naive_fully_shard(module, process_group=None):
-    """Replace the parameters of `module` by this rank's shards, and return a function to call.
-
-    All shards are flat, and padded to one size.
-    """
+    """Replace the parameters of `module` by flat shards, and return a function to call."""
     N = dist.get_world_size(process_group)
     shapes = {}
     for name, parameter in module.named_parameters():
@@ -122,8 +119,8 @@ def naive_fully_shard(module, process_group=None):
             parameters[name] = full[: shapes[name].numel()].view(shapes[name])
         return functional_call(module, parameters, inputs)
 
-    # The checkpoint frees the full parameters after forward. Backward gathers them again, but
-    # also computes the forward again, which sections 2 and 3 avoid.
+    # The checkpoint frees the full parameters after forward. Backward gathers them and computes the
+    # forward again. Sections 2 and 3 avoid the second forward.
     return functools.partial(checkpoint, unshard_and_compute, use_reentrant=False)
 
 
@@ -452,7 +449,7 @@ class Schedule:
 # - Use clip_grad_norm_ of this file and GradScaler of amp.py, because PyTorch's are wrong silently.
 #
 # Exceptions to the table of costs:
-# - No unit computes while the all-reduce of hybrid sharding runs.
+# - Nothing overlaps with the all-reduce of hybrid sharding.
 # - A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
 # - float16 gradients are added in float32, in a copy of the size of 2u.
 # - torch 2.6 and 2.7 hold more on a GPU, unless TORCH_NCCL_AVOID_RECORD_STREAMS=1 is set.
@@ -687,6 +684,8 @@ def materialize(device, owner):
     """Initialize the tensors of one module, if they are on the meta device."""
     tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
     if any(tensor.is_meta for tensor in tensors):
+        if not hasattr(owner, "reset_parameters"):
+            raise ValueError(f"{owner} is on the meta device, but has no reset_parameters()")
         owner.to_empty(device=device, recurse=False)
         owner.reset_parameters()
 
