@@ -262,8 +262,8 @@ class DistributedDataParallel(nn.Module):
             return
         if parameter not in self._bucket_of[parameter].missing:
             raise RuntimeError(
-                "Expected to mark a variable ready only once, but a parameter of shape "
-                f"{tuple(parameter.shape)} got two gradients: add the losses and call backward once"
+                "Expected to mark a variable ready only once, but a parameter got two gradients: "
+                "add the losses and call backward once"
             )
         self._fill(parameter)
         if self._buckets[-1].work and not self.find_unused_parameters:
@@ -396,8 +396,7 @@ def verify_ready(ddp):
         names = [name for name, p in ddp.module.named_parameters() if p in missing]
         raise RuntimeError(
             "Expected to have finished reduction in the prior iteration: backward raised, or "
-            f"did not reach {', '.join(names)} on rank {dist.get_rank(ddp.process_group)}; "
-            "try find_unused_parameters=True"
+            f"did not reach {', '.join(names)}; try find_unused_parameters=True"
         )
     # torch.func.functional_call puts tensors, or all parameters of another module, in place of the
     # parameters. Their gradients stay on this rank, as in PyTorch.
@@ -409,8 +408,7 @@ def verify_ready(ddp):
         is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
         if is_trained and not is_ready:
             raise RuntimeError(
-                f"{name} was frozen, not there or of another dtype when "
-                "DistributedDataParallel was made: wrap the module again"
+                f"{name} was frozen, not there or of another dtype before: wrap the module again"
             )
 
 
@@ -424,25 +422,19 @@ def verify_arguments(module, process_group, others, unsupported):
         if is_set:
             raise ValueError(f"{name} is not supported by ddp.py; leave it out")
     if dist.get_rank(process_group) < 0:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in process_group; only its members can be replicas"
-        )
-    members = set(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+    members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
     for name, child in module.named_modules():
-        # The global ranks that hold different experts, or different slices. True: all ranks.
-        differ = getattr(child, "differ_between_ranks", False)
-        apart = members if differ is True else members.intersection(differ or ())
+        # The ranks that hold different experts, or different slices.
+        apart = set(members).intersection(getattr(child, "differ_between_ranks", ()))
         if len(apart) > 1:
-            raise ValueError(
-                f"ranks {sorted(apart)} of process_group hold different parameters of '{name}'; "
-                "give a group of ranks that hold the same ones"
-            )
+            raise ValueError(f"ranks {sorted(apart)} hold different parameters of '{name}'")
     # An all-reduce of different sizes or dtypes would abort the process or return garbage.
     tensors = enumerate([*module.named_parameters(), *module.named_buffers()])
     found = {
         f"{i} {name}: {tuple(t.shape)}, {t.dtype}, {t.requires_grad=}" for i, (name, t) in tensors
     }
-    everyone = [None] * dist.get_world_size(process_group)
+    everyone = [None] * len(members)
     dist.all_gather_object(everyone, found, group=process_group)
     if differ := set.union(*everyone) - set.intersection(*everyone):
         raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")

@@ -207,7 +207,7 @@ def test_parameters_that_backward_did_not_reach_are_named_in_the_next_forward():
     model(x, [0]).backward()
     with torch.no_grad():
         model(x, [0])  # evaluation is no error
-    with pytest.raises(RuntimeError, match=rf"1\.weight, 2\.weight on rank {pool.rank()}"):
+    with pytest.raises(RuntimeError, match=r"1\.weight, 2\.weight;"):
         model(x, [0, 1, 2])
 
 
@@ -389,12 +389,11 @@ def test_a_parameter_that_is_unfrozen_or_cast_after_construction_is_an_error(cha
         batch_loss(model, 0, 0)
 
 
-@pytest.mark.parametrize("ranks", [[1, 0, 5], True], ids=str)
 @pool.on(2)
-def test_ranks_that_hold_different_slices_are_no_replicas(ranks):
+def test_ranks_that_hold_different_slices_are_no_replicas():
     model = make_model("plain")
     model[0].differ_between_ranks = [0, 2, 3]  # one rank of this group: no error
-    model[2].differ_between_ranks = ranks
+    model[2].differ_between_ranks = [1, 0, 5]
     with pytest.raises(ValueError, match=r"ranks \[0, 1\].*'2'"):
         wrap(model)
 
