@@ -17,9 +17,6 @@ def with_mean(self, message, mean):
 MovesBackwards = changed(
     DiLoCo, _apply=lambda self, message: with_mean(self, message, -message.wait())
 )
-ForgetsToDivide = changed(
-    DiLoCo, _apply=lambda self, message: with_mean(self, message, message.N * message.wait())
-)
 
 
 class OwnMomentum(DiLoCo):
@@ -51,12 +48,6 @@ class MeanOfParameters(DiLoCo):
         super().__init__(*args, **{**options, "outer_lr": 1.0, "outer_momentum": 0.0})
 
 
-class NeverSendsTheLast(DiLoCo):
-    def _send(self, fragment):
-        if len(self.fragments) == 1 or fragment is not self.fragments[-1]:
-            super()._send(fragment)
-
-
 class AllMomentaMove(DiLoCo):
     """The fragments that were not sent have gradients of zero."""
 
@@ -69,15 +60,6 @@ class AllMomentaMove(DiLoCo):
 class MixesTheOtherWay(DiLoCo):
     def __init__(self, *args, mix=0.5, **options):
         super().__init__(*args, mix=1 - mix, **options)
-
-
-class AppliesAtOnce(DiLoCo):
-    """As if there were no delay, but mixes."""
-
-    def _send(self, fragment):
-        super()._send(fragment)
-        for message in self._in_flight:
-            message.step -= self.delay
 
 
 class KeepsItsOwnPartExact(DiLoCo):
@@ -105,16 +87,13 @@ ForgetsMessages = changed(
 
 MISTAKES = {
     "diloco": {
-        "MovesBackwards": "as_ddp",
-        "ForgetsToDivide": "outer_step",
+        "MovesBackwards": "outer_step",
         "OwnMomentum": "replicas",
         "ResetsTheInnerState": "inner_state",
         "MeanOfParameters": "outer_step",
-        "NeverSendsTheLast": "fragments",
         "AllMomentaMove": "fragments",
-        "MixesTheOtherWay": "delayed",
-        "AppliesAtOnce": "several_in_flight",
-        "KeepsItsOwnPartExact": "compressed_replicas",
+        "MixesTheOtherWay": "several_in_flight",
+        "KeepsItsOwnPartExact": "compressed_messages",
         "StartsAnywhere": "start_of_rank_0",
         "ForgetsMessages": "resumed",
     },
