@@ -13,8 +13,8 @@ parameters w, which are cut into w₀ and w₁ for N = 2 ranks:
                          ├ all-gather ┤                         ├ reduce-scatter ┤
               rank 1  w₁ ┘            └ w  compute g  free w  g ┘                └ ḡ₁  optimizer
 
-ḡ is the mean of the gradients g. While a unit computes, the next one is gathered, and in backward
-the gradients of the previous one are reduced.
+ḡ is the mean of the g. While a unit computes, the next one is gathered, and in backward the
+gradients of the previous one are reduced.
 
 Hybrid sharding keeps R copies of each shard, on N·R ranks, and also all-reduces ḡ₀ over the R ranks
 that have w₀. Gathers stay within N ranks, for example a node.
@@ -23,7 +23,8 @@ Read section 1 for the idea (10 minutes), to section 3 for the technique (53), a
 it as a library (91).
 
 Cost per rank in elements, with Adam, for Ψ parameters, of which T are trained, and u in the largest
-unit. The rows with + add to "between steps":
+unit. The rows with + add to "between steps". 2u: this unit and the next. 3u: this unit's gradients,
+and the previous unit's in a send and in a receive buffer.
 
                                    parameters  gradients  optimizer   sent per step, times (N-1)/N
     DDP                                Ψ           T         2T       2T
@@ -31,16 +32,14 @@ unit. The rows with + add to "between steps":
          reshard_after_forward=True   + 2u       + 3u                 2Ψ + T, so 3Ψ if all train
          reshard_after_forward=False  + Ψ        + 3u                 Ψ + T
 
-2u: this unit and the next. 3u: this unit's gradients, and the previous unit's in a send and in a
-receive buffer. Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions.
+Hybrid sharding sends 2T/N·(R-1)/R more. Section 4 has exceptions.
 
 Ranks add gradients in rank order, so training is bitwise equal to one device that adds up those
 of the ranks' parts of the batch. With copies, all-reduce chooses the order.
 
 Run:      torchrun --nproc-per-node 2 fsdp.py     (--idea trains with section 1 alone)
           torchrun --nproc-per-node 4 fsdp.py --replicas 2
-Papers:   Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3;
-          Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, §5.3
+Paper:    Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, §3
 Mirrors:  torch.distributed.fsdp.fully_shard (FSDP2), but with the flat buffers of FSDP1 (§3.2)
 Left out: optimizers that need whole matrices (muon.py has one); recovery after an error in
           backward; units that only some ranks reach, or in another order; units that change their
@@ -127,12 +126,12 @@ def naive_fully_shard(module, process_group=None):
 # --------------------------------------------------------------------------------------------------
 # 2. How a unit is gathered and reduced: its parameters are views of one flat buffer, which one
 # all-gather fills. Autograd saves such views. We free the buffer's memory but keep the tensors, so
-# the gather in backward fills what autograd has saved. A weight of 40 elements and a bias of 30:
+# the gather in backward fills what autograd has saved. A weight of 60 elements and a bias of 30:
 #
-#   unsharded    │ weight           │ padding │ bias         │ padding │
-#                0                  40        64             94        96
-#   shard        │ rank 0                │ rank 1                      │
-#                0                       48                            96
+#   unsharded    │ weight                     │ padding │ bias         │ padding │
+#                0                            60        64             94        96
+#   shard        │ rank 0              │ rank 1                                  │
+#                0                     48                                        96
 
 PARAMETER_ALIGNMENT = 32  # in elements; at other addresses, matrix products may round differently
 SHARD_ALIGNMENT = 8  # at other addresses, NCCL is slower
@@ -153,15 +152,16 @@ class ShardedParameter:
         self.group = group  # a ParameterGroup
         self.owners = owners  # [(module, attribute), …]: several if the parameter is tied
         self.shape = original.shape
-        self.stride = torch.empty_like(original, device="meta").stride()  # without gaps
+        # The original's, but without gaps.
+        self.stride = torch.empty_like(original, device="meta").stride()
         self.start = start  # offset of its first element in `group.unsharded`
         begin = start - group.first  # its offset in `group.shard`; < 0: on an earlier rank
-        # Its elements in `group.shard`, or none. A weight of 60 has slice(0, 60) on rank 0, cut off
-        # at 48, and slice(0, 12) on rank 1, where begin is -48.
+        # Its elements in `group.shard`, or none. Above, the weight has slice(0, 60) on rank 0, cut
+        # off at 48, and slice(0, 12) on rank 1.
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # .data has a version counter of its own. The gather in backward raises the buffer's, and
-        # autograd would refuse what it has saved.
+        # The gather in backward writes to the buffer after autograd has saved views of it. Views
+        # share its version counter, so autograd would refuse them. .data has a counter of its own.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self
         original._sharded_parameter = self
@@ -184,7 +184,8 @@ class ParameterGroup:
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
-        self.process_group, *self.replicate_groups = settings.axes  # those have copies
+        # Of the ranks with the other shards, and of those with copies of this one.
+        self.process_group, *self.replicate_groups = settings.axes
         self.divide_factor = settings.divide_factor
         N = dist.get_world_size(self.process_group)
         total = sum(round_up(p.numel(), PARAMETER_ALIGNMENT) for p in originals)
@@ -201,7 +202,7 @@ class ParameterGroup:
             self.parameters.append(ShardedParameter(self, original, owners, start))
             start += round_up(original.numel(), PARAMETER_ALIGNMENT)
         self.unsharded.untyped_storage().resize_(0)
-        self.gather_handle = None  # of the all-gather that fills `unsharded`; None: it is freed
+        self.gather_handle = None  # of the gather that has filled `unsharded`; None: it is freed
         self.clear_gradients()
 
     def clear_gradients(self):
@@ -247,7 +248,7 @@ class ParameterGroup:
         if self.gradients is None:
             self.gradients = torch.empty_like(self.unsharded, dtype=self.reduce_dtype)
         for parameter in self.parameters:
-            move_gradient(parameter, parameter.view(self.gradients))
+            move_gradient(parameter, parameter.view(self.gradients))  # from unsharded.grad
 
     def start_reduce(self):
         """Begin to send each rank its part of `gradients`."""
@@ -268,7 +269,7 @@ class ParameterGroup:
             dist.all_reduce(total, group=group)
         mean = (total / self.divide_factor).to(self.shard)
         for parameter in self.parameters:
-            if any_rank_has_gradient(parameter, total):  # otherwise .grad stays None
+            if any_rank_has_gradient(parameter, total):  # not if all sent -0.0, see section 5
                 gradient = parameter.part_of_shard(mean)
                 sharded = parameter.sharded
                 sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
@@ -278,18 +279,18 @@ class ParameterGroup:
 # --------------------------------------------------------------------------------------------------
 # 3. When a unit is gathered and reduced. fully_shard makes a Unit, whose pre_forward and
 # post_forward are hooks of the module, and the Schedule of all units. The first step records which
-# unit comes next, so that later steps unshard it early. For two units, where "unshard" is
-# start_unshard and finish_unshard, which waits:
+# unit comes next, so that later steps unshard it early. For two units:
 #
-#   forward    pre_forward 0       unshard 0           start_unshard 1
-#              post_forward 0      reshard 0
-#              pre_forward 1       finish_unshard 1
-#              post_forward 1      reshard 1
-#   backward   pre_backward 1      unshard 1           start_unshard 0
-#              post_backward 1     reshard 1           start_reduce 1
-#              pre_backward 0      finish_unshard 0
-#              post_backward 0     finish_reduce 1     reshard 0          start_reduce 0
-#              finish_backward     finish_reduce 0
+#                                waits for    frees     starts
+#   forward    pre_forward 0     gather 0               gather 1
+#              post_forward 0                 unit 0
+#              pre_forward 1     gather 1
+#              post_forward 1                 unit 1
+#   backward   pre_backward 1    gather 1               gather 0     (gather 1 starts here, too)
+#              post_backward 1                unit 1    reduce 1
+#              pre_backward 0    gather 0
+#              post_backward 0   reduce 1     unit 0    reduce 0
+#              finish_backward   reduce 0
 
 
 def in_backward():
@@ -300,8 +301,9 @@ def in_backward():
 class PostBackward(torch.autograd.Function):
     """The identity, for an input of a unit. Its backward calls post_backward.
 
-    Of the ready nodes, autograd first runs those that accumulate .grad, and then the one that was
-    created last. This node is created before those of the unit, so it runs when their .grad is set.
+    The gradient of an input may be ready before those of weights. But of the ready nodes, autograd
+    first runs those that accumulate .grad, and then the one created last. All nodes of the unit are
+    created after this one, so they run before it.
     """
 
     @staticmethod
@@ -322,7 +324,7 @@ class Unit:
         self.groups = groups  # ParameterGroups
         self.settings = settings
         self.schedule = None  # that of all units of the model
-        self.contexts = []  # that the user is in: "no_sync", "keep_unsharded"
+        self.contexts = []  # "no_sync": send nothing yet; "keep_unsharded": free nothing
         self.awaits_post_backward = False  # pre_backward has run, and post_backward has not
 
     def pre_forward(self, module, args, kwargs):
@@ -347,7 +349,7 @@ class Unit:
             self.schedule.outermost = None
 
     def pre_backward(self, gradient):
-        """Unshard. Autograd calls this for each output."""
+        """Unshard. For a second output, this changes nothing."""
         self.awaits_post_backward = True
         self.schedule.start_backward()
         self.schedule.unshard(self)
@@ -385,12 +387,12 @@ class Schedule:
         for unit in units:
             unit.schedule = self
         self.outermost = None  # during a forward, the unit that the user called
-        self.previous = None  # the last call of unshard(): (unit, in_backward())
+        self.previous = None  # the last call of unshard(), if any: (unit, in_backward())
         self.next_unit = {}  # {such a call: the unit of the next call}
         self.backward_is_running = False
 
     def start_forward(self, unit):
-        """Reshard all if the user called `unit`: a gather may be older than the last step."""
+        """If the user called `unit`, reshard all: shards may have changed since the gathers."""
         if self.outermost is None and not in_backward():
             if self.backward_is_running:
                 raise RuntimeError("an earlier backward raised an error; nothing is right after it")
@@ -407,10 +409,10 @@ class Schedule:
         unit.start_unshard()
         for group in unit.groups:
             group.finish_unshard()
-        self.next_unit[self.previous] = unit
+        self.next_unit[self.previous] = unit  # for the next step
         self.previous = (unit, in_backward())
-        # If the next is not known, this takes `unit` itself, and does nothing.
-        self.next_unit.get(self.previous, unit).start_unshard()
+        if self.previous in self.next_unit:
+            self.next_unit[self.previous].start_unshard()
 
     def start_backward(self):
         """Have autograd call finish_backward() when the backward that is running ends."""
@@ -452,7 +454,6 @@ class Schedule:
 # - Nothing overlaps with the all-reduce of hybrid sharding.
 # - A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
 # - float16 gradients are added in float32, in a copy of the size of 2u.
-# - torch 2.6 and 2.7 hold more on a GPU, unless TORCH_NCCL_AVOID_RECORD_STREAMS=1 is set.
 
 
 class MixedPrecisionPolicy(NamedTuple):
@@ -524,7 +525,7 @@ def context(module, name):
 
 
 def no_sync(module):
-    """Add up gradients, in T elements and not in .grad. The next backward outside sends the sum."""
+    """Send nothing: add up gradients, in T more elements. The next backward outside sends them."""
     return context(module, "no_sync")
 
 
@@ -540,8 +541,8 @@ def keep_unsharded(module):
 def clip_grad_norm_(module, max_norm, *, counted=None, process_groups=()):
     """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
-    Return the norm that they had before, in float64. `process_groups` are those over which the
-    model is split, too. counted(parameter) must be True on one of the ranks with the same copy.
+    Return the norm that they had before, in float64. If the model is split otherwise, too, give
+    those `process_groups`. counted(parameter) must be True on one of their ranks with a copy.
     """
     total = 0.0  # then a tensor
     for name, sharded in module.named_parameters():
@@ -619,6 +620,7 @@ def fill_shard(group, axes):
     """Broadcast the first rank's originals, and keep this rank's part."""
     for parameter in group.parameters:
         module, attribute = parameter.owners[0]
+        # materialize() may have replaced the original.
         whole = module._parameters[attribute].to(group.unsharded.device, copy=True).contiguous()
         for axis in axes:  # after both, all ranks have the values of the grid's first rank
             dist.broadcast(whole, group=axis, group_src=0)
@@ -660,7 +662,7 @@ def refuse_disagreement(descriptions, axes):
     for group in axes:
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, found, group=group)
-        # Ranks of the second axis must have the same place in the first.
+        # All ranks of the first axis add the same. So this only shows in the second.
         place = {f"rank {dist.get_rank(group)} of {len(everyone)} that have the other shards"}
         found = [place | each for theirs in everyone for each in theirs]
     if differ := set.union(*found) - set.intersection(*found):
@@ -676,7 +678,6 @@ def device_for(device, backends):
     """Return the device that a unit computes on. `backends` is such as "cpu:gloo,cuda:nccl"."""
     if f"{device.type}:" in backends:
         return device
-    # Parameters are on the meta device, or on the CPU though the group has only NCCL.
     return torch.device("cuda" if torch.cuda.is_available() and "cuda:nccl" in backends else "cpu")
 
 
@@ -700,7 +701,7 @@ def tensors_in(output):
 
 
 def watch_owners(unit):
-    """Refuse a backward that does not come through an output of the unit. Cut state dicts."""
+    """Refuse a backward that reaches a parameter before pre_backward. Cut state dicts."""
 
     def check(*_):
         if not unit.awaits_post_backward:
@@ -720,8 +721,8 @@ def watch_owners(unit):
         module.register_load_state_dict_pre_hook(cut_state_dict)
 
 
-# A rank sends this if it has no gradient, and 0.0 for a gradient of -0.0. A sum is -0.0 only if
-# every rank sent -0.0. Then no rank has a gradient.
+# finish_reduce() must know whether any rank has a gradient. A rank without one sends -0.0. A rank
+# with one sends 0.0 instead. A sum is -0.0 only if all sent -0.0.
 NO_GRADIENT = -0.0
 
 
@@ -755,7 +756,7 @@ def any_rank_has_gradient(parameter, total):
 
 
 def check_shards(group):
-    """Refuse shards that the user has moved, replaced or changed."""
+    """Refuse shards that the user moved or replaced, or changed while they are gathered."""
     if group.gather_handle is not None:
         if group.version != group.shard._version:
             raise RuntimeError("shards changed after the gather; leave keep_unsharded() first")
