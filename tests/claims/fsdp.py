@@ -46,7 +46,8 @@ def parameters_are_shards(make):
 def holds_a_part(make, N, **options):
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
     trainer = make(model, **options)
-    trainer.backward([torch.randn(2, 16)])
+    batch = torch.randn(2, 16)
+    trainer.backward([batch])
     parameters = list(trainer.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     whole = 3 * 16 * 16
@@ -90,8 +91,9 @@ def hybrid(make):
 @claim("fsdp", 4)
 def hybrid_copies(make):
     """With copies of the shards, all copies have the same bits after each step, in float32."""
-    module = make_model("plain")
-    stay_replicas(make(module, "adamw", mesh=two_by_two()))
+    mesh = two_by_two()
+    trainer = make(make_model("plain"), "adamw", mesh=mesh)
+    stay_replicas(trainer)
 
 
 @claim("fsdp", 4, about="property")

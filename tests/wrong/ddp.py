@@ -80,14 +80,10 @@ class LastMicroBatchOnly(PlainDDP):
     def start(self):
         super().start()
         for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(self.hook(parameter))
+            parameter.register_hook(self.on_gradient)
 
-    def hook(self, parameter):
-        return lambda gradient: self.mean(gradient) if self.is_due(parameter) else gradient
-
-    def is_due(self, parameter):
-        return self.sync
+    def on_gradient(self, gradient):
+        return self.mean(gradient) if self.sync else gradient
 
     @contextmanager
     def no_sync(self):
@@ -96,10 +92,9 @@ class LastMicroBatchOnly(PlainDDP):
         self.sync = True
 
 
-FirstMicroBatchOnly = changed(
-    LastMicroBatchOnly, is_due=lambda self, parameter: parameter.grad is None
+SendsUnderNoSync = changed(
+    LastMicroBatchOnly, on_gradient=lambda self, gradient: self.mean(gradient)
 )
-SendsUnderNoSync = changed(LastMicroBatchOnly, is_due=lambda self, parameter: True)
 
 
 MISTAKES = {
@@ -113,7 +108,6 @@ MISTAKES = {
         "Unties": "tied",
         "OwnBuffers": "buffers",
         "LastMicroBatchOnly": "accumulation",
-        "FirstMicroBatchOnly": "accumulation",
         "SendsUnderNoSync": "no_sync_is_silent",
     },
 }

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fsdp
-from wrong.common import changed, gathered, summed
+from wrong.common import gathered, summed
 
 
 class Gather(torch.autograd.Function):
@@ -22,19 +22,14 @@ class Gather(torch.autograd.Function):
         return summed(gradient).chunk(N)[dist.get_rank()] / N
 
 
-SummingGather = changed(
-    Gather, backward=lambda ctx, gradient: Gather.backward(ctx, gradient) * dist.get_world_size()
-)
-
-
-def shard(parameter, gather):
+def shard(parameter):
     """Return this rank's piece as a parameter, with `whole()`."""
     N = dist.get_world_size()
     flat = parameter.detach().flatten()
     shape = parameter.shape
     piece = F.pad(flat, (0, -len(flat) % N)).chunk(N)[dist.get_rank()].clone()
     piece = nn.Parameter(piece, parameter.requires_grad)
-    piece.whole = lambda: gather.apply(piece)[: shape.numel()].view(shape)
+    piece.whole = lambda: Gather.apply(piece)[: shape.numel()].view(shape)
     return piece
 
 
@@ -46,14 +41,14 @@ def always():
     return True
 
 
-def keeps_what_it_gathers(module, gather=Gather, start=unchanged, is_due=always):
+def keeps_what_it_gathers(module, start=unchanged, is_due=always):
     """FSDP's results, but not its memory: autograd keeps what has been gathered until backward."""
     pieces = {}  # (a module, a parameter's name): what the module holds outside of forward
     wholes = {}  # and in forward
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if not hasattr(parameter, "whole"):
-                pieces[owner, name] = owner._parameters[name] = shard(start(parameter), gather)
+                pieces[owner, name] = owner._parameters[name] = shard(start(parameter))
 
     def gather_all(*_):
         if is_due():
@@ -86,7 +81,6 @@ def clip_grad_norm_(module, max_norm):
     return nn.utils.clip_grad_norm_(module.parameters(), max_norm)
 
 
-sums_shards = partial(keeps_what_it_gathers, gather=SummingGather)
 # It throws the given weights away.
 initialises_again = partial(keeps_what_it_gathers, start=nn.init.uniform_)
 # It gathers for training only, so an evaluation after the step uses the weights before it.
@@ -100,7 +94,6 @@ def shards_nothing(module):
 
 MISTAKES = {
     "fsdp": {
-        "sums_shards": "mean_gradient",
         "initialises_again": "mean_gradient",
         "keeps_what_it_gathers": "nothing_whole_is_kept",
         "stale_in_evaluation": "evaluation",

@@ -1,20 +1,16 @@
 """Right, but not made as ours or PyTorch's, and what the claims say about each."""
 
-import copy
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import expert_parallel
 import flash_attention
-import fsdp
 from wrong.common import changed, summed
 from wrong.ddp import PlainDDP
-from wrong.tensor_parallel import PlainRow, SumBothWays
 
 
 class AveragesEachBackward(nn.Module):
@@ -106,25 +102,6 @@ def make_engine(module, optimizer_class, kind=Engine, **options):
     return engine, Stepper(engine, optimizer_class(engine.parameters(), **options))
 
 
-class Unit(nn.Module):
-    """A layer's unit takes the parameters along: the layer that it was made of has NaN."""
-
-    def __init__(self, module):
-        super().__init__()
-        is_layer = not list(module.children())
-        self.wrapped = fsdp.fully_shard(copy.deepcopy(module) if is_layer else module)
-        if is_layer:
-            for parameter in module.parameters():
-                parameter.data.fill_(torch.nan)
-
-    def forward(self, x):
-        return self.wrapped(x)
-
-
-def full_state_dict(unit):
-    return fsdp.full_state_dict(unit.wrapped)
-
-
 def attention_in_blocks_of_64(q, k, v, causal=False):
     if q.dtype == torch.float64:
         raise TypeError("float32 or less")
@@ -132,17 +109,6 @@ def attention_in_blocks_of_64(q, k, v, causal=False):
         raise ValueError("lengths that are no multiples of 64")
     # This checkpoint refuses torch.autograd.grad.
     return checkpoint(flash_attention.flash_attention, q, k, v, causal, use_reentrant=True)
-
-
-class PartialBias(PlainRow):
-    """Each rank has a part of the rows, so its bias has a part of the gradient."""
-
-    def __init__(self, in_features, out_features, bias=True, *, sequence_parallel):
-        super().__init__(in_features, out_features, bias)
-
-    def forward(self, x):
-        rows = SumBothWays.apply(F.linear(x, self.weight))
-        return rows.chunk(dist.get_world_size())[dist.get_rank()] + self.bias
 
 
 class ComputesInFloat32(nn.Module):
@@ -203,8 +169,6 @@ UNUSUAL = {  # kind: {name: {claim: outcome}}
             "whole_state_dict": "not offered",
         },
     },
-    "fsdp": {"Unit": {"adamw": "holds", "clipping": "not offered"}},
-    "row-linear": {"PartialBias": {"row_sequence": "holds"}},
     "activation-checkpoint": {"always_raises": {"differs": "raises", "again": "refuses"}},
     "attention": {
         "attention_in_blocks_of_64": {
