@@ -91,6 +91,12 @@ def test_tensors_of_different_numbers_of_chunks_are_an_error():
         dp.scatter((x, x[:1]), TWO)
 
 
+def test_scalars_become_a_vector_with_a_warning():
+    with pytest.warns(UserWarning, match="scalars"):
+        joined = dp.gather([torch.tensor(1), torch.tensor(2)], "cpu")
+    assert joined.tolist() == [1, 2]
+
+
 # ---- replicas
 
 
@@ -115,6 +121,12 @@ def test_a_replica_keeps_the_structure_of_the_module():
 def test_an_lstm_uses_the_weights_of_its_replica():
     replica = dp.replicate(nn.LSTM(6, 4), ["cpu", "meta"])[1]
     assert {weight.device.type for weight in replica._flat_weights} == {"meta"}
+
+
+def test_sparse_embeddings_are_an_error():
+    module = nn.Embedding(5, 2, sparse=True)
+    with pytest.raises(ValueError, match="sparse=False"):
+        dp.replicate(module, TWO)
 
 
 # ---- calls

@@ -73,10 +73,11 @@ def test_buckets_start_at_the_last_tensor_and_end_at_the_cap_or_another_dtype():
     assert [list(map(len, bucket)) for bucket in buckets] == [[1, 3], [2], [1]]
 
 
-def test_a_step_sends_and_holds_what_the_docstring_says_in_buckets_of_25_mb():
+@pytest.mark.parametrize("as_view", [False, True], ids=["copies", "views"])
+def test_a_step_sends_and_holds_what_the_docstring_says_in_buckets_of_25_mb(as_view):
     module = nn.Sequential(*[nn.Linear(1500, 1500, bias=False) for _ in range(4)])  # 9 MB each
     with fake_world(1024, 5):
-        model = ddp.DDP(module, gradient_as_bucket_view=True)
+        model = ddp.DDP(module, gradient_as_bucket_view=as_view)
         with ddp.SentBytes() as sent:
             y = model(torch.ones(1, 1500))
             y.sum().backward()
@@ -85,7 +86,7 @@ def test_a_step_sends_and_holds_what_the_docstring_says_in_buckets_of_25_mb():
     assert sent.total == pytest.approx(2 * psi * 1023 / 1024)
     held = [parameter.grad for parameter in model.parameters()]
     held += [bucket.flat for bucket in model._buckets]
-    assert ddp.held_bytes(held) == psi
+    assert ddp.held_bytes(held) == psi * (1 if as_view else 2)
 
 
 def all_reduce_twice(group, bucket):
