@@ -446,14 +446,15 @@ class Schedule:
 # - A unit returns tensors in lists, tuples, dicts or dataclasses. Backward from a tensor in another
 #   object, such as a cache, is an error.
 # - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
-#   Adam is. A gradient is None if no rank has one, and it may be None if n is 0.
-# - If a unit uses an input twice, one device may add its gradients in another order.
-# - Use clip_grad_norm_ of this file and GradScaler of amp.py, because PyTorch's are wrong silently.
+#   Adam is. A gradient is None if no rank has one, and may be if n is 0.
+# - A unit that uses an input twice may add its gradients in another order than one device.
+# - Use clip_grad_norm_ of this file and GradScaler of amp.py: PyTorch's are silently wrong.
 #
 # Exceptions to the table of costs:
-# - Nothing overlaps with the all-reduce of hybrid sharding.
+# - Nothing overlaps the all-reduce of hybrid sharding.
 # - A unit whose inputs need no gradient, such as an embedding, stays gathered until backward ends.
-# - float16 gradients are added in float32, in a copy of the size of 2u.
+# - float16 gradients are added in float32, in a copy as large as 2u.
+# - torch 2.6 and 2.7 hold more on a GPU without TORCH_NCCL_AVOID_RECORD_STREAMS=1.
 
 
 class MixedPrecisionPolicy(NamedTuple):
@@ -486,7 +487,7 @@ def fully_shard(
     offload_policy=None,
     gradient_divide_factor=None,  # None: the number of ranks; 1.0: add up the ranks' gradients
 ):
-    """Make a unit of those parameters of `module` that are in no unit yet. Return `module`.
+    """Make a unit of those parameters of `module` that are in no unit yet.
 
     Call it on the blocks, then on the whole model, and then make the optimizer.
     `module.parameters()` become this rank's shards. Backward adds the mean gradient to .grad.
@@ -578,7 +579,7 @@ def choose_axes(mesh, process_group, replicate_group):
         axes.append(replicate_group)
     if min(map(dist.get_rank, axes)) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group; call this on its ranks")
-    # A reference to the default group would keep its threads alive.
+    # A reference to the default group keeps its threads alive.
     return [None if group is dist.group.WORLD else group for group in axes]
 
 
