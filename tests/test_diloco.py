@@ -195,7 +195,7 @@ def split_layer():
 
 
 OF_WORKER_1 = {
-    "3 fragments in 4 steps": (partial(other_option, "num_fragments", 3), "num_fragments=3"),
+    "3 fragments in 4 steps": (partial(other_option, "num_fragments", 3), "worker 1: sync_every=4"),
     "a late mean": (partial(other_option, "delay", 4), "worker 1: delay=4"),
     "another mix": (partial(other_option, "mix", 0.4), "differ in .*mix=0.4"),
     "parameters of another model": (other_optimizer, "worker 1: an optimizer"),
