@@ -519,10 +519,12 @@ def context(module, name):
     for unit in units:
         unit.reshard()  # it may hold the values that it had before the last step
         unit.contexts.append(name)
-    yield
-    for unit in units:
-        unit.contexts.remove(name)
-        unit.reshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.contexts.remove(name)
+            unit.reshard()
 
 
 def no_sync(module):
