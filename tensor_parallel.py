@@ -2,8 +2,8 @@
 
 A transformer layer has two pairs of matrices: qkv and proj in attention, linear1 and linear2 in the
 MLP. The first matrix of a pair is split by its outputs: each rank computes some heads, or some
-hidden features. The second matrix is split by its inputs, which are these features. A sum over the
-ranks ends the pair.
+hidden features. The second is split by its inputs, which are these. A sum over the ranks ends the
+pair.
 
               ┌── X A₀ → GELU, or attention → Y₀ B₀ ──┐                 rank 0
     X ── f ───┤                                       ├─── g ── Z       Z = Y₀ B₀ + Y₁ B₁
@@ -19,23 +19,20 @@ Then f gathers the sequence, and g leaves each rank its part of the sum.
     f   gather_from_sequence           all-gather       reduce-scatter      sequence parallelism
     g   reduce_scatter_to_sequence     reduce-scatter   all-gather          sequence parallelism
 
-Cost per rank, for t ranks, micro-batch b, sequence s, hidden size h, a heads, vocabulary V:
+Cost per rank, of a layer, for t ranks, micro-batch b, sequence s, hidden size h, a heads:
 
                             sent, × (t-1)/t    activations
     one device              0                  sbh (34 + 5as/h)
     tensor parallel         8bsh               sbh (10 + 24/t + 5as/(ht))
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
-    embedding, head, loss   4bsh + 6bs         4bs V/t, in the loss
 
-The first three rows are per layer, the last is per model. "sent" is in elements per micro-batch.
-8bsh: four all-reduces, each of which sends 2bsh. 10bsh: eight gathers or reduce-scatters, and two
-gathers that f repeats in backward. 12h: an all-reduce of the gradients of norms and of proj's and
-linear2's biases. Embedding and head then send 2bsh + 4h more. "activations" is in bytes, for
-numbers of 16 bits (Korthikanti et al., §4). 2sbh are dropout masks. 5as²b are attention scores,
-which fused attention does not keep.
+"sent" is in elements per micro-batch: all-reduces of bsh send 2bsh each. With sequence parallelism
+f gathers again in backward. 12h are the gradients of norms and of proj's and linear2's biases,
+which every rank keeps whole. "activations" is in bytes, for 16 bits (Korthikanti et al., §4): 2sbh
+are dropout masks, 5as²b attention scores, which fused attention does not keep.
 
-A rank keeps 1/t of the parameters, gradients and optimizer state, but all those of the norms and of
-proj's and linear2's biases.
+Embedding, head and loss send 4bsh + 6bs, and 2bsh + 4h more with sequence parallelism. The loss
+keeps 4bs V/t bytes, for a vocabulary of V.
 
 Read section 1 for the idea (17 minutes), to section 3 for the technique (43), and the rest to use
 it as a library (82).
@@ -45,7 +42,8 @@ Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
 Left out: attention masks other than causal; more ranks than key and value heads; label smoothing;
-          max_norm and scale_grad_by_freq of an embedding; gradients of gradients
+          max_norm and scale_grad_by_freq of an embedding; gradients of gradients; nested tensors
+          (nn.TransformerEncoder needs enable_nested_tensor=False)
 """
 
 import argparse
@@ -88,15 +86,11 @@ def rank_and_size(process_group):
     return dist.get_rank(process_group), world_size
 
 
-# A collective starts, and returns a function that waits for its result and returns it. Section 2
-# computes between the two.
+# A collective returns a function that waits for its result. Section 2 computes meanwhile.
 
 
 class Conjugate(Function):
-    """Applies `collective` to x, and its `conjugate` to the gradient.
-
-    Autograd does not see a bare collective, and would compute wrong gradients.
-    """
+    """Applies `collective` to x, and `conjugate` to the gradient: autograd sees no collectives."""
 
     @staticmethod
     def forward(ctx, x, collective, conjugate, process_group):
@@ -108,6 +102,13 @@ class Conjugate(Function):
     @staticmethod
     def backward(ctx, grad):
         return Conjugate.apply(grad, *ctx.swapped), None, None, None
+
+
+def operator(collective, conjugate):
+    def apply(x, process_group=None):
+        return Conjugate.apply(x, collective, conjugate, process_group)
+
+    return apply
 
 
 def identity(x, process_group):
@@ -125,15 +126,6 @@ def wait_for(work, result):
     return result
 
 
-def operator(collective, conjugate):
-    """Return a function that applies `collective`, and `conjugate` to the gradient."""
-
-    def apply(x, process_group=None):
-        return Conjugate.apply(x, collective, conjugate, process_group)
-
-    return apply
-
-
 # f: return x. Every rank uses x, so the gradient of x is the sum of all ranks' gradients.
 copy_to_region = operator(identity, all_reduce)
 
@@ -142,7 +134,10 @@ reduce_from_region = operator(all_reduce, identity)
 
 
 def parallel_mlp(x, A, B, process_group=None):
-    """GELU(x A) B for this rank's columns of A and rows of B. This is the whole idea."""
+    """GELU(x A) B for this rank's columns of A and rows of B. This is the whole idea.
+
+    Attention has this rank's heads in place of GELU.
+    """
     x = copy_to_region(x, process_group)
     return reduce_from_region(F.gelu(x @ A) @ B, process_group)
 
@@ -160,17 +155,11 @@ def all_gather(x, process_group):
 def reduce_scatter(x, process_group):
     _, world_size = rank_and_size(process_group)
     check_divides("positions", len(x), world_size)
-    # dist.reduce_scatter would do, but gloo's sends as much as an all-reduce. So every rank sends
-    # each other rank its part, and adds up what it receives.
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    work = dist.all_to_all_single(received, x, group=process_group, async_op=True)
-
-    def wait():
-        work.wait()
-        return received.unflatten(0, (world_size, -1)).sum(0)
-
-    return wait
+    # gloo's own sends as much as an all-reduce. So send each rank its part, and add up what comes.
+    parts = x.unflatten(0, (world_size, -1)).contiguous()
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received, parts, group=process_group, async_op=True)
+    return lambda: wait_for(work, received).sum(0)
 
 
 # f: return the whole sequence. Its gradient is summed over the ranks that use it.
@@ -180,18 +169,7 @@ gather_from_sequence = operator(all_gather, reduce_scatter)
 reduce_scatter_to_sequence = operator(reduce_scatter, all_gather)
 
 
-# The layers of a model. A rank has its shard of each weight.
-
-
-def shard_of(whole, dim, matrix_sizes, process_group=None):
-    """Return this rank's shard of a weight or bias, split along `dim`.
-
-    The weight may stack matrices, such as q, k and v. Each is split by itself, so that a rank has
-    q, k and v of the same heads.
-    """
-    rank, world_size = rank_and_size(process_group)
-    matrices = whole.split(matrix_sizes, dim)
-    return torch.cat([matrix.chunk(world_size, dim)[rank] for matrix in matrices], dim)
+# The layers of a model. A rank has its shard of each weight: q, k and v of the same heads.
 
 
 def column_linear(x, weight, bias=None, sequence_parallel=False, process_group=None):
@@ -207,22 +185,13 @@ def row_linear(x, weight, bias=None, sequence_parallel=False, process_group=None
     if bias is None:
         return y
     if sequence_parallel:
-        bias = copy_to_region(bias, process_group)  # sums the gradients of the ranks' positions
+        # Sums the gradients of the ranks' positions. Weight and bias of a norm need it, too.
+        bias = copy_to_region(bias, process_group)
     return y + bias.to(y.dtype)  # under autocast the dtypes differ
 
 
-def layer_norm(x, weight, bias, process_group=None):
-    """With sequence parallelism: the norm of this rank's positions.
-
-    Each rank has the gradients of weight and bias for its positions. copy_to_region() sums them.
-    """
-    weight = copy_to_region(weight, process_group)
-    bias = copy_to_region(bias, process_group)
-    return F.layer_norm(x, weight.shape, weight, bias)
-
-
 def locate(tokens, first, size):
-    """Return each token's place in the `size` tokens from `first` on, or 0, and if it is there."""
+    """Return each token's place in the `size` tokens from `first` on, or 0; and if it is there."""
     place = tokens - first
     is_local = (place >= 0) & (place < size)
     return place.where(is_local, 0), is_local
@@ -238,7 +207,7 @@ def vocab_embedding(tokens, weight, first, process_group=None):
 def naive_cross_entropy(logits, target, first, process_group=None):
     """log Σ exp(logits) - logits[target], per token. A rank has the columns from `first` on.
 
-    exp() of large logits overflows. Section 3 subtracts their maximum.
+    exp() of large logits overflows. Section 3 mends this.
     """
     total = reduce_from_region(logits.exp().sum(-1), process_group)
     column, is_local = locate(target, first, logits.shape[-1])
@@ -249,16 +218,16 @@ def naive_cross_entropy(logits, target, first, process_group=None):
 
 # --------------------------------------------------------------------------------------------------
 # 2. The layers. A column layer communicates while it computes, and keeps no gathered sequence.
-# Section 5 makes attention and a transformer layer of them.
+# Section 6 makes attention and a transformer layer of these.
 
 
 class ParallelLayer(nn.Module):
-    """This rank's shards of a plain layer, under the plain layer's names.
+    """This rank's shards of a plain layer, under the plain layer's names. Section 5 splits it.
 
-    A layer that is made from sizes draws the whole weight, so all ranks need the same random state.
+    If it is made from sizes, it draws the whole weight, so all ranks need the same random state.
     """
 
-    split_dims = {}  # parameter: the dimension that is split; other parameters are replicated
+    split_dims = {}  # parameter: the dimension that is split; every rank has the others whole
     is_transposed = False  # whether the weight is (inputs, outputs), as in transformers' Conv1D
 
     def __init__(self, in_features, out_features, bias=True, **options):
@@ -268,78 +237,15 @@ class ParallelLayer(nn.Module):
     @classmethod
     def from_full(cls, plain, **options):
         """Make the layer from this rank's shards of `plain`, an nn.Linear or nn.Embedding."""
-        check_gradient_hooks(plain)
+        check_plain(plain)
         layer = copy.deepcopy(plain)
-        change_class(layer, cls, **options)
+        split_layer(layer, cls, **options)
         take_shards(layer)
         return layer
-
-    def configure(
-        self,
-        *,
-        process_group=None,
-        sequence_parallel=False,
-        gather_output=False,
-        input_is_parallel=True,
-        stack=1,  # the number of stacked matrices, if they are equal in size, or their sizes
-        pad=False,  # append rows of zeros, up to a multiple of world_size
-    ):
-        """Set how take_shards() splits the layer."""
-        self.rank, self.world_size = rank_and_size(process_group)
-        self.process_group = process_group
-        # The ranks with other parts. DDP, ZeRO and FSDP of this project do not average over these.
-        self.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self.sequence_parallel = sequence_parallel
-        self.gather_output = gather_output
-        self.input_is_parallel = input_is_parallel
-        check_options(self, stack, pad)
-        self.size = self.weight.shape[self.split_dims["weight"]]  # of the dimension that is split
-        self.padding = -self.size % self.world_size if pad else 0  # in rows, over all ranks
-        # The size of each stacked matrix, over all ranks and in this rank's shard.
-        self.matrix_sizes = sizes_of_matrices(self.size + self.padding, stack, self.world_size)
-        self.part_sizes = [size // self.world_size for size in self.matrix_sizes]
-        self.register_forward_pre_hook(check_input)
-
-    def shard(self, name, whole):
-        """Return this rank's shard of a whole parameter."""
-        dim = self.split_dims[name]
-        shape = list(whole.shape)
-        shape[dim] = self.padding
-        padded = torch.cat((whole, whole.new_zeros(shape)), dim)
-        return shard_of(padded, dim, self.matrix_sizes, self.process_group)
 
     def matrix(self):
         """Return the weight as (outputs, inputs)."""
         return self.weight.T if self.is_transposed else self.weight
-
-
-def change_class(layer, parallel_class, **options):
-    """Make a plain layer a parallel one, in place."""
-    if is_conv1d(layer):
-        layer.is_transposed = True
-        split_dims = parallel_class.split_dims
-        layer.split_dims = split_dims | {"weight": 1 - split_dims["weight"]}
-    layer.__class__ = parallel_class
-    layer.configure(**options)
-
-
-def take_shards(module):
-    """Replace the parameters that are split by this rank's shards, in place.
-
-    A parameter that layers share is one parameter, so it stays tied.
-    """
-    splits = {}  # parameter: how its first layer splits it, or None
-    for path, layer in module.named_modules():
-        for name, parameter in layer.named_parameters(recurse=False):
-            dim = getattr(layer, "split_dims", {}).get(name)
-            split = None if dim is None else (dim, layer.matrix_sizes)
-            first_split = splits.setdefault(parameter, split)
-            if split != first_split:
-                raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
-            is_cut = hasattr(parameter, "differ_between_ranks")  # by a layer that shares it
-            if split and not is_cut:
-                parameter.data = layer.shard(name, parameter.data)
-                parameter.differ_between_ranks = layer.differ_between_ranks
 
 
 class ColumnLinear(Function):
@@ -349,13 +255,8 @@ class ColumnLinear(Function):
     def forward(ctx, x, weight, bias, layer):
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        # Autograd is off in here: f's own backward will not run, and the gathered x is freed.
-        y = column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
-        if layer.padding:
-            # Among this rank's outputs. Negative: all are padding. Beyond the last one: none.
-            first_of_padding = layer.size - layer.rank * len(weight)
-            y[..., max(0, first_of_padding) :] = -math.inf  # softmax ignores such logits
-        return y
+        # Autograd is off in here, so the gathered x is freed.
+        return column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -378,41 +279,36 @@ class ColumnLinear(Function):
 class ColumnParallelLinear(ParallelLayer):
     """nn.Linear with its outputs split: an x of (…, in) gives (…, out/t), this rank's outputs.
 
-    x is the same on all ranks, or with `sequence_parallel` this rank's part of dimension 0. With
-    `gather_output` every rank returns all outputs. Outputs of padding are -inf.
+    All ranks have the same x, or with `sequence_parallel` their parts of dimension 0. With
+    `gather_output` every rank returns all outputs.
     """
 
     split_dims = {"weight": 0, "bias": 0}
 
     def forward(self, x):
-        y = ColumnLinear.apply(x, self.matrix(), self.bias, self)
-        if self.gather_output:
-            y = gather_from_region(y, self.process_group)[..., : self.size]
-        return y
+        return ColumnLinear.apply(x, self.matrix(), self.bias, self)
 
 
 class RowParallelLinear(ParallelLayer):
     """nn.Linear with its inputs split: an x of (…, in/t), this rank's inputs, gives (…, out).
 
-    The output is the same on all ranks, or with `sequence_parallel` this rank's part of dimension
-    0. With input_is_parallel=False every rank passes all inputs, (…, in).
+    All ranks return the same, or with `sequence_parallel` their parts of dimension 0. With
+    input_is_parallel=False every rank passes all inputs, (…, in).
     """
 
     split_dims = {"weight": 1}
 
     def forward(self, x):
-        if not self.input_is_parallel:
-            x = scatter_to_region(x, self.process_group)
         return row_linear(x, self.matrix(), self.bias, self.sequence_parallel, self.process_group)
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The vocabulary: each rank has some rows of the embedding and some columns of the logits. The
-# ranks never join the logits.
+# 3. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which the
+# ranks never join.
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its rows split. Tokens and output are the same on all ranks."""
+    """nn.Embedding with its rows split. All ranks pass the same tokens, and return the same."""
 
     split_dims = {"weight": 0}
 
@@ -420,20 +316,13 @@ class VocabParallelEmbedding(ParallelLayer):
         layer = self.from_full(nn.Embedding(num_embeddings, embedding_dim), **options)
         vars(self).update(vars(layer))
 
-    def configure(self, pad=True, **options):
-        super().configure(pad=pad, **options)
-
     def forward(self, tokens):
-        is_outside = check_tokens(tokens, self.num_embeddings)
         first = self.rank * len(self.weight)
         x = vocab_embedding(tokens, self.weight, first, self.process_group)
-        if self.padding_idx is not None:
-            drop_gradient(x, tokens == self.padding_idx)
-        # Not where(), which would change the strides. Dropout draws its mask in memory order.
-        return x.masked_fill(is_outside.unsqueeze(-1), math.nan)
+        return mark_tokens(self, tokens, x)
 
 
-# After the embedding: the ranks have equal x, and each goes on with its part of the sequence.
+# With sequence parallelism, after the embedding: each rank goes on with its part of an equal x.
 
 
 def own_part(x, process_group):
@@ -450,32 +339,33 @@ scatter_to_sequence = operator(own_part, all_gather)
 class VocabParallelCrossEntropy(Function):
     """For each token, loss = log Σ exp(shifted) - shifted[target].
 
-    shifted is the logits minus their maximum, so that exp() does not overflow. The ranks reduce
-    three numbers per token: the maximum, Σ exp(shifted) and shifted[target]. The gradient of the
-    logits is softmax(logits), minus 1 at the target.
+    shifted is the logits minus their maximum, so exp() does not overflow. The ranks reduce three
+    numbers per token: maximum, Σ exp(shifted) and shifted[target]. The gradient of the logits is
+    softmax(logits), minus 1 at the target.
     """
 
     @staticmethod
     def forward(ctx, logits, target, process_group):
         rank, world_size = rank_and_size(process_group)
         size = logits.shape[-1]
+        target = target.unsqueeze(-1)
         is_outside = check_tokens(target, size * world_size)
         column, is_local = locate(target, rank * size, size)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        maximum = logits.amax(-1)
+        maximum = logits.amax(-1, keepdim=True).contiguous()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
         maximum.masked_fill_(is_outside, math.nan)  # makes the token's loss and gradient NaN
-        # shifted, exp and grad_logits are one tensor, changed in place. So read the target first.
-        shifted = logits - maximum.unsqueeze(-1)
-        row = torch.arange(len(target), device=logits.device)
-        local_target = shifted[row, column].where(is_local, 0.0)
+        # shifted, exp and grad_logits are one tensor, changed in place.
+        shifted = logits - maximum
+        local_target = shifted.gather(-1, column).where(is_local, 0.0)
         exp = shifted.exp_()
-        sums = torch.stack((exp.sum(-1), local_target))
+        sums = torch.stack((exp.sum(-1, keepdim=True), local_target))
         total, shifted_target = reduce_from_region(sums, process_group)
-        grad_logits = exp.div_(total.unsqueeze(-1))
-        grad_logits[row, column] -= 1.0 * is_local
+        grad_logits = exp.div_(total)
+        grad_logits.scatter_add_(-1, column, -is_local.to(total.dtype))
         ctx.save_for_backward(grad_logits)
-        return total.log() - shifted_target
+        loss = total.log() - shifted_target
+        return loss.squeeze(-1)
 
     @staticmethod
     def backward(ctx, grad):
@@ -488,47 +378,39 @@ def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignor
     """F.cross_entropy(logits, target, reduction="none") for logits that are split over the ranks.
 
     `logits_shard` is (…, V/t). `target` is (…) and the same on all ranks. The loss is (…), in
-    float32 or float64. A target outside the vocabulary is an IndexError on the CPU. On a GPU its
-    loss and gradient are NaN. The loss of a target in the padding is infinite.
+    float32 or float64. The loss of a target in the padding is infinite. See check_tokens().
     """
     if target.shape != logits_shard.shape[:-1]:
         raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
-    logits = logits_shard.reshape(-1, logits_shard.shape[-1])
     ignored = target == ignore_index
     target = target.masked_fill(ignored, 0)
-    loss = VocabParallelCrossEntropy.apply(logits, target.flatten(), process_group)
-    return loss.view(target.shape).masked_fill(ignored, 0.0)
+    loss = VocabParallelCrossEntropy.apply(logits_shard, target, process_group)
+    return loss.masked_fill(ignored, 0.0)
 
 
 # --------------------------------------------------------------------------------------------------
 # 4. The library: parallelize() splits the layers of a plain model. A plan gives each layer a kind:
 #
 #     "column", "row"   the first and the second matrix of a pair: nn.Linear, transformers' Conv1D
-#     "qkv"             a first matrix that stacks q, k and v, which are equal in size
-#     "swiglu"          a first matrix that stacks gate and up, which are equal in size
+#     "qkv", "swiglu"   a first matrix that stacks q, k and v, or gate and up, all equal in size
 #     (2048, 512, 512)  a first matrix that stacks matrices of these sizes
 #     "vocab"           an embedding or a head
-#     "dropout"         a dropout inside a pair
+#     "dropout"         a dropout inside a pair; with `sequence_parallel` also between the pairs
 #     "norm"            a norm between the pairs, only needed with `sequence_parallel`
 #     "replicated_with_grad_allreduce"
 #                       a module inside a pair that is not split, such as Qwen3's q_norm
 #
-# Tied weights stay tied. With `sequence_parallel` name the dropouts between the pairs too, and call
-# scatter_to_sequence() after the embedding.
-#
-# Attention that reshapes by its own number of heads needs that of this rank: after parallelize()
-# `attention.num_heads //= t` for Whisper, `attention.n_heads //= t` for T5 (whose
-# relative_attention_bias is "column"), `attention.split_size //= t` for GPT-2.
+# With `sequence_parallel` call scatter_to_sequence() after the embedding.
 #
 # These mistakes make no error:
-# - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes instead.
+# - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes.
 # - A rank has fewer heads. With the number of the whole model, view(…, num_heads, -1) makes thinner
-#   heads, view(batch, -1, num_heads, head_dim) shorter sequences. Write view(…, -1, head_dim).
-# - "dropout" draws another mask on each rank. Leave out a dropout whose input all ranks have, as on
-#   a residual without `sequence_parallel`.
-# - Without "replicated_with_grad_allreduce" replicas drift apart. A row layer raises ValueError if
-#   its input was computed with such a parameter. It does not find those that are no nn.Parameter in
-#   forward, such as FSDP's.
+#   heads, view(batch, -1, num_heads, head_dim) shorter sequences. Write view(…, -1, head_dim), or
+#   after parallelize() `attention.num_heads //= t` for Whisper, `attention.n_heads //= t` for T5
+#   (whose relative_attention_bias is "column"), `attention.split_size //= t` for GPT-2.
+# - "dropout" on a residual without `sequence_parallel` draws another mask on each rank.
+# - Without "replicated_with_grad_allreduce" replicas drift apart. check_input() finds this only for
+#   an nn.Parameter, so not under FSDP.
 
 
 class ColumnParallelEmbedding(ParallelLayer):
@@ -555,9 +437,9 @@ LAYERS = {
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Make layers of `module` this rank's shards of them, in place. Return the module.
 
-    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. All ranks must have the
-    same weights, so seed them alike before the model is made. If plans, or names, shapes, dtypes or
-    sums of parameters differ, every rank raises ValueError.
+    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. Tied weights stay tied.
+    All ranks must have the same plan and the same weights, so seed them alike before the model is
+    made. Otherwise every rank raises ValueError.
     """
     check_same_on_all_ranks(describe(module, plan, sequence_parallel), process_group)
     layers = dict(module.named_modules(remove_duplicate=False))
@@ -574,56 +456,155 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
         except ValueError as error:
             raise ValueError(f"{name!r} cannot be {kind!r}: {error}") from None
     take_shards(module)
-    for layer in layers.values():
-        if isinstance(layer, nn.TransformerEncoder):
-            layer.use_nested_tensor = False  # collectives do not take nested tensors
     return module
 
 
 def change_kind(layer, kind, **options):
-    """Make a plain layer one of this kind, in place."""
-    group = options["process_group"]
+    """Make a plain layer one of this kind, in place. take_shards() cuts its parameters."""
+    group = options.get("process_group")
     if kind == "dropout" and type(layer) is nn.Dropout:
         add_base(layer, ParallelDropout, group)
-    elif kind in ("norm", "replicated_with_grad_allreduce"):
+        return
+    if kind in ("norm", "replicated_with_grad_allreduce"):
         if [*layer.children(), *layer.buffers()]:
             raise ValueError(f"{layer} has buffers, or layers in it")
-        if options["sequence_parallel"] or kind != "norm":
+        if kind != "norm" or options.get("sequence_parallel"):
             add_base(layer, SumsGradients, group)
-    else:
-        check_gradient_hooks(layer)
-        stack = kind if isinstance(kind, tuple) else STACKS.get(kind, 1)
-        if isinstance(kind, tuple) or kind in STACKS:
-            kind = "column"
-        plain_class = nn.Linear if is_conv1d(layer) else type(layer)
-        if (kind, plain_class) not in LAYERS:
-            raise ValueError(f"it is {layer}; use one of {list(LAYERS)}")
-        parallel_class = LAYERS[kind, plain_class]
-        change_class(layer, parallel_class, stack=stack, pad=kind == "vocab", **options)
+        return
+    stack = kind if isinstance(kind, tuple) else STACKS.get(kind, 1)
+    if stack != 1:
+        kind = "column"
+    plain_class = nn.Linear if is_conv1d(layer) else type(layer)
+    if (kind, plain_class) not in LAYERS:
+        raise ValueError(f"it is {layer}; use one of {list(LAYERS)}")
+    check_plain(layer)
+    parallel_class = LAYERS[kind, plain_class]
+    split_layer(layer, parallel_class, stack=stack, pad=kind == "vocab", **options)
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: whole inputs and outputs, modules that are not split, and those of a transformer.
+# 5. The library: how a layer is split.
+
+
+def split_layer(
+    layer,
+    parallel_class,
+    *,
+    process_group=None,
+    sequence_parallel=False,
+    gather_output=False,
+    input_is_parallel=True,
+    stack=1,  # the number of stacked matrices, if they are equal in size, or their sizes
+    pad=False,  # append rows of zeros, up to a multiple of the number of ranks
+):
+    """Make a plain layer a parallel one, in place. take_shards() cuts its parameters."""
+    if is_conv1d(layer):
+        layer.is_transposed = True
+        split_dims = parallel_class.split_dims
+        layer.split_dims = split_dims | {"weight": 1 - split_dims["weight"]}
+    layer.__class__ = parallel_class
+    layer.process_group = process_group
+    layer.rank, layer.world_size = rank_and_size(process_group)
+    layer.sequence_parallel = sequence_parallel
+    # The ranks with other parts, over which DDP, ZeRO and FSDP of this project do not average.
+    layer.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+    layer.size = layer.weight.shape[layer.split_dims["weight"]]  # of the dimension that is split
+    sizes = [layer.size // stack] * stack if isinstance(stack, int) else list(stack)
+    if sum(sizes) != layer.size:
+        raise ValueError(f"matrices of {sizes} do not add up to {layer.size}")
+    if pad or parallel_class is VocabParallelEmbedding:
+        sizes = [math.ceil(layer.size / layer.world_size) * layer.world_size]
+    for size in sizes:
+        check_divides("features", size, layer.world_size)
+    layer.part_sizes = [size // layer.world_size for size in sizes]  # of each matrix, in a shard
+    if parallel_class is RowParallelLinear:
+        layer.register_forward_pre_hook(check_input if input_is_parallel else scatter_input)
+    if pad and parallel_class is ColumnParallelLinear:
+        layer.register_forward_hook(hide_padding)
+    if gather_output:
+        layer.register_forward_hook(gather_output_of)
+
+
+def take_shards(module):
+    """Replace the parameters that are split by this rank's shards, in place: ties stay."""
+    splits = {}  # parameter: how its first layer splits it, or None
+    for path, layer in module.named_modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            dim = split_dim(layer, name)
+            split = None if dim is None else (dim, layer.part_sizes)
+            if splits.setdefault(parameter, split) != split:
+                raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
+            is_cut = hasattr(parameter, "differ_between_ranks")  # by a layer that shares it
+            if split and not is_cut:
+                parameter.data = shard(layer, name, parameter.data)
+                parameter.differ_between_ranks = layer.differ_between_ranks
+
+
+def split_dim(layer, name):
+    """Return the dimension along which a layer's parameter is split, or None."""
+    return getattr(layer, "split_dims", {}).get(name)
+
+
+def shard(layer, name, whole):
+    """Return this rank's shard of a whole parameter: its part of each matrix, padded by zeros."""
+    dim = layer.split_dims[name]
+    sizes = [size * layer.world_size for size in layer.part_sizes]
+    padding = (0, sum(sizes) - layer.size)
+    matrices = F.pad(whole.movedim(dim, -1), padding).split(sizes, -1)
+    parts = [matrix.chunk(layer.world_size, -1)[layer.rank] for matrix in matrices]
+    return torch.cat(parts, -1).movedim(-1, dim).contiguous()
+
+
+def unshard(layer, shard, dim):
+    """Return the whole of a parameter, gradient or output, which is split along `dim`."""
+    parts = shard.split(layer.part_sizes, dim)
+    matrices = [gather_from_region(part, layer.process_group, dim) for part in parts]
+    return torch.cat(matrices, dim).narrow(dim, 0, layer.size)  # without the padding
+
+
+def along_dimension(operator):
+    def apply(x, process_group=None, dim=-1):
+        return operator(x.movedim(dim, 0), process_group).movedim(0, dim)
+
+    return apply
+
 
 # Unlike after gather_from_sequence(), all ranks go on to compute the same. So their gradients are
 # equal, and are not summed.
-gather_whole = operator(all_gather, own_part)
+scatter_to_region = along_dimension(scatter_to_sequence)
+gather_from_region = along_dimension(operator(all_gather, own_part))
 
 
-def scatter_to_region(x, process_group=None):
-    """Return this rank's part of the last dimension."""
-    return scatter_to_sequence(x.movedim(-1, 0), process_group).movedim(0, -1)
+# Hooks of layers.
 
 
-def gather_from_region(x, process_group=None):
-    """Return all ranks' parts, joined along the last dimension."""
-    return gather_whole(x.movedim(-1, 0), process_group).movedim(0, -1)
+def scatter_input(layer, inputs):
+    return scatter_to_region(*inputs, layer.process_group)
 
 
-def drop_gradient(x, where):
-    """Make the gradient of x zero at these tokens."""
-    if x.requires_grad:
-        x.register_hook(lambda gradient: gradient.masked_fill(where.unsqueeze(-1), 0.0))
+def gather_output_of(layer, inputs, y):
+    return unshard(layer, y, -1)
+
+
+@torch.no_grad()
+def hide_padding(layer, inputs, y):
+    """Make the logits of padding -inf, which softmax ignores."""
+    first_of_padding = layer.size - layer.rank * y.shape[-1]  # negative: all are padding
+    y[..., max(0, first_of_padding) :] = -math.inf
+
+
+def mark_tokens(layer, tokens, x):
+    """Give padding_idx no gradient, and tokens outside the vocabulary NaN."""
+    is_outside = check_tokens(tokens, layer.num_embeddings)
+    if layer.padding_idx is not None and x.requires_grad:
+        is_padding = (tokens == layer.padding_idx).unsqueeze(-1)
+        x.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
+    # Not where(), which would change the strides. Dropout draws its mask in memory order.
+    return x.masked_fill(is_outside.unsqueeze(-1), math.nan)
+
+
+# --------------------------------------------------------------------------------------------------
+# 6. The library: modules that are not split, and the modules of a transformer.
 
 
 def add_base(module, base, process_group=None):
@@ -635,10 +616,7 @@ def add_base(module, base, process_group=None):
 
 
 class SumsGradients:
-    """f sums the gradients of a module's parameters over the ranks, as in layer_norm().
-
-    The module is not split, but sees a part of the activations: of the sequence, or inside a pair.
-    """
+    """For a module that sees a part of the sequence, or of a pair: f sums its gradients."""
 
     def forward(self, *args, **kwargs):
         parameters = self._parameters
@@ -648,16 +626,15 @@ class SumsGradients:
         }
         try:
             return super().forward(*args, **kwargs)
-        finally:  # also if a checkpoint stops its recomputation in here, which it does by raising
+        finally:  # a checkpoint may stop its recomputation in here, by raising
             self._parameters = parameters
 
 
 class ParallelDropout:
-    """For nn.Dropout inside a pair, or on a part of the sequence: each rank draws its own mask."""
+    """For nn.Dropout: each rank draws its own mask."""
 
     def forward(self, x):
-        is_used = self.training and self.p > 0
-        with parallel_region(self.process_group) if is_used else nullcontext():
+        with parallel_region(self.process_group, self.training and self.p > 0):
             return super().forward(x)
 
 
@@ -668,14 +645,13 @@ def model_parallel_seed(seed, process_group=None):
 
 
 @contextmanager
-def parallel_region(process_group=None):
+def parallel_region(process_group=None, enabled=True):
     """Random numbers differ by rank inside the region, and agree again after it.
 
-    The default generator draws the seed of the region. torch.utils.checkpoint restores the default
-    generator, so a recomputed region has the same seed and the same dropout masks.
+    The default generator draws the seed. A checkpoint restores it, and so repeats the masks.
     """
     rank, world_size = rank_and_size(process_group)
-    if world_size == 1:
+    if world_size == 1 or not enabled:
         yield
         return
     seed = torch.randint(2**48, (), device="cpu").item()
@@ -690,13 +666,10 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **options):
         super().__init__()
-        if activation not in ("gelu", "swiglu"):
-            raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
         self.activation = activation
-        stack = 2 if activation == "swiglu" else 1
-        self.linear1 = ColumnParallelLinear(
-            hidden_size, stack * ffn_hidden_size, stack=stack, **options
-        )
+        stack = {"gelu": 1, "swiglu": 2}[activation]
+        features = stack * ffn_hidden_size
+        self.linear1 = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
 
     def forward(self, x):
@@ -726,7 +699,7 @@ class ParallelSelfAttention(nn.Module):
         # Each is (batch, heads, sequence, head_dim).
         q, k, v = [y.unflatten(-1, (-1, self.head_dim)).movedim(0, 2) for y in qkv]
         p = self.dropout * self.training
-        with parallel_region(self.qkv.process_group) if p else nullcontext():
+        with parallel_region(self.qkv.process_group, p > 0):
             y = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=p, is_causal=True, enable_gqa=k.shape != q.shape
             )
@@ -737,8 +710,7 @@ class ParallelTransformerLayer(nn.Module):
     """Attention and MLP, each with a norm before it, dropout after it, and a residual around it.
 
     x is (sequence, batch, hidden). All ranks need the same random state here and in forward, as
-    model_parallel_seed() sets it. Without `sequence_parallel` each rank draws the dropout on the
-    residual by itself. Different masks would make the activations differ, without an error.
+    model_parallel_seed() sets it. Otherwise weights and activations differ, without an error.
     """
 
     def __init__(
@@ -760,11 +732,10 @@ class ParallelTransformerLayer(nn.Module):
         self.norm2 = nn.LayerNorm(hidden_size)
         self.mlp = ParallelMLP(hidden_size, ffn_hidden_size, activation, **options)
         self.dropout = nn.Dropout(dropout)
+        change_kind(self.norm1, "norm", **options)
+        change_kind(self.norm2, "norm", **options)
         if options.get("sequence_parallel"):
-            group = options.get("process_group")
-            add_base(self.norm1, SumsGradients, group)
-            add_base(self.norm2, SumsGradients, group)
-            add_base(self.dropout, ParallelDropout, group)
+            change_kind(self.dropout, "dropout", **options)
 
     def forward(self, x):
         x = x + self.dropout(self.self_attn(self.norm1(x)))
@@ -772,8 +743,7 @@ class ParallelTransformerLayer(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. The library: the whole model's gradient norm and state dict. boxes_of() says which parts of a
-# whole parameter a rank holds.
+# 7. The library: the whole model's gradient norm and state dict, and the boxes of a checkpoint.
 
 
 def split_parameters(module):
@@ -787,39 +757,27 @@ def split_parameters(module):
 
 @torch.no_grad()
 def clip_grad_norm_(module, max_norm, process_group=None):
-    """Clip by the norm of the whole model's gradients, and return it. All ranks must call this."""
+    """Clip by the norm of the whole model's gradients, and return it. All ranks call this."""
     _, world_size = rank_and_size(process_group)
     split = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
-    parameters = list(module.parameters())
-    square = parameters[0].new_zeros(())
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
-        # Every rank has the gradient of a parameter that is not split. The sum counts it once.
-        copies = 1 if parameter in split else world_size
-        square = square + norm**2 / copies
-    total_norm = reduce_from_region(square, process_group).sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+    squares = []
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
+            # Every rank has the gradient of a parameter that is not split. Count it once.
+            copies = 1 if parameter in split else world_size
+            squares.append(norm**2 / copies)
+    total_norm = reduce_from_region(sum(squares), process_group).sqrt()
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total_norm)
     return total_norm
 
 
-def unshard(layer, name, shard):
-    """Return a whole parameter of the layer, from the shards of all ranks."""
-    dim = layer.split_dims[name]
-    shards = all_gather(shard.unsqueeze(0), layer.process_group)()  # (rank, *shape of a shard)
-    matrices = shards.split(layer.part_sizes, dim + 1)  # each is (rank, *shape of a part)
-    # q of rank 0, q of rank 1, …, k of rank 0, …
-    whole = torch.cat([part for matrix in matrices for part in matrix], dim)
-    return whole.narrow(dim, 0, layer.size)  # without the padding
-
-
 def full_state_dict(module):
-    """The plain module's state_dict(), on every rank. All ranks must call this."""
+    """The plain module's state_dict(), on every rank. All ranks call this."""
     state_dict = dict(module.state_dict())
     for name, layer, own_name in split_parameters(module):
-        state_dict[name] = unshard(layer, own_name, state_dict[name])
+        state_dict[name] = unshard(layer, state_dict[name], layer.split_dims[own_name])
     return state_dict
 
 
@@ -827,58 +785,46 @@ def load_full_state_dict(module, state_dict):
     """Load this rank's shards of a plain module's state dict, or of full_state_dict()."""
     state_dict = dict(state_dict)
     for name, layer, own_name in split_parameters(module):
-        whole = state_dict[name]
-        if whole.shape[layer.split_dims[own_name]] != layer.size:
-            raise ValueError(
-                f"{name}: {whole.shape} in state_dict; the split dimension must be {layer.size}"
-            )
-        state_dict[name] = layer.shard(own_name, whole)
+        state_dict[name] = shard(layer, own_name, state_dict[name])
     return module.load_state_dict(state_dict)
 
 
 class Box(NamedTuple):
     """A block of a whole parameter, which is consecutive in this rank's flattened shard."""
 
-    first: int  # the index of the box's first element in the flattened shard
-    shape: list  # the box's shape
-    whole_shape: list  # the whole parameter's shape
-    offset: list  # the indices of the box's first element in the whole parameter
+    first: int  # the index of its first element in the flattened shard
+    shape: list
+    whole_shape: list  # of the parameter
+    offset: list  # the indices of its first element in the whole parameter
 
 
 def boxes_of(layer, name, shape):
-    """Return the boxes of this rank's shard, which has this `shape`, of a layer's parameter.
-
-    A parameter that is not split is one box. The shard of qkv has three boxes: rows of q, of k and
-    of v, which are apart in the whole parameter. Rows that pad the vocabulary are in no box.
-    """
+    """Return the boxes of this rank's shard, which has this `shape`: one for each matrix."""
     shape = list(shape)
-    dim = getattr(layer, "split_dims", {}).get(name)
+    dim = split_dim(layer, name)
     if dim is None:
         return [Box(0, shape, shape, [0] * len(shape))]
-    if dim > 0 and (len(layer.part_sizes) > 1 or layer.padding):
+    if dim > 0 and (len(layer.part_sizes) > 1 or layer.size % layer.part_sizes[0]):
         raise ValueError(
             f"{name} has several matrices, or padding, along dimension {dim}, so they are "
             "interleaved in memory; split an nn.Linear, or save full_state_dict()"
         )
-    whole_shape = shape.copy()
-    whole_shape[dim] = layer.size
     boxes = []
-    first = 0  # where the box begins in the flattened shard
-    matrix_start = 0  # where the matrix begins in the whole parameter, along dim
-    for part_size in layer.part_sizes:
-        offset = [0] * len(shape)
-        offset[dim] = matrix_start + layer.rank * part_size
-        box_shape = shape.copy()
-        box_shape[dim] = min(part_size, layer.size - offset[dim])  # without the padding
-        if box_shape[dim] > 0:
-            boxes.append(Box(first, box_shape, whole_shape, offset))
-        first += part_size * math.prod(shape[dim + 1 :])
-        matrix_start += part_size * layer.world_size
+    start = 0  # of the part in the shard, along dim
+    for size in layer.part_sizes:
+        first = start * math.prod(shape[dim + 1 :])
+        box = Box(first, shape.copy(), shape.copy(), [0] * len(shape))
+        box.whole_shape[dim] = layer.size
+        box.offset[dim] = start * layer.world_size + layer.rank * size
+        box.shape[dim] = min(size, layer.size - box.offset[dim])  # without the padding
+        if box.shape[dim] > 0:
+            boxes.append(box)
+        start += size
     return boxes
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. The library: checks.
+# 8. The library: checks.
 
 
 def check_divides(what, size, world_size):
@@ -890,45 +836,26 @@ def check_divides(what, size, world_size):
         )
 
 
-def sizes_of_matrices(size, stack, world_size):
-    """Return the sizes of the matrices that a dimension of `size` stacks."""
-    sizes = [size // stack] * stack if isinstance(stack, int) else list(stack)
-    if sum(sizes) != size:
-        raise ValueError(f"matrices of {sizes} do not add up to {size}")
-    for matrix_size in sizes:
-        check_divides("features", matrix_size, world_size)
-    return sizes
-
-
 def is_conv1d(plain):
     """Whether `plain` is transformers' Conv1D: an nn.Linear with a weight of (inputs, outputs)."""
     return type(plain).__name__ == "Conv1D"
 
 
-def check_gradient_hooks(plain):
-    """Raise ValueError if a copy of `plain` would lack hooks that change gradients."""
-    for parameter in plain.parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError("it has gradient hooks; register them on the parallel layer")
-
-
-def check_options(layer, stack, pad):
-    """Raise ValueError if the layer would not do all that the plain layer does."""
-    if "weight" not in layer._parameters:  # but computed, as by nn.utils.spectral_norm
-        raise ValueError("its weight is not a parameter")
-    if stack != 1 and (layer.gather_output or pad or not layer.input_is_parallel):
+def check_plain(layer):
+    """Raise ValueError if a parallel layer would not do all that the plain layer does."""
+    hooks = [[p._backward_hooks, p._post_accumulate_grad_hooks] for p in layer.parameters()]
+    options = [getattr(layer, name, None) for name in ("max_norm", "scale_grad_by_freq")]
+    if any(map(any, hooks)) or any(options) or "weight" not in layer._parameters:
         raise ValueError(
-            f"stack={stack} excludes gather_output=True, input_is_parallel=False and pad=True"
+            "gradient hooks of parameters, max_norm, scale_grad_by_freq, and a weight that is "
+            "not a parameter are left out"
         )
-    if getattr(layer, "max_norm", None) or getattr(layer, "scale_grad_by_freq", False):
-        raise ValueError("max_norm and scale_grad_by_freq are left out")
 
 
 def check_tokens(tokens, V):
     """Return which tokens are outside a vocabulary of V. On the CPU raise IndexError for them.
 
-    On a GPU this would make the host wait in every step, so there the embedding, loss and gradient
-    of such a token are NaN.
+    On a GPU the host would wait for this, so there their embedding, loss and gradient are NaN.
     """
     is_outside = (tokens < 0) | (tokens >= V)
     if is_outside.is_cpu and is_outside.any():
@@ -939,15 +866,11 @@ def check_tokens(tokens, V):
 
 
 def check_input(layer, inputs):
-    """A forward pre-hook. Raise ValueError if a row layer's input needs parameters not split.
+    """Raise ValueError if a parameter is between the node that sums gradients and a row layer.
 
-    Follow the input's graph back to the nodes that sum gradients over the ranks.
-
-    The hook also turns off the fast path of nn.TransformerEncoderLayer in evaluation, which would
-    take the shards for whole weights.
+    As a hook this also turns off the fast path of nn.TransformerEncoderLayer in evaluation, which
+    would take the shards for whole weights.
     """
-    if not isinstance(layer, RowParallelLinear) or not layer.input_is_parallel:
-        return
     nodes = [x.grad_fn for x in inputs]
     seen = {None}
     while nodes:
@@ -1058,8 +981,16 @@ def whole_gradients(module):
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     for name, layer, own_name in split_parameters(module):
         if gradients.get(name) is not None:
-            gradients[name] = unshard(layer, own_name, gradients[name])
+            dim = layer.split_dims[own_name]
+            gradients[name] = unshard(layer, gradients[name], dim)
     return gradients
+
+
+def layer_norm(x, weight, bias, process_group=None):
+    """The norm of this rank's positions, with sequence parallelism. f sums the gradients."""
+    weight = copy_to_region(weight, process_group)
+    bias = copy_to_region(bias, process_group)
+    return F.layer_norm(x, weight.shape, weight, bias)
 
 
 class Naive(nn.Module):
@@ -1078,8 +1009,10 @@ class Naive(nn.Module):
         return self.function(x, **dict(self.named_parameters()))
 
     def shard(self, name, whole):
+        rank, world_size = rank_and_size(None)
         dim = self.dims[name]
-        return shard_of(whole, dim, whole.shape[dim] // self.matrices)
+        matrices = whole.chunk(self.matrices, dim)
+        return torch.cat([matrix.chunk(world_size, dim)[rank] for matrix in matrices], dim)
 
     def join(self, name, shard):
         if name not in self.dims:
