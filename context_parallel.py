@@ -1,40 +1,38 @@
 """Context parallelism: N ranks share every sequence, so that it can be N times as long.
 
-In a step, each rank runs all layers on its own part of each sequence. Only attention needs the
-other ranks, because a query attends to keys of the whole sequence. Ring attention passes keys and
-values around a ring of ranks. Ulysses exchanges tensors, so that each rank has the whole sequence
-for 1/N of the heads. After backward, the caller sums the gradients of the weights over the ranks.
+Each rank runs all layers on its part of each sequence. Only attention needs the other ranks,
+because a query attends to keys of the whole sequence. Ring attention passes keys and values around
+a ring of ranks. Ulysses exchanges tensors, so that each rank has the whole sequence for 1/N of the
+heads. After backward, the caller sums the gradients of the weights over the ranks.
 
-Ring attention with N = 4, seen from rank 1. Its queries q1 stay. The blocks of keys and values, kv,
-go around. While the rank computes with one block, it receives the next:
+Ring attention with N = 4, seen from rank 1. Its queries q1 stay. Blocks of keys and values, kv, go
+around. While the rank computes with one, it receives the next:
 
     time           ───────────────────────────────────────────────────────────▶
     computes       q1 × kv1       q1 × kv0       q1 × kv3       q1 × kv2
     sends to 2     kv1            kv0            kv3
     gets from 0    kv0            kv3            kv2
 
-Under a causal mask, queries do not see later keys. If rank r held the r-th of N parts, it would
-compute r + 1 blocks, and all ranks would wait for the last one. Zigzag cuts the sequence
-into 2N chunks and gives rank r the chunks r and 2N-1-r, so all ranks compute equally much:
+Under a causal mask, queries do not see later keys. With the r-th of N parts, rank r would compute
+r + 1 blocks, and all ranks would wait for the last one. Zigzag cuts the sequence into 2N chunks and
+gives rank r the chunks r and 2N-1-r, so all ranks compute equally much:
 
     chunk    0   1   2   3   4   5   6   7
     rank     0   1   2   3   3   2   1   0
 
-Cost per rank, layer and step, in elements. There are H heads of queries, and K heads of keys and of
-values. One head of a rank's part has u = batch · S/N · D elements (S: the length of the whole
-sequence, D: the size of a head).
+Cost per rank, layer and step, in elements, for H heads of queries and K of keys. One head of a
+rank's part has u = batch · S/N · D elements (S: the length of the whole sequence, D: head size).
 
                  sent in forward           sent in backward       kept for backward
     one device   0                         0                      (2H + 2K)·N·u + lse
     ring         2K·u(N-1)                 4K·u(N-1)              (2H + 2K)·u + lse
     Ulysses      (2H' + 2K')·u(N-1)/N      (2H' + 2K')·u(N-1)/N   (2H' + 2K')·u + lse
 
-lse is the log-sum-exp of each query's scores, one number in fp32 for each D elements of the output.
-Half of the elements that the ring sends in backward are gradients. These travel in fp32, even if
-the keys have 16 bits. Ulysses needs equally many heads on all ranks. So it copies key heads until
-there are K' = lcm(K, N), and adds query heads of zeros until there are H', the next multiple of K'.
-The first call with given shapes, dtypes and options also sends a text that describes it, a few
-hundred bytes, to check that the ranks agree.
+lse is the log-sum-exp of a query's scores, one number in fp32 for D elements of the output. Half of
+what the ring sends in backward are gradients, always in fp32. Ulysses needs equally many heads on
+all ranks. So it copies key heads until there are K' = lcm(K, N), and adds query heads of zeros
+until there are H', the next multiple of K'. The first call with given shapes, dtypes and options
+also sends a few hundred bytes, to check that the ranks agree.
 
 Read section 1 for the idea (10 minutes), to section 4 for the technique (25), and the rest to use
 it as a library (40).
@@ -94,12 +92,11 @@ class Exchange:
 
     def __init__(self, block, process_group, step=1):
         rank, world_size = rank_and_size(process_group)
-        to = (rank + step) % world_size
-        source = (rank - step) % world_size
         self.block = block.contiguous()  # must not change, or be freed, before wait()
         self.received = torch.empty_like(self.block)
-        send = dist.P2POp(dist.isend, self.block, group=process_group, group_peer=to)
-        recv = dist.P2POp(dist.irecv, self.received, group=process_group, group_peer=source)
+        message = partial(dist.P2POp, group=process_group)
+        send = message(dist.isend, self.block, group_peer=(rank + step) % world_size)
+        recv = message(dist.irecv, self.received, group_peer=(rank - step) % world_size)
         self.works = dist.batch_isend_irecv([send, recv])  # one for each, or one for both
 
     def wait(self):
@@ -172,16 +169,18 @@ def local_attention(q, k, v, causal, scale=None):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
 
 
-def naive_ulysses_attention(q, k, v, causal=False, process_group=None):
+def naive_ulysses_attention(
+    q, k, v, causal=False, process_group=None, zigzag=False, attention=local_attention
+):
     """Attend over the whole sequence with 1/N of the heads. N must divide H and K."""
     _, N = rank_and_size(process_group)
     whole = []
     for x in (q, k, v):
         parts = swap(x.chunk(N, 1), process_group)
-        whole.append(torch.cat(parts, 2))
-    output = local_attention(*whole, causal)
-    heads = swap(output.chunk(N, 2), process_group)
-    return torch.cat(heads, 1)
+        whole.append(to_sequence(parts, 2, zigzag))
+    output = attention(*whole, causal=causal)
+    parts = to_parts(output, 2, N, zigzag)
+    return torch.cat(swap(parts, process_group), 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -199,9 +198,8 @@ def to_parts(whole, dim, world_size, zigzag):
 def to_sequence(parts, dim, zigzag):
     """The inverse of to_parts()."""
     if zigzag:
-        halves = [part.chunk(2, dim) for part in parts]
-        firsts, lasts = zip(*halves, strict=True)
-        parts = [*firsts, *reversed(lasts)]
+        chunks = [chunk for part in parts for chunk in part.chunk(2, dim)]
+        parts = chunks[::2] + chunks[::-2]
     return torch.cat(parts, dim)
 
 
@@ -217,10 +215,7 @@ def split_sequence(x, dim=1, process_group=None, zigzag=True):
 
 
 def positions(length, process_group=None, zigzag=True):
-    """Return where this rank's tokens are in the whole sequence, which has `length` tokens.
-
-    The result is on PyTorch's default device: the CPU, unless torch.set_default_device changed it.
-    """
+    """Return where this rank's tokens are in the whole sequence, which has `length` tokens."""
     return split_sequence(torch.arange(length), 0, process_group, zigzag)
 
 
@@ -243,9 +238,7 @@ def ring_attention(
     those that split_sequence gives this rank with the same `zigzag`. Otherwise the causal mask
     hides the wrong keys, without an error.
 
-    All ranks must call this, and then backward, with the same shapes, dtypes and options. If these
-    differ, all ranks raise a ValueError. If a rank does not call it, the others wait until the
-    timeout of the process group. See verify_agreement().
+    All ranks must call this, and then backward. See verify_agreement().
     """
     verify_attention("ring_attention", q, k, v, causal, scale, process_group, zigzag)
     kv = torch.stack([k, v])
@@ -255,9 +248,9 @@ def ring_attention(
 class RingAttention(torch.autograd.Function):
     """Keeps only this rank's q, kv, output and lse. Backward passes the blocks around again.
 
-    The gradient of a block follows the block around the ring, one exchange later. Each rank adds
-    its part to the sum that it receives, and sends the sum on. The last exchange brings the sum to
-    the owner of the block, which adds its own part. For rank 0 of 4:
+    The gradient of a block follows it around the ring, one exchange later. Each rank adds its part
+    to the sum that it receives. The last exchange brings the sum to the owner of the block, which
+    adds its own part. For rank 0 of 4:
 
         step                         0       1       2        3
         computes with                kv0     kv3     kv2      kv1
@@ -315,8 +308,8 @@ class RingAttention(torch.autograd.Function):
 def blocks(kv, causal, process_group, zigzag):
     """Yield the visible keys of all ranks: this rank's own, the previous rank's, and so on.
 
-    The queries from `first` on see them all. But in a diagonal block, query i sees the keys 0 to i.
-    A rank's two chunks are in the order of the whole sequence, so this holds with zigzag, too.
+    The queries from `first` on see them all. But in a diagonal block, query i sees the keys 0 to i,
+    also with zigzag: a rank's two chunks are in the order of the whole sequence.
     """
     rank, world_size = rank_and_size(process_group)
     num_tokens = kv.shape[3]
@@ -421,13 +414,8 @@ def ulysses_attention(
     q = F.pad(grouped, (0, 0, 0, 0, 0, padding)).flatten(1, 2)  # pads G, dimension 2
     k = k.repeat_interleave(copies, dim=1)
     v = v.repeat_interleave(copies, dim=1)
-    whole = []
-    for x in (q, k, v):
-        parts = swap(x.chunk(N, 1), process_group)
-        whole.append(to_sequence(parts, 2, zigzag))
-    output = attention(*whole, causal=causal, scale=scale)
-    parts = to_parts(output, 2, N, zigzag)
-    output = torch.cat(swap(parts, process_group), 1)
+    attention = partial(attention, scale=scale)
+    output = naive_ulysses_attention(q, k, v, causal, process_group, zigzag, attention)
     return output.unflatten(1, (K, -1))[:, :, :G].flatten(1, 2)
 
 
@@ -436,15 +424,11 @@ def ulysses_attention(
 
 
 def join_sequence(x, dim=1, process_group=None, zigzag=True):
-    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients.
-
-    Each rank sends a copy to each rank. In backward, AllToAll brings the gradients of all copies
-    back, and expand() adds them up.
-    """
+    """Return the whole sequence on every rank. Its gradient is the sum of the ranks' gradients."""
     call = f"join_sequence({describe(x)}, dim={dim}, zigzag={zigzag})"
     N = verify_agreement(call, process_group)
     verify_length(N * x.shape[dim], N, zigzag)
-    copies = x.expand(N, *x.shape)
+    copies = x.expand(N, *x.shape)  # one for each rank; backward adds up their gradients
     parts = AllToAll.apply(copies, process_group)
     return to_sequence(parts.unbind(), dim, zigzag)
 
@@ -462,10 +446,9 @@ agreed = weakref.WeakKeyDictionary()  # process group: the calls that all its ra
 def verify_agreement(call, process_group):
     """Return the number of ranks. Raise a ValueError on all unless all make the same call.
 
-    Otherwise ranks could exchange tensors of different sizes, and gloo would abort or return
-    garbage. The check communicates and waits for the device, so a call is checked once. One case is
-    not found: some ranks repeat an earlier call while others make a new one. Then the ranks wait
-    for each other until the timeout of the process group, or exchange the wrong tensors.
+    Otherwise gloo would abort, or return garbage. The check communicates, so a call is checked
+    once. It does not find that some ranks repeat an earlier call while others make a new one. These
+    wait until the timeout of the process group, or exchange the wrong tensors.
     """
     _, N = rank_and_size(process_group)
     known = agreed.setdefault(process_group or dist.group.WORLD, set())
@@ -485,9 +468,8 @@ def verify_attention(function, q, k, v, causal, scale, process_group, zigzag):
     call = f"{function}({inputs}, causal={causal}, scale={scale}, zigzag={zigzag})"
     N = verify_agreement(call, process_group)
     fits = (
-        q.dim() == k.dim() == 4
-        and k.shape == v.shape
-        and q[:, 0].shape == k[:, 0].shape  # B, S/N and D
+        q.dim() == 4
+        and k.shape == v.shape == (q.shape[0], k.shape[1], *q.shape[2:])
         and q.shape[1] % k.shape[1] == 0
         and q.dtype == k.dtype == v.dtype
         and q.is_floating_point()
