@@ -1,17 +1,17 @@
 """Tensor parallelism: t ranks compute every layer together, and each holds 1/t of its weights.
 
 A transformer layer has two pairs of matrices: qkv and proj in attention, linear1 and linear2 in the
-MLP. The first matrix of a pair is split by its outputs: each rank computes some heads, or some
-hidden features. The second is split by its inputs, which are these. A sum over the ranks ends the
-pair.
+MLP. The first of a pair, A, is split by its outputs: each rank computes some heads, or some hidden
+features. The second, B, is split by its inputs, which are the outputs of A, so nothing is sent
+between the two. A sum over the ranks ends the pair.
 
               ┌── X A₀ → GELU, or attention → Y₀ B₀ ──┐                 rank 0
     X ── f ───┤                                       ├─── g ── Z       Z = Y₀ B₀ + Y₁ B₁
               └── X A₁ → GELU, or attention → Y₁ B₁ ──┘                 rank 1
 
 Norms, dropout and residuals lie between the pairs. Every rank computes them on the whole X, with
-the same dropout masks, or with sequence parallelism on 1/t of the sequence, with a mask of its own.
-Then f gathers the sequence, and g leaves each rank its part of the sum.
+equal dropout masks. With sequence parallelism it has 1/t of the sequence, and a mask of its own:
+f gathers the sequence, and g leaves each rank its part of the sum.
 
                                        forward          backward
     f   copy_to_region                 nothing          all-reduce
@@ -26,13 +26,10 @@ Cost per rank, of a layer, for t ranks, micro-batch b, sequence s, hidden size h
     tensor parallel         8bsh               sbh (10 + 24/t + 5as/(ht))
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
 
-"sent" is in elements per micro-batch: all-reduces of bsh send 2bsh each. With sequence parallelism
-f gathers again in backward. 12h are the gradients of norms and of proj's and linear2's biases,
-which every rank keeps whole. "activations" is in bytes, for 16 bits (Korthikanti et al., §4): 2sbh
-are dropout masks, 5as²b attention scores, which fused attention does not keep.
-
-Embedding, head and loss send 4bsh + 6bs, and 2bsh + 4h more with sequence parallelism. The loss
-keeps 4bs V/t bytes, for a vocabulary of V.
+"sent" is in elements per micro-batch. An all-reduce of bsh sends 2bsh. 10bsh is 5bsh per pair: the
+table's four, and a second gather of X in backward, which saves keeping it. 12h are the gradients of
+norms and of proj's and linear2's biases, which every rank keeps whole. "activations" is in bytes,
+for 16 bits (Korthikanti et al., §4). 5as²b of them are scores, which fused attention does not keep.
 
 Read section 1 for the idea (17 minutes), to section 3 for the technique (43), and the rest to use
 it as a library (82).
@@ -86,29 +83,8 @@ def rank_and_size(process_group):
     return dist.get_rank(process_group), world_size
 
 
-# A collective returns a function that waits for its result. Section 2 computes meanwhile.
-
-
-class Conjugate(Function):
-    """Applies `collective` to x, and `conjugate` to the gradient: autograd sees no collectives."""
-
-    @staticmethod
-    def forward(ctx, x, collective, conjugate, process_group):
-        rank_and_size(process_group)  # raises ValueError on a rank outside the group
-        ctx.swapped = (conjugate, collective, process_group)
-        wait = collective(x, process_group)
-        return wait()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Conjugate.apply(grad, *ctx.swapped), None, None, None
-
-
-def operator(collective, conjugate):
-    def apply(x, process_group=None):
-        return Conjugate.apply(x, collective, conjugate, process_group)
-
-    return apply
+# A collective starts, and returns a function that waits for its result, so that section 2 can
+# compute meanwhile.
 
 
 def identity(x, process_group):
@@ -124,6 +100,29 @@ def all_reduce(x, process_group):
 def wait_for(work, result):
     work.wait()
     return result
+
+
+class Conjugate(Function):
+    """Applies `collective` to x, and `conjugate` to the gradient: autograd sees no collectives."""
+
+    @staticmethod
+    def forward(ctx, x, collective, conjugate, process_group):
+        rank_and_size(process_group)  # raises ValueError on a rank outside the group
+        ctx.swapped = (conjugate, collective, process_group)
+        wait = collective(x, process_group)
+        return wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        # apply(), so that the gradient of the gradient is right, too
+        return Conjugate.apply(grad, *ctx.swapped), None, None, None
+
+
+def operator(collective, conjugate):
+    def apply(x, process_group=None):
+        return Conjugate.apply(x, collective, conjugate, process_group)
+
+    return apply
 
 
 # f: return x. Every rank uses x, so the gradient of x is the sum of all ranks' gradients.
@@ -142,7 +141,7 @@ def parallel_mlp(x, A, B, process_group=None):
     return reduce_from_region(F.gelu(x @ A) @ B, process_group)
 
 
-# f and g of sequence parallelism: the ranks split and join dimension 0.
+# f and g of sequence parallelism: x is (sequence, batch, hidden). Ranks split and join dimension 0.
 
 
 def all_gather(x, process_group):
@@ -155,9 +154,9 @@ def all_gather(x, process_group):
 def reduce_scatter(x, process_group):
     _, world_size = rank_and_size(process_group)
     check_divides("positions", len(x), world_size)
-    # gloo's own sends as much as an all-reduce. So send each rank its part, and add up what comes.
+    # An all-to-all and a local sum, because gloo's reduce_scatter sends as much as an all-reduce.
     parts = x.unflatten(0, (world_size, -1)).contiguous()
-    received = torch.empty_like(parts)
+    received = torch.empty_like(parts)  # from each rank, its x at this rank's positions
     work = dist.all_to_all_single(received, parts, group=process_group, async_op=True)
     return lambda: wait_for(work, received).sum(0)
 
@@ -185,13 +184,14 @@ def row_linear(x, weight, bias=None, sequence_parallel=False, process_group=None
     if bias is None:
         return y
     if sequence_parallel:
-        # Sums the gradients of the ranks' positions. Weight and bias of a norm need it, too.
+        # Each rank adds the bias at its own positions only, so f sums the bias's gradient. The
+        # parameters of a norm need f for the same reason.
         bias = copy_to_region(bias, process_group)
     return y + bias.to(y.dtype)  # under autocast the dtypes differ
 
 
 def locate(tokens, first, size):
-    """Return each token's place in the `size` tokens from `first` on, or 0; and if it is there."""
+    """Return each token's index in the `size` rows from `first` on, or 0, and if it has one."""
     place = tokens - first
     is_local = (place >= 0) & (place < size)
     return place.where(is_local, 0), is_local
@@ -221,10 +221,40 @@ def naive_cross_entropy(logits, target, first, process_group=None):
 # Section 6 makes attention and a transformer layer of these.
 
 
-class ParallelLayer(nn.Module):
-    """This rank's shards of a plain layer, under the plain layer's names. Section 5 splits it.
+class ColumnLinear(Function):
+    """column_linear(). Backward gathers x again (Korthikanti et al., §4.2.2)."""
 
-    If it is made from sizes, it draws the whole weight, so all ranks need the same random state.
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        # Autograd is off in here, so the gathered x is freed.
+        return column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        check_no_second_derivative()
+        x, weight = ctx.saved_tensors
+        group = ctx.layer.process_group
+        gather = all_gather if ctx.layer.sequence_parallel else identity
+        reduce = reduce_scatter if ctx.layer.sequence_parallel else all_reduce
+        # With sequence parallelism, x is gathered while grad_x is computed. In both modes, the sum
+        # of grad_x travels while grad_weight and grad_bias are computed.
+        wait_for_x = gather(x, group)
+        grad_x = grad_y @ weight.to(grad_y.dtype)  # under autocast the dtypes differ
+        wait_for_grad_x = reduce(grad_x, group)
+        whole_x = wait_for_x().to(grad_y.dtype)
+        grad_y_rows = grad_y.reshape(-1, len(weight))
+        grad_weight = grad_y_rows.t() @ whole_x.reshape(-1, x.shape[-1])
+        grad_bias = grad_y_rows.sum(0) if ctx.needs_input_grad[2] else None
+        return wait_for_grad_x(), grad_weight, grad_bias, None  # autograd casts to inputs' dtypes
+
+
+class ParallelLayer(nn.Module):
+    """This rank's shards of a plain layer, under the plain layer's names.
+
+    In section 5 split_layer() sets attributes, and take_shards() cuts parameters. A layer that is
+    made from sizes draws the whole weight, so all ranks need the same random state.
     """
 
     split_dims = {}  # parameter: the dimension that is split; every rank has the others whole
@@ -248,39 +278,10 @@ class ParallelLayer(nn.Module):
         return self.weight.T if self.is_transposed else self.weight
 
 
-class ColumnLinear(Function):
-    """column_linear(). Backward gathers x again (Korthikanti et al., §4.2.2)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, layer):
-        ctx.layer = layer
-        ctx.save_for_backward(x, weight)
-        # Autograd is off in here, so the gathered x is freed.
-        return column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        check_no_second_derivative()
-        x, weight = ctx.saved_tensors
-        group = ctx.layer.process_group
-        gather = all_gather if ctx.layer.sequence_parallel else identity
-        reduce = reduce_scatter if ctx.layer.sequence_parallel else all_reduce
-        # x arrives while grad_x is computed, and the sum of grad_x while grad_weight is.
-        wait_for_x = gather(x, group)
-        grad_x = grad_y @ weight.to(grad_y.dtype)  # under autocast the dtypes differ
-        wait_for_grad_x = reduce(grad_x, group)
-        whole_x = wait_for_x().to(grad_y.dtype)
-        grad_y_rows = grad_y.reshape(-1, len(weight))
-        grad_weight = grad_y_rows.t() @ whole_x.reshape(-1, x.shape[-1])
-        grad_bias = grad_y_rows.sum(0) if ctx.needs_input_grad[2] else None
-        return wait_for_grad_x(), grad_weight, grad_bias, None  # autograd casts to inputs' dtypes
-
-
 class ColumnParallelLinear(ParallelLayer):
     """nn.Linear with its outputs split: an x of (…, in) gives (…, out/t), this rank's outputs.
 
-    All ranks have the same x, or with `sequence_parallel` their parts of dimension 0. With
-    `gather_output` every rank returns all outputs.
+    All ranks have the same x, or with `sequence_parallel` their parts of dimension 0.
     """
 
     split_dims = {"weight": 0, "bias": 0}
@@ -292,8 +293,7 @@ class ColumnParallelLinear(ParallelLayer):
 class RowParallelLinear(ParallelLayer):
     """nn.Linear with its inputs split: an x of (…, in/t), this rank's inputs, gives (…, out).
 
-    All ranks return the same, or with `sequence_parallel` their parts of dimension 0. With
-    input_is_parallel=False every rank passes all inputs, (…, in).
+    All ranks return the same, or with `sequence_parallel` their parts of dimension 0.
     """
 
     split_dims = {"weight": 1}
@@ -304,7 +304,11 @@ class RowParallelLinear(ParallelLayer):
 
 # --------------------------------------------------------------------------------------------------
 # 3. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which the
-# ranks never join.
+# ranks never join. The head is a ColumnParallelLinear. If t does not divide the vocabulary V, it is
+# padded, and such logits are -inf.
+#
+# Embedding and head send 2bsh each, the loss 6bs. With sequence parallelism scatter_to_sequence()
+# and the head send bsh more each, the last norm 4h. The loss keeps 4bs V/t bytes.
 
 
 class VocabParallelEmbedding(ParallelLayer):
@@ -322,7 +326,8 @@ class VocabParallelEmbedding(ParallelLayer):
         return mark_tokens(self, tokens, x)
 
 
-# With sequence parallelism, after the embedding: each rank goes on with its part of an equal x.
+# With sequence parallelism, after the embedding each rank goes on with its part of an equal x. (A
+# reduce-scatter would send half, but position embeddings are for the whole x.)
 
 
 def own_part(x, process_group):
@@ -362,7 +367,8 @@ class VocabParallelCrossEntropy(Function):
         sums = torch.stack((exp.sum(-1, keepdim=True), local_target))
         total, shifted_target = reduce_from_region(sums, process_group)
         grad_logits = exp.div_(total)
-        grad_logits.scatter_add_(-1, column, -is_local.to(total.dtype))
+        minus_one = -is_local.to(total.dtype)  # 0 if the target is on another rank
+        grad_logits.scatter_add_(-1, column, minus_one)
         ctx.save_for_backward(grad_logits)
         loss = total.log() - shifted_target
         return loss.squeeze(-1)
@@ -402,19 +408,18 @@ def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignor
 #
 # With `sequence_parallel` call scatter_to_sequence() after the embedding.
 #
-# These mistakes make no error:
+# Mistakes without an error:
 # - "qkv" for grouped-query attention cuts the matrix into thirds. Give the sizes.
-# - A rank has fewer heads. With the number of the whole model, view(…, num_heads, -1) makes thinner
-#   heads, view(batch, -1, num_heads, head_dim) shorter sequences. Write view(…, -1, head_dim), or
-#   after parallelize() `attention.num_heads //= t` for Whisper, `attention.n_heads //= t` for T5
-#   (whose relative_attention_bias is "column"), `attention.split_size //= t` for GPT-2.
+# - A rank has fewer heads. A view with the whole model's num_heads still fits, wrongly: it makes
+#   thinner heads, or shorter sequences. Write view(…, -1, head_dim), or divide the attribute by t
+#   after parallelize(): num_heads of Whisper, n_heads of T5, split_size of GPT-2.
 # - "dropout" on a residual without `sequence_parallel` draws another mask on each rank.
-# - Without "replicated_with_grad_allreduce" replicas drift apart. check_input() finds this only for
-#   an nn.Parameter, so not under FSDP.
+# - Without "replicated_with_grad_allreduce" replicas drift apart, which check_input() does not find
+#   under FSDP.
 
 
 class ColumnParallelEmbedding(ParallelLayer):
-    """nn.Embedding with its columns split, such as T5's biases, which have a column per head."""
+    """nn.Embedding with its columns split: T5's relative_attention_bias has one per head."""
 
     split_dims = {"weight": 1}
 
@@ -437,9 +442,8 @@ LAYERS = {
 def parallelize(module, plan, process_group=None, sequence_parallel=False):
     """Make layers of `module` this rank's shards of them, in place. Return the module.
 
-    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. Tied weights stay tied.
-    All ranks must have the same plan and the same weights, so seed them alike before the model is
-    made. Otherwise every rank raises ValueError.
+    `plan` is {name of a layer, or a pattern like "layers.*.linear1": kind}. If plans or weights
+    differ, every rank raises ValueError, so seed them alike before the model is made.
     """
     check_same_on_all_ranks(describe(module, plan, sequence_parallel), process_group)
     layers = dict(module.named_modules(remove_duplicate=False))
@@ -460,11 +464,11 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
 
 
 def change_kind(layer, kind, **options):
-    """Make a plain layer one of this kind, in place. take_shards() cuts its parameters."""
+    """Make a plain layer one of this kind, in place."""
     group = options.get("process_group")
     if kind == "dropout" and type(layer) is nn.Dropout:
         add_base(layer, ParallelDropout, group)
-        return
+        return  # a dropout of another class ends in the error below
     if kind in ("norm", "replicated_with_grad_allreduce"):
         if [*layer.children(), *layer.buffers()]:
             raise ValueError(f"{layer} has buffers, or layers in it")
@@ -473,7 +477,7 @@ def change_kind(layer, kind, **options):
         return
     stack = kind if isinstance(kind, tuple) else STACKS.get(kind, 1)
     if stack != 1:
-        kind = "column"
+        kind = "column"  # of several matrices
     plain_class = nn.Linear if is_conv1d(layer) else type(layer)
     if (kind, plain_class) not in LAYERS:
         raise ValueError(f"it is {layer}; use one of {list(LAYERS)}")
@@ -492,10 +496,9 @@ def split_layer(
     *,
     process_group=None,
     sequence_parallel=False,
-    gather_output=False,
-    input_is_parallel=True,
     stack=1,  # the number of stacked matrices, if they are equal in size, or their sizes
     pad=False,  # append rows of zeros, up to a multiple of the number of ranks
+    **hooks,
 ):
     """Make a plain layer a parallel one, in place. take_shards() cuts its parameters."""
     if is_conv1d(layer):
@@ -508,21 +511,18 @@ def split_layer(
     layer.sequence_parallel = sequence_parallel
     # The ranks with other parts, over which DDP, ZeRO and FSDP of this project do not average.
     layer.differ_between_ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-    layer.size = layer.weight.shape[layer.split_dims["weight"]]  # of the dimension that is split
+    layer.size = layer.weight.shape[layer.split_dims["weight"]]  # whole, without padding
     sizes = [layer.size // stack] * stack if isinstance(stack, int) else list(stack)
     if sum(sizes) != layer.size:
         raise ValueError(f"matrices of {sizes} do not add up to {layer.size}")
     if pad or parallel_class is VocabParallelEmbedding:
-        sizes = [math.ceil(layer.size / layer.world_size) * layer.world_size]
-    for size in sizes:
-        check_divides("features", size, layer.world_size)
-    layer.part_sizes = [size // layer.world_size for size in sizes]  # of each matrix, in a shard
-    if parallel_class is RowParallelLinear:
-        layer.register_forward_pre_hook(check_input if input_is_parallel else scatter_input)
-    if pad and parallel_class is ColumnParallelLinear:
-        layer.register_forward_hook(hide_padding)
-    if gather_output:
-        layer.register_forward_hook(gather_output_of)
+        layer.part_sizes = [math.ceil(layer.size / layer.world_size)]
+    else:
+        for size in sizes:
+            check_divides("features", size, layer.world_size)
+        # Of this rank's part of each matrix. world_size times their sum is the size, with padding.
+        layer.part_sizes = [size // layer.world_size for size in sizes]
+    add_hooks(layer, **hooks)
 
 
 def take_shards(module):
@@ -530,7 +530,7 @@ def take_shards(module):
     splits = {}  # parameter: how its first layer splits it, or None
     for path, layer in module.named_modules():
         for name, parameter in layer.named_parameters(recurse=False):
-            dim = split_dim(layer, name)
+            dim = getattr(layer, "split_dims", {}).get(name)
             split = None if dim is None else (dim, layer.part_sizes)
             if splits.setdefault(parameter, split) != split:
                 raise ValueError(f"{path}.{name} is tied, but the plan splits it in two ways")
@@ -540,19 +540,15 @@ def take_shards(module):
                 parameter.differ_between_ranks = layer.differ_between_ranks
 
 
-def split_dim(layer, name):
-    """Return the dimension along which a layer's parameter is split, or None."""
-    return getattr(layer, "split_dims", {}).get(name)
-
-
 def shard(layer, name, whole):
     """Return this rank's shard of a whole parameter: its part of each matrix, padded by zeros."""
     dim = layer.split_dims[name]
     sizes = [size * layer.world_size for size in layer.part_sizes]
     padding = (0, sum(sizes) - layer.size)
-    matrices = F.pad(whole.movedim(dim, -1), padding).split(sizes, -1)
-    parts = [matrix.chunk(layer.world_size, -1)[layer.rank] for matrix in matrices]
-    return torch.cat(parts, -1).movedim(-1, dim).contiguous()
+    padded = F.pad(whole.movedim(dim, -1), padding).movedim(-1, dim)
+    matrices = padded.split(sizes, dim)
+    parts = [matrix.chunk(layer.world_size, dim)[layer.rank] for matrix in matrices]
+    return torch.cat(parts, dim)
 
 
 def unshard(layer, shard, dim):
@@ -562,20 +558,29 @@ def unshard(layer, shard, dim):
     return torch.cat(matrices, dim).narrow(dim, 0, layer.size)  # without the padding
 
 
-def along_dimension(operator):
+def along_dimension(function):
     def apply(x, process_group=None, dim=-1):
-        return operator(x.movedim(dim, 0), process_group).movedim(0, dim)
+        return function(x.movedim(dim, 0), process_group).movedim(0, dim)
 
     return apply
 
 
+scatter_to_region = along_dimension(scatter_to_sequence)
+
 # Unlike after gather_from_sequence(), all ranks go on to compute the same. So their gradients are
 # equal, and are not summed.
-scatter_to_region = along_dimension(scatter_to_sequence)
 gather_from_region = along_dimension(operator(all_gather, own_part))
 
 
-# Hooks of layers.
+def add_hooks(layer, gather_output=False, input_is_parallel=True):
+    """Let a column layer return all outputs, and let a row layer take all inputs, if asked for."""
+    if isinstance(layer, RowParallelLinear):
+        layer.register_forward_pre_hook(check_input if input_is_parallel else scatter_input)
+    is_padded = sum(layer.part_sizes) * layer.world_size > layer.size
+    if isinstance(layer, ColumnParallelLinear) and is_padded:
+        layer.register_forward_hook(hide_padding)
+    if gather_output:
+        layer.register_forward_hook(gather_output_of)
 
 
 def scatter_input(layer, inputs):
@@ -760,15 +765,15 @@ def clip_grad_norm_(module, max_norm, process_group=None):
     """Clip by the norm of the whole model's gradients, and return it. All ranks call this."""
     _, world_size = rank_and_size(process_group)
     split = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
-    squares = []
+    square = 0.0  # of the norm, on this rank
     for parameter in module.parameters():
         if parameter.grad is not None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
             # Every rank has the gradient of a parameter that is not split. Count it once.
             copies = 1 if parameter in split else world_size
-            squares.append(norm**2 / copies)
-    total_norm = reduce_from_region(sum(squares), process_group).sqrt()
+            square += norm**2 / copies
+    total_norm = reduce_from_region(square, process_group).sqrt()
     nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total_norm)
     return total_norm
 
@@ -801,7 +806,7 @@ class Box(NamedTuple):
 def boxes_of(layer, name, shape):
     """Return the boxes of this rank's shard, which has this `shape`: one for each matrix."""
     shape = list(shape)
-    dim = split_dim(layer, name)
+    dim = getattr(layer, "split_dims", {}).get(name)
     if dim is None:
         return [Box(0, shape, shape, [0] * len(shape))]
     if dim > 0 and (len(layer.part_sizes) > 1 or layer.size % layer.part_sizes[0]):
@@ -809,18 +814,23 @@ def boxes_of(layer, name, shape):
             f"{name} has several matrices, or padding, along dimension {dim}, so they are "
             "interleaved in memory; split an nn.Linear, or save full_state_dict()"
         )
+    whole_shape = with_size(shape, dim, layer.size)
     boxes = []
     start = 0  # of the part in the shard, along dim
     for size in layer.part_sizes:
-        first = start * math.prod(shape[dim + 1 :])
-        box = Box(first, shape.copy(), shape.copy(), [0] * len(shape))
-        box.whole_shape[dim] = layer.size
-        box.offset[dim] = start * layer.world_size + layer.rank * size
-        box.shape[dim] = min(size, layer.size - box.offset[dim])  # without the padding
-        if box.shape[dim] > 0:
-            boxes.append(box)
+        first_in_whole = start * layer.world_size + layer.rank * size
+        size_of_box = min(size, layer.size - first_in_whole)  # without the padding
+        if size_of_box > 0:
+            first = start * math.prod(shape[dim + 1 :])
+            box_shape = with_size(shape, dim, size_of_box)
+            offset = with_size([0] * len(shape), dim, first_in_whole)
+            boxes.append(Box(first, box_shape, whole_shape, offset))
         start += size
     return boxes
+
+
+def with_size(shape, dim, size):
+    return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
 # --------------------------------------------------------------------------------------------------
