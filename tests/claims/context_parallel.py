@@ -118,14 +118,6 @@ attention(
     may_refuse=True,
 )
 attention(
-    "zigzag_shared_heads",
-    "With zigzag they do so, too.",
-    tokens=6,
-    shared=2,
-    zigzag=True,
-    may_refuse=True,
-)
-attention(
     "any_number_of_heads",
     "The number of ranks need not divide the heads of queries, or those of keys.",
     heads=6,
@@ -173,14 +165,6 @@ def two_layers(make):
     same_results(again, first, "of a second run", exact=True)
 
 
-@claim(BOTH, 2, 4)
-def without_gradients(make):
-    """Under no_grad the output is the same."""
-    whole = whole_inputs(6)[:3]
-    with torch.no_grad():
-        same(make(*map(mine, whole), True), mine(dense_attention(*whole, True)), "output")
-
-
 @claim(BOTH, 2, 4, may_refuse=True)
 def bf16(make):
     """In bf16, errors of output and gradients are at most 1.25 times PyTorch's attention's."""
@@ -190,8 +174,9 @@ def bf16(make):
     pytorchs = output_and_gradients(F.scaled_dot_product_attention, *whole)
     found = output_and_gradients(make, *map(mine, whole))
     for name, a, b, expected in zip(RESULTS, found, pytorchs, exact, strict=True):
-        differences = [a.double() - mine(expected), mine(b - expected)]
-        errors = torch.stack([x.norm() for x in differences])
+        ours = a - mine(expected)
+        theirs = mine(b - expected)
+        errors = torch.stack([ours.norm(), theirs.norm()])
         dist.all_reduce(errors, group=pool.group())
         ratio = (errors[0] / errors[1]).item()
         check(ratio <= 1.25, f"{name} has {ratio:.2f} times the error of one device")

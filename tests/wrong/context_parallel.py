@@ -3,7 +3,6 @@
 import importlib.util
 from functools import partial
 
-import pool
 import torch
 import torch.nn.functional as F
 
@@ -45,21 +44,6 @@ def merge_in_16_bits(output, lse, other_output, other_lse):
     merge(output, lse, other_output, other_lse)
     output.copy_(output.bfloat16())
     lse.copy_(lse.bfloat16())
-
-
-class LastStep:
-    """The rank that computes with a block last adds nothing to the block's gradient."""
-
-    def blocks(self, *args):
-        for step, block in enumerate(blocks(*args)):
-            self.is_here = 0 < step == pool.world_size() - 1
-            yield block
-
-    def attend_backward(self, *args):
-        grad_q, grad_k, grad_v = attend_backward(*args)
-        if self.is_here:
-            return grad_q, torch.zeros_like(grad_k), torch.zeros_like(grad_v)
-        return grad_q, grad_k, grad_v
 
 
 class ForgetsTheScaleInBackward(RingAttention):
@@ -113,13 +97,9 @@ def attention_without_scale(q, k, v, causal, scale):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
-last = LastStep()
 averages_outputs = with_mistake("ring_attention", merge=average)
 mask_from_local_positions = with_mistake("ring_attention", blocks=blocks_as_if_of_this_rank)
 merges_in_16_bits = with_mistake("ring_attention", merge=merge_in_16_bits)
-loses_the_last_ranks_gradients = with_mistake(
-    "ring_attention", blocks=last.blocks, attend_backward=last.attend_backward
-)
 forgets_the_scale_in_backward = with_mistake(
     "ring_attention", RingAttention=ForgetsTheScaleInBackward
 )
@@ -136,7 +116,6 @@ MISTAKES = {
         "averages_outputs": "as_one_device",
         "mask_from_local_positions": "causal",
         "merges_in_16_bits": "bf16",
-        "loses_the_last_ranks_gradients": "as_one_device",
         "forgets_the_scale_in_backward": "scale",
         "gradients_of_one_sharing_head": "shared_heads",
         "overwrites_in_flight": "as_one_device",
