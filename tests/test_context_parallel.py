@@ -89,7 +89,11 @@ def bytes_sent(attention, inputs):
 
 
 @pytest.mark.cpu  # kernels for GPUs pad lse
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16],
+    ids=str,
+)
 @pool.on(1, 3)
 def test_the_ring_sends_and_keeps_the_bytes_of_its_table(dtype):
     inputs = own_inputs(dtype=dtype)
@@ -102,7 +106,8 @@ def test_the_ring_sends_and_keeps_the_bytes_of_its_table(dtype):
     kept = bytes_kept(ring_attention, *inputs, process_group=pool.group())
     sent, sent_back = bytes_sent(ring_attention, inputs)
 
-    assert kept == size * (2 * H + 2 * K) * u + fp32 * lse
+    tensors = (2 * H + 2 * K) * u
+    assert kept == size * tensors + fp32 * lse
     assert sent == size * block
     assert sent_back == size * block + fp32 * block
 
@@ -114,7 +119,9 @@ def test_ulysses_sends_the_bytes_of_its_table_with_few_key_heads():
     u = inputs[0].numel() // H
     padded_K = math.lcm(K, N)
     padded_H = math.ceil(H / padded_K) * padded_K
-    formula = 8 * (2 * padded_H + 2 * padded_K) * u * (N - 1) / N
+    float64 = 8  # bytes
+    each_way = (2 * padded_H + 2 * padded_K) * u
+    formula = float64 * each_way * (N - 1) / N
 
     ulysses_attention(*inputs, process_group=pool.group())
     sent, sent_back = bytes_sent(ulysses_attention, inputs)

@@ -19,8 +19,11 @@ import tensor_parallel as tp
 within = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
 
-IDS = ["whole", "sequence parallel"]
-SEQUENCE_PARALLEL = pytest.mark.parametrize("sp", [False, True], ids=IDS)
+SEQUENCE_PARALLEL = pytest.mark.parametrize(
+    "sp",
+    [False, True],
+    ids=["whole", "sequence parallel"],
+)
 PAIR = {"0": "column", "2": "row"}
 
 
@@ -68,7 +71,8 @@ def assert_same_model(ours, plain):
 
 def assert_trains_as_one_device(ours, plain, sp=False):
     """Steps of SGD with momentum. Gradients add up over the steps."""
-    optimizers = [torch.optim.SGD(model.parameters(), 0.05, 0.9) for model in (ours, plain)]
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    optimizers = [sgd(ours.parameters()), sgd(plain.parameters())]
     for step in range(3):
         x = randn((2 * pool.world_size(), 3, 8), seed=step)
         weights = randn(x.shape, seed=9)
@@ -88,7 +92,9 @@ def assert_trains_as_one_device(ours, plain, sp=False):
 @pool.on(3)
 def test_operators_take_what_is_transposed_on_some_ranks_and_do_not_change_it():
     x = randn((6, 6))
-    own = x.mT.contiguous().mT if pool.rank() else x.clone()
+    own = x.clone()
+    if pool.rank():
+        own = x.mT.contiguous().mT
     total = tp.reduce_from_region(own, pool.group())
     part = tp.reduce_scatter_to_sequence(own, pool.group())
     whole = tp.gather_from_sequence(own, pool.group())
@@ -101,7 +107,9 @@ def test_operators_take_what_is_transposed_on_some_ranks_and_do_not_change_it():
 @pool.on(3)
 def test_the_mlp_of_f_and_g_is_the_mlp_of_one_device():
     x = randn((6, 6))
-    y = tp.parallel_mlp(x, mine(x, 1), mine(x), pool.group())
+    columns = mine(x, 1)
+    rows = mine(x)
+    y = tp.parallel_mlp(x, columns, rows, pool.group())
     within(y, F.gelu(x @ x) @ x)
 
 
@@ -162,7 +170,8 @@ def test_a_model_trains_as_on_one_device(tied, V, sp):
     ours = split(plain, PLAN, sp)
     if sp:
         scatter_after_embedding(ours)
-    optimizers = [torch.optim.Adam(model.parameters(), 1e-3, eps=1) for model in (ours, plain)]
+    adam = partial(torch.optim.Adam, lr=1e-3, eps=1)
+    optimizers = [adam(ours.parameters()), adam(plain.parameters())]
     for step in range(4):
         tokens = make_tokens(V, step)
         logits = plain(tokens).movedim(-1, 1)
@@ -183,7 +192,15 @@ def test_a_model_trains_as_on_one_device(tied, V, sp):
 
 @pool.on(1, 3)
 def test_a_transformer_layer_computes_what_pytorchs_does():
-    plain = nn.TransformerEncoderLayer(24, 12, 96, 0.0, F.gelu, norm_first=True).double()
+    plain = nn.TransformerEncoderLayer(
+        24,
+        12,
+        96,
+        dropout=0.0,
+        activation=F.gelu,
+        norm_first=True,
+    )
+    plain.double()
     state = {}
     for name, whole in plain.state_dict().items():
         our_name = name.replace("in_proj_", "qkv.")
@@ -201,7 +218,8 @@ def test_a_transformer_layer_computes_what_pytorchs_does():
 @SEQUENCE_PARALLEL
 @pool.on(3)
 def test_a_transformer_layer_with_grouped_queries_and_swiglu_computes_what_one_rank_does(sp):
-    alone = [dist.new_group([rank]) for rank in range(3)][pool.rank()]
+    groups = [dist.new_group([rank]) for rank in range(3)]
+    alone = groups[pool.rank()]
     make = partial(tp.ParallelTransformerLayer, 24, 12, 24, 6, "swiglu")
     plain = make(process_group=alone).double()
     layer = make(process_group=pool.group(), sequence_parallel=sp)
@@ -233,7 +251,8 @@ def test_a_layer_draws_its_shards_from_the_whole_weight_and_names_the_ranks_of_o
 
 @pool.on(2)
 def test_evaluation_of_pytorchs_layer_does_not_take_shards_for_whole_weights():
-    plain = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True).double()
+    plain = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    plain.double()
     plain.eval()
     ours = split(plain, {"linear1": "column", "linear2": "row"})
     x = randn((2, 5, 8))
@@ -397,7 +416,14 @@ def test_on_a_gpu_what_is_outside_the_vocabulary_is_nan():
 
 
 @pytest.mark.parametrize(
-    ("kind", "outputs"), [("row", 36), ((18, 12, 6), 36), ("vocab", 13), ("vocab", 1)], ids=str
+    ("kind", "outputs"),
+    [
+        ("row", 36),
+        ((18, 12, 6), 36),
+        ("vocab", 13),
+        ("vocab", 1),
+    ],
+    ids=str,
 )
 @pool.on(1, 3)
 def test_the_boxes_of_all_ranks_cover_the_whole_weight_once(kind, outputs):
@@ -431,7 +457,7 @@ def test_dropout_differs_between_ranks_only_where_activations_do_and_checkpoints
     inside = []  # the inputs of proj
     outside = []  # the outputs of dropout
     attention.proj.register_forward_pre_hook(lambda module, x: inside.extend(x))
-    layer.dropout.register_forward_hook(lambda module, x, y: outside.append(y))
+    layer.dropout.register_forward_hook(lambda *args: outside.append(args[-1]))
     x = randn((4, 2, 8)).requires_grad_()
     results = []
     needs_gradient = [x, *layer.parameters()]
@@ -468,9 +494,10 @@ def hooked():
 
 
 def tied():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(4, 8))
-    model[1].weight = model[0].weight
-    return model
+    first = nn.Linear(4, 8)
+    second = nn.Linear(4, 8)
+    second.weight = first.weight
+    return nn.Sequential(first, second)
 
 
 def batch_norm():
@@ -493,7 +520,16 @@ def embedding_with_max_norm():
         (tied, {"0": "row"}, r"1\.weight is tied"),
         (tied, {"0": "column", "1": "swiglu"}, r"1\.weight is tied"),
     ],
-    ids=["hooks", "max_norm", "kind", "sizes", "name", "buffers", "tied", "tied and stacked"],
+    ids=[
+        "hooks",
+        "max_norm",
+        "kind",
+        "sizes",
+        "name",
+        "buffers",
+        "tied to a plain layer",
+        "tied to a stack",
+    ],
 )
 @pool.on(2)
 def test_a_plan_that_would_not_be_right_is_an_error_that_names_the_layer(make, plan, word):
@@ -596,7 +632,9 @@ def test_a_layer_sends_holds_and_keeps_what_the_formulas_say(sp):
     elements = 8 * s * h
     if sp:
         elements = 10 * s * h + 12 * h
-    assert sent.total == pytest.approx(4 * elements * (t - 1) / t)
+    itemsize = 4
+    expected = itemsize * elements * (t - 1) / t
+    assert sent.total == pytest.approx(expected)
     holds = sum(p.numel() for p in layer.parameters())
     assert holds == (6 * h * h + 4 * h) // t + 6 * h
     # Between pairs, the inputs of norms and column layers, and means and deviations. Inside a
