@@ -247,6 +247,9 @@ def test_a_layer_draws_its_shards_from_the_whole_weight_and_names_the_ranks_of_o
     bitwise(tp.full_state_dict(layer), plain.state_dict())
     assert layer.differ_between_ranks == layer.weight.differ_between_ranks == [0, 1]
     assert not hasattr(layer.bias, "differ_between_ranks")
+    plain.weight.register_hook(print)  # which a copy would lack
+    with pytest.raises(ValueError, match="hooks"):
+        tp.RowParallelLinear.from_full(plain, process_group=pool.group())
 
 
 @pool.on(2)
