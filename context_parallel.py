@@ -172,7 +172,10 @@ def local_attention(q, k, v, causal, scale=None):
 def naive_ulysses_attention(
     q, k, v, causal=False, process_group=None, zigzag=False, attention=local_attention
 ):
-    """Attend over the whole sequence with 1/N of the heads. N must divide H and K."""
+    """Attend over the whole sequence with 1/N of the heads. N must divide H and K.
+
+    Section 2 has to_sequence(), which joins the parts of a sequence, and to_parts().
+    """
     _, N = rank_and_size(process_group)
     whole = []
     for x in (q, k, v):
