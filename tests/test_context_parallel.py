@@ -32,7 +32,7 @@ def assert_all_equal(found, expected):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("idea", [cp.naive_ring_attention, cp.naive_ulysses_attention])
-@pool.on(1, 3)
+@pool.on(3)
 def test_the_idea_is_attention_over_the_whole_sequence(idea, causal):
     whole = whole_inputs(6, heads=6, shared=3)
     idea = partial(idea, process_group=pool.group())
@@ -94,7 +94,7 @@ def bytes_sent(attention, inputs):
     [torch.float32, torch.bfloat16],
     ids=str,
 )
-@pool.on(1, 3)
+@pool.on(3)
 def test_the_ring_sends_and_keeps_the_bytes_of_its_table(dtype):
     inputs = own_inputs(dtype=dtype)
     u = inputs[0].numel() // H
@@ -112,7 +112,7 @@ def test_the_ring_sends_and_keeps_the_bytes_of_its_table(dtype):
     assert sent_back == size * block + fp32 * block
 
 
-@pool.on(2, 3, 4)
+@pool.on(3, 4)
 def test_ulysses_sends_the_bytes_of_its_table_with_few_key_heads():
     N = pool.world_size()
     inputs = own_inputs()

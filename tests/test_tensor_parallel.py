@@ -160,7 +160,7 @@ PLAN |= {"*.linear2": "row", "*.norm?": "norm", "5": "norm", "6": "vocab"}
     [(True, 13), (False, 4)],
     ids=["tied", "fewer tokens than rows"],  # of 3 ranks one has only padding
 )
-@pool.on(1, 2, 3)
+@pool.on(1, 3)
 def test_a_model_trains_as_on_one_device(tied, V, sp):
     """Losses, clipped gradients and parameters, over steps of two micro-batches."""
     plain = demo_model(V)
@@ -190,7 +190,7 @@ def test_a_model_trains_as_on_one_device(tied, V, sp):
                 optimizer.zero_grad()
 
 
-@pool.on(1, 3)
+@pool.on(3)
 def test_a_transformer_layer_computes_what_pytorchs_does():
     plain = nn.TransformerEncoderLayer(
         24,
@@ -322,7 +322,7 @@ CONV1D = {"0": "norm", "1": "qkv", "3": "row"}
     [(model_with_norms, NORMS), (model_of_conv1d, CONV1D)],
     ids=["any norm, between pairs and inside", "stacked Conv1D"],
 )
-@pool.on(1, 3)
+@pool.on(3)
 def test_what_is_not_a_linear_layer_trains_as_on_one_device(make, plan, sp):
     plain = make().double()
     ours = split(plain, plan, sp)
@@ -354,7 +354,7 @@ def test_an_embedding_has_the_gradients_of_one_device(kind):
 # ---- the loss and the head
 
 
-@pool.on(1, 3)
+@pool.on(3)
 def test_the_loss_and_its_gradient_are_those_of_one_device():
     """Of logits that overflow exp(), and with a target that is ignored."""
     whole = 3000 * randn((4, 3, 12))
@@ -428,7 +428,7 @@ def test_on_a_gpu_what_is_outside_the_vocabulary_is_nan():
     ],
     ids=str,
 )
-@pool.on(1, 3)
+@pool.on(3)
 def test_the_boxes_of_all_ranks_cover_the_whole_weight_once(kind, outputs):
     plain = nn.Linear(6, outputs)
     whole = plain.weight.detach()
