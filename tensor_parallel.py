@@ -39,8 +39,7 @@ Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053
           Korthikanti et al. 2022, sequence parallelism, arXiv 2205.05198
 Mirrors:  megatron.core.tensor_parallel; torch.distributed.tensor.parallel.parallelize_module
 Left out: attention masks other than causal; more ranks than key and value heads; label smoothing;
-          max_norm and scale_grad_by_freq of an embedding; gradients of gradients; nested tensors
-          (nn.TransformerEncoder needs enable_nested_tensor=False)
+          max_norm and scale_grad_by_freq of an embedding; gradients of gradients
 """
 
 import argparse
@@ -460,6 +459,9 @@ def parallelize(module, plan, process_group=None, sequence_parallel=False):
         except ValueError as error:
             raise ValueError(f"{name!r} cannot be {kind!r}: {error}") from None
     take_shards(module)
+    for layer in layers.values():
+        if isinstance(layer, nn.TransformerEncoder):
+            layer.use_nested_tensor = False  # collectives do not take nested tensors
     return module
 
 
@@ -515,6 +517,8 @@ def split_layer(
     sizes = [layer.size // stack] * stack if isinstance(stack, int) else list(stack)
     if sum(sizes) != layer.size:
         raise ValueError(f"matrices of {sizes} do not add up to {layer.size}")
+    if len(sizes) > 1 and (pad or not hooks.get("input_is_parallel", True)):
+        raise ValueError(f"stack={stack} excludes pad=True and input_is_parallel=False")
     if pad or parallel_class is VocabParallelEmbedding:
         layer.part_sizes = [math.ceil(layer.size / layer.world_size)]
     else:
@@ -672,7 +676,9 @@ class ParallelMLP(nn.Module):
     def __init__(self, hidden_size, ffn_hidden_size, activation="gelu", **options):
         super().__init__()
         self.activation = activation
-        stack = {"gelu": 1, "swiglu": 2}[activation]
+        if activation not in ("gelu", "swiglu"):
+            raise ValueError(f"activation={activation!r}: use 'gelu' or 'swiglu'")
+        stack = 2 if activation == "swiglu" else 1
         features = stack * ffn_hidden_size
         self.linear1 = ColumnParallelLinear(hidden_size, features, stack=stack, **options)
         self.linear2 = RowParallelLinear(ffn_hidden_size, hidden_size, **options)
@@ -790,7 +796,12 @@ def load_full_state_dict(module, state_dict):
     """Load this rank's shards of a plain module's state dict, or of full_state_dict()."""
     state_dict = dict(state_dict)
     for name, layer, own_name in split_parameters(module):
-        state_dict[name] = shard(layer, own_name, state_dict[name])
+        whole = state_dict[name]
+        if whole.shape[layer.split_dims[own_name]] != layer.size:
+            raise ValueError(
+                f"{name}: {whole.shape} in state_dict; the split dimension must be {layer.size}"
+            )
+        state_dict[name] = shard(layer, own_name, whole)
     return module.load_state_dict(state_dict)
 
 
