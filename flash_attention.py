@@ -1,14 +1,14 @@
 """Flash attention: exact attention that never holds all s × s scores, in forward or in backward.
 
-Each block of queries visits the blocks of keys from left to right. For each query, the loop has
-three running values over the keys so far:
+Each block of queries visits the blocks of keys from left to right. Each query has three running
+values over the keys so far:
 
     m   the largest score
     l   Σ e^(score - m)
     O   Σ e^(score - m) v
 
 When a block has a larger score, m grows, and l and O are multiplied by e^(old m - new m). After the
-last block, O / l is the output.
+last block, the output is O / l.
 
                  keys →    block 0   block 1   block 2
     queries    block 0    │   ◣    │         │         │
@@ -19,7 +19,6 @@ With a causal mask, the loop skips the blocks above the diagonal. Only the block
 
 Forward also returns L = m + log l for each query (`lse` in the code). Backward computes each block
 of scores again, and e^(score - L) is this block of P, the softmax. So the s² scores are not kept.
-In the kernels, they do not leave the chip either.
 
 Cost of a head of size d    elements kept for backward         operations: forward + backward
     naive                   q, k, v, P: 3sd + s² or more       4s²d +  8s²d
@@ -27,23 +26,20 @@ Cost of a head of size d    elements kept for backward         operations: forwa
     kernels                 the same                           4s²d + 14s²d: scores and dP twice
     both, causal            the same                           half of that, if s is many blocks
 
-Read section 1 for the idea (8 minutes), to section 3 for the technique (25), and the rest to use it
+Read section 1 for the idea (8 minutes), to section 2 for the technique (25), and the rest to use it
 as a library (55).
 
-Section 2 is the algorithm as a loop over blocks in PyTorch, for any device and dtype. Section 5 is
-the same loop as kernels in Triton, for GPUs: one for forward, one for dq, and one for dk and dv.
-Both kernels of backward compute the scores and dP, the gradient of P.
-
-The tests run the kernels in Triton's interpreter on a CPU, and compile them for an H100. They have
-not run on a GPU, where the demo compares their errors with those of PyTorch's kernels.
+Section 2 is a loop in PyTorch, for any device and dtype. Section 4 is the same loop as kernels in
+Triton, for GPUs. The tests run the kernels in Triton's interpreter on a CPU, and compile them for
+an H100. They have not run on a GPU, where the demo compares their errors with PyTorch's.
 
 Run:      torchrun --nproc-per-node 2 flash_attention.py          (or without torchrun)
 Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867: online softmax;
           Dao et al. 2022, 2205.14135; Dao 2023, 2307.08691: L, and queries in the outer loop
 Mirrors:  F.scaled_dot_product_attention. With more or fewer keys than queries, the causal mask is
           flash_attn_func's: the last query sees all keys
-Left out: other masks (see flex_attention); gradients of gradients. The kernels leave out dropout,
-          float64 and head sizes above 128. These cases run in the loop
+Left out: other masks (see flex_attention); gradients of gradients; more than 65535 sequences or
+          heads on a GPU. Dropout, float64 and head sizes above 128 run in the loop
 """
 
 import argparse
@@ -53,7 +49,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -74,7 +70,7 @@ try:
     from triton.language import constexpr
 except ImportError:  # the loop runs without it
     triton = None
-    constexpr = float  # a stand-in: section 5 is defined, but does not run
+    constexpr = float  # a stand-in: section 4 is defined, but does not run
 
 # --------------------------------------------------------------------------------------------------
 # 1. The idea. q is (B, H, S, D), k and v are (B, H, Skv, D): B sequences, H heads of size D.
@@ -82,15 +78,14 @@ except ImportError:  # the loop runs without it
 
 def naive_attention(q, k, v, causal=False, scale=None):
     """Return softmax(scale · q kᵀ) v, (B, H, S, D). It holds all scores at once."""
-    k = repeat_heads(k, q)  # one head for each head of q (section 4)
+    k = repeat_heads(k, q)  # as many heads as q, which may have more (section 3)
     v = repeat_heads(v, q)
     scores = q @ k.mT * softmax_scale(q, scale)
     if not causal:
         return scores.softmax(-1) @ v
     hidden = hidden_keys(scores, k.shape[2] - q.shape[2] + 1)
     P = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    P = P.masked_fill(hidden, 0.0)  # the softmax of a query that sees no key is NaN
-    return P @ v
+    return P.masked_fill(hidden, 0.0) @ v  # the softmax of a query that sees no key is NaN
 
 
 def softmax_scale(q, scale):
@@ -127,9 +122,8 @@ def online_attention(q, k, v, causal=False, block_size=16):
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. The algorithm (Dao 2023): the outer loop takes a block of queries, the inner loop a block of
-#    keys. Forward keeps L = m + log l. From it, and from the scores of a block, backward computes
-#    this block of the softmax. It needs no other block.
+# 2. The technique (Dao 2023): the outer loop takes a block of queries, the inner loop a block of
+#    keys. Backward computes a block of the softmax from its scores and L, without other blocks.
 
 
 def loop_forward(
@@ -142,13 +136,13 @@ def loop_forward(
     block_size,
 ):
     q = q * scale
-    output = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_full(q.shape[:3], -torch.inf)  # L in the docstring: the log of Σ e^score
+    output = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3])  # L in the docstring: the log of Σ e^score
     for rows, key_blocks in tiles(q, k, causal, block_size):
-        # From the first block of keys on, m and l are (B, H, rows, 1), and O is (B, H, rows, D).
+        # After the first block of keys, m and l are (B, H, rows, 1), and O is (B, H, rows, D).
         m = q.new_full((), torch.finfo(q.dtype).min)  # not -inf, because -inf - -inf is NaN
-        l = 0.0
-        O = 0.0
+        l = q.new_zeros(())
+        O = q.new_zeros(())
         for cols in key_blocks:
             scores = masked_scores(q, k, rows, cols, causal)
             m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
@@ -159,7 +153,7 @@ def loop_forward(
                 exps = exps * dropout.mask(exps, rows, cols)
             O = O * correction + exps @ v[:, :, cols]
             m = m_new
-        output[:, :, rows] = O / l.clamp(min=1.0)  # l is 0 if all scores are -inf, else 1 or more
+        output[:, :, rows] = O / l.clamp(min=1.0)  # l is 0 if no key is seen, else 1 or more
         lse[:, :, rows] = (m + l.log()).squeeze(-1)
     return output, lse
 
@@ -202,22 +196,16 @@ def loop_backward(
 
 
 def tiles(q, k, causal, block_size):
-    """Yield slices: each block of queries, and a list of the blocks of keys that it sees.
-
-    A block of queries that sees no key is left out. The output and the gradients stay zero there.
-    """
+    """Yield slices: each block of queries, and a list of the blocks of keys that it sees."""
     S = q.shape[2]
     Skv = k.shape[2]
     for rows in slices(S, block_size):
-        # How many keys the last query of `rows` sees.
-        last_sees = rows.stop + Skv - S if causal else Skv
-        if last_sees > 0:
-            yield rows, slices(last_sees, block_size)
+        last_sees = rows.stop + Skv - S if causal else Skv  # how many keys the last query sees
+        yield rows, slices(last_sees, block_size)
 
 
 def slices(stop, size):
-    starts = range(0, stop, size)
-    return [slice(start, min(start + size, stop)) for start in starts]
+    return [slice(start, min(start + size, stop)) for start in range(0, stop, size)]
 
 
 def masked_scores(q, k, rows, cols, causal):
@@ -230,9 +218,26 @@ def masked_scores(q, k, rows, cols, causal):
     return scores
 
 
+class FlashAttention(torch.autograd.Function):
+    """flash_forward and flash_backward (section 3) run the loop, or kernels on a GPU."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, *options):
+        output, lse = flash_forward(q, k, v, *options)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.options = options
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if torch.is_grad_enabled():  # under create_graph=True
+            raise RuntimeError("gradients of gradients are left out; use naive_attention")
+        gradients = flash_backward(grad_output, *ctx.saved_tensors, *ctx.options)
+        return *gradients, *[None] * len(ctx.options)  # options have no gradients
+
+
 # --------------------------------------------------------------------------------------------------
-# 3. The interface. flash_attention is differentiable. flash_forward and flash_backward compute its
-#    output and gradients without autograd, for callers that have the keys in parts (see `merge`).
+# 3. The library: options, 16 bits, heads that share keys, dropout, and keys in parts.
 
 
 def flash_attention(
@@ -251,33 +256,15 @@ def flash_attention(
     causal: query i sees the keys 0 to i + Skv - S, so the last query sees all keys. If a query sees
         no key, its output and gradients are zero.
     scale: 1/√D if None.
-    dropout_p: the probability that a weight of the softmax is dropped. As in PyTorch's function,
-        it applies in evaluation too. The seed comes from the CPU's default generator.
-    block_size: the number of queries, and of keys, in a block of the loop. It changes the time, the
-        memory, and the mask that dropout draws.
-    kernel: "triton" runs the kernels. They need a GPU, or a CPU and TRITON_INTERPRET=1, set before
-        the import of this file. "torch" runs the loop. None runs the kernels if the tensors are on
-        a GPU and the kernels support this call, otherwise the loop.
-    The loop and the kernels sum 16-bit inputs in fp32. The kernels do not use TF32.
+    dropout_p: the probability that a weight is dropped, in evaluation too. The seed comes from the
+        CPU's default generator.
+    block_size: of the loop, for queries and keys. The mask of dropout depends on it.
+    kernel: "triton" runs the kernels, on a GPU, or on a CPU if TRITON_INTERPRET=1 was set before
+        the import of this file. "torch" runs the loop. None runs the kernels on a GPU if they
+        support the call, otherwise the loop.
     """
     dropout = Dropout(dropout_p, q.device) if dropout_p else None
     return FlashAttention.apply(q, k, v, causal, scale, dropout, block_size, kernel)
-
-
-class FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, *options):
-        output, lse = flash_forward(q, k, v, *options)
-        ctx.save_for_backward(q, k, v, output, lse)
-        ctx.options = options
-        return output
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        if torch.is_grad_enabled():  # under create_graph=True
-            raise RuntimeError("gradients of gradients are left out; use naive_attention")
-        gradients = flash_backward(grad_output, *ctx.saved_tensors, *ctx.options)
-        return *gradients, *[None] * len(ctx.options)  # options have no gradients
 
 
 @torch.no_grad()
@@ -293,16 +280,13 @@ def flash_forward(
 ):
     """Return the output, and lse (B, H, S): each query's log of Σ e^score, in fp32 or float64.
 
-    lse is -inf for a query that sees no key. Autograd does not record this function. `dropout` is a
-    Dropout object (section 4) or None. The other arguments are flash_attention's.
+    lse is -inf for a query that sees no key. `dropout` is a Dropout object or None.
     """
     verify(q, k, v, causal, block_size)
     scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
         return triton_forward(q, k, v, causal, scale)
-    wide = [widened(x, q) for x in (q, k, v)]
-    with no_autocast(q):
-        output, lse = loop_forward(*wide, causal, scale, dropout, block_size)
+    output, lse = run_loop(loop_forward, (q, k, v), causal, scale, dropout, block_size)
     return output.to(q.dtype), lse
 
 
@@ -320,71 +304,41 @@ def flash_backward(
     block_size=128,
     kernel=None,
 ):
-    """Return the gradients of q, k and v. `output` and `lse` are from flash_forward.
+    """Return the gradients of q, k and v. The options must be flash_forward's, Dropout included.
 
-    The other arguments must be those of flash_forward, the same Dropout object included. If the
-    keys are in parts, call this for each part, with the `output` and `lse` over all keys. The
-    gradient of q is the sum over the parts.
+    If the keys are in parts, call this for each part, with the `output` and `lse` over all keys.
+    The gradient of q is the sum over the parts.
     """
     scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
         return triton_backward(grad_output, q, k, v, output, lse, causal, scale)
-    wide = [widened(x, q) for x in (grad_output, q, k, v, output)]
-    with no_autocast(q):
-        dq, dk, dv = loop_backward(*wide, lse, causal, scale, dropout, block_size)
-    dk = sum_heads(dk, k)
-    dv = sum_heads(dv, v)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    tensors = (grad_output, q, k, v, output, lse)
+    dq, dk, dv = run_loop(loop_backward, tensors, causal, scale, dropout, block_size)
+    return sum_heads(dq, q), sum_heads(dk, k), sum_heads(dv, v)
 
 
-@contextmanager
-def no_autocast(x):
-    """Keep PyTorch's autocast and that of amp.py from computing in 16 bits."""
-    with torch.autocast(x.device.type, enabled=False), torch._C.DisableTorchFunction():
-        yield
+def run_loop(loop, tensors, *options):
+    """Call the loop with tensors in fp32 or float64, with as many heads of k and v as of q.
 
-
-def widened(x, q):
-    """Return x in the dtype of the sums (at least fp32), with as many heads as q.
-
-    It is contiguous. Otherwise each matrix product might copy its block first.
+    PyTorch's autocast and that of amp.py do not apply, because they would compute in 16 bits.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return repeat_heads(x.contiguous(), q)
-
-
-def verify(q, k, v, causal, block_size):
-    if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
-        raise ValueError("causal must be True or False; other masks are not supported")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    has_4_dimensions = q.ndim == k.ndim == v.ndim == 4
-    # q and k must agree in dimensions 0 and 3 (B and D), k and v in all but the last.
-    if not has_4_dimensions or q.shape[::3] != k.shape[::3] or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"{shapes}: must be (B, H, S, D), (B, Hkv, Skv, D) and (B, Hkv, Skv, D)")
-    H = q.shape[1]
-    Hkv = k.shape[1]
-    if Hkv == 0 or H % Hkv:
-        raise ValueError(f"q has {H} heads, which is not a multiple of the {Hkv} heads of k and v")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        dtypes = f"q {q.dtype}, k {k.dtype}, v {v.dtype}"
-        raise ValueError(f"{dtypes}: must be the same floating-point dtype")
-    if block_size < 1:
-        raise ValueError(f"{block_size=}: must be at least 1")
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. Refinements: grouped heads, dropout, and the attention over two sets of keys.
+    like = tensors[0]  # q, or the gradient of the output
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    # Contiguous, because otherwise each matrix product might copy its block first.
+    wide = [repeat_heads(x.to(dtype).contiguous(), like) for x in tensors]
+    with torch.autocast(like.device.type, enabled=False), torch._C.DisableTorchFunction():
+        return loop(*wide, *options)
 
 
 def repeat_heads(x, q):
-    """Return a copy of a head of keys or values for each head of q. Kernels do not need it."""
+    """Return a copy of a head of keys or values for each head of q."""
     G = q.shape[1] // x.shape[1]  # heads of q that share a head of x
     return x if G == 1 else x.repeat_interleave(G, 1)
 
 
 def sum_heads(gradient, x):
-    """Return the gradient of x, from the gradient of repeat_heads(x, q)."""
-    return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+    """Return the gradient of x, in its dtype, from the gradient of repeat_heads(x, q)."""
+    return gradient.unflatten(1, (x.shape[1], -1)).sum(2).to(x.dtype)
 
 
 class Dropout:
@@ -393,7 +347,7 @@ class Dropout:
     def __init__(self, p, device):
         if not 0 <= p < 1:
             raise ValueError(f"dropout_p={p}: must be in [0, 1)")
-        self.p = p  # the probability that a weight is dropped
+        self.kept_share = 1 - p
         self.seed = torch.randint(2**63 - 1, (), device="cpu").item()  # of one call
         self.generator = torch.Generator(device)
 
@@ -401,15 +355,14 @@ class Dropout:
         """Return 0 or 1 / (1 - p) for each weight of a block."""
         seed = hash((self.seed, rows.start, cols.start))  # the same in forward and backward
         self.generator.manual_seed(seed)
-        kept = torch.empty_like(weights)
-        kept.bernoulli_(1 - self.p, generator=self.generator)
-        return kept / (1 - self.p)
+        kept = torch.empty_like(weights).bernoulli_(self.kept_share, generator=self.generator)
+        return kept / self.kept_share
 
 
 def merge(output_a, lse_a, output_b, lse_b):
-    """Return the output and lse over two disjoint sets of keys, from flash_forward's over each set.
+    """Return the output and lse over two disjoint sets of keys, from those over each set.
 
-    To merge more than two sets, pass outputs in fp32. In 16 bits, each merge would round them.
+    For more than two sets, pass outputs in fp32, because each merge rounds them.
     """
     lse = torch.logaddexp(lse_a, lse_b)
     finite = lse.masked_fill(lse == -torch.inf, 0.0)  # without -inf, because -inf - -inf is NaN
@@ -419,20 +372,36 @@ def merge(output_a, lse_a, output_b, lse_b):
     return output.to(output_a.dtype), lse
 
 
+def verify(q, k, v, causal, block_size):
+    if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
+        raise ValueError("causal must be True or False; other masks are not supported")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    # [::3] is B and D. v may have another D.
+    if not q.ndim == k.ndim == 4 or q.shape[::3] != k.shape[::3] or k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{shapes}: must be (B, H, S, D), (B, Hkv, Skv, D) and (B, Hkv, Skv, D)")
+    H = q.shape[1]
+    Hkv = k.shape[1]
+    if Hkv == 0 or H % Hkv:
+        raise ValueError(f"q has {H} heads, which is not a multiple of the {Hkv} heads of k and v")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q {q.dtype}, k {k.dtype}, v {v.dtype}: must be one floating-point dtype")
+    if block_size < 1:
+        raise ValueError(f"{block_size=}: must be at least 1")
+
+
 # --------------------------------------------------------------------------------------------------
-# 5. The kernels: section 2 in Triton. Triton runs many instances of a kernel, its programs. Each
-#    program computes the output or dq for one block of queries of one head, or dk and dv for one
-#    block of keys. All values in its loop stay on the chip. No two programs write to the same
-#    place. So the kernels need no atomics, and the results are the same in each run.
+# 4. The kernels: section 2 in Triton. Each of a kernel's programs computes the output or dq for one
+#    block of queries of one head, or dk and dv for one block of keys. All values in its loop stay
+#    on the chip. No two programs write to the same place, so each run gives the same results.
 #
 #    q, k, v and the others are pointers to the first element. b and h are the program's sequence
 #    and head, `bh` numbers the heads of all sequences. HEAD is D rounded up to a power of 2 of at
 #    least 16, as Triton's products need it. The columns from D on are zeros. Scores and m are
 #    multiplied by log2 e, because GPUs compute powers of 2.
 #
-#    Each loop runs over the blocks that need no mask and, with masked = 1, over the others, which
-#    the diagonal or the end of the keys cuts. `edge` is the first key that needs the mask. In
-#    dk_dv_kernel, it is the first query after those that need it.
+#    Each loop runs over the blocks that need no mask and then, with masked = 1, over the others,
+#    which the diagonal or the end of the keys cuts. `edge` is where the second kind begins. In
+#    dk_dv_kernel, it is where that kind ends.
 
 
 def jit(kernel):
@@ -446,19 +415,19 @@ LOWEST = constexpr(-1e38)  # finite, because -inf - -inf is NaN
 
 @jit
 def block_at(
-    x,  # a pointer to a head
+    x,  # a head
     stride,  # from row to row
-    start,  # the block's first row
-    stop,  # the head's end
-    SIZE,  # rows of the block
+    start,  # of the block
+    stop,  # of the head
+    SIZE,  # of the block, in rows
     D,
     HEAD,
 ):
-    """Return pointers to a block of a head, (SIZE, HEAD), and which of them are inside the head."""
+    """Return pointers to a block, (SIZE, HEAD), and which of them are inside the head."""
     rows = tl.arange(0, SIZE)[:, None]
     columns = tl.arange(0, HEAD)[None, :]
     inside = (start + rows < stop) & (columns < D)
-    x += tl.cast(start, tl.int64) * stride  # 32 bits may be too few for this product
+    x += tl.cast(start, tl.int64) * stride  # 32 bits may be too few
     return x + rows * stride + columns, inside
 
 
@@ -472,14 +441,14 @@ def load(
     D,
     HEAD,
 ):
-    """Return a block of a head, (SIZE, HEAD), with zeros outside the head."""
+    """Return a block, with zeros outside the head."""
     pointers, inside = block_at(x, stride, start, stop, SIZE, D, HEAD)
     return tl.load(pointers, mask=inside, other=0.0)
 
 
 @jit
 def store(
-    x,  # a pointer to a head that is contiguous
+    x,  # a head that is contiguous
     block,
     start,
     stop,
@@ -493,28 +462,28 @@ def store(
 
 @jit
 def load_lse(lse, rows, stop):
-    """Return lse times log2 e, for exp2. -inf becomes LOWEST."""
+    """Return lse times log2 e. -inf becomes LOWEST."""
     L = tl.load(lse + rows, mask=rows < stop, other=0.0)
     return tl.maximum(L * LOG2E, LOWEST)
 
 
 @jit
 def dot(a, b):
-    """Return a @ b, summed in fp32. a is cast to the dtype of b. fp32 is not rounded to TF32."""
+    """Return a @ b, summed in fp32 and without TF32. a is cast to the dtype of b."""
     return tl.dot(a.to(b.dtype), b, input_precision="ieee")
 
 
 @jit
 def program_head():
-    """Return this program's sequence, its head, and the number of the head in all sequences."""
-    b = tl.program_id(2).to(tl.int64)  # 32 bits may be too few for offsets
+    """Return b, h and bh."""
+    b = tl.program_id(2).to(tl.int64)  # as above
     h = tl.program_id(1).to(tl.int64)
     return b, h, b * tl.num_programs(1) + h
 
 
 @jit
 def keys_seen(row, S, Skv, CAUSAL):
-    """Return how many keys the query `row` sees. They are the first ones."""
+    """Return how many keys the query `row` sees."""
     seen = Skv
     if CAUSAL:
         seen = tl.minimum(Skv, tl.maximum(0, row + 1 + Skv - S))
@@ -529,17 +498,13 @@ def query_block(
     ROWS,
     COLS,
 ):
-    """Return this program's queries, and the range of keys that they see.
-
-    That is the first query, the numbers of all queries, and how many keys each one sees; then the
-    first key that needs a mask, and the end of the keys that the last query sees.
-    """
+    """Return this program's first query, its queries, how many keys each sees, edge and stop."""
     blocks_after = tl.num_programs(0) - 1 - tl.program_id(0)
-    start = blocks_after * ROWS  # the last block first: with a causal mask it takes longest
+    start = blocks_after * ROWS  # the last block first: it may take longest
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
-    edge = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS  # rounded down to a block
-    stop = keys_seen(start + ROWS - 1, S, Skv, CAUSAL)
+    edge = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS  # of the first query, to whole blocks
+    stop = keys_seen(start + ROWS - 1, S, Skv, CAUSAL)  # of the last query
     return start, rows, seen, edge, stop
 
 
@@ -547,12 +512,12 @@ def query_block(
 def block_scores(
     a,  # q_i, or k_j for the transpose
     b,  # k_j, or q_i
-    cols,  # the numbers of the keys in the block
+    cols,  # the keys in the block
     seen,  # how many keys each query sees
     scale,
-    MASKED,  # whether the block needs a mask
+    MASKED,
 ):
-    """Return the scores of a block times log2 e, for exp2. They are -inf for hidden keys."""
+    """Return the scores of a block times log2 e, -inf for hidden keys."""
     scores = dot(a, tl.trans(b)) * (scale * LOG2E)
     if MASKED:
         scores = tl.where(cols < seen, scores, -float("inf"))
@@ -561,7 +526,6 @@ def block_scores(
 
 @jit
 def add_keys(m, l, O, scores, v_j):
-    """Return m, l and O after one more block of keys."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     correction = tl.exp2(m - m_new)
     exps = tl.exp2(scores - m_new[:, None])
@@ -574,17 +538,16 @@ def add_keys(m, l, O, scores, v_j):
 def forward_kernel(
     q, k, v,  # q is (B, H, S, D), k and v are (B, Hkv, Skv, D). Each row is contiguous
     output, lse,  # (B, H, S, D) and (B, H, S), contiguous
-    q_b, q_h, q_s,  # strides of q: from batch to batch, head to head, row to row
+    q_b, q_h, q_s,  # strides of q
     k_b, k_h, k_s,
     v_b, v_h, v_s,
-    G,  # heads of q that share a head of k and v
+    G,  # H / Hkv
     S, Skv,
     scale,
     CAUSAL: constexpr,
     D: constexpr, HEAD: constexpr,
-    ROWS: constexpr, COLS: constexpr,  # queries in a block, keys in a block
+    ROWS: constexpr, COLS: constexpr,  # queries and keys in a block
 ):  # fmt: skip
-    """The output and lse of loop_forward."""
     b, h, bh = program_head()
     start, rows, seen, edge, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
@@ -612,7 +575,7 @@ def dq_kernel(
     G, S, Skv, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, ROWS: constexpr, COLS: constexpr,
 ):  # fmt: skip
-    """The dq of loop_backward. It also stores delta, (B, H, S), for dk_dv_kernel."""
+    """Store dq, and delta for dk_dv_kernel."""
     b, h, bh = program_head()
     start, rows, seen, edge, stop = query_block(S, Skv, CAUSAL, ROWS, COLS)
     q_i = load(q + b * q_b + h * q_h, q_s, start, S, ROWS, D, HEAD)
@@ -644,7 +607,7 @@ def dk_dv_kernel(
     G, S, Skv, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, COLS: constexpr, ROWS: constexpr,
 ):  # fmt: skip
-    """The dk and dv of loop_backward. It loops over queries. Blocks are (keys, queries)."""
+    """Store dk and dv. The loop runs over queries. Blocks of scores are (keys, queries)."""
     b, h_kv, bh_kv = program_head()
     start = tl.program_id(0) * COLS
     cols = start + tl.arange(0, COLS)
@@ -675,8 +638,8 @@ def dk_dv_kernel(
     store(dv + bh_kv * Skv * D, dv_j, start, Skv, COLS, D, HEAD)
 
 
-# For each kernel, in 16 bits: {largest HEAD: (block, step, num_warps, num_stages)}. A program has a
-# block of `block` rows, and its loop loads `step` rows at a time. `block` of dk_dv_kernel must be a
+# For each kernel, in 16 bits: {largest HEAD: (block, step, num_warps, num_stages)}. A program has
+# `block` rows, and its loop loads `step` rows at a time. dk_dv_kernel needs a `block` that is a
 # multiple of `step`. All programs fit into 99 KB of shared memory.
 BLOCKS = {
     forward_kernel: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
@@ -689,18 +652,17 @@ BLOCKS_IN_FP32 = (32, 32, 8, 2)
 def launch(
     kernel,
     blocked,
-    tensors,
     causal,
     scale,
+    *tensors,
 ):
-    """Run a program for each block of rows of `blocked`, which is q or k."""
+    """Run a program for each block of `blocked`, which is q or k."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in tensors[:3])
     H, S, D = q.shape[1:]
     Hkv, Skv = k.shape[1:3]
     head_size = max(16, triton.next_power_of_2(D))
-    blocks = BLOCKS[kernel][max(64, head_size)]
-    if q.dtype == torch.float32:
-        blocks = BLOCKS_IN_FP32
+    in_16_bits = BLOCKS[kernel][max(64, head_size)]
+    blocks = BLOCKS_IN_FP32 if q.dtype == torch.float32 else in_16_bits
     block, step, num_warps, num_stages = blocks
     batch, heads, num_rows = blocked.shape[:3]
     grid = (triton.cdiv(num_rows, block), heads, batch)
@@ -711,7 +673,7 @@ def launch(
             H // Hkv,
             S, Skv,
             float(scale),
-            bool(causal),
+            causal,
             D, head_size,
             block, step,
             num_warps=num_warps,
@@ -723,8 +685,7 @@ def launch(
 def triton_forward(q, k, v, causal, scale):
     output = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    tensors = (q, k, v, output, lse)
-    launch(forward_kernel, q, tensors, causal, scale)
+    launch(forward_kernel, q, causal, scale, q, k, v, output, lse)
     return output, lse
 
 
@@ -741,27 +702,25 @@ def triton_backward(
     dO, O, L = (x.contiguous() for x in (grad_output, output, lse))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     delta = torch.empty_like(L)
-    tensors = (q, k, v, dO, O, L, delta, dq)
-    launch(dq_kernel, q, tensors, causal, scale)
-    tensors = (q, k, v, dO, L, delta, dk, dv)
-    launch(dk_dv_kernel, k, tensors, causal, scale)
+    launch(dq_kernel, q, causal, scale, q, k, v, dO, O, L, delta, dq)
+    launch(dk_dv_kernel, k, causal, scale, q, k, v, dO, L, delta, dk, dv)
     return dq, dk, dv
 
 
 def runs_kernels(kernel, q, v, dropout):
-    """Return whether to run the kernels. Raise ValueError if they are requested and cannot run."""
-    if kernel not in (None, "triton", "torch"):
-        raise ValueError(f'{kernel=}: must be "triton", "torch" or None')
-    if kernel == "torch" or (kernel is None and not q.is_cuda):
+    """Return whether to run the kernels."""
+    if kernel == "torch":
         return False
     obstacle = obstacle_to_kernels(q, v, dropout)
-    if kernel == "triton" and obstacle:
-        raise ValueError(f'kernel="triton": {obstacle}, or use kernel="torch"')
-    return obstacle is None
+    if kernel is None:
+        return q.is_cuda and obstacle is None
+    if obstacle:
+        raise ValueError(f'{kernel=}: {obstacle}, or use kernel="torch"')
+    return True
 
 
 def obstacle_to_kernels(q, v, dropout):
-    """Return why the kernels cannot run and what to do instead, or None."""
+    """Return why the kernels cannot run, or None."""
     if triton is None:
         return "Triton is missing; pip install triton"
     if not q.is_cuda and not INTERPRETED:
@@ -774,13 +733,8 @@ def obstacle_to_kernels(q, v, dropout):
         return f"the kernels have no {q.dtype}; use float32"
     if INTERPRETED and q.dtype == torch.bfloat16:
         return "Triton's interpreter gives wrong results for bfloat16; use float32"
-    if max(q.shape[:2]) > 65535:  # the limit of CUDA's grids
-        return "the kernels take at most 65535 sequences and heads; split the batch"
     if not q.shape[3] == v.shape[3] <= 128:
-        return (
-            f"the kernels need one head size of at most 128, q has {q.shape[3]} "
-            f"and v has {v.shape[3]}; split the heads"
-        )
+        return f"the kernels need one head size of at most 128, not {q.shape[3]} and {v.shape[3]}"
     return None
 
 
