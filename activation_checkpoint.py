@@ -119,7 +119,7 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
     preserve_rng_state: if False, the second run draws other random numbers.
     policy(operator, *args, **kwargs): called for each ATen operator inside the function, except
         views, casts and changes in place. If it returns True, the operator's output is kept and not
-        recomputed (section 3), unless a collective gets it.
+        recomputed (section 3), unless it changes in place or a collective gets it.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -130,11 +130,11 @@ def checkpoint(function, *args, preserve_rng_state=True, policy=None, **kwargs):
 
 
 class SaveInput(torch.autograd.Function):
-    """A node of the graph whose only purpose is to save an input of the function.
+    """A node of the graph that saves an input of the function.
 
-    A plain reference to the input would miss two things. Autograd raises an error if a saved tensor
-    was changed in place. And inside another checkpoint, the outer checkpoint's hook applies to
-    saved tensors, so this input is freed too.
+    With a plain reference to the input, a change in place would be silent: autograd raises an error
+    for saved tensors only. And inside another checkpoint, this input would not be freed: the outer
+    checkpoint's hook applies to saved tensors only.
     """
 
     @staticmethod
@@ -144,13 +144,13 @@ class SaveInput(torch.autograd.Function):
 
 
 def save_input(tensor):
-    """Return an empty tensor. Its grad_fn is a SaveInput node, which has saved `tensor`."""
-    dummy = torch.empty(0, requires_grad=True)  # makes a node even if `tensor` needs no gradient
-    return SaveInput.apply(dummy, tensor)
+    """Return an empty tensor, whose grad_fn has saved `tensor`."""
+    # The empty tensor makes a node even if `tensor` needs no gradient.
+    return SaveInput.apply(torch.empty(0, requires_grad=True), tensor)
 
 
 def saved_input(saved):
-    """Return the tensor that save_input got. `saved` is what save_input returned."""
+    """The inverse of save_input."""
     return saved.grad_fn.saved_tensors[0]
 
 
@@ -161,7 +161,11 @@ class Segment:
         self.function = function
         self.saved_inputs = tree_map_only(torch.Tensor, save_input, inputs)  # (args, kwargs)
         self.random_states = random_states() if preserve_rng_state else []  # when forward began
-        self.autocasts = current_autocasts()
+        device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        self.autocasts = [  # contexts that restore the state of torch.autocast
+            torch.autocast(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
+            for each in device_types
+        ]
         self.modes = _get_current_function_mode_stack()  # such as amp.py's autocast
         self.kinds = []  # shape, dtype and device of each tensor that forward saved
         self.recomputed = {}  # number -> tensor of the second run, until backward uses it
@@ -179,13 +183,23 @@ class Segment:
         return self.recomputed.pop(number)
 
     def recompute(self):
-        """Run the function again, until it has saved as many tensors as in forward."""
+        """Run the function as in forward, until it has saved as many tensors as then."""
         self.recomputed = {}
         args, kwargs = tree_map_only(torch.Tensor, saved_input, self.saved_inputs)
+        active = _get_current_function_mode_stack()
+        contexts = [torch.enable_grad(), *self.autocasts]
+        contexts += [mode for mode in self.modes if mode not in active]
+        if self.kept:
+            contexts.append(Keep(None, self.kept))
         # The second hook is called only if the function itself computes gradients.
-        hooks = saved_tensors_hooks(self.pack_again, lambda tensor: tensor)
-        with self.as_in_forward(), hooks, suppress(Complete):
+        contexts.append(saved_tensors_hooks(self.pack_again, lambda tensor: tensor))
+        states = random_states()
+        set_random_states(self.random_states)
+        with suppress(Complete), ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
             self.function(*args, **kwargs)
+        set_random_states(states)
         kinds = [kind_of(tensor) for tensor in self.recomputed.values()]
         if kinds != self.kinds:
             raise RuntimeError(
@@ -203,23 +217,6 @@ class Segment:
             raise Complete
         return tensor
 
-    @contextmanager
-    def as_in_forward(self):
-        """Autograd, autocast, kept outputs and random numbers as when forward began."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            for autocast in self.autocasts:
-                stack.enter_context(autocast)
-            for mode in self.modes:
-                if mode not in _get_current_function_mode_stack():
-                    stack.enter_context(mode)
-            if self.kept:
-                stack.enter_context(Keep(None, self.kept))
-            # On exit, the generators get back the states that they have now.
-            stack.callback(set_random_states, random_states())
-            set_random_states(self.random_states)
-            yield
-
 
 class Complete(BaseException):
     """Ends the second run. It is not an Exception, because the function might catch those."""
@@ -229,21 +226,12 @@ def kind_of(tensor):
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def current_autocasts():
-    """Return a context for each device type that restores the state of torch.autocast."""
-    device_types = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    return [
-        torch.autocast(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
-        for each in device_types
-    ]
-
-
 # --------------------------------------------------------------------------------------------------
 # 3. Selective checkpointing: keep the outputs that take long to compute and are small.
 
 
 class Keep(TorchDispatchMode):
-    """A mode that sees each operator. Forward and the second run use it in different ways.
+    """A mode that sees each operator.
 
     In forward, it puts the outputs that the policy chooses into `kept`. In the second run, `policy`
     is None. An operator whose output is in `kept` does not run: the mode returns that output.
@@ -259,54 +247,46 @@ class Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._unsafe_view.default:  # a part of matmul
-            # A view also shares the version counter, by which versions_of() finds changes in place.
-            with shared_versions():
+            with shared_versions():  # otherwise a change in place of the view would go unnoticed
                 return args[0].view(args[1])
-        # Views and changes in place always run: they are never kept. So do collectives, which
-        # write into their arguments. So do casts: autocast casts a weight once, and forward may
-        # skip a cast that the second run makes.
-        is_cast = func is torch.ops.aten._to_copy.default
         if func.namespace == "c10d":
             self.forget(args)
-        if shares_memory(func) or func.namespace == "c10d" or is_cast:
+            return func(*args, **kwargs)
+        # Views and changes in place always run. So do casts, because autocast casts a weight once:
+        # forward may skip a cast that the second run makes.
+        if shares_memory(func) or func is torch.ops.aten._to_copy.default:
             return func(*args, **kwargs)
         self.calls[func] += 1
         call = func, self.calls[func]
         if call in self.kept:
             outputs, versions, states = self.kept[call]
-            if versions != versions_of(outputs):
-                raise RuntimeError(
-                    f"checkpoint: an output of {func} that the policy keeps was changed in place; "
-                    "change a clone of it"
-                )
-            set_random_states(states)  # the next dropout draws the same numbers as in forward
-            return detached(outputs)
+            if versions == versions_of(outputs):  # else it was changed in place: compute it again
+                set_random_states(states)  # as the call left them, for the next dropout
+                return detached(outputs)
         outputs = func(*args, **kwargs)
         if self.policy and self.policy(func, *args, **kwargs):
-            # The second run skips this call, so it must set the generators as the call left them.
-            states = random_states() if torch.Tag.nondeterministic_seeded in func.tags else []
-            self.kept[call] = detached(outputs), versions_of(outputs), states
+            self.kept[call] = detached(outputs), versions_of(outputs), random_states()
         return outputs
 
     def forget(self, arguments):
-        """Keep nothing that a collective may write into, because it raises no version."""
-        written = set(storages_of(arguments))
+        """Keep no argument of a collective, which may write into it without a new version."""
+        written = storages_of(arguments)
         for call, (outputs, *_) in list(self.kept.items()):
-            if written.intersection(storages_of(outputs)):
+            if written & storages_of(outputs):
                 del self.kept[call]  # the second run computes it
 
 
-def storages_of(tensors):
-    leaves = filter(torch.is_tensor, tree_leaves(tensors))
-    return [tensor.untyped_storage().data_ptr() for tensor in leaves]
+def storages_of(values):
+    tensors = filter(torch.is_tensor, tree_leaves(values))
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def versions_of(outputs):
-    return [each._version for each in tree_leaves(outputs) if torch.is_tensor(each)]
+    return [tensor._version for tensor in filter(torch.is_tensor, tree_leaves(outputs))]
 
 
 def detached(outputs):
-    """Return the outputs without a graph. A graph refers to `kept`: neither would ever be freed.
+    """Return the outputs without a graph, which refers to `kept`: neither would ever be freed.
 
     They share the outputs' version counters, which count changes in place.
     """
