@@ -1,16 +1,13 @@
 """Mistakes in computing activations again, and the claim that catches each."""
 
 import itertools
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 
-def plain_checkpoint(
-    function, *args, same_random=True, fork=True, autocast_dtype=torch.bfloat16, **kwargs
-):
+def plain_checkpoint(function, *args, same_random=True, autocast_dtype=torch.bfloat16, **kwargs):
     """Right, but it compares nothing: neither what is saved nor the versions of its inputs."""
     random_state = torch.get_rng_state()
     had_autocast = torch.is_autocast_enabled("cpu")
@@ -27,7 +24,7 @@ def plain_checkpoint(
         number, dtype = remembered
         if not saved:
             autocast = torch.autocast("cpu", autocast_dtype, had_autocast)
-            with torch.random.fork_rng() if fork else nullcontext(), autocast, torch.enable_grad():
+            with torch.random.fork_rng(), autocast, torch.enable_grad():
                 if same_random:
                     torch.set_rng_state(random_state)
                 with saved_tensors_hooks(save, lambda tensor: tensor):
@@ -45,7 +42,6 @@ def keeps_everything(function, *args, **kwargs):
 
 
 draws_anew = partial(plain_checkpoint, same_random=False)
-leaves_its_random_state = partial(plain_checkpoint, fork=False)
 forgets_autocasts_dtype = partial(plain_checkpoint, autocast_dtype=torch.float16)
 
 
@@ -73,7 +69,6 @@ def without_parameters(function, *args):
 MISTAKES = {
     "activation-checkpoint": {
         "draws_anew": "random_numbers",
-        "leaves_its_random_state": "random_numbers",
         "forgets_autocasts_dtype": "autocast_again",
         "without_parameters": "recomputed",
         "keeps_everything": "forgotten",
