@@ -450,11 +450,6 @@ class Plan:
     def seconds(self):
         return sum(self.times.values())
 
-    @property
-    def bound(self):
-        """The part of the step that takes longest."""
-        return max(self.times, key=self.times.get)
-
 
 def states_of(model, plan):
     """Return (parameters, gradients, optimizer), bytes on the fullest rank."""
@@ -469,7 +464,7 @@ def states_of(model, plan):
     # rank has all of the state of its own E/ep experts. The smaller number is the right one.
     split = model_states(with_all_experts, ranks, plan.technique, mixed)
     unsplit = model_states(with_own_experts, 1, "ddp", mixed)
-    return [min(pair) for pair in zip(split, unsplit, strict=True)]
+    return list(map(min, split, unsplit))
 
 
 def footprint(model, plan):
@@ -573,9 +568,8 @@ def time_to_hide(plan, compute):
     """
     if plan.stage == 3:
         return compute
-    if plan.stage == 2:
-        return 2 / 3 * compute
-    return 2 / 3 * compute / plan.accumulation
+    backward = 2 / 3 * compute
+    return backward if plan.stage == 2 else backward / plan.accumulation
 
 
 # --------------------------------------------------------------------------------------------------
@@ -598,7 +592,6 @@ def rules(model, gpus, micro_batch, gpus_per_node=8):
     cp = math.gcd(gpus, gpus_per_node)
     ep = math.gcd(gpus, model.experts)
     accumulated = {"micro_batch": 1, "accumulation": micro_batch}
-    offload = {"technique": "zero2+offload"}
     tensor = {"tp": tp, "dp": gpus // tp, "sequence_parallel": tp > 1}
     # dp is smaller, so the same batch takes more micro-batches. 1F1B keeps up to pp of them.
     pipeline = {"pp": pp, "dp": gpus // pp, "accumulation": micro_batch * pp}
@@ -609,7 +602,7 @@ def rules(model, gpus, micro_batch, gpus_per_node=8):
         Rule("micro-batch 1, accumulated", "activations do not fit", accumulated),
         Rule("zero1", "the optimizer does not fit", {"technique": "zero1"}),
         Rule("zero2", "gradients do not fit", {"technique": "zero2"}),
-        Rule("zero2+offload", "the host has memory to spare", offload, False),
+        Rule("zero2+offload", "the host has memory", {"technique": "zero2+offload"}, False),
         Rule("zero3, FSDP", "parameters do not fit", {"technique": "zero3"}),
         Rule("full recomputation", "activations do not fit", {"recompute": "full"}),
         Rule("LoRA, r = 8", "fine-tuning is enough", {"technique": "lora"}, False),
@@ -669,10 +662,10 @@ def plans_to_try(model, gpus, techniques, gpus_per_node):
             if tp * pp > 1 and "lora" in technique:
                 continue  # lora_states() does not know tp and pp
             for recompute in ("none", "full"):
-                how = {"recompute": recompute, "sequence_parallel": sequence_parallel}
-                yield Plan(dp, tp, pp, technique, cp=cp, **how)
+                plan = Plan(dp, tp, pp, technique, 1, 1, recompute, sequence_parallel, cp=cp)
+                yield plan
                 if technique == "zero3" and nodes > 1 and left == gpus_per_node % tp == 0:
-                    yield Plan(dp, tp, pp, technique, cp=cp, copies=nodes, **how)
+                    yield replace(plan, copies=nodes)
 
 
 def fastest(model, plan, memory, batch, machine):
@@ -686,10 +679,9 @@ def fastest(model, plan, memory, batch, machine):
         accumulation, left = divmod(batch, plan.dp * micro_batch)
         if left == 0:
             sized = replace(plan, micro_batch=micro_batch, accumulation=accumulation)
-            parts = footprint(model, sized)
-            if sum(parts.values()) <= USABLE * memory:
-                times = step_times(model, sized, machine)
-                fitting.append(replace(sized, parts=parts, times=times))
+            sized = replace(sized, parts=footprint(model, sized))
+            if sized.memory <= USABLE * memory:
+                fitting.append(replace(sized, times=step_times(model, sized, machine)))
     return min(fitting, key=lambda plan: plan.seconds, default=None)
 
 
@@ -945,7 +937,8 @@ def report(flags):
         page = {"model": asdict(model), "parameters": psi, "gpus": gpus, "days": days}
         page |= {"techniques": techniques, "savings": saved, "plans": []}
         for plan in plans:
-            sums = {"memory": plan.memory, "seconds": plan.seconds, "bound": plan.bound}
+            bound = max(plan.times, key=plan.times.get)  # the part of the step that takes longest
+            sums = {"memory": plan.memory, "seconds": plan.seconds, "bound": bound}
             page["plans"].append(asdict(plan) | sums)
         page["sites"] = between_two_sites(psi, plans[0]) if plans else {}
         print(json.dumps(page))

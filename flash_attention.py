@@ -30,8 +30,8 @@ Read section 1 for the idea (8 minutes), to section 2 for the technique (25), an
 as a library (55).
 
 Section 2 is a loop in PyTorch, for any device and dtype. Section 4 is the same loop as kernels in
-Triton, for GPUs. The tests run the kernels in Triton's interpreter on a CPU, and compile them for
-an H100. They have not run on a GPU, where the demo compares their errors with PyTorch's.
+Triton, for GPUs. Tests run them in Triton's interpreter, and compile them for an H100. They have
+not run on a GPU.
 
 Run:      torchrun --nproc-per-node 2 flash_attention.py          (or without torchrun)
 Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867: online softmax;
@@ -94,7 +94,7 @@ def softmax_scale(q, scale):
 
 
 def hidden_keys(scores, first_sees):
-    """Return the causal mask, True for hidden keys. Query i sees `first_sees` + i keys."""
+    """Return the mask, True for hidden keys. Query i sees the first `first_sees` + i keys."""
     return scores.new_ones(scores.shape[2:], dtype=torch.bool).triu(first_sees)
 
 
@@ -150,7 +150,7 @@ def loop_forward(
             exps = scores.sub_(m_new).exp_()
             l = l * correction + exps.sum(-1, keepdim=True)
             if dropout:  # after l, because the softmax counts the dropped keys too
-                exps = exps * dropout.mask(exps, rows, cols)
+                exps = exps * dropout.mask(exps, rows, cols)  # backward has the same mask
             O = O * correction + exps @ v[:, :, cols]
             m = m_new
         output[:, :, rows] = O / l.clamp(min=1.0)  # l is 0 if no key is seen, else 1 or more
@@ -171,13 +171,13 @@ def loop_backward(
     block_size,
 ):
     q = q * scale
-    delta = (dO * output).sum(-1)  # Σ P ∘ dP, because output = P v and dP = dO vᵀ (the papers' D)
+    delta = (dO * output).sum(-1)  # Σ P ∘ dP over all keys, because output = P v and dP = dO vᵀ
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
     for rows, key_blocks in tiles(q, k, causal, block_size):
         dO_i = dO[:, :, rows]
-        L_i = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # not -inf
+        L_i = lse[:, :, rows, None].clamp(min=torch.finfo(lse.dtype).min)  # or P is NaN
         delta_i = delta[:, :, rows, None]
         for cols in key_blocks:
             scores = masked_scores(q, k, rows, cols, causal)
@@ -188,7 +188,7 @@ def loop_backward(
                 mask = dropout.mask(P, rows, cols)
                 P_dropped = P * mask
                 dP = dP * mask
-            dS = dP.sub_(delta_i).mul_(P)  # the derivative of the softmax
+            dS = dP.sub_(delta_i).mul_(P)  # the derivative of the softmax, P ∘ (dP - Σ P ∘ dP)
             dq[:, :, rows] += dS @ k[:, :, cols]
             dk[:, :, cols] += dS.mT @ q[:, :, rows]  # q is scaled already
             dv[:, :, cols] += P_dropped.mT @ dO_i
@@ -196,7 +196,7 @@ def loop_backward(
 
 
 def tiles(q, k, causal, block_size):
-    """Yield slices: each block of queries, and a list of the blocks of keys that it sees."""
+    """Yield slices: each block of queries, and a list, maybe empty, of the keys that it sees."""
     S = q.shape[2]
     Skv = k.shape[2]
     for rows in slices(S, block_size):
@@ -219,10 +219,10 @@ def masked_scores(q, k, rows, cols, causal):
 
 
 class FlashAttention(torch.autograd.Function):
-    """flash_forward and flash_backward (section 3) run the loop, or kernels on a GPU."""
+    """flash_forward and flash_backward (section 3) run the loop or, on a GPU, kernels."""
 
     @staticmethod
-    def forward(ctx, q, k, v, *options):
+    def forward(ctx, q, k, v, *options):  # causal, scale, dropout, block_size, kernel
         output, lse = flash_forward(q, k, v, *options)
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.options = options
@@ -252,7 +252,7 @@ def flash_attention(
 ):
     """Return softmax(scale · q kᵀ) v for q (B, H, S, D), k and v (B, Hkv, Skv, D): (B, H, S, D).
 
-    H is a multiple of Hkv: each head of k and v serves H / Hkv consecutive heads of q.
+    Each head of k and v serves H / Hkv consecutive heads of q.
     causal: query i sees the keys 0 to i + Skv - S, so the last query sees all keys. If a query sees
         no key, its output and gradients are zero.
     scale: 1/√D if None.
@@ -306,8 +306,8 @@ def flash_backward(
 ):
     """Return the gradients of q, k and v. The options must be flash_forward's, Dropout included.
 
-    If the keys are in parts, call this for each part, with the `output` and `lse` over all keys.
-    The gradient of q is the sum over the parts.
+    If the keys are in parts, call this for each part, with its own `causal`, and with the `output`
+    and `lse` over all keys. The gradient of q is the sum over the parts.
     """
     scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
@@ -320,7 +320,7 @@ def flash_backward(
 def run_loop(loop, tensors, *options):
     """Call the loop with tensors in fp32 or float64, with as many heads of k and v as of q.
 
-    PyTorch's autocast and that of amp.py do not apply, because they would compute in 16 bits.
+    PyTorch's and amp.py's autocast do not apply, because they would compute in 16 bits.
     """
     like = tensors[0]  # q, or the gradient of the output
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -353,7 +353,7 @@ class Dropout:
 
     def mask(self, weights, rows, cols):
         """Return 0 or 1 / (1 - p) for each weight of a block."""
-        seed = hash((self.seed, rows.start, cols.start))  # the same in forward and backward
+        seed = hash((self.seed, rows.start, cols.start))
         self.generator.manual_seed(seed)
         kept = torch.empty_like(weights).bernoulli_(self.kept_share, generator=self.generator)
         return kept / self.kept_share
@@ -399,9 +399,9 @@ def verify(q, k, v, causal, block_size):
 #    least 16, as Triton's products need it. The columns from D on are zeros. Scores and m are
 #    multiplied by log2 e, because GPUs compute powers of 2.
 #
-#    Each loop runs over the blocks that need no mask and then, with masked = 1, over the others,
-#    which the diagonal or the end of the keys cuts. `edge` is where the second kind begins. In
-#    dk_dv_kernel, it is where that kind ends.
+#    Each loop runs to `edge` without a mask and then, with masked = 1, over the blocks that the
+#    diagonal or the end of the keys cuts. In dk_dv_kernel, the masked blocks end at `edge`. After
+#    the last query, q, dO, L and delta are zeros, so they add nothing.
 
 
 def jit(kernel):
@@ -476,7 +476,7 @@ def dot(a, b):
 @jit
 def program_head():
     """Return b, h and bh."""
-    b = tl.program_id(2).to(tl.int64)  # as above
+    b = tl.program_id(2).to(tl.int64)  # 32 bits may be too few
     h = tl.program_id(1).to(tl.int64)
     return b, h, b * tl.num_programs(1) + h
 
@@ -500,7 +500,7 @@ def query_block(
 ):
     """Return this program's first query, its queries, how many keys each sees, edge and stop."""
     blocks_after = tl.num_programs(0) - 1 - tl.program_id(0)
-    start = blocks_after * ROWS  # the last block first: it may take longest
+    start = blocks_after * ROWS  # the last block runs first, because it may take longest
     rows = start + tl.arange(0, ROWS)
     seen = keys_seen(rows[:, None], S, Skv, CAUSAL)
     edge = keys_seen(start, S, Skv, CAUSAL) // COLS * COLS  # of the first query, to whole blocks
@@ -615,8 +615,8 @@ def dk_dv_kernel(
     v_j = load(v + b * v_b + h_kv * v_h, v_s, start, Skv, COLS, D, HEAD)
     dk_j = tl.zeros([COLS, HEAD], tl.float32)
     dv_j = tl.zeros([COLS, HEAD], tl.float32)
-    begin = tl.maximum(0, start + S - Skv) if CAUSAL else 0  # first query that sees a key
-    edge = tl.minimum(S, begin + COLS) if CAUSAL else 0  # from here on, queries see all these keys
+    begin = tl.maximum(0, start + S - Skv) if CAUSAL else 0  # first query that sees key `start`
+    edge = tl.minimum(S, begin + COLS) if CAUSAL else 0  # from here on, queries see the block
     for g in range(G):
         bh = bh_kv * G + g
         q_head = q + b * q_b + (h_kv * G + g) * q_h
@@ -634,6 +634,7 @@ def dk_dv_kernel(
                 dS = P * (dP - delta_i[None, :])
                 dv_j += dot(P, dO_i)
                 dk_j += dot(dS, q_i)
+    # q is not scaled here. Keys after Skv are not stored.
     store(dk + bh_kv * Skv * D, dk_j * scale, start, Skv, COLS, D, HEAD)
     store(dv + bh_kv * Skv * D, dv_j, start, Skv, COLS, D, HEAD)
 
@@ -661,7 +662,7 @@ def launch(
     H, S, D = q.shape[1:]
     Hkv, Skv = k.shape[1:3]
     head_size = max(16, triton.next_power_of_2(D))
-    in_16_bits = BLOCKS[kernel][max(64, head_size)]
+    in_16_bits = BLOCKS[kernel][max(64, head_size)]  # smaller heads as 64
     blocks = BLOCKS_IN_FP32 if q.dtype == torch.float32 else in_16_bits
     block, step, num_warps, num_stages = blocks
     batch, heads, num_rows = blocked.shape[:3]
