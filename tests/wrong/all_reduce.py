@@ -42,13 +42,6 @@ def ring_off_by_one(tensor):
     tensor.copy_(torch.cat(parts)[: tensor.numel()].view_as(tensor))
 
 
-def never_folds_in(tensor):
-    """Recursive doubling among the first two of three ranks. The third adds nothing."""
-    everyone = gathered(tensor)
-    power_of_two = 1 << (len(everyone).bit_length() - 1)
-    tensor.copy_(sum(everyone[:power_of_two]))
-
-
 in_flight = []  # without its handle a message might not arrive at all
 
 
@@ -75,7 +68,6 @@ def whole_world(tensor, process_group=None):
 MISTAKES = {
     "all-reduce": {
         "ring_off_by_one": "summed",
-        "never_folds_in": "summed",
         "own_first": "same_bits",
         "leaves_before_it_is_sent": "reused",
         "forgets_the_strides": "strided",
