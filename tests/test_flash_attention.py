@@ -298,6 +298,7 @@ def test_on_a_gpu_the_kernels_run():
 
 
 REFUSED = {
+    "3 heads, .* the 2 heads": {"q": torch.ones(2, 3, 7, 4)},
     r"q \(1, 2, 7, 4\)": {"q": X[:1]},
     "causal must be True or False": {"causal": None},  # PyTorch's fourth argument is a mask
     "block_size=-1": {"block_size": -1},
