@@ -607,7 +607,7 @@ def dk_dv_kernel(
     G, S, Skv, scale,
     CAUSAL: constexpr, D: constexpr, HEAD: constexpr, COLS: constexpr, ROWS: constexpr,
 ):  # fmt: skip
-    """Store dk and dv. The loop runs over queries. Blocks of scores are (keys, queries)."""
+    """Store dk and dv. The loop runs over queries. Scores are (keys, queries). q is not scaled."""
     b, h_kv, bh_kv = program_head()
     start = tl.program_id(0) * COLS
     cols = start + tl.arange(0, COLS)
@@ -634,7 +634,6 @@ def dk_dv_kernel(
                 dS = P * (dP - delta_i[None, :])
                 dv_j += dot(P, dO_i)
                 dk_j += dot(dS, q_i)
-    # q is not scaled here. Keys after Skv are not stored.
     store(dk + bh_kv * Skv * D, dk_j * scale, start, Skv, COLS, D, HEAD)
     store(dv + bh_kv * Skv * D, dv_j, start, Skv, COLS, D, HEAD)
 

@@ -236,7 +236,9 @@ def body_any_sizes(sizes, causal, scale, dtype):
     ours = partial(flash.flash_attention, kernel="triton")
     found = output_and_gradients(ours, *inputs, **options)
     expected = output_and_gradients(dense_attention, *wide, **options)
-    tolerance = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    tolerance = 1e-5
+    if dtype == torch.float16:
+        tolerance = 8 * torch.finfo(dtype).eps
     assert {x.dtype for x in found} == {dtype}
     found = [x.double() for x in found]
     assert_all_close(found, expected, tolerance * max(1, scale or 1))
@@ -294,7 +296,8 @@ def test_kernels_compile_for_an_h100_and_fit_into_the_shared_memory_of_smaller_g
 @pytest.mark.skipif(environment.DEVICE_TYPE == "cpu", reason="needs --device cuda")
 @pool.on(1)
 def test_on_a_gpu_the_kernels_run():
-    assert flash.runs_kernels(None, X.cuda(), X.cuda(), None)
+    q = X.cuda()
+    assert flash.runs_kernels(None, q, q, None)
 
 
 REFUSED = {
