@@ -1,59 +1,58 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through them.
 
-A model that is cut into p stages takes 1/p of the memory on each rank, but a stage must wait for
-the one before it. So the batch is cut into m micro-batches: while rank 1 works on the first one,
-rank 0 works on the second. A rank runs the forward of its stage on each micro-batch, and sends the
-output on. When the gradient of that output has come back, it runs the backward, and sends the
-gradient of its input back.
+With p stages, each rank holds 1/p of the model, but a stage must wait for the one before it. So the
+batch is cut into m micro-batches: while rank 1 works on the first one, rank 0 works on the second.
+A forward sends its output on. When the gradient of that output has come back, the backward sends
+the gradient of the stage's input back.
 
-A schedule is the order in which a rank does this. Here p = 3, m = 4, and time runs from left to
-right. F2 is the forward of micro-batch 2. B2 is its backward, which takes about two forwards:
+A schedule is the order in which a rank does this. Here p = 3 and m = 4. F2 is the forward of
+micro-batch 2. B2 is its backward, which takes about two forwards:
 
     GPipe: all forwards, then all backwards         1F1B: each backward as soon as it can run
     rank 0  F0F1F2F3            B0..B1..B2..B3..    F0F1F2        B0..F3B1..  B2..  B3..
     rank 1    F0F1F2F3      B0..B1..B2..B3..          F0F1    B0..F2B1..F3B2..  B3..
     rank 2      F0F1F2F3B0..B1..B2..B3..                F0B0..F1B1..F2B2..F3B3..
 
-The bubble is the share of all ranks' time that is blank. 1F1B has the bubble of GPipe, but keeps
-the activations of at most p micro-batches, not of m. Three more schedules:
+The bubble is the blank share of all ranks' time. 1F1B has GPipe's bubble, but keeps activations of
+at most p micro-batches. Three more schedules:
 
-    naive              One micro-batch goes through all stages and back, then the next.
-    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. So filling and
-                       draining the pipeline takes 1/v of the time.
+    naive              One micro-batch goes through all stages and back, then another.
+    interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. So filling the
+                       pipeline takes 1/v of the time.
     zero_bubble        B is split into W, the gradients of linear layers' weights, and I, all other
-                       gradients. The previous rank waits only for I, so W can run in the bubble:
+                       others. The previous rank waits only for I, so W can run in the bubble:
 
                        F0F1F2    I0W0F3I1W1I2W2I3W3
                          F0F1  I0F2I1W0F3I2W1I3W2W3
                            F0I0F1I1F2I2W0F3I3W1W2W3
 
-Cost per rank; Ψ parameters; a micro-batch has b samples of s tokens of h features:
+A rank holds Ψ/p of Ψ parameters. If micro-batches have b samples of s tokens of h features, an
+inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh), and ranks 0 and p-1 m·bsh less.
 
-                       parameters   bubble             micro-batches     elements sent by
-                                                       kept on rank 0    an inner rank per step
-    naive              Ψ/p          1 - 1/p            1                 2·m·bsh
-    gpipe              Ψ/p          (p-1)/(m+p-1)      m                 2·m·bsh
-    1f1b               Ψ/p          (p-1)/(m+p-1)      min(p, m)         2·m·bsh
-    interleaved_1f1b   Ψ/p          (p-1)/(vm+p-1) *   more than 1f1b    2·v·m·bsh
-    zero_bubble        Ψ/p          (p-1)/(3m+p-1) **  min(p, m)         2·m·bsh
+                       bubble              micro-batches kept on rank 0
+    naive              1 - 1/p             1
+    gpipe              (p-1)/(m+p-1)       m
+    1f1b               (p-1)/(m+p-1)       min(p, m)
+    interleaved_1f1b   (p-1)/(vm+p-1)      more than 1f1b
+    zero_bubble        (p-1)/(3m+p-1)      min(p, m)
 
-    * if m ≥ p   ** if m ≥ p, and F, I and W take equally long. Ranks 0 and p-1 send m·bsh less.
+The last two are for m ≥ p, and zero_bubble's if F, I and W take equally long.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (47), and the rest to use
 it as a library (64).
 
-Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble    (or: python pipeline.py)
+Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
           --idea trains with section 1 alone: --schedule gpipe or 1f1b
-Papers:   GPipe, arXiv 1811.06965; 1F1B and interleaved 1F1B, 2104.04473; zero bubble, 2401.10241
-Mirrors:  torch.distributed.pipelining, and reads and writes its CSV files of schedules
-Left out: Tied parameters, clipping and means over unmasked tokens: see parallel_3d.py. The outputs
-          of the last stage. Other shapes or dtypes in later steps. Some layers under zero_bubble:
-          see can_wait(). After an error on one rank the others wait for torchrun to end them.
+Papers:   GPipe, arXiv 1811.06965; interleaved 1F1B, 2104.04473; zero bubble, 2401.10241
+Mirrors:  torch.distributed.pipelining, and its CSV files of schedules
+Left out: tied parameters, clipping, means over unmasked tokens (see parallel_3d.py); other shapes
+          in later steps; W for some layers (see can_wait())
 """
 
 import argparse
 import collections
 import copy
+import graphlib
 import itertools
 import json
 import os
@@ -98,13 +97,13 @@ def transfer(operation, tensor, peer, group):
 def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_group=None):
     """Forward and backward of micro_batches, a list of (input, target) of the same size.
 
-    All stages but the first take inputs like example_input. Return the mean loss on the last rank.
+    Later stages take inputs like example_input. Return the mean loss on the last rank.
     """
     m = len(micro_batches)
     rank = dist.get_rank(process_group)
     last = dist.get_world_size(process_group) - 1
     # A turn is the forward of micro-batch `turn` and the backward of `turn - first_backward`. 1F1B:
-    # while micro-batch 0 visits the `last - rank` later ranks, run one forward for each.
+    # run a forward for each later rank, while micro-batch 0 visits them.
     first_backward = {"gpipe": m, "1f1b": last - rank}[name]
     saved = collections.deque()  # (input, output) of each micro-batch that awaits its backward
     losses = []
@@ -121,8 +120,8 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
             saved.append((x, y))
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # Receive before you send y: in 1F1B, the next rank sends this gradient before it takes
-            # y. The last rank keeps the ones, which are the gradient of the loss.
+            # Receive before you send y: in 1F1B, the next rank sends this before it takes y. The
+            # last rank keeps the ones: the gradient of the loss.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
@@ -144,40 +143,21 @@ class Action(NamedTuple):
     kind: str  # F: forward, B: whole backward, I: backward for the input, W: for the weights
     micro_batch: int
 
-    def __str__(self):
+    def __repr__(self):  # str() calls it, too
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-def in_rounds(kind, stages, rounds):
-    """Return actions of one kind: each stage on a round of micro-batches, then on the next."""
-    return [
-        Action(stage, kind, i)
-        for micro_batches in rounds
-        for stage in stages
-        for i in micro_batches.tolist()
-    ]
-
-
-def in_turns(forwards, backwards, first_backward):
-    """As in section 1: a turn is a forward, and a backward from turn `first_backward` on."""
-    late = [None] * first_backward + backwards
-    turns = itertools.zip_longest(forwards, late)
+def in_turns(stages, rounds, first_turn):
+    """As in section 1: a turn has an action of each kind, from its first turn on."""
+    columns = []
+    for kind, first in first_turn.items():
+        column = [None] * first
+        for micro_batches in rounds:  # each stage takes one round, then the next
+            for stage in stages if kind == "F" else stages[::-1]:
+                column += [Action(stage, kind, i) for i in micro_batches.tolist()]
+        columns.append(column)
+    turns = itertools.zip_longest(*columns)
     return [action for turn in turns for action in turn if action]
-
-
-def split_backwards(actions, delay):
-    """Return zero bubble's actions: each B becomes an I, and its W runs `delay` backwards later."""
-    split = []
-    waiting = []  # each W whose I is already in `split`
-    for action in actions:
-        if action.kind == "F":
-            split.append(action)
-            continue
-        split.append(action._replace(kind="I"))
-        waiting.append(action._replace(kind="W"))
-        if len(waiting) > delay:
-            split.append(waiting.pop(0))
-    return split + waiting
 
 
 def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
@@ -185,12 +165,11 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
-    # Interleaved: rounds of p micro-batches (more if p does not divide m). After p forwards the
-    # first is back on this rank for its next stage.
+    # Interleaved: rounds of p micro-batches (more if p does not divide m). After p forwards, the
+    # first one is back on this rank for its next stage.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # Forwards before a rank's first backward: the first round through its other stages, then, as in
-    # section 1, one for each later rank. Interleaved: two, as in Megatron-LM, to leave time for
-    # transfers.
+    # Forwards before a rank's first backward: a round through its other stages, then one for each
+    # later rank, as in section 1. Interleaved: two, which leaves time for transfers.
     before_last_stage = (v - 1) * len(rounds[0])
     for_each = 2 if name == "interleaved_1f1b" else 1
     schedule = []
@@ -198,28 +177,26 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
         first_backward = before_last_stage + for_each * (p - 1 - rank)
         if name == "gpipe":
             first_backward = m * v
-        stages = range(rank, p * v, p)
-        forwards = in_rounds("F", stages, rounds)
-        backwards = in_rounds("B", stages[::-1], rounds)
-        actions = in_turns(forwards, backwards, first_backward)
-        if name == "naive":
-            # Only the order of micro-batches changes: sort() is stable.
-            actions.sort(key=lambda action: action.micro_batch)
+        first_turn = {"F": 0, "B": first_backward}
         if name == "zero_bubble":
-            # Rank r of 1F1B keeps p - r micro-batches. If W is r backwards late, it keeps r more,
-            # and all ranks p. The last rank delays most, because all others wait for its I.
-            actions = split_backwards(actions, delay=rank)
+            # Rank r of 1F1B keeps p - r micro-batches. If W is r turns after I, all ranks keep p.
+            # The last rank delays W most, because all others wait for its I.
+            first_turn = {"F": 0, "I": first_backward, "W": first_backward + rank}
+        actions = in_turns(range(rank, p * v, p), rounds, first_turn)
+        if name == "naive":
+            # sort() is stable: only the order of micro-batches changes.
+            actions.sort(key=lambda action: action.micro_batch)
         schedule.append(list(map(str, actions)))
     return schedule
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The pipeline, which runs any schedule. A message is the tensors between two actions. Its key is
-#    the Action that takes it, with B also for I: 2B0 is the gradient of the output of 2F0.
+# 3. The pipeline, which runs any schedule. A message is what one action gives and another takes:
+#    {0: tensor, 1: tensor, …}, the arguments of a stage, or the gradients of those that have one.
 
 
 def input_of(action):
-    """Return the key of the message that an action takes. W takes none: nothing gives its key."""
+    """Return the key of the message that an action takes: the action, with B also for I."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
@@ -231,43 +208,15 @@ def output_of(action):
     return Action(-1 if kind == "W" else stage - 1, "B", i)
 
 
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}
-
-
-def end_times(schedule, cost):
-    """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
-    actions = list(itertools.chain(*schedule))
-    # What no action gives is there from time 0: the batch's inputs, and the keys of W and of the
-    # last stage's B. These wait for their I and F, which are earlier in the same rank's list, as
-    # rank_of_stages() has checked.
-    from_no_action = set(map(input_of, actions)) - set(map(output_of, actions))
-    available = dict.fromkeys(from_no_action, 0)  # message -> since when it is there
-    free_since = [0] * len(schedule)  # by rank: the end of its last action
-    waiting = [collections.deque(own) for own in schedule]
-    ends = {}
-    while any(waiting):
-        can_run = [r for r, own in enumerate(waiting) if own and input_of(own[0]) in available]
-        if not can_run:
-            stuck = [str(own[0]) for own in waiting if own]
-            raise ValueError(f"the schedule deadlocks: {' and '.join(stuck)} would wait forever")
-        for rank in can_run:
-            action = waiting[rank].popleft()
-            start = max(free_since[rank], available[input_of(action)])
-            ends[action] = start + cost[action.kind]
-            free_since[rank] = ends[action]
-            available[output_of(action)] = ends[action]
-    return ends
-
-
 class Pipeline(nn.Module):
     """Runs this rank's stages in the order of a schedule.
 
-    stages: a module, or the list of this rank's modules in stage order. A stage returns a tensor or
-        a tuple of tensors, which are the arguments of the next stage.
-    schedule: a name for build_schedule, or a list of actions for each rank in PyTorch's notation.
-    num_microbatches: torch.chunk splits the batch into that many along dimension 0.
-    loss_fn(output, target): returns the mean loss of a micro-batch.
-    backward_context(stage, is_last): a context around each backward, see no_context().
+    stages: a module, or the list of this rank's modules in stage order. One returns a tensor, or a
+        tuple of tensors, the arguments of the next stage.
+    schedule: a name for build_schedule, or a list of actions for each rank.
+    num_microbatches: torch.chunk splits the batch along dimension 0.
+    loss_fn(output, target): the mean loss of a micro-batch.
+    backward_context(stage, is_last): see no_context().
     """
 
     def __init__(
@@ -279,139 +228,118 @@ class Pipeline(nn.Module):
         self.schedule, self._rank_of, self.device = agreed  # _rank_of: stage -> rank
         self.num_microbatches = num_microbatches
         self.loss_fn = loss_fn
+        self.backward_context = backward_context or no_context
         self._group = process_group
         self._rank = dist.get_rank(process_group)
-        self._last_stage = max(self._rank_of)
         ends = end_times(self.schedule, COST)
         self._order = sorted(ends, key=ends.get)  # all ranks' actions
         self._own = self.schedule[self._rank]  # this rank's actions
-        numbers = map(str, sorted({action.stage for action in self._own}))
+        # stage -> micro-batch of its last backward
+        self._last_backward = {s: i for s, kind, i in self._own if kind in "BI"}
+        numbers = map(str, sorted(self._last_backward))
         self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
+        self._last_stage = max(self._rank_of)
         self._weights = set(self.parameters())  # W computes gradients of these only
+        self._sends = collections.deque()  # (message, works)
+        self._metadata = {}  # for metadata_of()
         self._wire = device_to_send_from(self.device, process_group)
-        self._metadata = {}  # of messages, for metadata_of()
-        self._sends = collections.deque()  # (work, tensor that it sends)
-        self.backward_context = backward_context or no_context
 
     def step(self, inputs=None, targets=None):
         """Forward and backward of a batch. Under torch.no_grad() only the forward.
 
-        The rank of the first stage reads inputs, a tensor or a tuple of tensors. The rank of the
-        last stage reads targets, a tensor, and returns the mean loss.
+        The rank of the first stage reads inputs, a tensor or a tuple of tensors. That of the last
+        stage reads targets, a tensor, and returns the mean loss.
         """
         agree_on_grad_mode(self._group, self._wire)
         self._start(inputs, targets)
-        # All ranks walk through one list, sorted by end. So an action is after its rank's earlier
-        # ones, and after the one that gives its message. At the action that gives a message, sender
-        # and receiver both start its transfer. So all ranks start transfers in one order, as NCCL
-        # needs. The receiver waits only in _take().
+        # All ranks walk through one list, sorted by end. At the action that gives a message, sender
+        # and receiver both start the transfer: all in one order, as NCCL needs. The receiver waits
+        # in _take(), at the later action that takes the message.
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
-            message = output_of(action)
+            key = output_of(action)
             source = self._rank_of[action.stage]
-            destination = self._rank_of.get(message.stage)  # None if no stage takes it
-            outputs = []
+            destination = self._rank_of.get(key.stage)  # None if no stage takes it
+            message = {}
             if source == self._rank:
-                outputs = self.run(action, self._take(input_of(action)))
+                message = self.run(action, self._take(input_of(action)))
             if destination == source:
-                self._messages[message] = outputs, []
+                self._messages[key] = message, []
             elif destination is not None:
-                self._transfer(message, outputs, source, destination)
+                self._transfer(key, message, source, destination)
         self._wait_for_sends()
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
-        self._messages = {}  # message -> its tensors, and works to wait for before they are read
-        self._saved = {}  # (stage, micro-batch) -> what F saves for B or I, or I for W
+        self._messages = {}  # key -> (message, works to wait for first)
+        self._saved = {}  # (stage, micro-batch) -> what F saves for B, or I for W
         self._losses = []
-        self._backwards = collections.Counter()  # stage -> how many have begun
         m = self.num_microbatches
         if "0" in self.stages:
             for i, tensors in enumerate(split_exactly("inputs", inputs, m)):
-                self._messages[Action(0, "F", i)] = tensors, []
+                self._messages[Action(0, "F", i)] = dict(enumerate(tensors)), []
         if str(self._last_stage) in self.stages:
             self._targets = [target for (target,) in split_exactly("targets", targets, m)]
 
-    def _take(self, message):
-        """Return a message's tensors: none for W and the last stage's B."""
-        tensors, works = self._messages.pop(message, ([], []))
+    def _take(self, key):
+        message, works = self._messages.pop(key, ({}, []))  # W takes none
         for work in works:
             work.wait()
-        return tensors
+        return {place: leaf(tensor, self.device) for place, tensor in message.items()}
 
-    def run(self, action, tensors):
-        """Run an action on its message's tensors. Return its output's."""
+    def run(self, action, message):
+        """Run an action on the message that it takes. Return the one that it gives."""
         run = self._forward if action.kind == "F" else self._backward
-        return run(*action, tensors)
+        return run(*action, message)
 
-    def _forward(self, stage, kind, i, tensors):
-        inputs = [x.detach().to(self.device).requires_grad_(x.requires_grad) for x in tensors]
-        # A list that the hooks of section 4 fill in I, for W. None: a whole backward.
-        deferred = [] if Action(stage, "I", i) in self._own else None
+    def _forward(self, stage, kind, i, inputs):
+        # None, or the list to which I appends what it leaves to W: see section 4.
+        is_split = torch.is_grad_enabled() and Action(stage, "I", i) in self._own
+        deferred = [] if is_split else None
         with leave_weights_to_w(deferred, self._weights):
-            output = self.stages[str(stage)](*inputs)
+            output = self.stages[str(stage)](*inputs.values())
             if stage == self._last_stage:
-                target = self._targets[i]
-                # Section 1's / m, also for micro-batches of unequal size.
-                share = len(target) / sum(map(len, self._targets))
-                output = self.loss_fn(output, target.to(self.device)) * share
-                check_loss(output)
+                output = loss_of(self, output, i)  # divided as in section 1
                 self._losses.append(output.detach())
-        if deferred:  # a hook of split_linear() has run
-            raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
         outputs = as_tensors(output)
         if torch.is_grad_enabled():
             self._saved[stage, i] = inputs, outputs, deferred
-        return outputs
+        return dict(enumerate(outputs))
 
     def _backward(self, stage, kind, i, gradients):
-        """Return the gradients of the stage's inputs: None for an input that it does not use."""
         saved = self._saved.pop((stage, i))
         if kind == "W":
             return backward_for_weights(saved)
         inputs, outputs, deferred = saved
         if stage == self._last_stage:
-            gradients = [torch.ones_like(output) for output in outputs]  # of the loss
-        pairs = zip(outputs, gradients, strict=True)
-        used = [output for output, gradient in pairs if gradient is not None]
-        gradients = [gradient.to(self.device) for gradient in gradients if gradient is not None]
-        self._backwards[stage] += 1
-        is_last = self._backwards[stage] == self.num_microbatches
+            gradients = {0: torch.ones_like(outputs[0])}  # of the loss
+        used = [outputs[place] for place in gradients]  # by the next stage
+        is_last = i == self._last_backward[stage]
         context = self.backward_context(self.stages[str(stage)], is_last)
         with leave_weights_to_w(deferred, self._weights), context:
-            torch.autograd.backward(used, gradients)
+            torch.autograd.backward(used, [*gradients.values()])
         if kind == "I":
-            self._saved[stage, i] = deferred  # for W
-        return [x.grad for x in inputs]
+            self._saved[stage, i] = deferred
+        return {place: x.grad for place, x in inputs.items() if x.grad is not None}
 
-    def _transfer(self, message, tensors, source, destination):
-        """Start to send the tensors of a message, or to receive them."""
-        # Collective in the first step: ranks that do neither join in.
-        metas = metadata_of(message, tensors, self._metadata, source, self._group)
+    def _transfer(self, key, message, source, destination):
+        """Start to send a message, or to receive it."""
+        # The next actions may change the tensors.
+        copies = {place: leaf(each, self._wire, copy=True) for place, each in message.items()}
+        metadata = metadata_of(key, copies, self._metadata, source, self._group)
         if source == self._rank:
-            for tensor in filter(torch.is_tensor, tensors):
-                # A copy is dense, as flat() needs, and the next actions cannot change it.
-                copied = tensor.detach().to(self._wire, copy=True)
-                work = start_transfer(dist.isend, flat(copied), destination, self._group)
-                self._sends.append((work, copied))
-            # Copies take memory. A sender is rarely 4 ahead.
-            self._wait_for_sends(at_most=4)
+            self._sends.append(start_all(dist.isend, copies, destination, self._group))
+            self._wait_for_sends(at_most=4)  # Copies take memory. A sender is rarely 4 ahead.
         if destination == self._rank:
-            received = [
-                None if meta is None else torch.empty_strided(**meta, device=self._wire)
-                for meta in metas
-            ]
-            works = [
-                start_transfer(dist.irecv, flat(tensor), source, self._group)
-                for tensor in filter(torch.is_tensor, received)
-            ]
-            self._messages[message] = received, works
+            empty = allocate(metadata, self._wire)
+            self._messages[key] = start_all(dist.irecv, empty, source, self._group)
 
     def _wait_for_sends(self, at_most=0):
         while len(self._sends) > at_most:
-            work, _ = self._sends.popleft()
-            work.wait()
+            _, works = self._sends.popleft()
+            for work in works:
+                work.wait()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -422,15 +350,15 @@ linear = F.linear
 
 @contextmanager
 def leave_weights_to_w(deferred, weights):
-    """In here, the backward of F.linear appends to `deferred` what W needs, unless it is None.
+    """In here, the backward of F.linear, which modules call, appends to `deferred` what W needs.
 
-    PyTorch's modules call F.linear. It is replaced in F. It is replaced in I, too, because
-    activation checkpointing runs the forward again there. That is on a thread of autograd, so it is
-    replaced for all threads.
+    F.linear is replaced in F, and in I, where activation checkpointing runs the forward again.
     """
     if deferred is None:
         yield
         return
+    if deferred:
+        raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
     F.linear = partial(split_linear, deferred, weights)
     try:
         yield
@@ -440,41 +368,53 @@ def leave_weights_to_w(deferred, weights):
 
 def split_linear(deferred, weights, x, weight, bias=None):
     """F.linear, but its backward leaves the gradient of the weight to W."""
-    if not can_wait(x, weight, weights):  # a weight that is computed or hooked needs it in I
+    if not can_wait(x, weight, weights):  # for example, a hook of DDP needs the gradient in I
         return linear(x, weight, bias)
     rows = x.flatten(end_dim=-2)
-    version = rows._version  # how often x has been changed in place
+    version = rows._version
     y = linear(rows, weight.detach(), bias)  # autograd skips the weight
 
     def leave_to_w(grad_y):
         if grad_y is not None:  # None: the loss does not depend on y
-            deferred.append((weight, rows.detach(), version, grad_y))
+            check_unchanged(rows, version)
+            deferred.append((weight, rows.detach(), grad_y))
 
-    # On y, not on its view: if the stage changes the view in place, it gets a new grad_fn.
+    # Not on the view that is returned: if a stage changes it in place, it gets a new grad_fn.
     y.register_hook(leave_to_w)
     return y.unflatten(0, x.shape[:-1])
 
 
 def backward_for_weights(deferred):
     """W: add grad_yᵀ x to the .grad of the weight in y = x weightᵀ."""
-    weights = []
-    gradients = []
-    for weight, rows, version, grad_y in deferred:
-        if rows._version != version:  # autograd checks only what it saves itself
-            raise RuntimeError(
-                "a stage changed the input of a linear layer in place after the layer had used it; "
-                "change a copy, or use a schedule without W"
-            )
-        weights.append(weight)
-        # Under autocast, y may have another dtype than x. backward() casts to the weight's.
-        gradients.append(grad_y.T @ rows.to(grad_y.dtype))
-    # backward() of a leaf adds to its .grad. If layers share a weight, one call for all adds their
-    # gradients first, as a plain backward does.
+    weights = [weight for weight, _, _ in deferred]
+    # Under autocast, dtypes may differ. backward() casts to the weight's.
+    gradients = [grad_y.T @ rows.to(grad_y.dtype) for _, rows, grad_y in deferred]
+    # One call: it first adds up the gradients of a shared weight, as a plain backward does.
     torch.autograd.backward(weights, gradients)
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. What a schedule costs, without running it.
+# 5. When each action runs, and what a schedule costs.
+
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def end_times(schedule, cost):
+    """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
+    giver = {output_of(action): action for action in itertools.chain(*schedule)}
+    before = {}  # action -> its rank's previous action, and the one that gives its message
+    for actions in schedule:
+        for previous, action in itertools.pairwise([None, *actions]):
+            both = [previous, giver.get(input_of(action))]
+            before[action] = [each for each in both if each]
+    ends = {}
+    try:
+        for action in graphlib.TopologicalSorter(before).static_order():
+            start = max((ends[each] for each in before[action]), default=0)
+            ends[action] = start + cost[action.kind]
+    except graphlib.CycleError as error:
+        raise ValueError(f"the schedule deadlocks: {error}") from None
+    return ends
 
 
 class Simulation(NamedTuple):
@@ -511,7 +451,61 @@ def peak_alive(actions):
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Agreement of the ranks, and checks.
+# 6. Messages, agreement of the ranks, and checks.
+
+
+def leaf(tensor, device, copy=False):
+    """Return the tensor on a device, without its graph. A copy is dense, with the same strides."""
+    moved = tensor.detach().to(device, copy=copy)
+    return moved.requires_grad_(tensor.requires_grad)
+
+
+def allocate(metadata, device):
+    options = metadata.items()
+    return {place: torch.empty_strided(**each, device=device) for place, each in options}
+
+
+def start_all(operation, message, peer, group):
+    """Start to send or to receive dense tensors. Return the message, and works to wait for."""
+    # the memory, whatever the strides
+    flat = [tensor.as_strided([tensor.numel()], [1]) for tensor in message.values()]
+    return message, [start_transfer(operation, tensor, peer, group) for tensor in flat]
+
+
+def metadata_of(message, copies, known, source, group):
+    """Return how to allocate the tensors that the source sends. `known` has that of former steps.
+
+    All ranks call this for each transfer, in one order. So they can all join a broadcast.
+    """
+    metadata = {
+        place: {
+            "size": copied.shape,
+            "stride": copied.stride(),  # the next stage rounds as on one device
+            "dtype": copied.dtype,
+            "requires_grad": copied.requires_grad,  # for _forward()
+        }
+        for place, copied in copies.items()
+    }
+    key = torch.is_grad_enabled(), message
+    if key not in known:
+        shared = [metadata]
+        dist.broadcast_object_list(shared, group_src=source, group=group)
+        known[key] = shared[0]
+    if dist.get_rank(group) == source and metadata != known[key]:
+        raise ValueError(
+            f"the input of {message} was {known[key]} in the first step, and is {metadata} now; "
+            "make a new Pipeline for other shapes, dtypes or frozen stages"
+        )
+    return known[key]
+
+
+def loss_of(pipeline, output, i):
+    """Return what micro-batch i adds to the mean loss: 1/m of its own, or its share of samples."""
+    target = pipeline._targets[i]
+    loss = pipeline.loss_fn(output, target.to(pipeline.device))
+    if loss.numel() != 1:  # backward would take the sum, without an error
+        raise ValueError(f"loss_fn returned {tuple(loss.shape)}; return the mean, a scalar")
+    return loss * (len(target) / sum(map(len, pipeline._targets)))
 
 
 def no_context(stage, is_last):
@@ -533,19 +527,19 @@ def agree(schedule, num_microbatches, stages, group):
     ddp = nn.parallel.DistributedDataParallel
     num_ddp = sum(isinstance(module, ddp) for module in model.modules())
     numbers = num_microbatches, len(stages), num_ddp
+    everyone = [None] * dist.get_world_size(group)
     own = schedule, numbers, device.type if device else ""
-    gathered = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, own, group=group)
-    schedules, given, device_types = zip(*gathered, strict=True)
-    actions = schedule
+    dist.all_gather_object(everyone, own, group=group)
+    schedules, given, device_types = zip(*everyone, strict=True)
+    lists = schedule
     if isinstance(schedule, str):
-        actions = build_schedule(schedule, len(given), num_microbatches, len(stages))
-    actions = list(map(parse, actions))
-    rank_of = rank_of_stages(actions)
-    stages_on = collections.Counter(rank_of.values())
-    m = len({i for _, _, i in itertools.chain(*actions)})
-    needed = tuple((m, stages_on[rank], 0) for rank in range(len(actions)))
-    if given != needed or any(theirs != schedule for theirs in schedules):
+        lists = build_schedule(schedule, len(everyone), num_microbatches, len(stages))
+    parsed = list(map(parse, lists))
+    rank_of = rank_of_stages(parsed)
+    m = len({action.micro_batch for action in itertools.chain(*parsed)})
+    on_ranks = list(rank_of.values())
+    needed = [(m, on_ranks.count(rank), 0) for rank in range(len(parsed))]
+    if list(given) != needed or schedules.count(schedule) < len(schedules):
         raise ValueError(
             "all ranks must give one schedule, and (micro-batches, stages, those in PyTorch's DDP) "
             f"{needed}, not {given}. (DDP would average gradients of one micro-batch only: pass "
@@ -553,7 +547,7 @@ def agree(schedule, num_microbatches, stages, group):
         )
     # All ranks must send over the same backend, so a stage without parameters uses the GPU too:
     # max() finds it, because "" < "cpu" < "cuda".
-    return actions, rank_of, device or torch.device(max(device_types) or "cpu")
+    return parsed, rank_of, device or torch.device(max(device_types) or "cpu")
 
 
 def rank_of_stages(schedule):
@@ -637,9 +631,12 @@ def as_tensors(value):
     return tensors
 
 
-def check_loss(loss):
-    if loss.numel() != 1:  # backward would take the sum, without an error
-        raise ValueError(f"loss_fn returned {tuple(loss.shape)}; return the mean, a scalar")
+def check_unchanged(rows, version):
+    if rows._version != version:  # autograd checks only what it saves itself
+        raise RuntimeError(
+            "a stage changed the input of a linear layer in place after the layer had used it; "
+            "change a copy, or use a schedule without W"
+        )
 
 
 def split_exactly(name, batch, number):
@@ -652,46 +649,6 @@ def split_exactly(name, batch, number):
             "take another number of samples, or of micro-batches"
         )
     return micro_batches
-
-
-def meta_of(tensor):
-    """Return the arguments with which torch.empty_strided allocates such a tensor on the receiver.
-
-    Return None for None, which is the gradient of an output that the next stage does not use.
-    """
-    if tensor is None:
-        return None
-    return {
-        "size": tensor.shape,
-        # of a copy: dense, and otherwise as the tensor's, so that the next stage rounds alike
-        "stride": torch.empty_like(tensor, device="meta").stride(),
-        "dtype": tensor.dtype,
-        "requires_grad": tensor.requires_grad,  # for _forward()
-    }
-
-
-def flat(tensor):
-    """Return a view of the memory, whatever the strides, which are the same on both ranks."""
-    return tensor.as_strided([tensor.numel()], [1])
-
-
-def metadata_of(message, tensors, known, source, group):
-    """Return meta_of() of the tensors that the source sends. `known` has that of former steps.
-
-    All ranks call this for each transfer, in one order. So they can all join a broadcast.
-    """
-    metadata = list(map(meta_of, tensors))
-    key = torch.is_grad_enabled(), message
-    if key not in known:
-        shared = [metadata]
-        dist.broadcast_object_list(shared, group_src=source, group=group)
-        known[key] = shared[0]
-    if dist.get_rank(group) == source and metadata != known[key]:
-        raise ValueError(
-            f"the input of {message} was {known[key]} in the first step, and is {metadata} now; "
-            "make a new Pipeline for other shapes, dtypes or frozen stages"
-        )
-    return known[key]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -741,20 +698,13 @@ def main():
     m = demo.args.microbatches
     v = 2 if name == "interleaved_1f1b" else 1
     num_stages = demo.ranks * v
-    sequences = 8 * demo.ranks
-    num_blocks = len(language_model()) - 3  # all but the embedding, the norm and the head
-    if m < 1 or sequences % m:
-        demo.stop(f"--microbatches {m} does not divide {sequences} sequences; take a divisor")
-    if num_stages > num_blocks + 1:
-        demo.stop(f"{num_stages} stages for {num_blocks} blocks; take at most {num_blocks + 1}")
-    if demo.args.idea and name not in IDEAS:
-        demo.stop(f"--idea --schedule {name}: the idea has {' and '.join(IDEAS)}")
+    check_flags(demo, num_stages)
     # A loss times a power of 1/2 is exact.
     model = demo.start(f"pipeline {name}", bitwise=m & (m - 1) == 0, parts=m)
     stages = split(model, num_stages)[demo.rank :: demo.ranks]
     pipeline = TimedPipeline(stages, name, m, language_loss)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
-    like = next(model.parameters()).new_empty(sequences // m, 64, 192)  # 64 tokens, hidden size 192
+    like = model[0](demo.batch(0)[0].chunk(m)[0]).detach()  # what a stage takes
 
     def step(inputs, targets):
         optimizer.zero_grad()
@@ -775,11 +725,21 @@ def main():
     formula = "(2v-1)m·bsh" if demo.ranks > 1 else "0"
     status = demo.report(held(pipeline.parameters(), optimizer), formula, sent)
     if not demo.args.idea:
-        # The timelines are of one more step. In the last one, counting bytes took time.
-        dist.barrier()  # so that all ranks begin at about the same time
-        pipeline.step(*demo.batch(0))
         show_timelines(demo, pipeline)
     return status
+
+
+def check_flags(demo, num_stages):
+    name = demo.args.schedule
+    m = demo.args.microbatches
+    sequences = 8 * demo.ranks
+    num_blocks = len(language_model()) - 3  # all but the embedding, the norm and the head
+    if m < 1 or sequences % m:
+        demo.stop(f"--microbatches {m} does not divide {sequences} sequences; take a divisor")
+    if num_stages > num_blocks + 1:
+        demo.stop(f"{num_stages} stages for {num_blocks} blocks; take at most {num_blocks + 1}")
+    if demo.args.idea and name not in IDEAS:
+        demo.stop(f"--idea --schedule {name}: the idea has {' and '.join(IDEAS)}")
 
 
 class TimedPipeline(Pipeline):
@@ -814,11 +774,13 @@ def split(model, num_stages):
 
 
 def show_timelines(demo, pipeline):
-    """Show what simulate() predicts, and what each rank has measured.
+    """Show what simulate() predicts, and what each rank measures in one more step.
 
     A measured bubble a few points above the prediction is good. If it is far above, the stages are
     unequal, transfers are slow, or ranks share a processor.
     """
+    dist.barrier()  # so that all ranks begin at about the same time
+    pipeline.step(*demo.batch(0))  # in the last step, counting bytes took time
     measured = [None] * demo.ranks
     dist.all_gather_object(measured, pipeline.timeline)
     times = simulate(pipeline.schedule)
