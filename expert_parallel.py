@@ -1,10 +1,9 @@
 """Expert parallelism: a mixture of experts (MoE) whose experts are split over N ranks.
 
-An MoE layer has E feed-forward networks, the experts, and sends each token to k of them. Its
-parameters grow with E, but its operations per token do not. In a step, each rank's router chooses k
-experts for each of the rank's own tokens. The rank sends the token to these experts' ranks
-(all-to-all): one copy, called a row, for each expert. Each rank runs its own experts on the rows
-that it receives, and sends the results back. With E = 4, N = 2 ranks and k = 2:
+An MoE layer has E feed-forward networks, the experts, and sends each token to k of them. So its
+parameters grow with E, but its operations per token do not. Each rank's router chooses the experts
+of the rank's own tokens. The rank sends a copy of the token, called a row, to the rank of each
+expert (all-to-all). That rank runs the expert, and sends the result back. E = 4, N = 2 and k = 2:
 
               tokens        router               experts             combine
     rank 0    t0 t1  ───▶  t0: e0 e2  ──┐  ┌──▶  e0: t0 t3   ──┐  ┌──▶  w·e0(t0) + w·e2(t0), …
@@ -13,31 +12,30 @@ that it receives, and sends the results back. With E = 4, N = 2 ranks and k = 2:
     rank 1    t2 t3  ───▶  t2: e1 e3    │  │     e2: t0        │  │
                            t3: e0 e3  ──┘  └──▶  e3: t1 t2 t3 ─┘  └──▶  w·e1(t2) + w·e3(t2), …
 
-All other parameters are replicated, as in data parallelism. W ranks train together. W is a multiple
-of N: each group of N ranks has all experts. The loss is the mean of all W ranks' losses. The two
-kinds of parameters need different scales. Many implementations get the experts' scale wrong:
+All other parameters are replicated, as in data parallelism. W ranks train together, and each group
+of N of them has all experts. The loss is the mean of all W ranks' losses. So the two kinds of
+parameters need different scales. Many implementations get the experts' scale wrong:
 
     a replicated parameter   has the gradient of its rank's loss. average_gradients() averages it
                              over the W ranks.
     an expert                adds up the gradients of N ranks' losses, because it gets their rows.
-                             MoE.run_experts() divides the sum by N. If W > N, average_gradients()
-                             averages it over the W/N ranks that have the same expert.
+                             MoE.run_experts() divides by N. average_gradients() averages over the
+                             W/N ranks that have the same expert.
 
-If each rank divides its loss by the number of tokens of all ranks, the loss is the sum instead.
-With parallelize(..., loss="sum") nothing is divided.
+With parallelize(..., loss="sum") nothing is divided: for a loss that is divided by the number of
+all ranks' tokens already.
 
-Cost per rank, layer and step, in elements. An expert has Ψe parameters; h is the hidden size. A
-rank has T tokens. An optional capacity limits an expert to C rows from each rank:
+Cost per rank, layer and step, in elements, for Ψe parameters of an expert, T tokens of a rank, and
+the hidden size h. An optional capacity limits an expert to C rows from each rank:
 
                       parameters   sent forward             sent backward
     one device        E·Ψe         0                        0
     expert parallel   (E/N)·Ψe     2kTh(N-1)/N on average   the same
     with capacity     (E/N)·Ψe     2ECh(N-1)/N              the same
 
-Gradients and Adam's state take three times as much memory as the parameters. Without a capacity, a
-rank sends exactly (a + b)h elements forward: a rows to other ranks' experts, and b results back to
-other ranks. Ranks also exchange 8E(N-1)/N bytes of counts, for which the host waits once. If you
-read aux_loss or z_loss, they all-reduce 2E + 1 numbers.
+Without a capacity, a rank sends exactly (a + b)h elements forward: a rows to other ranks, and b
+results. Ranks also exchange 8E(N-1)/N bytes of counts, for which the host waits once. Reading
+aux_loss or z_loss all-reduces 2E + 1 numbers.
 
 Read section 1 for the idea (10 minutes), to section 3 for the technique (25), and the rest to use
 it as a library (40).
@@ -46,8 +44,9 @@ Run:      torchrun --nproc-per-node 2 expert_parallel.py
 Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch, 2101.03961;
           Jiang et al. 2024, Mixtral, 2401.04088; DeepSeek-V3, 2412.19437
 Mirrors:  transformers' MixtralSparseMoeBlock, Megatron-LM's MoELayer
-Left out: grouped matrix products (torch._grouped_mm; MegaBlocks), overlap of the exchange with
-          computation (DeepEP), node-limited routing, tensor parallelism inside an expert
+Left out: grouped matrix products (MegaBlocks), overlap of the exchange with computation (DeepEP),
+          node-limited routing, tensor parallelism inside an expert, copies between a forward and
+          its backward
 """
 
 import argparse
@@ -80,8 +79,7 @@ from torch.utils._pytree import tree_leaves
 class AllToAllRows(torch.autograd.Function):
     """Send `sent[i]` rows to rank i, and receive `received[i]` rows from it.
 
-    Backward sends the rows' gradients back, multiplied by `grad_scale`.
-    dist.all_to_all_single has no gradient: with it, the experts would not train.
+    Backward sends gradients back, times `grad_scale`. dist.all_to_all_single alone has no gradient.
     """
 
     @staticmethod
@@ -107,15 +105,13 @@ def exchange_counts(counts, process_group):
 def count_choices(chosen, num_experts):
     """How often each expert was chosen. torch.bincount() would make the host wait."""
     flat = chosen.flatten()
-    ones = torch.ones_like(flat)
-    return flat.new_zeros(num_experts).scatter_add_(0, flat, ones)
+    return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def naive_moe(x, gate, expert, top_k=2, process_group=None):
-    """A mixture of experts with one expert per rank.
+    """A mixture of experts with one expert per rank: (tokens, hidden) to the same.
 
-    x is (tokens, hidden). All ranks have the same `gate`, an nn.Linear(hidden, ranks). Each rank
-    has its own `expert`, a module that maps (rows, hidden) to the same.
+    All ranks have the same `gate`, an nn.Linear(hidden, ranks). Each has its own module `expert`.
     """
     weights, chosen = gate(x).softmax(-1).topk(top_k)
     weights = weights / weights.sum(-1, keepdim=True)
@@ -127,7 +123,7 @@ def naive_moe(x, gate, expert, top_k=2, process_group=None):
     rows = x.repeat(top_k, 1)[order]
     rows = AllToAllRows.apply(rows, sent, received, process_group)
     results = AllToAllRows.apply(expert(rows), received, sent, process_group)
-    # order.argsort() is the inverse of `order`. It puts the results into the order of the choices.
+    # order.argsort() is the inverse of `order`: results are in the order of the choices again.
     results = results[order.argsort()].view(top_k, *x.shape)
     return (results * weights.T[..., None]).sum(0)
 
@@ -146,14 +142,12 @@ def naive_average_gradients(replicated, experts, process_group=None):
 
 
 class Experts(nn.Module):
-    """E experts, or E/N after parallelize(). The names are those of the package transformers."""
+    """E experts, or E/N after parallelize(). Names are those of the package transformers."""
 
     def __init__(self, num_experts, hidden, ffn_hidden):
         super().__init__()
         self.groups = None  # Groups, after parallelize()
-        # The global ranks that hold different values. ddp.py, zero.py and fsdp.py refuse a group
-        # that contains two of them.
-        self.differ_between_ranks = []
+        self.differ_between_ranks = []  # ddp.py, zero.py and fsdp.py refuse to average over these
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * ffn_hidden, hidden))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, ffn_hidden))
         for weight in self.parameters():
@@ -172,13 +166,13 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts: (…, hidden) to (…, hidden). It has all until parallelize() splits them.
+    """A mixture of experts: (…, hidden) to the same. parallelize() splits the experts over ranks.
 
     top_k                experts per token; their probabilities weight their results
     norm_topk_prob       divide the weights of a token by their sum (Mixtral)
-    num_shared_experts   experts that see every token (DeepSeekMoE), computed as one wide expert
-    capacity_factor      limit the rows of an expert: see assign_slots()
-    bias_update_rate     balance the experts by a bias: see update_bias()
+    num_shared_experts   experts that see every token (DeepSeekMoE), as one wide expert
+    capacity_factor      limits the rows of an expert: see assign_slots()
+    bias_update_rate     balances the experts by a bias: see update_bias()
     """
 
     def __init__(
@@ -194,8 +188,6 @@ class MoE(nn.Module):
         bias_update_rate=None,
     ):
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k={top_k} of {num_experts} experts; choose 1 to {num_experts}")
         self.num_experts = num_experts
         self.top_k = top_k
         self.capacity_factor = capacity_factor
@@ -206,8 +198,8 @@ class MoE(nn.Module):
         self.shared_experts = None
         if num_shared_experts:
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
-        self.routing = (None, None)  # logits and chosen experts of the last forward
-        self.total = None  # of all ranks' tokens: what balance_losses() needs, once it was read
+        self.routing = None  # logits and chosen experts of the last forward
+        self.total = None  # of all ranks, for balance_losses()
         self.load = 0  # (E,), how often this rank chose each expert since update_bias()
         bias = torch.zeros(num_experts, dtype=torch.float32)  # stays 0 if it is not used
         self.register_buffer("bias", bias, persistent=bias_update_rate is not None)
@@ -245,14 +237,13 @@ class MoE(nn.Module):
     def assign_slots(self, chosen):
         """Return (slots, counts, num_slots).
 
-        `slots` has a slot for each token and choice, (k, tokens): the row's index in the tensor of
-        all rows that the rank sends. Slots are sorted by expert. Within an expert, they are in
-        GShard's order: the first choices of all tokens, then the second choices. `counts` has the
-        number of slots of each expert. `num_slots` is their sum, as an int: no wait for the device.
+        `slots`, (k, tokens), is the index of each token and choice among the rows that the rank
+        sends. They are sorted by expert, and within an expert in GShard's order: all first choices,
+        then all second choices. `counts` are the slots of each expert. `num_slots` is their sum, as
+        an int: no wait for the device.
 
-        With a capacity C, each expert has C slots, and an empty slot has zeros. Choices beyond C
-        are dropped: they all get one extra slot at the end, and add nothing to their tokens. A
-        token's other weights do not change.
+        With a capacity C, each expert has C slots, and an empty one has zeros. Choices beyond C are
+        dropped: they get one extra slot at the end. A token's other weights do not change.
         """
         E = self.num_experts
         expert = chosen.T  # (k, tokens) is GShard's order
@@ -281,12 +272,12 @@ class MoE(nn.Module):
         sent_counts, counts = torch.stack([sent, received]).cpu()
         to_ranks = sent_counts.sum(1).tolist()
         from_ranks = counts.sum(1).tolist()
-        # Backward runs the last line first. There it divides the gradients by N, because an expert
-        # adds up the gradients of N ranks' losses, and the loss is their mean. At the next line it
-        # multiplies them by N again, because a token needs the gradient of its own rank's loss.
+        # An expert adds up the gradients of N ranks' losses, and the loss is their mean: the last
+        # line's backward divides by N. The next line's multiplies by N again, because a token needs
+        # the gradient of its own rank's loss.
         N = groups.divisors[0]
         rows = AllToAllRows.apply(rows, to_ranks, from_ranks, group, N)
-        # Received rows are sorted by sender, then by expert. The experts need them by expert.
+        # Received rows are sorted by sender, then by expert.
         experts = torch.ones_like(received).cumsum(1).flatten()  # 1, 2, … for each sender
         of_rows = experts.repeat_interleave(received.flatten(), output_size=len(rows))
         order = of_rows.argsort(stable=True)
@@ -308,28 +299,105 @@ class MoE(nn.Module):
 
     def update_bias(self):
         """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2). Call once a step."""
-        if self.bias_update_rate is None:
-            raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
         load = sum_over_ranks(self.load + 0 * self.bias, self.experts.groups)
         self.bias += self.bias_update_rate * (load.mean() - load).sign()
         self.load = 0
 
     def _apply(self, function, recurse=True):
-        """Module.to() and the like call this. The bias stays in fp32, or updates would be lost."""
+        """Module.to() calls this. The bias stays in fp32, or updates would be lost."""
         bias = self.bias
         super()._apply(function, recurse)
-        if bias.is_meta:  # has no values, and to_empty() gives it arbitrary ones
-            bias = torch.zeros_like(bias, device=self.bias.device)
-        self.bias = bias.to(self.bias.device)
+        device = self.bias.device
+        # On the meta device it has no values, and to_empty() gives it arbitrary ones.
+        self.bias = torch.zeros_like(bias, device=device) if bias.is_meta else bias.to(device)
         return self
-
-    def __getstate__(self):
-        """copy.deepcopy() calls this. It cannot copy tensors with a graph."""
-        return self.__dict__ | {"routing": (None, None)}
 
 
 # --------------------------------------------------------------------------------------------------
 # 3. Split the experts over ranks. Average gradients and balance experts over all ranks.
+
+
+def sum_over_ranks(tensor, groups):
+    for group in groups.axes if groups else []:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+@torch.no_grad()
+def parallelize(module, process_group=None, edp_group=None, loss="mean"):
+    """Split the experts of every MoE in `module` over `process_group`, in place.
+
+    As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
+    its device first. From the meta device, call to_empty() and load_full_state_dict() after this.
+
+    If several process groups train together, `edp_group` has the ranks with this rank's experts:
+    one of each process group, with the same number in it. fsdp.py may shard the experts over it.
+    """
+    groups = Groups(process_group, edp_group, loss)
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    verify_split(module, layers, groups)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:  # has no values
+            broadcast(tensor, groups)
+    for layer in layers:
+        layer.experts.groups = groups
+        layer.experts.differ_between_ranks = dist.get_process_group_ranks(groups.axes[0])
+        for parameter in layer.experts.parameters():
+            parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
+    return module
+
+
+def average_gradients(module, process_group=None, edp_group=None):
+    """Make every gradient that of the mean of the ranks' losses. Call this before optimizer.step().
+
+    Averaging twice changes nothing. After parallelize(..., loss="sum") this adds up: call it once.
+    If no rank used a parameter, its gradient becomes zeros, and AdamW decays it.
+    """
+    split, groups = split_parameters(module, Groups(process_group, edp_group))
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:  # unused here; all ranks must call the same collectives
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad.contiguous()
+        axes = list(zip(groups.axes, groups.divisors, strict=True))
+        for group, divisor in axes[name in split :]:  # all, or all but the first one
+            gradient /= divisor
+            dist.all_reduce(gradient, group=group)
+        parameter.grad.copy_(gradient)
+
+
+@torch.enable_grad()  # the losses keep their gradient even if they are read under no_grad()
+def balance_losses(layer):
+    """Return aux_loss and z_loss of the last forward, for the tokens of all ranks.
+
+    The first one that you read all-reduces both: read them on all ranks or on none. Under
+    checkpoint(use_reentrant=True) they have no gradient.
+
+    aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
+    mean probability. Only P has a gradient.
+    """
+    logits, chosen = layer.routing
+    E = layer.num_experts
+    counts = count_choices(chosen, E)
+    probabilities = logits.softmax(-1)
+    z = logits.logsumexp(-1, keepdim=True).square()
+    sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])  # over this rank's tokens
+    groups = layer.experts.groups
+    if layer.total is None:
+        layer.total = sum_over_ranks(sums.detach().clone(), groups)
+    # The total has no gradient. The difference is 0, with the gradient of this rank's sums. W
+    # cancels the division in average_gradients().
+    W = math.prod(groups.divisors) if groups else 1
+    num_tokens = layer.total[:E].sum().clamp(min=1) / layer.top_k
+    means = (layer.total + W * (sums - sums.detach())) / num_tokens
+    f, P, z_loss = means.split([E, E, 1])
+    aux_loss = E / layer.top_k * (f * P).sum()
+    return aux_loss, z_loss.squeeze()
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. The library: clipping, states, and what parallelize() refuses.
 
 
 class Groups:
@@ -352,109 +420,6 @@ class Groups:
 
     def __deepcopy__(self, memo):  # a ProcessGroup cannot be copied
         return self
-
-
-def sum_over_ranks(tensor, groups):
-    for group in groups.axes if groups else []:
-        dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-@torch.no_grad()
-def parallelize(module, process_group=None, edp_group=None, loss="mean"):
-    """Split the experts of every MoE in `module` over `process_group`, in place.
-
-    As with DDP, all ranks begin with the parameters and buffers of the first one. Move `module` to
-    its device first. It may also be on the meta device: then call to_empty() and
-    load_full_state_dict() after this.
-
-    If several process groups train together, `edp_group` has the ranks with this rank's experts:
-    one rank of each process group, with the same number in it. fsdp.py may shard the experts over
-    it. Over other groups, ddp.py, zero.py and fsdp.py refuse experts that are split.
-
-    The loss of a step is the mean of the ranks' losses, or their sum with loss="sum".
-    """
-    groups = Groups(process_group, edp_group, loss)
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    verify_split(module, layers, groups)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if not tensor.is_meta:  # has no values
-            broadcast(tensor, groups)
-    for layer in layers:
-        layer.experts.groups = groups
-        layer.experts.differ_between_ranks = dist.get_process_group_ranks(groups.axes[0])
-        for parameter in layer.experts.parameters():
-            parameter.data = parameter.chunk(groups.size)[groups.rank].clone()
-    return module
-
-
-def average_gradients(module, process_group=None, edp_group=None):
-    """Make every gradient that of the mean of the ranks' losses. Call this before optimizer.step().
-
-    If a step has several backwards, you may call this after each: averaging twice changes nothing.
-    After parallelize(..., loss="sum") this adds gradients up instead: call it once.
-
-    If no rank used a parameter, its gradient becomes zeros. AdamW then decays the parameter. Freeze
-    it to prevent that.
-    """
-    split, groups = split_parameters(module, Groups(process_group, edp_group))
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:  # unused here; all ranks must call the same collectives
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad.contiguous()
-        axes = list(zip(groups.axes, groups.divisors, strict=True))
-        for group, divisor in axes[name in split :]:  # all, or all but the first one
-            gradient /= divisor
-            dist.all_reduce(gradient, group=group)
-        parameter.grad.copy_(gradient)
-
-
-def forget_graph(logits_ref, grad):
-    """In backward, keep the numbers that the losses need, but not the graph.
-
-    The graph may hold modules and groups. A layer that holds its own graph is never freed, and
-    gloo's threads outlive the process group.
-    """
-    logits = logits_ref()
-    if logits is not None:  # the layer had no other forward since
-        logits.detach_()
-
-
-@torch.enable_grad()  # the losses keep their gradient even if they are read under no_grad()
-def balance_losses(layer):
-    """Return aux_loss and z_loss of the last forward, for the tokens of all ranks.
-
-    The first one that you read all-reduces both, so read them on all ranks or on none. They have no
-    gradient under checkpoint(use_reentrant=True), whose forward runs without autograd.
-
-    aux_loss = E Σ f P (Fedus et al., §2.2): f is an expert's share of all choices, and P is its
-    mean probability. Only P has a gradient.
-    """
-    logits, chosen = layer.routing
-    if logits is None:
-        return None, None
-    E = layer.num_experts
-    counts = count_choices(chosen, E)
-    probabilities = logits.softmax(-1)
-    z = logits.logsumexp(-1, keepdim=True).square()
-    sums = torch.cat([counts, probabilities.sum(0), z.sum(0)])  # over this rank's tokens
-    groups = layer.experts.groups
-    if layer.total is None:
-        layer.total = sum_over_ranks(sums.detach().clone(), groups)
-    # The total has no gradient. The difference is 0, and has the gradient of this rank's sums. The
-    # factor W cancels the division by W in average_gradients().
-    W = math.prod(groups.divisors) if groups else 1
-    num_tokens = layer.total[:E].sum().clamp(min=1) / layer.top_k
-    means = (layer.total + W * (sums - sums.detach())) / num_tokens
-    f, P, z_loss = means.split([E, E, 1])
-    aux_loss = E / layer.top_k * (f * P).sum()
-    return aux_loss, z_loss.squeeze()
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. The library: clipping, states, and what parallelize() refuses.
 
 
 def split_parameters(module, groups=None):
@@ -517,6 +482,16 @@ def load_full_state_dict(module, state_dict):
     for name in names:
         shards[name] = state_dict[name].chunk(groups.size)[groups.rank]
     module.load_state_dict(shards)
+
+
+def forget_graph(logits_ref, grad):
+    """In backward, keep the numbers that the losses need, but not the graph.
+
+    A layer that holds its own graph is never freed, nor are the process groups in it.
+    """
+    logits = logits_ref()
+    if logits is not None:  # the layer had no other forward since
+        logits.detach_()
 
 
 def broadcast(tensor, groups):

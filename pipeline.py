@@ -36,7 +36,7 @@ inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh), and ra
     interleaved_1f1b   (p-1)/(vm+p-1)      more than 1f1b
     zero_bubble        (p-1)/(3m+p-1)      min(p, m)
 
-The last two are for m ≥ p, and zero_bubble's if F, I and W take equally long.
+The last two are for m ≥ p, and zero_bubble's for equally long F, I and W.
 
 Read section 1 for the idea (12 minutes), to section 4 for the technique (47), and the rest to use
 it as a library (64).
@@ -97,7 +97,7 @@ def transfer(operation, tensor, peer, group):
 def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_group=None):
     """Forward and backward of micro_batches, a list of (input, target) of the same size.
 
-    Later stages take inputs like example_input. Return the mean loss on the last rank.
+    Later stages take inputs like example_input. The last rank returns the mean loss.
     """
     m = len(micro_batches)
     rank = dist.get_rank(process_group)
@@ -121,7 +121,7 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
             # Receive before you send y: in 1F1B, the next rank sends this before it takes y. The
-            # last rank keeps the ones: the gradient of the loss.
+            # last rank keeps the ones.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
@@ -166,7 +166,7 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
     # Interleaved: rounds of p micro-batches (more if p does not divide m). After p forwards, the
-    # first one is back on this rank for its next stage.
+    # first is back on this rank.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
     # Forwards before a rank's first backward: a round through its other stages, then one for each
     # later rank, as in section 1. Interleaved: two, which leaves time for transfers.
@@ -192,7 +192,7 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
 
 # --------------------------------------------------------------------------------------------------
 # 3. The pipeline, which runs any schedule. A message is what one action gives and another takes:
-#    {0: tensor, 1: tensor, …}, the arguments of a stage, or the gradients of those that have one.
+#    {0: tensor, 1: tensor, …}, a stage's arguments, or the gradients of those that have one.
 
 
 def input_of(action):
@@ -330,7 +330,7 @@ class Pipeline(nn.Module):
         metadata = metadata_of(key, copies, self._metadata, source, self._group)
         if source == self._rank:
             self._sends.append(start_all(dist.isend, copies, destination, self._group))
-            self._wait_for_sends(at_most=4)  # Copies take memory. A sender is rarely 4 ahead.
+            self._wait_for_sends(at_most=4)  # copies take memory
         if destination == self._rank:
             empty = allocate(metadata, self._wire)
             self._messages[key] = start_all(dist.irecv, empty, source, self._group)
@@ -472,7 +472,7 @@ def start_all(operation, message, peer, group):
     return message, [start_transfer(operation, tensor, peer, group) for tensor in flat]
 
 
-def metadata_of(message, copies, known, source, group):
+def metadata_of(key, copies, known, source, group):
     """Return how to allocate the tensors that the source sends. `known` has that of former steps.
 
     All ranks call this for each transfer, in one order. So they can all join a broadcast.
@@ -486,17 +486,17 @@ def metadata_of(message, copies, known, source, group):
         }
         for place, copied in copies.items()
     }
-    key = torch.is_grad_enabled(), message
-    if key not in known:
+    mode_and_key = torch.is_grad_enabled(), key
+    if mode_and_key not in known:
         shared = [metadata]
         dist.broadcast_object_list(shared, group_src=source, group=group)
-        known[key] = shared[0]
-    if dist.get_rank(group) == source and metadata != known[key]:
+        known[mode_and_key] = shared[0]
+    if dist.get_rank(group) == source and metadata != known[mode_and_key]:
         raise ValueError(
-            f"the input of {message} was {known[key]} in the first step, and is {metadata} now; "
+            f"the input of {key} was {known[mode_and_key]} in the first step, not {metadata}; "
             "make a new Pipeline for other shapes, dtypes or frozen stages"
         )
-    return known[key]
+    return known[mode_and_key]
 
 
 def loss_of(pipeline, output, i):
