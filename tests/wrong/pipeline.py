@@ -31,4 +31,4 @@ MISTAKES = {
         "backward_before_forward": "no_deadlock",
     },
 }
-RIGHT = {"pipeline-schedule": {"last_in_first_out": ["in_order", "gradients_bitwise"]}}
+RIGHT = {"pipeline-schedule": {"last_in_first_out": ["gradients_bitwise"]}}
