@@ -2,7 +2,6 @@
 
 import copy
 import math
-from contextlib import nullcontext
 from functools import partial
 
 import pool
@@ -117,10 +116,12 @@ def test_all_ranks_of_a_crossed_grid_begin_with_the_weights_of_rank_0():
     nn.init.constant_(model[1].weight, pool.rank())
     ep.parallelize(model, process_group, edp_group)
     assert not model[1].weight.any()
+    ep.average_gradients(model, process_group, edp_group)
+    assert not model[1].weight.grad.any()  # no rank used it
 
 
 @pool.on(4)
-def test_groups_and_numbers_that_do_not_fit_are_an_error():
+def test_groups_that_do_not_fit_are_an_error():
     refused = partial(pytest.raises, ValueError)
     first, second = grid()
     diagonal = groups_of([[0, 3], [1, 2]])
@@ -130,17 +131,12 @@ def test_groups_and_numbers_that_do_not_fit_are_an_error():
         ep.parallelize(model, first, diagonal)
     with refused(match="same loss"):
         ep.parallelize(model, first, loss=["mean", "sum"][pool.rank() % 2])
-    with refused(match="loss='avg'"):
-        ep.parallelize(model, first, loss="avg")
-    with refused(match="2 experts do not divide by 4 ranks"):
-        ep.parallelize(make_model(num_experts=2))
     if pool.rank() > 1:
         with refused(match="is not in process_group"):
             ep.average_gradients(model, first, pair)
     ep.parallelize(model, first, second)
-    for others in ([], [first], [second, first]):
-        with refused(match="that parallelize"):
-            ep.average_gradients(model, *others)
+    with refused(match="that parallelize"):
+        ep.average_gradients(model, second, first)
 
 
 # ---- with other techniques
@@ -152,9 +148,6 @@ def test_weights_that_differ_between_ranks_are_not_overwritten():
     block[0].differ_between_ranks = [0, 1]  # as tensor_parallel.py marks what it splits
     with pytest.raises(ValueError, match="call it on the MoE only"):
         ep.parallelize(block, pool.group())
-    ep.parallelize(block[1], pool.group())
-    with pytest.raises(ValueError, match="different values in"):
-        ep.parallelize(block[1], pool.group())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -171,17 +164,15 @@ def test_experts_train_under_activation_checkpoints(use_reentrant):
     assert_same_gradients(ep.full_state_dict(model, gradients=True), plain)
 
 
-@pytest.mark.parametrize("autocast", [None, "amp.py", "torch"])
+@pytest.mark.parametrize("autocast", ["amp.py", "torch"])
 @pool.on(1)
 def test_the_router_of_a_16_bit_layer_computes_in_fp32(autocast):
     layer = split_layer(dtype=torch.bfloat16)
     x = own_tokens().bfloat16()
-    contexts = {
-        None: nullcontext(),
-        "amp.py": amp.autocast(torch.bfloat16),
-        "torch": torch.autocast(x.device.type, torch.bfloat16),
-    }
-    with contexts[autocast]:
+    context = amp.autocast(torch.bfloat16)
+    if autocast == "torch":
+        context = torch.autocast(x.device.type, torch.bfloat16)
+    with context:
         weights, chosen = layer.route(x)
     in_fp32, expected = layer.float().route(x.float())
     assert torch.equal(chosen, expected)
@@ -191,8 +182,8 @@ def test_the_router_of_a_16_bit_layer_computes_in_fp32(autocast):
 # ---- capacity, shared experts, balance
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
-@pool.on(1, 2, 4)
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+@pool.on(1, 4)
 def test_capacity_drops_in_gshards_order(factor):
     def plain(x, weights):
         capacity = math.ceil(factor * 2 * len(x) / 4)
@@ -233,11 +224,10 @@ def test_after_its_backward_a_layer_keeps_the_losses_without_a_graph():
     first = loss_of(layer)
     second = loss_of(layer)
     first.backward()
-    aux_loss = layer.aux_loss  # that of the second forward
-    assert aux_loss.requires_grad
+    assert layer.aux_loss.requires_grad  # that of the second forward
     second.backward()
-    assert torch.equal(layer.aux_loss, aux_loss)
     assert not layer.aux_loss.requires_grad
+    copy.deepcopy(layer)
     layer(own_tokens(0))
     assert layer.aux_loss == layer.z_loss == 0
 
@@ -245,8 +235,6 @@ def test_after_its_backward_a_layer_keeps_the_losses_without_a_graph():
 @pool.on(1, 2)
 def test_the_bias_moves_towards_a_balance():
     layer = split_layer(bias_update_rate=0.25)
-    layer.update_bias()  # without a load nothing changes
-    assert not layer.bias.any()
     loads = torch.zeros(4)
     for rank in range(pool.world_size()):
         _, chosen = layer.route(own_tokens(32, rank))
@@ -265,9 +253,9 @@ def test_the_bias_changes_the_choice_but_not_the_weights():
     layer.bias += torch.tensor([0.0, 1.0, 0.0, 1.0])
     x = own_tokens()
     weights, chosen = layer.route(x)
-    picked = layer.gate(x).softmax(-1).gather(1, chosen)
     assert set(chosen.flatten().tolist()) == {1, 3}
-    assert_equal(weights, picked / picked.sum(-1, keepdim=True), False)
+    logits = layer.gate(x).gather(1, chosen)
+    assert_equal(weights, logits.softmax(-1), False)
 
 
 def test_the_bias_stays_in_fp32_and_is_saved_if_it_is_used():
@@ -276,10 +264,7 @@ def test_the_bias_stays_in_fp32_and_is_saved_if_it_is_used():
     expected = layer.bias.clone()
     layer.bfloat16()
     assert torch.equal(layer.state_dict()["bias"], expected)
-    unused = ep.MoE(H, 5, 4)
-    assert "bias" not in unused.state_dict()
-    with pytest.raises(ValueError, match="bias_update_rate"):
-        unused.update_bias()
+    assert "bias" not in ep.MoE(H, 5, 4).state_dict()
 
 
 # ---- gradients and states
@@ -311,23 +296,6 @@ def test_whole_gradients_and_states_of_a_layer_with_two_names_and_a_frozen_one()
         assert torch.equal(state[name], tensor), name
 
 
-@pool.on(2)
-def test_a_parameter_that_no_rank_used_has_a_gradient_of_zeros():
-    model = split(make_model())
-    loss_of(model[2]).backward()
-    ep.average_gradients(model, pool.group())
-    assert not model[1].weight.grad.any()
-
-
-@pool.on(2)
-def test_after_a_forward_a_layer_can_be_copied_with_its_mark():
-    layer = split_layer()
-    loss = loss_of(layer)
-    average = copy.deepcopy(layer)
-    assert loss_of(average) == loss
-    assert average.experts.differ_between_ranks == [0, 1]  # so ddp.py and others refuse it
-
-
 @pool.on(2, 4)
 def test_a_model_may_begin_on_the_meta_device_and_load_a_whole_state():
     plain = make_model()
@@ -356,10 +324,9 @@ def test_with_a_capacity_the_slots_of_other_ranks_experts_are_sent():
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("capacity_factor", [None, 1.5])
 @pool.on(2)
-def test_the_host_waits_for_the_device_once(capacity_factor):
-    layer = split_layer(capacity_factor=capacity_factor)
+def test_the_host_waits_for_the_device_once():
+    layer = split_layer(capacity_factor=1.5)
     copies = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor) or tensor)

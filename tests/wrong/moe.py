@@ -6,22 +6,12 @@ import torch.distributed as dist
 from expert_parallel import MoE, average_gradients, clip_grad_norm_, parallelize  # noqa: F401
 
 
-def scale_expert_gradients(module, factor):
-    average_gradients(module)
-    for parameter in module.experts.parameters():
-        parameter.grad *= factor
-
-
 class ExpertsNotDivided(MoE):
     @staticmethod
     def average_gradients(module):
-        scale_expert_gradients(module, dist.get_world_size())
-
-
-class ExpertsDividedTwice(MoE):
-    @staticmethod
-    def average_gradients(module):
-        scale_expert_gradients(module, 1 / dist.get_world_size())
+        average_gradients(module)
+        for parameter in module.experts.parameters():
+            parameter.grad *= dist.get_world_size()
 
 
 class RouterNotAveraged(MoE):
@@ -80,7 +70,6 @@ class NormOfThisRank(MoE):
 MISTAKES = {
     "moe": {
         "ExpertsNotDivided": "as_one_device",
-        "ExpertsDividedTwice": "trains",
         "RouterNotAveraged": "trains",
         "LocalBalance": "balance_over_all_tokens",
         "NoRenormalisation": "as_one_device",
