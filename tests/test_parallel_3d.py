@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from launch import ROOT, TORCHRUN, fork, free_port, launch
+from launch import ROOT, fork, free_port
 
 import parallel_3d
 from estimate import GPT, flops_per_token
@@ -161,7 +161,6 @@ SEQUENCE = "--sequence-parallel"
 ZERO_BUBBLE = "--schedule zero_bubble"
 RUNS = [  # options of the whole run, of its first two steps, and of the next two
     (SMALL, SGD, "--zero1", f"--tp 4 --zero1 {SEQUENCE} --micro-batch-size 4"),
-    (SMALL, SGD, f"--tp 2 --zero1 {SEQUENCE} --micro-batch-size 1", "--pp 2"),
     (PADDED, "--warmup 0 --sequence-length 7", "--tp 4", "--pp 2 --zero1"),
     (SMALL, "--dropout 0.3 --sequence-length 1", "--zero1", f"--pp 2 {ZERO_BUBBLE} --zero1"),
     (DEEP, "--clip-grad 0", "--pp 4 --zero1 --schedule gpipe", f"--tp 2 --zero1 {INTERLEAVED}"),
@@ -187,34 +186,23 @@ def test_trains_and_goes_on_at_another_grid_as_one_device(run, tmp_path):
     train_beside_one_device(trainers(), options(shared), config)
 
 
-@pytest.mark.parametrize(
-    ("flags", "within"),
-    [
-        ("--dtype bfloat16 --tp 2 --zero1", 2**-6),
-        (f"--dtype float16 --pp 2 --zero1 {SGD}", 2**-9),
-    ],
-)
 @pool.on(4)
-def test_16_bits_stay_within_a_few_roundoffs_of_one_device(flags, within):
-    args = options(flags)
+def test_bf16_stays_within_a_few_roundoffs_of_one_device():
+    args = options("--dtype bfloat16 --tp 2 --zero1")
     trainer = make_trainer(args)
     batches = list(make_batches())
     steps = train_on_one_device(SMALL, args, batches)
     for batch, (loss, norm, _) in zip(batches, steps, strict=True):
         our_loss, our_norm = trainer.step(*batch)
-        assert our_loss == pytest.approx(loss, rel=within)
+        assert our_loss == pytest.approx(loss, rel=2**-6)
         if trainer.steps == 1:  # later norms are of other weights
-            assert our_norm == pytest.approx(norm, rel=within)
+            assert our_norm == pytest.approx(norm, rel=2**-6)
     assert_replicas_agree(trainer)
 
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        f"--tp 2 --zero1 {SEQUENCE} --micro-batch-size 1",
-        "--pp 4 --zero1",
-        "--tp 2 --zero1 --dtype bfloat16",
-    ],
+    [f"--tp 2 --zero1 {SEQUENCE} --micro-batch-size 1", "--pp 4 --dtype bfloat16"],
 )
 @pool.on(4)
 def test_bytes_sent_and_held_are_those_of_the_docstring(flags):
@@ -236,14 +224,6 @@ def test_bytes_sent_and_held_are_those_of_the_docstring(flags):
     expected = psi * moments_and_masters / (trainer.grid.dp if args.zero1 else 1)
     assert params == pytest.approx(psi * size, rel=0.02)
     assert expected <= state < 1.02 * expected + 2000  # padding of buckets, and the steps' counts
-
-
-@pool.on(4)
-def test_ranks_are_numbered_as_megatrons():
-    grid = Grid(tp=2, pp=1)
-    assert grid.tp_rank == pool.rank() % 2
-    grid = Grid(tp=1, pp=2)
-    assert grid.dp_rank == pool.rank() % 2
 
 
 @pytest.mark.parametrize(
@@ -269,10 +249,9 @@ def test_a_run_that_was_stopped_goes_on_bitwise(flags, tmp_path):
     assert first.scaler.get_scale() == second.scaler.get_scale()
 
 
-@pytest.mark.parametrize("flags", ["--tp 2", "--pp 2 --zero1"])
 @pool.on(4)
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(flags):
-    trainer = make_trainer(options(f"--dtype float16 {flags}"))
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale():
+    trainer = make_trainer(options("--dtype float16 --pp 2 --zero1"))
     scale = trainer.scaler.get_scale()
     before = [parameter.detach().clone() for parameter in trainer.parameters]
     infinite = math.inf if pool.rank() == 3 else 0.0
@@ -301,11 +280,8 @@ def test_tensor_parallel_ranks_draw_other_masks_for_their_own_heads_only():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--tp 3", "--tp 3 .* world of 4"),
         ("--global-batch-size 12", "multiple of --micro-batch-size 2 × 4"),
-        ("--pp 4", "4 stages on 4 ranks"),
         ("--sequence-length 17", "17; the model has 16 positions"),
-        (f"--tp 4 {SEQUENCE} --sequence-length 6", "6 positions .* by 4"),
         ("--clip-grad -1", "--clip-grad -1"),
     ],
 )
@@ -345,9 +321,7 @@ def make_session(ranks=1, flags=""):
 @pytest.mark.parametrize(
     ("ranks", "flags", "grids"),
     [  # (tp, pp); dp is what is left
-        (3, "", [(1, 1)]),
         (8, "", [(2, 2)]),
-        (4, "--pp 4", [(1, 4)]),
         (8, "--compare --stages-per-rank 2", [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]),
     ],
 )
@@ -371,11 +345,9 @@ def test_a_batch_has_texts_from_anywhere_and_their_next_bytes_as_targets():
     [
         ("--load nowhere", "--load nowhere: it has no checkpoint"),
         ("--compare --save nowhere", "--save is for one grid"),
-        ("--sequence-length 100 --data short", "100 bytes; .* need 101"),
     ],
 )
 def test_a_wrong_command_is_one_line(flags, words, tmp_path):
-    (tmp_path / "short").write_text("x" * 100)
     done = fork(FILE, *flags.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert re.fullmatch(f"error: .*{words}.*\n", done.stderr)
@@ -409,20 +381,12 @@ def test_a_run_that_diverges_from_one_device_fails(tmp_path):
     assert "NOT equal within 0.05: " in done.stdout
 
 
-def test_a_run_that_began_in_16_bits_is_compared_as_such(tmp_path):
-    """Its weights are rounded already, so a wider dtype does not bring it closer to one device."""
-    for steps, dtype in enumerate(("bfloat16", "float32"), start=1):
-        flags = f"--dtype {dtype} --steps {steps} --lr 0.003 --save {tmp_path}"
-        done = fork(FILE, *flags.split())
-    found = re.search(r"^vs 1 device .* equal within 0.05: (\S+) over", done.stdout, re.M)
-    assert done.returncode == 0, done.stdout
-    assert float(found[1]) > 0.001  # the bound for float32
-
-
 # ---- ranks that are stopped
 
-HURT = """
-import os, signal, sys, checkpoint, parallel_3d
+HURT = f"""
+import os, signal, sys
+sys.path.insert(0, "{ROOT}")
+import checkpoint, parallel_3d
 write, restarts = checkpoint.write, os.environ.get("TORCHELASTIC_RESTART_COUNT")
 
 def hurt(path, pieces):
@@ -437,18 +401,25 @@ sys.exit(parallel_3d.main())
 """
 
 
-def launch_on_two_machines(command):
-    """Run it with a rank on each, for which two torchruns at two local addresses stand."""
-    env = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+TORCHRUN = """
+import os
+from torch.distributed.run import main
+os.environ |= dict(GLOO_SOCKET_IFNAME="lo", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+main()
+"""
+
+
+def run_on_two_machines(folder, command):
+    """With a rank on each, for which two torchruns at two local addresses stand."""
+    script = folder / "torchrun.py"
+    script.write_text(TORCHRUN)
     flags = "--nnodes 2 --nproc-per-node 1 --max-restarts 1 --rdzv-backend c10d"
     flags += f" --rdzv-endpoint 127.0.0.1:{free_port()}"
     runs = []
     with ThreadPoolExecutor() as threads:
         for i in (1, 2):
             own = f"--local-addr 127.0.0.{i} --rdzv-conf is_host={i == 1}"
-            line = [*TORCHRUN[:-1], *f"{flags} {own} {command}".split()]
-            runs.append(threads.submit(launch, line, ROOT, 240, env))
+            runs.append(threads.submit(fork, script, *f"{flags} {own} {command}".split()))
     return [run.result() for run in runs]
 
 
@@ -466,7 +437,7 @@ def test_stopped_and_killed_on_two_machines(tmp_path):
     done = fork(*command.split(), ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, stopped by a signal\n")
-    both = launch_on_two_machines(f"{command} --pp 2")
+    both = run_on_two_machines(tmp_path, f"{command} --pp 2")
     assert [each.returncode for each in both] == [0, 0], both[0].stderr + both[1].stderr
     output = both[0].stdout + both[1].stdout
     assert re.findall(r"^loaded .*saved after step (\d)$", output, re.M) == ["2", "3"]
