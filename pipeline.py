@@ -19,7 +19,7 @@ at most p micro-batches. Three more schedules:
     naive              One micro-batch goes through all stages and back, then another.
     interleaved_1f1b   Each rank has v smaller stages: stage s is on rank s mod p. So filling the
                        pipeline takes 1/v of the time.
-    zero_bubble        B is split into W, the gradients of linear layers' weights, and I, all other
+    zero_bubble        B is split into W, the gradients of linear layers' weights, and I, all
                        others. The previous rank waits only for I, so W can run in the bubble:
 
                        F0F1F2    I0W0F3I1W1I2W2I3W3
@@ -27,7 +27,7 @@ at most p micro-batches. Three more schedules:
                            F0I0F1I1F2I2W0F3I3W1W2W3
 
 A rank holds Ψ/p of Ψ parameters. If micro-batches have b samples of s tokens of h features, an
-inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh), and ranks 0 and p-1 m·bsh less.
+inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh), and the others m·bsh less.
 
                        bubble              micro-batches kept on rank 0
     naive              1 - 1/p             1
@@ -120,8 +120,8 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
             saved.append((x, y))
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # Receive before you send y: in 1F1B, the next rank sends this before it takes y. The
-            # last rank keeps the ones.
+            # In 1F1B, the next rank sends this before it takes y. If you sent y first, both would
+            # wait. The last rank receives nothing, and keeps the ones.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
@@ -148,11 +148,11 @@ class Action(NamedTuple):
 
 
 def in_turns(stages, rounds, first_turn):
-    """As in section 1: a turn has an action of each kind, from its first turn on."""
+    """A column of actions for each kind, from turn first_turn[kind] on. A turn is a row."""
     columns = []
     for kind, first in first_turn.items():
         column = [None] * first
-        for micro_batches in rounds:  # each stage takes one round, then the next
+        for micro_batches in rounds:  # a round passes all stages before the next one
             for stage in stages if kind == "F" else stages[::-1]:
                 column += [Action(stage, kind, i) for i in micro_batches.tolist()]
         columns.append(column)
@@ -168,8 +168,8 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     # Interleaved: rounds of p micro-batches (more if p does not divide m). After p forwards, the
     # first is back on this rank.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # Forwards before a rank's first backward: a round through its other stages, then one for each
-    # later rank, as in section 1. Interleaved: two, which leaves time for transfers.
+    # Before a rank's first backward, a round passes all its stages but the last. Then there is a
+    # forward for each later rank, as in section 1, or two, which give an interleaved message time.
     before_last_stage = (v - 1) * len(rounds[0])
     for_each = 2 if name == "interleaved_1f1b" else 1
     schedule = []
@@ -179,24 +179,24 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             first_backward = m * v
         first_turn = {"F": 0, "B": first_backward}
         if name == "zero_bubble":
-            # Rank r of 1F1B keeps p - r micro-batches. If W is r turns after I, all ranks keep p.
+            # Rank r of 1F1B keeps p - r micro-batches. So it can keep r more: W is r turns after I.
             # The last rank delays W most, because all others wait for its I.
             first_turn = {"F": 0, "I": first_backward, "W": first_backward + rank}
         actions = in_turns(range(rank, p * v, p), rounds, first_turn)
         if name == "naive":
-            # sort() is stable: only the order of micro-batches changes.
+            # stable: all actions of micro-batch 0, in their order, then those of 1
             actions.sort(key=lambda action: action.micro_batch)
         schedule.append(list(map(str, actions)))
     return schedule
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The pipeline, which runs any schedule. A message is what one action gives and another takes:
-#    {0: tensor, 1: tensor, …}, a stage's arguments, or the gradients of those that have one.
+# 3. The pipeline, which runs any schedule. A message, {0: tensor, 1: tensor, …}, has a stage's
+#    arguments, for F, or their gradients without those that are None, for B or I.
 
 
 def input_of(action):
-    """Return the key of the message that an action takes: the action, with B also for I."""
+    """Return the key of the message that an action takes: the action, written as B if it is I."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
@@ -252,9 +252,9 @@ class Pipeline(nn.Module):
         """
         agree_on_grad_mode(self._group, self._wire)
         self._start(inputs, targets)
-        # All ranks walk through one list, sorted by end. At the action that gives a message, sender
-        # and receiver both start the transfer: all in one order, as NCCL needs. The receiver waits
-        # in _take(), at the later action that takes the message.
+        # All ranks walk through all ranks' actions, sorted by end: this keeps each rank's order. At
+        # the action that gives a message, sender and receiver both start the transfer: all in one
+        # order, as NCCL needs. The receiver waits in _take(), at the action that takes it.
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
@@ -266,9 +266,9 @@ class Pipeline(nn.Module):
                 message = self.run(action, self._take(input_of(action)))
             if destination == source:
                 self._messages[key] = message, []
-            elif destination is not None:
+            elif destination is not None:  # all ranks: the first step broadcasts shapes
                 self._transfer(key, message, source, destination)
-        self._wait_for_sends()
+        wait_for(self._sends)
         return torch.stack(self._losses).sum() if self._losses else None
 
     def _start(self, inputs, targets):
@@ -294,13 +294,12 @@ class Pipeline(nn.Module):
         return run(*action, message)
 
     def _forward(self, stage, kind, i, inputs):
-        # None, or the list to which I appends what it leaves to W: see section 4.
         is_split = torch.is_grad_enabled() and Action(stage, "I", i) in self._own
-        deferred = [] if is_split else None
+        deferred = [] if is_split else None  # what I leaves to W: see section 4
         with leave_weights_to_w(deferred, self._weights):
             output = self.stages[str(stage)](*inputs.values())
             if stage == self._last_stage:
-                output = loss_of(self, output, i)  # divided as in section 1
+                output = loss_of(self, output, i)  # divided by m, as in section 1
                 self._losses.append(output.detach())
         outputs = as_tensors(output)
         if torch.is_grad_enabled():
@@ -330,16 +329,10 @@ class Pipeline(nn.Module):
         metadata = metadata_of(key, copies, self._metadata, source, self._group)
         if source == self._rank:
             self._sends.append(start_all(dist.isend, copies, destination, self._group))
-            self._wait_for_sends(at_most=4)  # copies take memory
+            wait_for(self._sends, at_most=4)  # copies take memory
         if destination == self._rank:
             empty = allocate(metadata, self._wire)
             self._messages[key] = start_all(dist.irecv, empty, source, self._group)
-
-    def _wait_for_sends(self, at_most=0):
-        while len(self._sends) > at_most:
-            _, works = self._sends.popleft()
-            for work in works:
-                work.wait()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,14 +343,14 @@ linear = F.linear
 
 @contextmanager
 def leave_weights_to_w(deferred, weights):
-    """In here, the backward of F.linear, which modules call, appends to `deferred` what W needs.
+    """In here, the backward of torch's F.linear appends to `deferred` what W needs.
 
-    F.linear is replaced in F, and in I, where activation checkpointing runs the forward again.
+    It is around the forward, and around I, where activation checkpointing runs the forward again.
     """
     if deferred is None:
         yield
         return
-    if deferred:
+    if deferred:  # before I
         raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
     F.linear = partial(split_linear, deferred, weights)
     try:
@@ -379,7 +372,7 @@ def split_linear(deferred, weights, x, weight, bias=None):
             check_unchanged(rows, version)
             deferred.append((weight, rows.detach(), grad_y))
 
-    # Not on the view that is returned: if a stage changes it in place, it gets a new grad_fn.
+    # On y, not on its view: if a stage changes the view in place, it gets another grad_fn.
     y.register_hook(leave_to_w)
     return y.unflatten(0, x.shape[:-1])
 
@@ -446,7 +439,8 @@ def peak_alive(actions):
 
     A micro-batch counts once for each stage.
     """
-    changes = [{"F": 1, "I": 0}.get(action.kind, -1) for action in actions]
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    changes = [change[action.kind] for action in actions]
     return max(itertools.accumulate(changes), default=0)
 
 
@@ -470,6 +464,14 @@ def start_all(operation, message, peer, group):
     # the memory, whatever the strides
     flat = [tensor.as_strided([tensor.numel()], [1]) for tensor in message.values()]
     return message, [start_transfer(operation, tensor, peer, group) for tensor in flat]
+
+
+def wait_for(sends, at_most=0):
+    """Wait for the oldest until at most so many are left."""
+    while len(sends) > at_most:
+        _, works = sends.popleft()
+        for work in works:
+            work.wait()
 
 
 def metadata_of(key, copies, known, source, group):
@@ -518,7 +520,7 @@ def no_context(stage, is_last):
 
 
 def agree(schedule, num_microbatches, stages, group):
-    """Return the schedule, parsed, {stage: rank} and the device.
+    """Return (the parsed schedule, {stage: rank}, the device).
 
     A wrong argument on one rank raises on all.
     """
@@ -538,6 +540,7 @@ def agree(schedule, num_microbatches, stages, group):
     rank_of = rank_of_stages(parsed)
     m = len({action.micro_batch for action in itertools.chain(*parsed)})
     on_ranks = list(rank_of.values())
+    # as `numbers`, by rank
     needed = [(m, on_ranks.count(rank), 0) for rank in range(len(parsed))]
     if list(given) != needed or schedules.count(schedule) < len(schedules):
         raise ValueError(
@@ -585,9 +588,9 @@ def device_to_send_from(device, group):
 def agree_on_grad_mode(group, device):
     """Raise ValueError if only some ranks run step() under torch.no_grad().
 
-    Otherwise a gradient would stay unreceived, and be taken for one of the next step. On CPUs all
-    ranks compare and raise. On a GPU a rank that trains skips this, because the host would wait for
-    the GPU. So a rank under no_grad() waits here until the timeout.
+    Otherwise a gradient would stay unreceived, and be taken for one of the next step. On a GPU a
+    rank that trains skips this, because the host would wait for the GPU. So there, if modes differ,
+    ranks under no_grad() wait until the timeout.
     """
     is_training = torch.is_grad_enabled()
     if is_training and device.type == "cuda":
@@ -608,7 +611,7 @@ def can_wait(x, weight, weights):
     """
     return (
         torch.is_grad_enabled()
-        and x.requires_grad
+        and x.requires_grad  # else y might have no graph for the hook
         and weight.requires_grad
         # Nothing reads the gradient before W adds it. A weight that is computed from a parameter
         # (weight_norm, FSDP), or that has a hook (DDP), needs its gradient in I.
