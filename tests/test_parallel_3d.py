@@ -105,7 +105,6 @@ def test_gpt2_has_as_many_parameters_as_published(size):
     with torch.device("meta"):
         model = plain_model(config)
     assert sum(map(torch.numel, model.parameters())) == PUBLISHED[size]
-    assert config.hidden / config.heads == 64
 
 
 def test_weights_start_as_gpt2s_and_differ_between_layers():
@@ -113,7 +112,6 @@ def test_weights_start_as_gpt2s_and_differ_between_layers():
     matrices = [first.qkv, first.linear1, first.proj, first.linear2]
     spread = [matrix.weight.std().item() for matrix in matrices]
     assert spread == pytest.approx([0.02, 0.02, 0.01, 0.01], rel=0.05)
-    assert not first.linear1.bias.any()
     assert not torch.equal(first.qkv.weight, second.qkv.weight)
 
 
@@ -291,46 +289,21 @@ def test_flags_that_do_not_fit_are_refused(flags, words):
         make_trainer(options(flags))
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--global-batch-size 16", "--global-batch-size 16: .* has 8"),
-        ("--dtype float16", "float32"),  # its masters
-    ],
-)
 @pool.on(4)
-def test_a_checkpoint_of_another_run_is_refused(flags, words, tmp_path):
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     parallel_3d.save(make_trainer(options("--tp 2 --pp 2")), tmp_path)
-    trainer = make_trainer(options(flags))
-    with pytest.raises(ValueError, match=words):
-        parallel_3d.load(trainer, tmp_path)
+    for flags, words in {"--global-batch-size 16": "has 8", "--dtype float16": "float32"}.items():
+        trainer = make_trainer(options(flags))
+        with pytest.raises(ValueError, match=words):
+            parallel_3d.load(trainer, tmp_path)
 
 
 # ---- the command line
 
 
-def make_session(ranks=1, flags=""):
-    """A Session without a command line and a world."""
-    session = parallel_3d.Session.__new__(parallel_3d.Session)
-    session.args = options(flags)
-    session.ranks = ranks
-    session.config = DEEP
-    return session
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags", "grids"),
-    [  # (tp, pp); dp is what is left
-        (8, "", [(2, 2)]),
-        (8, "--compare --stages-per-rank 2", [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)]),
-    ],
-)
-def test_the_grids_that_flags_choose(ranks, flags, grids):
-    assert make_session(ranks, flags).grids() == grids
-
-
 def test_a_batch_has_texts_from_anywhere_and_their_next_bytes_as_targets():
-    session = make_session(flags="--global-batch-size 30")
+    session = parallel_3d.Session.__new__(parallel_3d.Session)  # without a command line and a world
+    session.args = options("--global-batch-size 30")
     session.is_indexed = False
     session.text = torch.arange(12, dtype=torch.uint8)
     inputs, targets = session.batch(0)
@@ -340,17 +313,10 @@ def test_a_batch_has_texts_from_anywhere_and_their_next_bytes_as_targets():
     assert not torch.equal(inputs, session.batch(1)[0])
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--load nowhere", "--load nowhere: it has no checkpoint"),
-        ("--compare --save nowhere", "--save is for one grid"),
-    ],
-)
-def test_a_wrong_command_is_one_line(flags, words, tmp_path):
-    done = fork(FILE, *flags.split(), cwd=tmp_path)
+def test_a_wrong_command_is_one_line(tmp_path):
+    done = fork(FILE, "--load", "nowhere", cwd=tmp_path)
     assert done.returncode == 2
-    assert re.fullmatch(f"error: .*{words}.*\n", done.stderr)
+    assert re.fullmatch("error: --load nowhere: it has no checkpoint.*\n", done.stderr)
 
 
 EQUAL = r"vs 1 device loss, .* and parameters equal within 1e-09: \de-1\d over \d steps"
@@ -444,9 +410,7 @@ def test_stopped_and_killed_on_two_machines(tmp_path):
     assert re.search(f"^{EQUAL}$", output, re.M)
     lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5]
-    flops_of_a_token = flops_per_token(replace(MODELS["gpt2-tiny"], sequence=16))
+    flops = 4 * 16 * flops_per_token(replace(MODELS["gpt2-tiny"], sequence=16))
     for line in lines:
         assert line.keys() >= {"loss", "grad_norm", "lr", "max_memory_allocated", "tp", "pp", "dp"}
-        assert line["tokens_per_second"] == pytest.approx(4 * 16 / line["seconds"])
-        flops = line["tokens_per_second"] * flops_of_a_token
-        assert line["share_of_peak"] == pytest.approx(flops / 2 / 2e12)
+        assert line["share_of_peak"] == pytest.approx(flops / line["seconds"] / 2 / 2e12)
