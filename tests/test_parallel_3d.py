@@ -29,7 +29,8 @@ PADDED = replace(SMALL, vocab=5)  # the last of 4 ranks has padding only
 def options(flags="", dtype="float64"):
     """The command line's arguments, for small batches of 8 sequences of 8 tokens."""
     parser = argparse.ArgumentParser()
-    for flag, keywords in {**parallel_3d.FLAGS, "--seed": {"type": int, "default": 0}}.items():
+    flags_of_demos = {"--seed": {"type": int, "default": 0}}
+    for flag, keywords in (parallel_3d.FLAGS | flags_of_demos).items():
         parser.add_argument(flag, **keywords)
     sizes = "--sequence-length 8 --global-batch-size 8 --warmup 2 --lr 0.01 --clip-grad 0.5"
     return parser.parse_args([*f"{sizes} --dtype {dtype} {flags}".split()])
@@ -46,7 +47,8 @@ def make_batches(config=SMALL, length=8):
 
 
 def make_trainer(args, config=SMALL):
-    return Trainer(config, Grid(args.tp or 1, args.pp or 1), args)
+    grid = Grid(args.tp or 1, args.pp or 1)
+    return Trainer(config, grid, args)
 
 
 # ---- one device
@@ -58,7 +60,8 @@ def pytorchs_logits(model, tokens, config, dropout):
     gelu = partial(F.gelu, approximate="tanh")
     embedding, *blocks, head = model
     length = tokens.shape[1]
-    future = torch.full((length, length), -math.inf).triu(1).double()
+    future = torch.full((length, length), -math.inf).double()
+    future = future.triu(1)
     torch.manual_seed(model.seed * 2**40 + model.micro_batch * 2**10)
     x = F.embedding(tokens.T.contiguous(), head.linear.weight)
     x = F.dropout(x + embedding.position.weight[:length, None], dropout)
@@ -72,7 +75,8 @@ def pytorchs_logits(model, tokens, config, dropout):
             setattr(layer, name, getattr(block, name))
         torch.manual_seed(model.seed * 2**40 + model.micro_batch * 2**10 + number)
         x = layer(x, future)
-    return F.layer_norm(x, (h,), head.norm.weight, head.norm.bias) @ head.linear.weight.T
+    x = F.layer_norm(x, (h,), head.norm.weight, head.norm.bias)
+    return x @ head.linear.weight.T
 
 
 def test_the_model_computes_what_pytorchs_layers_do():
@@ -86,7 +90,8 @@ def test_one_device_steps_along_the_gradient_of_the_mean_over_unmasked_tokens():
     args = options("--optimizer SGD --lr 0.5 --warmup 4 --clip-grad 0.1 --micro-batch-size 3")
     inputs, targets = next(make_batches())
     model = plain_model(SMALL).double()
-    expected = F.cross_entropy(model(inputs).flatten(0, 1), targets.T.flatten())
+    logits = model(inputs).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.T.flatten())
     expected.backward()
     expected_norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     ((loss, norm, trained),) = train_on_one_device(SMALL, args, [(inputs, targets)])
@@ -292,7 +297,8 @@ def test_flags_that_do_not_fit_are_refused(flags, words):
 @pool.on(4)
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     parallel_3d.save(make_trainer(options("--tp 2 --pp 2")), tmp_path)
-    for flags, words in {"--global-batch-size 16": "has 8", "--dtype float16": "float32"}.items():
+    refused = {"--global-batch-size 16": "has 8", "--dtype float16": "float32"}
+    for flags, words in refused.items():
         trainer = make_trainer(options(flags))
         with pytest.raises(ValueError, match=words):
             parallel_3d.load(trainer, tmp_path)
@@ -404,7 +410,8 @@ def test_stopped_and_killed_on_two_machines(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith(f"saved       {tmp_path}/saved after step 2, stopped by a signal\n")
     both = run_on_two_machines(tmp_path, f"{command} --pp 2")
-    assert [each.returncode for each in both] == [0, 0], both[0].stderr + both[1].stderr
+    for each in both:
+        assert each.returncode == 0, each.stderr
     output = both[0].stdout + both[1].stdout
     assert re.findall(r"^loaded .*saved after step (\d)$", output, re.M) == ["2", "3"]
     assert re.search(f"^{EQUAL}$", output, re.M)
