@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from claims import default_group, registry
 from claims.moe import Ours, computes_as_one_device, plain_moe, whole_weights
-from shared import Collectives, Watch, assert_equal, randn
+from shared import Collectives, assert_equal, randn
 from torch.utils.checkpoint import checkpoint
 
 import amp
@@ -321,17 +321,3 @@ def test_with_a_capacity_the_slots_of_other_ranks_experts_are_sent():
     capacity = math.ceil(1.5 * 2 * 8 / 4)
     rows = 4 * 4 * capacity * (N - 1) / N
     assert sent.total == rows * x[0].nbytes
-
-
-@pytest.mark.cpu
-@pool.on(2)
-def test_the_host_waits_for_the_device_once():
-    layer = split_layer(capacity_factor=1.5)
-    copies = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor) or tensor)
-        with Watch(lambda: None) as operators:
-            loss_of(layer).backward()
-    names = {name for name, _ in operators.seen}
-    assert not names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"}
-    assert len(copies) == 1
