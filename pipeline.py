@@ -312,7 +312,8 @@ class Pipeline(nn.Module):
             return backward_for_weights(saved)
         inputs, outputs, deferred = saved
         if stage == self._last_stage:
-            gradients = {0: torch.ones_like(outputs[0])}  # of the loss
+            ones = [torch.ones_like(output) for output in outputs]
+            gradients = dict(enumerate(ones))  # of the loss
         used = [outputs[place] for place in gradients]  # by the next stage
         is_last = i == self._last_backward[stage]
         context = self.backward_context(self.stages[str(stage)], is_last)
