@@ -101,17 +101,6 @@ def test_one_device_steps_along_the_gradient_of_the_mean_over_unmasked_tokens():
         torch.testing.assert_close(after, before - 0.125 * before.grad, rtol=0, atol=1e-12)
 
 
-PUBLISHED = {"124m": 124_439_808, "345m": 354_823_168, "774m": 774_030_080, "1.5b": 1_557_611_200}
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_gpt2_has_as_many_parameters_as_published(size):
-    config = MODELS[f"gpt2-{size}"]
-    with torch.device("meta"):
-        model = plain_model(config)
-    assert sum(map(torch.numel, model.parameters())) == PUBLISHED[size]
-
-
 def test_weights_start_as_gpt2s_and_differ_between_layers():
     _, first, second, _ = plain_model(replace(SMALL, hidden=128))
     matrices = [first.qkv, first.linear1, first.proj, first.linear2]
