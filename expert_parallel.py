@@ -45,8 +45,7 @@ Papers:   Lepikhin et al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Swi
           Jiang et al. 2024, Mixtral, 2401.04088; DeepSeek-V3, 2412.19437
 Mirrors:  transformers' MixtralSparseMoeBlock, Megatron-LM's MoELayer
 Left out: grouped matrix products (MegaBlocks), overlap of the exchange with computation (DeepEP),
-          node-limited routing, tensor parallelism inside an expert, copies between a forward and
-          its backward
+          node-limited routing, tensor parallelism inside an expert
 """
 
 import argparse
@@ -188,6 +187,8 @@ class MoE(nn.Module):
         bias_update_rate=None,
     ):
         super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k={top_k} of {num_experts} experts; choose 1 to {num_experts}")
         self.num_experts = num_experts
         self.top_k = top_k
         self.capacity_factor = capacity_factor
@@ -198,7 +199,7 @@ class MoE(nn.Module):
         self.shared_experts = None
         if num_shared_experts:
             self.shared_experts = Experts(1, hidden, num_shared_experts * ffn_hidden)
-        self.routing = None  # logits and chosen experts of the last forward
+        self.routing = (None, None)  # logits and chosen experts of the last forward
         self.total = None  # of all ranks, for balance_losses()
         self.load = 0  # (E,), how often this rank chose each expert since update_bias()
         bias = torch.zeros(num_experts, dtype=torch.float32)  # stays 0 if it is not used
@@ -299,6 +300,8 @@ class MoE(nn.Module):
 
     def update_bias(self):
         """Prefer experts with less than the mean load (DeepSeek-V3, §2.1.2). Call once a step."""
+        if self.bias_update_rate is None:
+            raise ValueError("update_bias() needs a rate; give MoE a bias_update_rate")
         load = sum_over_ranks(self.load + 0 * self.bias, self.experts.groups)
         self.bias += self.bias_update_rate * (load.mean() - load).sign()
         self.load = 0
@@ -311,6 +314,10 @@ class MoE(nn.Module):
         # On the meta device it has no values, and to_empty() gives it arbitrary ones.
         self.bias = torch.zeros_like(bias, device=device) if bias.is_meta else bias.to(device)
         return self
+
+    def __getstate__(self):
+        """copy.deepcopy() calls this. It cannot copy tensors with a graph."""
+        return self.__dict__ | {"routing": (None, None)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -378,6 +385,8 @@ def balance_losses(layer):
     mean probability. Only P has a gradient.
     """
     logits, chosen = layer.routing
+    if logits is None:
+        return None, None
     E = layer.num_experts
     counts = count_choices(chosen, E)
     probabilities = logits.softmax(-1)
