@@ -1,10 +1,5 @@
 """AMP: compute in 16 bits, which is fast, without losing small updates and small gradients.
 
-In a step, the loss is multiplied by a scale, and backward computes 16-bit gradients from 16-bit
-weights. The optimizer copies the gradients to fp32 and divides them by the scale. It updates fp32
-master weights, and rounds them into the model. If a gradient is inf or NaN on any rank, all ranks
-skip the step. bf16 needs no scale, because it has the range of fp32.
-
     fp32 masters ── round ──→ 16-bit weights → forward → loss · scale → backward → 16-bit gradients
          ↑                                                                                │
     optimizer step ←── clip ←── finite on all ranks? ←── fp32, divide by scale ←── all-reduce
@@ -17,14 +12,16 @@ Three things fail in 16 bits. Each has its remedy:
     an fp16 gradient up to 2⁻²⁵ becomes zero, and one below 2⁻¹⁴ loses bits       → loss scaling
     a sum, norm or exponential overflows at 65504 (fp16), or loses small terms    → autocast
 
+bf16 needs no scale, because it has the range of fp32.
+
 Bytes per parameter with Adam, for Ψ parameters on N ranks:
 
                               weights   gradients   masters   Adam   sum   bytes sent per step
     fp32, or under autocast   4         4           -         4+4    16    4Ψ · 2(N-1)/N: gradients
     MixedPrecisionOptimizer   2         2           4         4+4    16    2Ψ · 2(N-1)/N
 
-step() needs 4 more bytes per parameter while it runs, for fp32 gradients. With a GradScaler, the
-ranks also all-reduce one number per optimizer and step.
+step() takes 4 more bytes per parameter while it runs, for fp32 gradients. A GradScaler also sends
+one number per step.
 
 Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
 it as a library (30).
@@ -33,11 +30,9 @@ Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with sect
           python amp.py runs one rank
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
-Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers;
-          casts of frozen parameters and of buffers; autocast's cache, which saves a second cast of
-          a weight that is used twice; torch.utils.checkpoint inside autocast, which is an error:
-          activation_checkpoint.py's works, and so does any checkpoint of a function that enters
-          autocast itself
+Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; casts of frozen parameters and
+          of buffers; autocast of recurrent layers, and its cache of cast weights;
+          torch.utils.checkpoint inside autocast (activation_checkpoint.py's works)
 """
 
 import argparse
@@ -67,10 +62,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 def mixed_precision_step(loss, scale, model, masters, optimizer):
-    """Make one step with fp16 weights in `model`, and their fp32 `masters` in `optimizer`.
+    """Make a step with fp16 weights in `model`, and their fp32 `masters` in `optimizer`.
 
-    `loss` is in fp32. If the ranks average gradients, hooks do it during backward. Return the scale
-    for the next step. It only falls here; section 2 lets it grow again.
+    `loss` is in fp32. Several ranks average the gradients in hooks, during backward. Return the
+    scale for the next step. It only falls here; section 2 lets it grow again.
     """
     (loss * scale).backward()  # backward is linear: every gradient is scaled
     for weight, master in zip(model.parameters(), masters, strict=True):
@@ -85,10 +80,7 @@ def mixed_precision_step(loss, scale, model, masters, optimizer):
 
 
 def autocast_linear(layer, dtype):
-    """Make an nn.Linear, whose weights stay in fp32, compute in `dtype`.
-
-    Autograd records the casts, so it casts the gradients of the weights to fp32.
-    """
+    """Make an nn.Linear compute in `dtype`. Autograd casts its gradients back to fp32."""
 
     def forward(x):
         bias = None if layer.bias is None else layer.bias.to(dtype)
@@ -100,9 +92,7 @@ def autocast_linear(layer, dtype):
 # --------------------------------------------------------------------------------------------------
 # 2. The scale: the largest that does not overflow, found by trial.
 
-# An optimizer's found_inf is 1 if a gradient is inf or NaN, 0 if all gradients are finite, and
-# NO_GRADIENT if there are none. The ranks take the maximum of theirs. NO_GRADIENT is the smallest,
-# so it remains only if no rank has a gradient.
+# found_inf is 1 if a gradient is inf or NaN, 0 if all are finite, and this if there is none.
 NO_GRADIENT = -1.0
 
 
@@ -110,13 +100,12 @@ class GradScaler:
     """torch.amp.GradScaler. An inf or NaN on one rank of `process_group` skips the step on all.
 
     Each iteration: scale(loss).backward(); average the gradients; unscale_(optimizer), if you clip
-    them; step(optimizer); update(). With several optimizers, all ranks must step them in the same
-    order. Unlike PyTorch's, it scales by default on a machine without CUDA, too.
+    them; step(optimizer); update(). All ranks must step their optimizers in the same order.
     """
 
     def __init__(
         self,
-        device="cuda",  # not used: PyTorch's signature has it
+        device="cuda",  # as in PyTorch's signature. Not used: it scales on any device
         init_scale=2.0**16,
         growth_factor=2.0,
         backoff_factor=0.5,
@@ -124,11 +113,13 @@ class GradScaler:
         enabled=True,
         process_group=None,
     ):
-        self._scale = 1.0  # update() below sets it to init_scale, unless disabled
-        self._growth_factor = growth_factor
-        self._backoff_factor = backoff_factor
-        self._growth_interval = growth_interval
-        self._growth_tracker = 0  # steps in a row without inf or NaN
+        self._state = {  # PyTorch's state dict
+            "scale": 1.0,  # update() below sets it to init_scale, unless disabled
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "_growth_tracker": 0,  # steps in a row without inf or NaN
+        }
         self._enabled = enabled
         self._process_group = process_group
         self._found_inf = {}  # {optimizer: its found_inf}, since the last update()
@@ -139,24 +130,18 @@ class GradScaler:
         """Multiply a tensor, or the tensors in lists and tuples, by the scale."""
         if not self._enabled:
             return outputs
-        # fp16 cannot hold the first scale, 2¹⁶. An fp16 loss times an fp32 scalar is in fp32,
-        # because the loss is a scalar as well.
-        return tree_map(lambda output: output * torch.tensor(self._scale), outputs)
+        # In fp32, because fp16 cannot hold 2¹⁶. So the product with an fp16 scalar is in fp32.
+        scale = torch.tensor(self.get_scale())
+        return tree_map(scale.mul, outputs)
 
     def unscale_(self, optimizer):
-        """Divide the gradients by the scale, and check that they are finite on all ranks."""
+        """Divide the gradients by the scale, and find out if they are finite on all ranks."""
         if not self._enabled:
             return
         verify_unscale(self, optimizer)
-        if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
-            found_inf = optimizer.unscale_(self._scale)
-        else:
-            found_inf = unscale_grads(optimizer, self._scale)
+        found_inf = unscale_grads(optimizer, self.get_scale())
         if dist.is_initialized():
-            backends = dist.get_backend_config(self._process_group)  # such as "cuda:nccl"
-            # Offloaded gradients are on the CPU, and NCCL cannot reduce a CPU tensor.
-            if found_inf.device.type not in backends:
-                found_inf = found_inf.to(backends.partition(":")[0])  # the first device type
+            found_inf = on_device_of(self._process_group, found_inf)
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self._process_group)
         self._found_inf[optimizer] = found_inf.item()  # waits: the host must know whether to step
 
@@ -164,75 +149,60 @@ class GradScaler:
         """Return optimizer.step(*args, **kwargs), or None if a gradient is inf or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        has_closure = any(map(callable, [*args, *kwargs.values()]))
-        if has_closure or optimizer in self._stepped:
-            raise RuntimeError("step() takes no closure, and only one call before each update()")
         if optimizer not in self._found_inf:
             self.unscale_(optimizer)
-        found_inf = self._found_inf[optimizer]
-        if found_inf == NO_GRADIENT:
-            raise AssertionError(
-                "No inf checks were recorded for this optimizer: no rank has a .grad. If "
-                f"{type(optimizer).__name__} keeps gradients elsewhere, use bf16 without a scaler"
-            )
+        verify_step(self, optimizer, [*args, *kwargs.values()])
         self._stepped.add(optimizer)
-        return None if found_inf else optimizer.step(*args, **kwargs)
+        return None if self._found_inf[optimizer] else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale=None):
         """Set the scale to `new_scale`, or adapt it to every found_inf since the last update()."""
         if not self._enabled:
             return
+        state = self._state
         if new_scale is None:
             found_inf = max(self._found_inf.values(), default=NO_GRADIENT)
             if found_inf == NO_GRADIENT:
                 raise AssertionError("No inf checks were recorded prior to update")
-            new_scale = self._scale
-            self._growth_tracker += 1
+            new_scale = state["scale"]
+            state["_growth_tracker"] += 1
             if found_inf:
-                new_scale *= self._backoff_factor
-                self._growth_tracker = 0
-            elif self._growth_tracker >= self._growth_interval:
-                new_scale *= self._growth_factor
-                self._growth_tracker = 0
+                new_scale *= state["backoff_factor"]
+                state["_growth_tracker"] = 0
+            elif state["_growth_tracker"] >= state["growth_interval"]:
+                new_scale *= state["growth_factor"]
+                state["_growth_tracker"] = 0
         in_fp32 = torch.tensor(float(new_scale), dtype=torch.float32)  # PyTorch keeps it in fp32
         if in_fp32.isfinite():  # a scale that overflows does not grow
-            self._scale = in_fp32.item()
+            state["scale"] = in_fp32.item()
         self._found_inf.clear()
         self._stepped.clear()
 
     # Section 5.
 
     def get_scale(self):
-        return self._scale
+        return self._state["scale"]
 
     def is_enabled(self):
         return self._enabled
 
     def record_found_inf(self, optimizer, found_inf):
-        """Call it instead of unscale_(), if you have unscaled and checked the gradients yourself.
-
-        `found_inf` must be the same on all ranks. parallel_3d.py calls this.
-        """
-        self._found_inf[optimizer] = float(found_inf)
+        """Replaces unscale_(). `found_inf` must be the same on all ranks."""
+        self._found_inf[optimizer] = found_inf
 
     def state_dict(self):
-        return {key: vars(self)["_" + key.lstrip("_")] for key in SCALER_KEYS if self._enabled}
+        return dict(self._state) if self._enabled else {}
 
     def load_state_dict(self, state_dict):
-        for key, value in state_dict.items():  # empty if it is of a disabled scaler
-            vars(self)["_" + key.lstrip("_")] = value
+        self._state.update(state_dict)
 
 
 def unscale_grads(optimizer, scale):
     """Divide the optimizer's gradients by `scale`. Return found_inf of this rank."""
+    if hasattr(optimizer, "unscale_"):  # Zero1 to Zero3: gradients are not in .grad
+        return optimizer.unscale_(scale)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if torch.float16 in [gradient.dtype for gradient in gradients]:
-        raise ValueError(
-            "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
-        )
-    # The stored elements of a sparse gradient.
-    gradients = [g._values() if g.is_sparse else g for g in gradients]
+    gradients = [stored_elements(p.grad) for p in parameters if p.grad is not None]
     value = 0.0 if gradients else NO_GRADIENT
     found_inf = torch.tensor(value, dtype=torch.float32, device=parameters[0].device)
     inverse = torch.full_like(found_inf, 1.0 / scale)
@@ -249,25 +219,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     """Casts the model's weights to `dtype`. `optimizer` updates an fp32 master of each weight.
 
     Each iteration: scale(loss).backward(); average the gradients; clip_grad_norm_(max_norm), if
-    wanted; step(), which also calls scaler.update(); zero_grad().
+    wanted; step(), which calls scaler.update(); zero_grad().
 
-    Without a scaler, a rank checks only its own gradients. That is enough if all ranks have the
-    same gradients. If the ranks hold parts of one model, bf16 needs a scaler too: with it, all
-    ranks skip the same steps.
-
-    After the first step(), do not write to weight.data: the next step() would undo it. Write under
-    torch.no_grad(), or call reload_model_params() afterwards. model.load_state_dict() is safe.
-    Frozen parameters and buffers keep their dtype. Cast them yourself, because PyTorch multiplies
-    no matrices of different dtypes. A model with batch norms needs autocast instead.
+    Without a scaler, a rank checks only its own gradients. If the ranks hold parts of one model,
+    give a scaler in bf16 too, so that all skip the same steps. Frozen parameters and buffers keep
+    their dtype: cast them yourself. A model with batch norms needs autocast instead.
     """
 
     def __init__(self, optimizer, dtype, scaler=None):
-        if hasattr(optimizer, "no_sync"):  # Zero1 to Zero3
-            raise ValueError(
-                f"{type(optimizer).__name__} has fp32 masters itself: give it a model in {dtype}"
-            )
+        verify_has_no_masters(optimizer)
         self.optimizer = optimizer
-        self.dtype = dtype
         self.scaler = scaler or GradScaler(enabled=False)
         self.scale = self.scaler.scale  # the method: call optimizer.scale(loss)
         self._weights = []  # the model's parameters, in `dtype`
@@ -283,23 +244,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 group["params"][i] = master
         optimizer.load_state_dict(state)  # casts any momenta to fp32, the masters' dtype
         self.write_model_params()
-        self._is_new = True  # until step(), load_state_dict() or write_model_params() is called
-        self._grad_versions = None  # of the gradients that unscale_() has copied, until step()
+        self._is_new = True  # until write_model_params() is called again
+        self._grad_versions = None  # of the gradients that unscale_() has copied
 
     def unscale_(self):
         """Copy the gradients to the masters, and divide them by the scale."""
-        versions = [weight.grad is not None and weight.grad._version for weight in self._weights]
-        if self._grad_versions is not None:  # clip_grad_norm_() or the caller has called it
-            if versions != self._grad_versions:
-                raise RuntimeError(
-                    "backward ran after clip_grad_norm_() or unscale_(): call every backward first"
-                )
+        if not remember_gradients(self):  # clip_grad_norm_() or the caller has called it
             return
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight.grad is not None:
                 master.grad = weight.grad.to(master.dtype, copy=True).to_dense()
         self.scaler.unscale_(self.optimizer)
-        self._grad_versions = versions
 
     def clip_grad_norm_(self, max_norm):
         """Scale the gradients down to a total norm of `max_norm`; return the norm they had."""
@@ -313,7 +268,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         adopt_written_weights(self)
         self.unscale_()
         gradients = [master.grad for master in self._masters if master.grad is not None]
-        # An enabled scaler skips the step itself. Without one, a norm of inf or NaN skips it.
+        # An enabled scaler skips the step itself.
         if self.scaler.is_enabled() or nn.utils.get_total_norm(gradients).isfinite():
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -328,31 +283,29 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._versions = [weight._version for weight in self._weights]
         self._is_new = False
 
+    # Section 5.
+
+    def __getattr__(self, name):
+        # param_groups, state and hooks are the optimizer's: super().__init__() has made no others.
+        # self.optimizer would recurse while it is not set.
+        return getattr(self.__dict__["optimizer"], name)
+
     def zero_grad(self, set_to_none=True):
         for weight in self._weights:
-            if set_to_none or weight.grad is None:
+            if set_to_none:
                 weight.grad = None
-            else:
+            elif weight.grad is not None:
                 weight.grad.zero_()
         self.optimizer.zero_grad()  # if unscale_() was called, but not step()
         self._grad_versions = None
 
-    # Section 5.
-
-    def __getattr__(self, name):
-        # param_groups, state, defaults and hooks are those of `optimizer`, so __init__ does not
-        # call super().__init__(). `self.optimizer` would recurse while it is not set yet.
-        return getattr(self.__dict__["optimizer"], name)
-
     def add_param_group(self, param_group):
-        raise ValueError(
-            "give all parameter groups to the optimizer before MixedPrecisionOptimizer is made"
-        )
+        raise ValueError("give all parameter groups to the optimizer before it is wrapped")
 
     def state_dict(self):
         """Return the optimizer's state dict, with "master_weights" and "scaler" added."""
         adopt_written_weights(self)
-        ours = {"master_weights": list(self._masters), "scaler": self.scaler.state_dict()}
+        ours = {"master_weights": self._masters, "scaler": self.scaler.state_dict()}
         return self.optimizer.state_dict() | ours
 
     def load_state_dict(self, state_dict):
@@ -386,10 +339,9 @@ FP32 = set(FP32.split())
 class autocast(ContextDecorator, TorchFunctionMode):
     """A context manager or decorator. In it, operations cast their inputs, except those in float64.
 
-    Matrix products and convolutions compute in `dtype`. Reductions, norms, losses and exponentials
-    compute in fp32. PyTorch's autocast for CPUs does not cast some of these. Call backward outside.
-    It does not reach other threads, nor the second run of torch.utils.checkpoint. So under
-    DataParallel, decorate the module's forward, and use checkpoint of activation_checkpoint.py.
+    Matrix products and convolutions compute in `dtype`; reductions, norms, losses and exponentials
+    in fp32. PyTorch's autocast for CPUs leaves some of these in 16 bits. Call backward outside.
+    Other threads do not see it, so under DataParallel decorate the module's forward.
     """
 
     def __init__(self, dtype, enabled=True):
@@ -401,18 +353,13 @@ class autocast(ContextDecorator, TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        is_read = name == "__get__" and self.enabled
-        # torch.utils.checkpoint reads the device of its inputs in this function.
-        if is_read and sys._getframe(1).f_code.co_name == "add_device_types":
-            raise RuntimeError(
-                "torch.utils.checkpoint would compute a second time without amp.autocast: use "
-                "activation_checkpoint.checkpoint, or enter autocast in the checkpointed function"
-            )
         if name in LOW_PRECISION:
             dtype = self.dtype
         elif name in FP32 or name.endswith("_loss"):
             dtype = torch.float32
         else:
+            if self.enabled:
+                verify_no_checkpoint()
             return func(*args, **kwargs)
 
         def cast(tensor):
@@ -427,10 +374,46 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: keys of state dicts, a check, and weights that other code writes.
+# 5. The library: unusual gradients, weights that other code writes, state dicts, and checks.
 
-# The keys of a GradScaler's state dict. Its attributes have an underscore.
-SCALER_KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"]
+
+def stored_elements(gradient):
+    """Return the gradient. If it is sparse, return a tensor of the elements that are stored."""
+    if gradient.dtype == torch.float16:
+        raise ValueError(
+            "Attempting to unscale FP16 gradients: the optimizer must hold weights in fp32"
+        )
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def on_device_of(process_group, tensor):
+    """Move the tensor to the GPU if the group is NCCL's. It is on the CPU if gradients are."""
+    backends = dist.get_backend_config(process_group)  # such as "cuda:nccl"
+    return tensor if tensor.device.type in backends else tensor.to(backends.partition(":")[0])
+
+
+@torch.no_grad()
+def adopt_written_weights(optimizer):
+    """Copy to its master each weight that was written since write_model_params().
+
+    Otherwise step() would undo what other code, such as model.load_state_dict(), writes. A write to
+    weight.data is not noticed after the first step(): call reload_model_params() after it.
+    """
+    for weight, master, version in zip(
+        optimizer._weights, optimizer._masters, optimizer._versions, strict=True
+    ):
+        if weight._version != version:  # PyTorch counts writes, but not those to .data
+            # The caller loaded a state dict. If an element still equals its rounded master, the
+            # master keeps its lower bits. But before the first step, DDP has broadcast rank 0's
+            # 16-bit weights. All ranks' masters, even rank 0's, become these, or they would differ.
+            is_same = master.to(weight.dtype) == weight
+            master.copy_(torch.where(is_same & (not optimizer._is_new), master, weight))
+        elif optimizer._is_new and not torch.equal(master.to(weight.dtype), weight):
+            # A write to .data. Only the first step looks for one, because it takes time.
+            raise RuntimeError(
+                "the model's weights were written through .data after MixedPrecisionOptimizer "
+                "was made; make it afterwards, or call reload_model_params() on all ranks"
+            )
 
 
 def verify_unscale(scaler, optimizer):
@@ -446,29 +429,39 @@ def verify_unscale(scaler, optimizer):
         )
 
 
-@torch.no_grad()
-def adopt_written_weights(optimizer):
-    """Copy to its master each weight that was written since write_model_params().
+def verify_step(scaler, optimizer, arguments):
+    if optimizer in scaler._stepped or any(map(callable, arguments)):
+        raise RuntimeError("step() takes no closure, and only one call before each update()")
+    if scaler._found_inf[optimizer] == NO_GRADIENT:
+        raise AssertionError("No inf checks were recorded for this optimizer: no rank has a .grad")
 
-    Other code, such as model.load_state_dict(), writes to the model's weights. If the masters did
-    not follow, the next step would undo this.
-    """
-    for weight, master, version in zip(
-        optimizer._weights, optimizer._masters, optimizer._versions, strict=True
-    ):
-        if weight._version != version:  # PyTorch counts writes, but not those to .data
-            # The caller loaded a state dict. An element may still equal its rounded master: then
-            # the master keeps the bits that the weight does not have. But before the first step
-            # DDP has broadcast rank 0's weights in 16 bits. All ranks' masters, even rank 0's,
-            # become these, or the ranks would differ.
-            is_same = master.to(optimizer.dtype) == weight
-            master.copy_(torch.where(is_same & (not optimizer._is_new), master, weight))
-        elif optimizer._is_new and not torch.equal(master.to(optimizer.dtype), weight):
-            # A write to .data. Only the first step looks for one, because it takes time.
-            raise RuntimeError(
-                "the model's weights were written through .data after MixedPrecisionOptimizer "
-                "was made; make it afterwards, or call reload_model_params() on all ranks"
-            )
+
+def verify_has_no_masters(optimizer):
+    if hasattr(optimizer, "no_sync"):  # Zero1 to Zero3
+        raise ValueError(
+            f"{type(optimizer).__name__} has fp32 masters itself: give it a model in 16 bits"
+        )
+
+
+def remember_gradients(optimizer):
+    """Return True at the first call since step(). No backward may run between it and the next."""
+    before = optimizer._grad_versions
+    now = [weight.grad is not None and weight.grad._version for weight in optimizer._weights]
+    if before not in (None, now):
+        raise RuntimeError(
+            "backward ran after clip_grad_norm_() or unscale_(): call every backward first"
+        )
+    optimizer._grad_versions = now
+    return before is None
+
+
+def verify_no_checkpoint():
+    """Raise an error if the caller's caller is torch.utils.checkpoint, which reads its inputs."""
+    if sys._getframe(2).f_code.co_name == "add_device_types":
+        raise RuntimeError(
+            "torch.utils.checkpoint would compute a second time without amp.autocast: use "
+            "activation_checkpoint.checkpoint, or enter autocast in the checkpointed function"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
