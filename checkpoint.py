@@ -1,19 +1,18 @@
 """Checkpoints: saved by any number of ranks, loaded by any other number, and safe from crashes.
 
 Each rank writes the pieces of tensors that it holds. An index says where each piece lies in its
-whole tensor. To load, each rank reads the saved pieces that overlap with its own pieces. So the
-ranks that load may cut the tensors differently from the ranks that saved. For example, two ranks
-save the rows of a 6 × 4 tensor w, three rows each:
+whole tensor. To load, each rank reads the saved pieces that overlap with its own. Here two ranks
+save three rows each of a 6 × 4 tensor w:
 
     save("checkpoints", {"w": Piece(rows, [6, 4], [3 * rank, 0])})
 
-Three ranks load its columns. Rank 0 loads columns 0 and 1, rank 1 column 2, and rank 2 column 3:
+Three ranks load its columns. Rank 0 loads the first two:
 
-    load("checkpoints", {"w": Piece(columns, [6, 4], [0, first_column])})
+    load("checkpoints", {"w": Piece(columns, [6, 4], [0, 0])})
 
-A box is the (start, stop) of a piece in each dimension of the whole tensor. Rank 0 finds:
+A box is (start, stop) in each dimension of the whole tensor. Rank 0 finds:
 
-    file          box of w in the file    overlap with rank 0's box    rank 0's piece in w
+    file          box of w in the file    overlap with rank 0's box    rank 0's piece of w
     0.bin         (0, 3), (0, 4)          (0, 3), (0, 2)               0 0 · ·
                                                                        0 0 · ·
                                                                        0 0 · ·
@@ -22,19 +21,16 @@ A box is the (start, stop) of a piece in each dimension of the whole tensor. Ran
                                                                        1 1 · ·
     index         dtypes, shapes, boxes, checksums, and `extra` of the caller
 
-ZeRO and FSDP shard flattened tensors. flat_pieces() cuts a range of a flattened tensor into boxes.
-If several ranks hold the same box, the first of them writes it.
+The previous checkpoint stays until the new one is complete. Here it is 6:
 
-The previous checkpoint stays until the new one is complete. Here 6 is the latest checkpoint:
+    each rank     writes tmp/RANK.bin, waits until it is on the disk, and tells the others
+    rank 0        writes tmp/index, renames tmp to 7, writes 7 into the file `latest`, removes 5
 
-    each rank     writes tmp/RANK.bin, and waits until it is on the disk
-    all ranks     tell each other whether they succeeded
-    rank 0        writes tmp/index; renames tmp to 7; changes the file `latest` from 6 to 7;
-                  removes 5
+Bytes per rank, for Ψ fp32 parameters with Adam on N ranks:
 
-Bytes per rank, N ranks         extra memory    written         read      (Ψ fp32 parameters, Adam)
-    gathered into one file      12Ψ on rank 0   12Ψ by rank 0   12Ψ
-    here, sharded               one box         12Ψ/N           12Ψ/N, plus the rest of each box
+                              extra memory    written         read
+    gathered into one file    12Ψ on rank 0   12Ψ by rank 0   12Ψ
+    here, sharded             one box         12Ψ/N           12Ψ/N, plus the rest of each box
 
 Read section 1 for the idea (5 minutes), to section 4 for the technique (25), and the rest to use it
 as a library (32).
@@ -43,9 +39,7 @@ Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.
 Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3
 Mirrors:  torch.distributed.checkpoint (DCP), Megatron-LM's dist_checkpointing
 Left out: writing in the background; sharing out the writing of tensors that all ranks hold; storage
-          other than a directory that all ranks share. To convert a checkpoint of DCP, call
-          torch.distributed.checkpoint.format_utils.dcp_to_torch_save(), then torch.load(), and
-          pass the state_dict to save().
+          other than a shared directory; DCP's files (format_utils.dcp_to_torch_save converts them)
 """
 
 import argparse
@@ -81,20 +75,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Piece(NamedTuple):
-    """A tensor that is a box of a whole tensor. It lies at `offset` in a whole of `shape`."""
+    """A tensor that is a box of a whole tensor."""
 
     tensor: torch.Tensor
     shape: list  # of the whole tensor
     offset: list  # index of the piece's first element in the whole tensor
 
     @property
-    def dtype_and_shape(self):
-        """Those of the whole tensor. They must agree among all of its pieces."""
-        return [str(self.tensor.dtype).removeprefix("torch."), list(self.shape)]
-
-    @property
     def box(self):
-        """(start, stop) in the whole tensor, for each dimension"""
         sizes = self.tensor.shape
         return tuple((i, i + size) for i, size in zip(self.offset, sizes, strict=True))
 
@@ -106,16 +94,14 @@ class Piece(NamedTuple):
 
 def gather_and_save(path, pieces, process_group=None):
     """Write one file of whole tensors. `pieces` is as in save() below."""
-    # Without clone(), the memory behind a view, such as a shard, would be sent with it.
+    # clone(), because a view, such as a shard, would be sent with all the memory behind it.
     mine = [(name, p._replace(tensor=p.tensor.clone())) for name, p in named_pieces(pieces)]
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
     wholes = {}
     for name, piece in itertools.chain(*everyone):
-        if name not in wholes:
-            wholes[name] = piece.tensor.new_empty(piece.shape)
-        part = whole_piece(wholes[name]).at(piece.box)
-        part.copy_(piece.tensor)
+        whole = wholes.setdefault(name, piece.tensor.new_empty(piece.shape))
+        whole_piece(whole).at(piece.box).copy_(piece.tensor)
     if dist.get_rank(process_group) == 0:
         torch.save(wholes, path)
     dist.barrier(process_group)  # the file is complete when a rank returns
@@ -128,6 +114,14 @@ def load_and_cut(path, pieces):
         piece.tensor.copy_(part)
 
 
+def named_pieces(pieces):
+    """Yield (name, Piece) for each piece in the `pieces` argument of save() or load()."""
+    for name, value in pieces.items():
+        values = value if isinstance(value, list) else [value]
+        for piece in values:
+            yield name, whole_piece(piece) if torch.is_tensor(piece) else piece
+
+
 def whole_piece(tensor):
     return Piece(tensor, tensor.shape, [0] * tensor.dim())
 
@@ -137,15 +131,12 @@ def whole_piece(tensor):
 
 
 def overlap(a, b):
-    """Return the box of the elements that are in both boxes, or None."""
+    """Return the box of the elements that are in both boxes. It may be empty."""
     box = []
     for (start_a, stop_a), (start_b, stop_b) in zip(a, b, strict=True):
         start = max(start_a, start_b)
-        stop = min(stop_a, stop_b)
-        if start >= stop:
-            return None
-        box.append((start, stop))
-    return tuple(box)
+        box.append((start, max(start, min(stop_a, stop_b))))
+    return box
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,40 +147,32 @@ def save(directory, pieces, extra=None, process_group=None):
     """Write a checkpoint into the shared `directory`. All ranks of `process_group` call this.
 
     `pieces` maps the name of each tensor to the part that this rank holds: a Piece, a list of
-    Pieces, or the whole tensor. `extra` is anything that JSON can express. Rank 0's `extra` is
-    saved. If one rank fails, for example because its disk is full, all ranks raise its error, and
-    the previous checkpoint stays. The last two checkpoints are kept.
+    Pieces, or the whole tensor. Rank 0's `extra` is saved as JSON. If one rank fails, for example
+    because its disk is full, all raise its error. The last two checkpoints are kept.
     """
     root = Path(directory)
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     wholes = {}  # {name: dtype and shape of the whole tensor}
-    writers = {}  # {(name, box): the first rank that holds the box, which writes it}
-    descriptions = on_all_ranks(process_group, describe, pieces)
-    for holder, description in enumerate(descriptions):
+    writers = {}  # {(name, box): the first rank that holds the box}
+    for holder, description in enumerate(on_all_ranks(process_group, describe, pieces)):
         for name, whole, box in description:
+            check(name, whole, box, wholes.setdefault(name, whole))
             writers.setdefault((name, box), holder)
-            first = wholes.setdefault(name, whole)
-            if whole != first:
-                raise ValueError(f"{name} is {whole} on rank {holder}, but {first} on a lower rank")
-    held = named_pieces(pieces)
-    mine = [(name, piece) for name, piece in held if writers[name, piece.box] == rank]
+    mine = [(n, piece) for n, piece in named_pieces(pieces) if writers[n, piece.box] == rank]
     files = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
-    # files[rank] has the boxes in RANK.bin, by the name of the tensor.
     index = {"wholes": wholes, "files": files, "extra": extra}
     on_all_ranks(process_group, publish, root, rank, index)
 
 
 def on_all_ranks(process_group, function, *args):
     """Return the results of function(*args), by rank. If one rank fails, all raise its error."""
-    world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
-    if world_size < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group: call this on its ranks")
     try:
         result = function(*args)
     except Exception as error:
         result = error
-    results = [result] * world_size
+    results = [result]
     if dist.is_initialized():
+        results *= dist.get_world_size(process_group)
         dist.all_gather_object(results, result, group=process_group)
     for result in results:
         if isinstance(result, Exception):
@@ -198,25 +181,17 @@ def on_all_ranks(process_group, function, *args):
 
 
 def describe(pieces):
-    """Return [(name, dtype and shape of the whole tensor, box) for each piece]."""
-    return [(name, piece.dtype_and_shape, piece.box) for name, piece in named_pieces(pieces)]
+    """Return [(name, dtype and shape of the whole, box) for each piece]."""
+    return [(name, dtype_and_shape(piece), piece.box) for name, piece in named_pieces(pieces)]
 
 
-def named_pieces(pieces):
-    """Yield (name, Piece) for each piece in the `pieces` argument of save() or load()."""
-    for name, value in pieces.items():
-        values = value if isinstance(value, list) else [value]
-        if torch.is_tensor(value):
-            values = [whole_piece(value)]
-        for piece in values:
-            check(name, piece)
-            yield name, piece
+def dtype_and_shape(piece):
+    return [str(piece.tensor.dtype).removeprefix("torch."), list(piece.shape)]
 
 
 def write(path, pieces):
     """Write pieces to a file. Return {name: [(position in bytes, checksum, box), …]}."""
-    # Other ranks, or a killed save, may have made the directory.
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # by the first rank, or by a killed save
     boxes = {}
     with open(path, "wb") as file:
         for name, piece in pieces:
@@ -230,19 +205,18 @@ def write(path, pieces):
 
 
 def publish(root, rank, index):
-    """Make tmp the latest checkpoint. Only rank 0 does anything.
+    """On rank 0, make tmp the latest checkpoint.
 
-    A power failure must not leave a new name on the disk without the content that was written
-    before. So a sync comes before each rename.
+    After a power failure, a new name must not be on the disk without its content. So a sync comes
+    before each rename.
     """
-    if rank > 0:
+    if rank != 0:
         return
     numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
     number = str(max(numbers, default=0) + 1)
-    text = json.dumps(index)
-    checksum = zlib.crc32(text.encode())
     folder = root / "tmp"
-    (folder / "index").write_text(f"{checksum}\n{text}")
+    text = json.dumps(index)
+    (folder / "index").write_text(f"{zlib.crc32(text.encode())}\n{text}")
     (root / "next").write_text(number)
     sync(folder / "index", folder, root / "next")
     os.rename(folder, root / number)
@@ -254,7 +228,7 @@ def publish(root, rank, index):
 
 
 def sync(*paths):
-    """Wait until the content of files, and the names in directories, are on the disk."""
+    """Wait until the contents of files, and the names in directories, are on the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -268,41 +242,33 @@ def sync(*paths):
 def load(directory, pieces, process_group=None):
     """Fill the tensors of `pieces` from the latest checkpoint. Return the `extra` of save().
 
-    `pieces` is as in save(). All ranks of `process_group` call this. It raises a ValueError if the
-    checkpoint lacks elements of a tensor, or if its dtype or shape differs. It raises an OSError if
-    a file is missing or damaged. If one rank fails, all ranks raise its error, and some tensors may
-    be filled already.
+    All ranks of `process_group` call this. If one rank fails, all raise its error: a ValueError if
+    the checkpoint lacks elements or has another dtype or shape, an OSError if a file is missing or
+    damaged. Some tensors may be filled already.
     """
-    results = on_all_ranks(process_group, read, Path(directory), pieces)
-    path, extra = results[0]
-    if any(other != path for other, _ in results):
+    paths, extras = zip(*on_all_ranks(process_group, read, directory, pieces), strict=True)
+    if len({*paths}) > 1:
         raise OSError(f"ranks found different checkpoints in {directory}, which they must share")
-    return extra
+    return extras[0]
 
 
 @torch.no_grad()
-def read(root, pieces):
+def read(directory, pieces):
     """Fill `pieces`. Return (directory of the checkpoint, its `extra`)."""
-    path, index = open_latest(root)
+    path, index = open_latest(directory)
     for name, piece in named_pieces(pieces):
-        saved = index["wholes"].get(name, "missing")
-        if saved != piece.dtype_and_shape:
-            raise ValueError(
-                f"{name} is {saved} in {path}, but {piece.dtype_and_shape} here: "
-                "is it the checkpoint of another model?"
-            )
+        check(f"{path}: {name}", dtype_and_shape(piece), piece.box, index["wholes"].get(name))
         missing = torch.ones_like(piece.tensor, dtype=torch.bool)  # no box has filled it yet
         for rank, boxes in enumerate(index["files"]):
             for position, checksum, box in boxes.get(name, []):
                 common = overlap(piece.box, box)
-                if common is not None:  # the box of a scalar is (), which is falsy
-                    part = read_box(path / f"{rank}.bin", position, checksum, box, piece)
-                    piece.at(common).copy_(part.at(common))
+                part = piece.at(common)
+                if part.numel():
+                    saved = read_box(path / f"{rank}.bin", position, checksum, box, piece)
+                    part.copy_(saved.at(common))
                     piece._replace(tensor=missing).at(common).fill_(False)
         if missing.any():
-            raise ValueError(
-                f"{path} lacks elements of {name} {saved}: {piece.box} was not saved whole"
-            )
+            raise ValueError(f"{path} lacks elements of {name}: {piece.box} was not saved whole")
     return path, index["extra"]
 
 
@@ -313,13 +279,13 @@ def read_box(path, position, checksum, box, like):
     nbytes = math.prod(sizes) * like.tensor.itemsize
     data = numpy.fromfile(path, "uint8", nbytes, offset=position)
     verify(path, zlib.crc32(data) == checksum)
-    tensor = torch.from_numpy(data).view(like.tensor.dtype)
-    return Piece(tensor.view(sizes), like.shape, offset)
+    tensor = torch.from_numpy(data).view(like.tensor.dtype).view(sizes)
+    return Piece(tensor, like.shape, offset)
 
 
-def open_latest(root):
+def open_latest(directory):
     """Return (directory of the latest checkpoint, its index, which is a dict as in save())."""
-    path = root / (root / "latest").read_text()
+    path = Path(directory, Path(directory, "latest").read_text())
     checksum, _, text = (path / "index").read_bytes().partition(b"\n")
     verify(path / "index", b"%d" % zlib.crc32(text) == checksum)
     return path, json.loads(text)
@@ -334,43 +300,30 @@ def verify(path, is_intact):
 # 5. The library: checks, state_dicts, and the pieces of a flattened tensor of ZeRO or FSDP.
 
 
-def check(name, piece):
-    if not isinstance(piece, Piece) or not isinstance(name, str):
-        raise ValueError(
-            f"{name!r}: expected a string for the name, and a tensor, a Piece or a list of Pieces, "
-            f"got {type(piece).__name__}; put numbers and strings into extra"
-        )
-    tensor, shape, offset = piece
-    fits = tensor.dim() == len(offset) == len(shape)
-    for size, start, whole in zip(tensor.shape, offset, shape, strict=False):
-        fits = fits and 0 <= start <= whole - size
-    if not fits:
-        raise ValueError(
-            f"{name}: a piece of {list(tensor.shape)} at {list(offset)} does not fit into a whole "
-            f"of {list(shape)}"
-        )
+def check(name, whole, box, expected):
+    """Raise an error if `box` of a tensor of this dtype and shape is no piece of the expected."""
+    ranges = zip(box, whole[1], strict=True)
+    fits = all(start >= 0 and stop <= size for (start, stop), size in ranges)
+    if not fits or whole != expected:
+        raise ValueError(f"{name}: {box} of {whole} is no piece of {expected}: another model?")
 
 
 def load_whole(directory):
-    """Return the latest checkpoint as a state_dict of whole tensors. One process can call this.
-
-    Rank 0 can export a model with it. save(directory, state_dict) does the reverse.
-    """
-    root = Path(directory)
-    _, index = open_latest(root)
+    """Return the latest checkpoint as a state_dict of whole tensors, in one process."""
+    _, index = open_latest(directory)
     state_dict = {
         name: torch.empty(shape, dtype=getattr(torch, dtype))
         for name, (dtype, shape) in index["wholes"].items()
     }
-    read(root, state_dict)
+    read(directory, state_dict)
     return state_dict
 
 
 def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
     """Cut a range of a flattened tensor of `shape` into Pieces. flat[0] is element `start` of it.
 
-    `flat` may also have elements before the tensor (start < 0) and after it, as buckets do. They
-    are left out. The tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
+    Elements of `flat` before the tensor (start < 0) and after it, as in buckets, are left out. The
+    tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
 
     In n dimensions, a range needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
 
@@ -379,8 +332,6 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
         2 2 2 ·
     """
     flat = flat.view(-1)[max(0, -start) : max(0, math.prod(shape) - start)]
-    if 0 in shape:
-        return [Piece(flat.view(shape), whole_shape or shape, offset or [0] * len(shape))]
     start = max(0, start)
     sizes = [1, *shape]  # a leading dimension, because a scalar has none
     # A row of dimension d fixes the indices up to d, and spans all dimensions after d.
@@ -403,12 +354,11 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
 
 
 def shard_pieces(shards):
-    """Return pieces of flat shards of parameters, to save or load.
+    """Return pieces "weight/NAME" and "STATE/NAME", such as "exp_avg/NAME", of flat shards.
 
-    For each parameter, `shards` yields its name, its whole shape, `start`, the shard, and the
-    shard's optimizer state. shard[0] is element `start` of the flattened parameter. fsdp.shards()
-    yields these. To the tuples of Zero1.shards(), add the name and the shape.
-    The pieces are named "weight/NAME" or "STATE/NAME", such as "exp_avg/NAME".
+    `shards` is as fsdp.shards() yields it: for each parameter its name, its whole shape, `start`,
+    the shard, and the shard's optimizer state. shard[0] is element `start` of the flattened
+    parameter. To the tuples of Zero1.shards(), add the name and the shape.
     """
     pieces = {}
     for name, shape, start, shard, state in shards:
