@@ -9,10 +9,11 @@
 Three things fail in 16 bits. Each has its remedy:
 
     an update below half a unit in the last place of its weight is lost           → fp32 masters
-    an fp16 gradient up to 2⁻²⁵ becomes zero, and one below 2⁻¹⁴ loses bits       → loss scaling
+    an fp16 gradient below 2⁻¹⁴ loses bits, and one up to 2⁻²⁵ becomes zero       → loss scaling
     a sum, norm or exponential overflows at 65504 (fp16), or loses small terms    → autocast
 
-bf16 needs no scale, because it has the range of fp32.
+MixedPrecisionOptimizer is for the first two, autocast for the first and the third. bf16 needs no
+scale, because it has the range of fp32.
 
 Bytes per parameter with Adam, for Ψ parameters on N ranks:
 
@@ -64,8 +65,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 def mixed_precision_step(loss, scale, model, masters, optimizer):
     """Make a step with fp16 weights in `model`, and their fp32 `masters` in `optimizer`.
 
-    `loss` is in fp32. Several ranks average the gradients in hooks, during backward. Return the
-    scale for the next step. It only falls here; section 2 lets it grow again.
+    `loss` is in fp32. Several ranks average the gradients in hooks, during backward, so an inf on
+    one rank is an inf on all. Return the scale for the next step. Only section 2 lets it grow.
     """
     (loss * scale).backward()  # backward is linear: every gradient is scaled
     for weight, master in zip(model.parameters(), masters, strict=True):
@@ -92,7 +93,8 @@ def autocast_linear(layer, dtype):
 # --------------------------------------------------------------------------------------------------
 # 2. The scale: the largest that does not overflow, found by trial.
 
-# found_inf is 1 if a gradient is inf or NaN, 0 if all are finite, and this if there is none.
+# found_inf is 1 if a gradient is inf or NaN, 0 if all are finite, and this if there is none. The
+# largest of all ranks counts.
 NO_GRADIENT = -1.0
 
 
@@ -130,9 +132,9 @@ class GradScaler:
         """Multiply a tensor, or the tensors in lists and tuples, by the scale."""
         if not self._enabled:
             return outputs
-        # In fp32, because fp16 cannot hold 2¹⁶. So the product with an fp16 scalar is in fp32.
+        # fp16 cannot hold 2¹⁶. A loss in fp16 times a tensor in fp32, not a float, is in fp32.
         scale = torch.tensor(self.get_scale())
-        return tree_map(scale.mul, outputs)
+        return tree_map(lambda output: output * scale, outputs)
 
     def unscale_(self, optimizer):
         """Divide the gradients by the scale, and find out if they are finite on all ranks."""
@@ -151,7 +153,7 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if optimizer not in self._found_inf:
             self.unscale_(optimizer)
-        verify_step(self, optimizer, [*args, *kwargs.values()])
+        verify_step(self, optimizer, [*args, *kwargs.values()])  # found_inf is not NO_GRADIENT
         self._stepped.add(optimizer)
         return None if self._found_inf[optimizer] else optimizer.step(*args, **kwargs)
 
@@ -172,13 +174,13 @@ class GradScaler:
             elif state["_growth_tracker"] >= state["growth_interval"]:
                 new_scale *= state["growth_factor"]
                 state["_growth_tracker"] = 0
-        in_fp32 = torch.tensor(float(new_scale), dtype=torch.float32)  # PyTorch keeps it in fp32
+        in_fp32 = torch.as_tensor(new_scale, dtype=torch.float32)  # PyTorch keeps it in fp32
         if in_fp32.isfinite():  # a scale that overflows does not grow
             state["scale"] = in_fp32.item()
         self._found_inf.clear()
         self._stepped.clear()
 
-    # Section 5.
+    # Not needed for the technique:
 
     def get_scale(self):
         return self._state["scale"]
@@ -242,9 +244,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 self._weights.append(weight)
                 self._masters.append(master)
                 group["params"][i] = master
-        optimizer.load_state_dict(state)  # casts any momenta to fp32, the masters' dtype
-        self.write_model_params()
-        self._is_new = True  # until write_model_params() is called again
+        # The state was that of the weights. Now it is that of the masters, with momenta in fp32.
+        optimizer.load_state_dict(state)
+        self.write_model_params()  # sets _versions
+        self._is_new = True  # until the first step: adopt_written_weights() checks more
         self._grad_versions = None  # of the gradients that unscale_() has copied
 
     def unscale_(self):
@@ -265,10 +268,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Update the masters, unless a gradient is inf or NaN, and round them into the model."""
         if closure is not None:
             raise ValueError("MixedPrecisionOptimizer.step() takes no closure")
-        adopt_written_weights(self)
+        adopt_written_weights(self)  # or step() would undo model.load_state_dict()
         self.unscale_()
         gradients = [master.grad for master in self._masters if master.grad is not None]
-        # An enabled scaler skips the step itself.
+        # An enabled scaler looks for inf and NaN itself.
         if self.scaler.is_enabled() or nn.utils.get_total_norm(gradients).isfinite():
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -283,10 +286,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._versions = [weight._version for weight in self._weights]
         self._is_new = False
 
-    # Section 5.
+    # Not needed for the technique:
 
     def __getattr__(self, name):
-        # param_groups, state and hooks are the optimizer's: super().__init__() has made no others.
+        # super().__init__() is not called, so param_groups, state and hooks are the optimizer's.
         # self.optimizer would recurse while it is not set.
         return getattr(self.__dict__["optimizer"], name)
 
@@ -353,13 +356,13 @@ class autocast(ContextDecorator, TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if self.enabled:
+            verify_no_checkpoint()
         if name in LOW_PRECISION:
             dtype = self.dtype
         elif name in FP32 or name.endswith("_loss"):
             dtype = torch.float32
         else:
-            if self.enabled:
-                verify_no_checkpoint()
             return func(*args, **kwargs)
 
         def cast(tensor):
@@ -368,7 +371,7 @@ class autocast(ContextDecorator, TorchFunctionMode):
 
         if self.enabled and kwargs.get("out") is None:  # PyTorch too leaves calls with out= alone
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        # An outer autocast must not cast again. If this one is disabled, nothing is cast at all.
+        # Without this, an outer autocast would cast again, also if this one is disabled.
         with torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
 
@@ -387,7 +390,7 @@ def stored_elements(gradient):
 
 
 def on_device_of(process_group, tensor):
-    """Move the tensor to the GPU if the group is NCCL's. It is on the CPU if gradients are."""
+    """Move the tensor to the GPU if it is on the CPU, as gradients are, but the group is NCCL's."""
     backends = dist.get_backend_config(process_group)  # such as "cuda:nccl"
     return tensor if tensor.device.type in backends else tensor.to(backends.partition(":")[0])
 
@@ -403,11 +406,13 @@ def adopt_written_weights(optimizer):
         optimizer._weights, optimizer._masters, optimizer._versions, strict=True
     ):
         if weight._version != version:  # PyTorch counts writes, but not those to .data
-            # The caller loaded a state dict. If an element still equals its rounded master, the
-            # master keeps its lower bits. But before the first step, DDP has broadcast rank 0's
-            # 16-bit weights. All ranks' masters, even rank 0's, become these, or they would differ.
+            if optimizer._is_new:
+                # DDP has broadcast rank 0's 16-bit weights. All masters, even rank 0's, become
+                # these, or ranks would differ.
+                master.copy_(weight)
+            # Where a state dict has not changed a weight, its master keeps its lower bits.
             is_same = master.to(weight.dtype) == weight
-            master.copy_(torch.where(is_same & (not optimizer._is_new), master, weight))
+            master.copy_(torch.where(is_same, master, weight))
         elif optimizer._is_new and not torch.equal(master.to(weight.dtype), weight):
             # A write to .data. Only the first step looks for one, because it takes time.
             raise RuntimeError(
@@ -444,7 +449,7 @@ def verify_has_no_masters(optimizer):
 
 
 def remember_gradients(optimizer):
-    """Return True at the first call since step(). No backward may run between it and the next."""
+    """Return True at the first call since step(). Raise if a gradient was written since that."""
     before = optimizer._grad_versions
     now = [weight.grad is not None and weight.grad._version for weight in optimizer._weights]
     if before not in (None, now):
@@ -456,7 +461,7 @@ def remember_gradients(optimizer):
 
 
 def verify_no_checkpoint():
-    """Raise an error if the caller's caller is torch.utils.checkpoint, which reads its inputs."""
+    """Raise an error in torch.utils.checkpoint's add_device_types(), which reads tensor.device."""
     if sys._getframe(2).f_code.co_name == "add_device_types":
         raise RuntimeError(
             "torch.utils.checkpoint would compute a second time without amp.autocast: use "

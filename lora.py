@@ -1,7 +1,7 @@
 """LoRA: fine-tune a model too large to train in full, by small corrections to some matrices.
 
-The matrix W is frozen. In a step, forward adds the correction (α/r) B A x to W x, and backward
-computes gradients of the thin factors A and B only. The ranks average them.
+The matrix W is frozen. Backward computes gradients of the thin factors A and B only, and the ranks
+average these.
 
     x ──┬── W (d × k), frozen; QLoRA: in 4 bits ──┬── y = W x + (α/r) B A x
         └── A (r × k) ── r numbers ── B (d × r) ──┘
@@ -9,8 +9,8 @@ computes gradients of the thin factors A and B only. The ranks average them.
 B starts at zero, so training starts from the pretrained model, bit for bit. After training, merge()
 adds (α/r) B A to W, or save_adapter() writes A and B to a small file.
 
-Cost per rank with Adam, in elements, for Ψ parameters and Φ = Σ r(d + k) over the adapted matrices.
-The elements sent per step are those in the column "sent" times (N-1)/N, on N ranks.
+Elements per rank with Adam, for Ψ parameters and Φ = Σ r(d + k) over the adapted matrices. N ranks
+send (N-1)/N times the last column per step.
 
                           weights     gradients   optimizer   sent
     full fine-tuning         Ψ            Ψ          2Ψ       2Ψ
@@ -18,8 +18,7 @@ The elements sent per step are those in the column "sent" times (N-1)/N, on N ra
     QLoRA                    Ψ/4 + Φ      Φ          2Φ       2Φ          (4.127 bits, not 16)
     LoRA over fsdp.py       (Ψ + Φ)/N    Φ/N        2Φ/N      2Ψ + 3Φ
 
-fsdp.py gathers all weights in forward and again in backward, 2(Ψ + Φ). It reduce-scatters only the
-gradients of A and B, Φ.
+fsdp.py gathers all weights twice, 2(Ψ + Φ), and reduce-scatters the gradients of A and B, Φ.
 
 Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
 it as a library (30).
@@ -30,7 +29,7 @@ Papers:   Hu et al. 2021, LoRA, arXiv 2106.09685; Dettmers et al. 2023, QLoRA, 2
           Kalajdzievski 2023, rsLoRA, 2312.03732
 Mirrors:  peft (get_peft_model, its layer and files); bitsandbytes (quantize_4bit, dequantize_4bit)
 Left out: convolutions, embeddings, the in_proj_weight of nn.MultiheadAttention, DoRA, several
-          adapters, .bin files: see peft. Kernels that multiply 4-bit weights: see bitsandbytes
+          adapters, .bin files (see peft); kernels that multiply 4-bit weights (see bitsandbytes)
 """
 
 import argparse
@@ -61,7 +60,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class NaiveLoRA(nn.Module):
-    """A linear layer, which is frozen, plus (α/r) B A. Only A and B are trained."""
+    """A frozen linear layer plus (α/r) B A."""
 
     def __init__(self, base, r=8, lora_alpha=16):
         super().__init__()
@@ -83,8 +82,8 @@ def matrix_of(layer):
     return layer.weight.t() if type(layer).__name__ == "Conv1D" else layer.weight
 
 
-# Quantiles of a normal distribution, so pretrained weights use all 16 about equally (Dettmers, §3).
-# A 4-bit code is an index into this table.
+# A 4-bit code is an index into this table. Its values are quantiles of a normal distribution, so
+# pretrained weights use all 16 about equally (Dettmers, §3).
 NF4_TABLE = torch.tensor(
     [-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
     + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0],
@@ -102,8 +101,8 @@ def naive_nf4(weight, block_size=64):
 def quantize_blocks(tensor, table, block_size):
     """Return a code for each element, and the largest magnitude of each block, absmax.
 
-    The code is the index of the value in `table` that is nearest to element / absmax. If two values
-    are equally near, it is the index of the lower one.
+    The code is the index in `table` of the value nearest to element / absmax, or of the lower one
+    of two.
     """
     flat = tensor.detach().flatten().float()
     table = on_device(table, flat.device)
@@ -128,11 +127,10 @@ on_device = functools.cache(torch.Tensor.to)  # copies a table at the first call
 
 
 class LoRALinear(NaiveLoRA):
-    """base(x) + scaling · B A dropout(x) for a frozen linear layer. (…, k) becomes (…, d).
+    """base(x) + scaling · B A dropout(x) for a frozen linear layer.
 
-    scaling is lora_alpha/r. With use_rslora it is lora_alpha/√r, so that a large r does not shrink
-    the correction. quantize="nf4" stores the base's weight in 4.5 bits per element, and
-    double_quant in 4.127 (section 3).
+    scaling is lora_alpha/r, or lora_alpha/√r with use_rslora, so that a large r does not shrink the
+    correction. quantize="nf4" stores the base's weight in 4 bits (section 3).
     """
 
     def __init__(
@@ -145,10 +143,8 @@ class LoRALinear(NaiveLoRA):
         quantize=None,
         double_quant=False,
     ):
-        if r < 1 or not 0 <= lora_dropout < 1 or quantize not in (None, "nf4"):
-            raise ValueError(
-                f"{r=} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
-            )
+        if quantize not in (None, "nf4"):
+            raise ValueError(f"{quantize=} must be None or 'nf4'")
         check_is_whole(base.weight)
         super().__init__(base, r, lora_alpha)
         if use_rslora:
@@ -157,8 +153,7 @@ class LoRALinear(NaiveLoRA):
         if quantize:
             self.base_layer = NF4(matrix_of(base), double_quant=double_quant)
             self.base_layer.bias = base.bias
-        # merge() sets it to W + scaling · B A. Otherwise it is None.
-        self.register_buffer("merged", None, persistent=False)
+        self.register_buffer("merged", None, persistent=False)  # merge() sets it
 
     def forward(self, x):
         if self.merged is not None:
@@ -169,8 +164,7 @@ class LoRALinear(NaiveLoRA):
         x = F.dropout(x, self.lora_dropout, self.training)
         A = self.lora_A.to(y.dtype)  # the dtype of x, or autocast's
         B = self.lora_B.to(y.dtype)
-        # `hidden` is (r, tokens) and B.t() is (r, d). MKL takes up to 1.3 times as long if r is the
-        # last dimension.
+        # `hidden` is (r, tokens): MKL takes up to 1.3 times as long if r is the last dimension.
         hidden = self.scaling * (A @ x.reshape(-1, x.shape[-1]).t())
         rows = torch.addmm(y.reshape(-1, len(B)), hidden.t(), B.t().contiguous())
         return rows.view_as(y)
@@ -181,10 +175,7 @@ class LoRALinear(NaiveLoRA):
 
     @property
     def weight(self):
-        """W + scaling · B A, for code that reads .weight, such as nn.MultiheadAttention.
-
-        Such code does not apply lora_dropout.
-        """
+        """W + scaling · B A, for merge(), and for modules such as nn.MultiheadAttention."""
         check_is_whole(self.lora_B)  # if it is sharded, so is W
         W = matrix_of(self.base_layer)  # QLoRA dequantizes it here
         return (W + self.scaling * self.lora_B @ self.lora_A).to(W.dtype)
@@ -210,12 +201,10 @@ def inject_lora(
 ):
     """Replace the target linear layers by LoRALinear, freeze all else, and return the model.
 
-    Linear layers are nn.Linear and transformers' Conv1D. target_modules is a regular expression
-    that matches whole names; a list of names, or of their last parts, such as "q_proj"; or, as in
-    peft, "all-linear", which leaves out a transformers model's output layer.
+    target_modules is a regular expression that matches whole names; a list of names, or of their
+    last parts, such as "q_proj"; or "all-linear", which leaves out a transformers model's output
+    layer, as in peft.
     """
-    if lora_layers(model):
-        raise ValueError("the model has adapters already")
     target_modules, targets = find_targets(model, target_modules)
     adapted = {  # a layer with two names gets one LoRALinear
         layer: LoRALinear(layer, r, lora_alpha, lora_dropout, use_rslora, quantize, double_quant)
@@ -239,62 +228,16 @@ def trained_by(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def average_adapters(model, process_group=None):
-    """Average the gradients of A and B over the ranks. Call it between backward and step.
-
-    All ranks must start from the same A: call inject_lora after the same torch.manual_seed. Do not
-    call this under ddp.py or fsdp.py, because they average the gradients. With QLoRA, give ddp.py
-    broadcast_buffers=False. Otherwise it sends the 4-bit weights, which are buffers, before every
-    forward.
-    """
-    ranks = dist.get_world_size(process_group)
-    if ranks < 1:  # it is -1 on a rank outside of the group
-        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
-    parameters = trained_by(model)
-    # All ranks must send the same number of elements. If this rank has not used a parameter, it
-    # sends -0.0 for it. A sum is -0.0 only if all ranks sent that, because -0.0 + 0.0 is 0.0.
-    gradients = [torch.full_like(p, -0.0) if p.grad is None else p.grad + 0.0 for p in parameters]
-    flat = nn.utils.parameters_to_vector(gradients)
-    dist.all_reduce(flat, group=process_group)
-    flat /= ranks  # after the sum, so that the bits are those of one device that accumulates
-    nn.utils.vector_to_parameters(flat, gradients)
-    for parameter, mean in zip(parameters, gradients, strict=True):
-        if parameter.grad is None and ((mean == 0) & mean.signbit()).all():
-            continue  # no rank has used it, so the optimizer must not decay it
-        # If the dtypes of the gradients differ, `flat` has a common one.
-        parameter.grad = mean.to(parameter.dtype)
-
-
 # --------------------------------------------------------------------------------------------------
 # 3. QLoRA: frozen weights in 4 bits.
 
 
-def dynamic_table():
-    """Return bitsandbytes' 256 values for 8-bit codes, ascending (arXiv 2110.02861, §2.2).
-
-    127 lie between 0 and 1. They cover 7 decades, each with twice as many values as the one below
-    it. The others are the negatives of these, 0 and 1.
-    """
-    table = [torch.arange(2)]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
-        middles = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
-        table += [middles, -middles]
-    return torch.cat(table).sort().values
-
-
-DYNAMIC_TABLE = dynamic_table()
-
-
 class NF4(nn.Module):
-    """A frozen nn.Linear whose weight is rounded as by naive_nf4.
+    """A frozen nn.Linear whose weight is rounded as by naive_nf4. The bytes are bitsandbytes'.
 
     An element takes 4 bits, and absmax 32 bits per block: 4.5 bits per element. double_quant
-    subtracts the mean of all absmax, and quantizes the differences to 8 bits in blocks of 256.
-    That makes 4.127 bits per element.
-
-    The bytes are those of bitsandbytes, except for a few of the 8-bit codes. Its CPU kernel does
-    not always take the nearest value.
+    subtracts the mean of all absmax, and quantizes the differences to 8 bits in blocks of 256. That
+    makes 4.127 bits per element.
     """
 
     def __init__(self, weight, block_size=64, double_quant=False):
@@ -322,23 +265,14 @@ class NF4(nn.Module):
         return LinearNF4.apply(x, self.bias, self)
 
     def _apply(self, fn, recurse=True):
-        """Move the buffers, but cast only the bias.
-
-        model.half() must not round the scales. It only sets the dtype that dequantizing returns.
-        """
-
-        def move(tensor):
-            return fn(tensor) if tensor is self.bias else tensor.to(fn(tensor).device)
-
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return super()._apply(move, recurse)
+        return super()._apply(keep_bytes(self, fn), recurse)
 
 
 quantize_nf4 = NF4
 
 
 def dequantize_nf4(nf4, dtype=None):
-    """Return the rounded weight in `dtype`, by default the dtype before quantize_nf4()."""
+    """Return the rounded weight, by default in the dtype that it had."""
     absmax = nf4.absmax
     if nf4.mean is not None:
         absmax = dequantize_blocks(absmax, nf4.scales, DYNAMIC_TABLE, 256) + nf4.mean
@@ -348,7 +282,7 @@ def dequantize_nf4(nf4, dtype=None):
 
 
 class LinearNF4(torch.autograd.Function):
-    """F.linear with a 4-bit weight. Backward dequantizes it again, so only the 4 bits are kept."""
+    """F.linear with a 4-bit weight. Backward dequantizes it again, so only 4 bits are kept."""
 
     @staticmethod
     def forward(ctx, x, bias, nf4):
@@ -366,9 +300,9 @@ class LinearNF4(torch.autograd.Function):
 
 
 def merge(model):
-    """Make every LoRALinear multiply by W + scaling · B A, in W's dtype. W stays, for unmerge().
+    """Make every LoRALinear multiply by W + scaling · B A. W stays, for unmerge().
 
-    With QLoRA the sum is not quantized, because 4 bits would lose most of the correction.
+    With QLoRA the sum stays in 16 or 32 bits, because 4 bits would lose most of the correction.
     """
     for layer in lora_layers(model).values():
         layer.merged = layer.weight.detach()
@@ -381,15 +315,68 @@ def unmerge(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The library: names of layers, checks, and files in peft's format, adapter_config.json and
-#    adapter_model.safetensors.
+# 5. The library: averaging, names of layers, checks, and files in peft's format.
+
+
+def average_adapters(model, process_group=None):
+    """Average the gradients of A and B over the ranks. Call it between backward and step.
+
+    All ranks must start from the same A: call inject_lora after the same torch.manual_seed. Under
+    ddp.py and fsdp.py, which average gradients, do not call this. With QLoRA, give ddp.py
+    broadcast_buffers=False, or it sends the 4-bit weights before every forward.
+    """
+    ranks = dist.get_world_size(process_group)
+    if ranks < 1:  # it is -1 on a rank outside of the group
+        raise ValueError(f"rank {dist.get_rank()} is not a member of process_group")
+    parameters = trained_by(model)
+    # A rank sends -0.0 for a parameter that it has not used, because all must send the same number
+    # of elements. A sum is -0.0 only if all ranks sent that, because -0.0 + 0.0 is 0.0.
+    gradients = [torch.full_like(p, -0.0) if p.grad is None else p.grad + 0.0 for p in parameters]
+    flat = nn.utils.parameters_to_vector(gradients)
+    dist.all_reduce(flat, group=process_group)
+    flat /= ranks  # after the sum, so that the bits are those of one device that accumulates
+    nn.utils.vector_to_parameters(flat, gradients)
+    for parameter, mean in zip(parameters, gradients, strict=True):
+        if parameter.grad is None and ((mean == 0) & mean.signbit()).all():
+            continue  # no rank has used it, so the optimizer must not decay it
+        # If the dtypes of the gradients differ, `flat` has a common one.
+        parameter.grad = mean.to(parameter.dtype)
+
+
+def dynamic_table():
+    """Return bitsandbytes' 256 values for 8-bit codes, ascending (arXiv 2110.02861, §2.2).
+
+    127 lie between 0 and 1, in 7 decades, each with twice as many as the one below it. The others
+    are the negatives of these, 0 and 1.
+    """
+    table = [torch.arange(2)]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        middles = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
+        table += [middles, -middles]
+    return torch.cat(table).sort().values
+
+
+DYNAMIC_TABLE = dynamic_table()
+
+
+def keep_bytes(nf4, fn):
+    """Return an fn that moves the buffers, and casts only the bias.
+
+    model.half() must not round the scales. It sets the dtype that dequantizing returns.
+    """
+
+    def move(tensor):
+        return fn(tensor) if tensor is nf4.bias else tensor.to(fn(tensor).device)
+
+    nf4.dtype = fn(torch.empty(0, dtype=nf4.dtype)).dtype
+    return move
 
 
 def find_targets(model, target_modules):
-    """Return the layers that target_modules matches, {name: layer}, and what save_adapter writes.
-
-    Raise a ValueError if it matches no layer, or a layer that is not linear.
-    """
+    """Return target_modules as save_adapter writes it, and {name: layer} of all that it matches."""
+    if lora_layers(model):
+        raise ValueError("the model has adapters already")
     layers = dict(model.named_modules(remove_duplicate=False))
     linear = {
         name: layer
@@ -398,14 +385,12 @@ def find_targets(model, target_modules):
     }
     if target_modules == "all-linear":  # peft knows it for some models only, so names are written
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        names = [re.escape(name) for name, layer in linear.items() if layer is not head]
-        target_modules = "|".join(names)
+        names = [name for name, layer in linear.items() if layer is not head]
+        target_modules = "|".join(map(re.escape, names))
     pattern = target_modules
     if not isinstance(pattern, str):
         pattern = "|".join(rf"(.*\.)?{re.escape(name)}" for name in target_modules)
-    found = {  # not the model itself, whose name is ""
-        name: layer for name, layer in layers.items() if name and re.fullmatch(pattern, name)
-    }
+    found = {name: layer for name, layer in layers.items() if re.fullmatch(pattern, name)}
     if not found or not found.keys() <= linear.keys():
         raise ValueError(
             f"target_modules {target_modules!r} finds {[*found]}; "
@@ -415,17 +400,16 @@ def find_targets(model, target_modules):
 
 
 def check_is_whole(matrix):
-    # A shard of fsdp.py has this attribute. A matrix that zero.py has freed has strides of 0.
+    # fsdp.py's shards have this attribute. A matrix that zero.py has freed has strides of 0.
     if hasattr(matrix, "_sharded_parameter") or 0 in matrix.stride():
         raise ValueError(
             "this rank has only a shard of the weight. Call inject_lora before Zero3 or "
-            "fully_shard, and merge in `with optimizer.full_parameters():`. Under fsdp.py, load "
-            "full_state_dict(model) into a model that is not sharded, and merge that"
+            "fully_shard, and merge in `with optimizer.full_parameters():`, or a model into which "
+            "fsdp.full_state_dict(model) was loaded"
         )
 
 
-# The fields of adapter_config.json that load_adapter uses, with the defaults of peft. The defaults
-# of inject_lora differ.
+# The fields of adapter_config.json that load_adapter uses, with the defaults of peft, not ours.
 DEFAULTS = {
     "r": 8,
     "lora_alpha": 8,
@@ -433,8 +417,7 @@ DEFAULTS = {
     "use_rslora": False,
     "target_modules": None,
 }
-# Other fields that may be set: those that do not change what the adapter computes, and the values
-# of the others for which it computes the same as ours. load_adapter refuses what is not here.
+# Other fields, and values of fields, with which an adapter computes the same as ours.
 ACCEPTED = """auto_mapping base_model_name_or_path ensure_weight_tying eva_config fan_in_fan_out
     inference_mode megatron_core peft_version qalora_group_size revision runtime_config task_type
     peft_type=LORA bias=none init_lora_weights=True init_lora_weights=gaussian
@@ -456,16 +439,15 @@ def save_adapter(model, directory, state_dict=None):
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", **model.lora_config}
-    config = directory / "adapter_config.json"
-    config.write_text(json.dumps(fields, indent=2, default=list))  # target_modules may be a set
+    text = json.dumps(fields, indent=2, default=list)  # target_modules may be a set
+    (directory / "adapter_config.json").write_text(text)
     save_file(adapter_state_dict(model, state_dict), directory / "adapter_model.safetensors")
 
 
 def load_adapter(model, directory):
     """Read what save_adapter or peft wrote. Inject adapters if `model` has none. Return the model.
 
-    A ValueError lists the fields that are not supported, or all that does not fit the model. It is
-    raised before anything is copied.
+    If anything does not fit, a ValueError lists it, and nothing is copied.
     """
     from safetensors.torch import load_file  # pip install safetensors
 
@@ -475,13 +457,9 @@ def load_adapter(model, directory):
         inject_lora(model, **config)
     saved = load_file(directory / "adapter_model.safetensors")
     state_dict = adapter_state_dict(model)
-    in_file = describe(config, saved)
-    in_model = describe(model.lora_config, state_dict)
-    if in_file != in_model:
-        raise ValueError(
-            f"{directory} does not fit the model: {sorted(in_file - in_model)} in the files, "
-            f"{sorted(in_model - in_file)} in the model"
-        )
+    different = describe(config, saved) ^ describe(model.lora_config, state_dict)
+    if different:
+        raise ValueError(f"{directory} and the model differ in {sorted(different)}")
     for name, tensor in state_dict.items():
         tensor.copy_(saved[name])  # into the model: state_dict() does not copy
     unmerge(model)  # the merged weights had the old A and B
@@ -489,13 +467,13 @@ def load_adapter(model, directory):
 
 
 def describe(config, state_dict):
-    """Return {(name, value or shape)}, which must be equal for the files and for the model."""
+    """Return {(name, value or shape)}: what must be equal for the files and for the model."""
     values = {(name, config[name]) for name in ("r", "lora_alpha", "use_rslora")}
     return values | {(name, tensor.shape) for name, tensor in state_dict.items()}
 
 
 def read_config(path):
-    """Return inject_lora's arguments. Raise a ValueError that lists the unsupported fields."""
+    """Return inject_lora's arguments, or raise a ValueError."""
     fields = json.loads(path.read_text())
     wrong = [
         f"{name} {value!r}"
