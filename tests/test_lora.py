@@ -59,16 +59,13 @@ def gradients(output, *inputs):
 def test_the_idea_is_a_layer_that_starts_alike_and_computes_alike():
     layer = make_layer()
     naive = lora.NaiveLoRA(layer.base_layer, 4, 3)
+    bound = 6**-0.5  # as in peft
+    assert naive.lora_A.abs().max() <= bound
+    assert naive.lora_A.min() < 0
     bitwise(naive(INPUT), layer.base_layer(INPUT))
     nn.init.ones_(naive.lora_B)
     layer.load_state_dict(naive.state_dict())
     within(naive(INPUT), layer(INPUT))
-
-
-def test_A_starts_uniform_within_the_root_of_the_inputs_as_in_peft():
-    A = lora.LoRALinear(nn.Linear(100, 20), r=50).lora_A
-    assert -0.1 <= A.min() < -0.099
-    assert 0.099 < A.max() <= 0.1
 
 
 # ---- layers
@@ -82,7 +79,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("shape", [(6,), (2, 3, 6), (0, 4, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 6)], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_adds_the_product_of_its_factors(name, shape):
     layer = make_layer(**LAYERS[name])
@@ -101,48 +98,28 @@ def test_a_layer_adds_the_product_of_its_factors(name, shape):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_merged_layer_computes_the_same_and_unmerging_restores_every_bit(name):
-    layer = make_layer(**LAYERS[name]).eval()
-    before = layer(INPUT)
+    layer = make_layer(**LAYERS[name])
+    before = layer.eval()(INPUT)
     lora.merge(layer)
     lora.merge(layer)  # changes nothing
     within(layer(INPUT), before)
-    assert "merged" not in layer.state_dict()
-    lora.unmerge(layer)
-    bitwise(layer(INPUT), before)
-
-
-def test_a_merged_layer_does_not_train():
-    layer = make_layer()
-    lora.merge(layer)
-    with torch.no_grad():
-        layer(INPUT)
     with pytest.raises(ValueError, match="unmerge"):
-        layer(INPUT)
-
-
-def test_loading_a_state_dict_forgets_the_merged_weight():
-    layer = make_layer()
+        layer.train()(INPUT)
+    lora.unmerge(layer)
+    bitwise(layer.eval()(INPUT), before)
     lora.merge(layer)
     layer.load_state_dict(layer.state_dict())
-    assert layer.merged is None
+    assert layer.merged is None  # because it is that of other factors
 
 
 def test_a_layer_in_16_bits_has_factors_in_fp32_and_a_merged_weight_that_is_rounded_once():
     base = nn.Linear(100, 20).bfloat16()
     layer = trained(lora.LoRALinear(base, r=50))
+    assert layer(torch.ones(100, dtype=BF16)).dtype == BF16
     lora.merge(layer)
     merged = base.weight + 16 / 50 * layer.lora_B @ layer.lora_A
     assert layer.lora_A.dtype == layer.lora_B.dtype == F32
     bitwise(layer.merged, merged.bfloat16().detach())
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["autocast", "16-bit layer"])
-def test_the_output_of_a_layer_has_the_dtype_of_autocast_or_of_its_input(dtype):
-    base = nn.Linear(6, 5).to(dtype)
-    layer = lora.LoRALinear(base)
-    x = INPUT.to(dtype)
-    with torch.autocast("cpu", BF16, enabled=dtype == F32):
-        bitwise(layer(x), base(x))  # B = 0
 
 
 def test_pytorchs_encoder_which_reads_weights_reads_the_corrected_ones():
@@ -153,8 +130,6 @@ def test_pytorchs_encoder_which_reads_weights_reads_the_corrected_ones():
     expected = model(x)
     with torch.no_grad():  # then it calls none of its layers
         within(model(x), expected.detach())
-    lora.merge(model)
-    within(model(x), expected)
 
 
 # ---- which layers are adapted
@@ -186,11 +161,10 @@ def test_targets_choose_the_layers(targets, names):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_modules": ["1.linear"]}, r"'1\.qkv'"),  # nothing. It lists the linear layers
-        ({"target_modules": ".*norm1"}, r"'1\.qkv'"),  # a norm
+        ({"target_modules": ".*norm1"}, r"'1\.qkv'"),
         ({"quantize": "int8"}, "quantize='int8'"),
     ],
-    ids=str,
+    ids=["a norm", "8 bits"],
 )
 def test_a_wrong_argument_is_named_and_changes_nothing(options, message):
     model = small_model()
@@ -208,10 +182,10 @@ def test_a_model_is_adapted_once():
 
 
 @pytest.mark.parametrize("targets", [{"0", "2"}, "[02]", "all-linear"], ids=str)
-@pytest.mark.parametrize("rslora", [False, True])
-def test_peft_loads_ours_and_we_load_pefts(tmp_path, targets, rslora):
+def test_peft_loads_ours_and_we_load_pefts(tmp_path, targets):
     peft = pytest.importorskip("peft")
     plain = make_model("plain", F64)
+    rslora = targets == "[02]"
     options = {"r": 2, "lora_alpha": 6, "lora_dropout": 0.5, "use_rslora": rslora}
     model = lora.inject_lora(copy.deepcopy(plain), target_modules=targets, **options)
     trained(model).eval()
@@ -226,29 +200,22 @@ def test_peft_loads_ours_and_we_load_pefts(tmp_path, targets, rslora):
         bitwise(ours(INPUT), output)
 
 
-def test_files_with_other_tensors_are_an_error(tmp_path):
-    pytest.importorskip("safetensors")
-    lora.save_adapter(adapted(target_modules=["0"]), tmp_path)
-    with pytest.raises(ValueError, match=r"2\.lora_A"):
-        lora.load_adapter(adapted(), tmp_path)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_rslora": True}, "'use_rslora', True"),
-        ({"r": None, "lora_alpha": None}, r"\('lora_alpha', 8\)"),  # peft's default
+        ({}, r"2\.lora_A"),
+        ({"use_rslora": True, "lora_alpha": 8}, "'lora_alpha', 8.*'use_rslora', True"),
         ({"peft_type": "IA3", "later": 1}, "peft_type 'IA3', later 1"),
     ],
-    ids=["another scaling", "missing fields", "unknown fields"],
+    ids=["other tensors", "another scaling", "unknown fields"],
 )
-def test_files_with_other_fields_are_an_error_and_change_nothing(tmp_path, fields, message):
+def test_files_that_do_not_fit_are_an_error_and_change_nothing(tmp_path, fields, message):
     pytest.importorskip("safetensors")
-    lora.save_adapter(adapted(), tmp_path)
+    saved = adapted() if fields else adapted(target_modules=["0"])
+    lora.save_adapter(saved, tmp_path)
     config = tmp_path / "adapter_config.json"
-    saved = json.loads(config.read_text()) | fields
-    saved = {name: value for name, value in saved.items() if value is not None}
-    config.write_text(json.dumps(saved))
+    written = json.loads(config.read_text())
+    config.write_text(json.dumps(written | fields))
     model = trained(adapted(), seed=7)
     before = model(INPUT)
     with pytest.raises(ValueError, match=message):
@@ -256,27 +223,18 @@ def test_files_with_other_fields_are_an_error_and_change_nothing(tmp_path, field
     bitwise(model(INPUT), before)
 
 
-def gpt2():
-    """Its linear layers are Conv1D, and its output layer is tied to the embedding."""
+def test_gpt2s_layers_are_adapted_and_merged_which_have_transposed_weights():
+    """Its output layer is left out. It is tied to the embedding."""
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 8}
-    torch.manual_seed(1)
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    model = transformers.GPT2LMHeadModel(config)
-    return model.double().eval()
-
-
-def test_gpt2s_layers_are_adapted_and_peft_loads_them(tmp_path):
-    peft = pytest.importorskip("peft")
+    model = transformers.GPT2LMHeadModel(config).double().eval()
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
-    model = lora.inject_lora(gpt2(), r=1)
-    trained(model).eval()
-    output = model(tokens).logits
-    assert len(lora.lora_layers(model)) == 4  # not the output layer
-    lora.save_adapter(model, tmp_path)
-    with pytest.warns(UserWarning, match="Conv1D"):  # peft notes that it transposes
-        theirs = peft.PeftModel.from_pretrained(gpt2(), tmp_path).eval()
-    within(theirs(tokens).logits, output)
+    before = model(tokens).logits
+    lora.inject_lora(model, r=1)
+    bitwise(model(tokens).logits, before)
+    assert len(lora.lora_layers(model)) == 4
+    output = trained(model).eval()(tokens).logits
     lora.merge(model)
     within(model(tokens).logits, output)
 
@@ -322,11 +280,6 @@ def test_each_element_is_rounded_to_the_nearest_value_of_its_block(weight):
     assert lora.held_bytes(q.buffers()) == (len(weight) + 1) // 2 + 4 * blocks
 
 
-def test_a_byte_has_the_codes_of_two_elements():
-    packed = lora.quantize_nf4(TABLE).packed.tolist()
-    assert packed == [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF]
-
-
 def test_double_quantization_rounds_the_largest_of_each_block_too():
     weight = numbers(2**16)
     q = lora.quantize_nf4(weight, double_quant=True)
@@ -340,28 +293,16 @@ def test_double_quantization_rounds_the_largest_of_each_block_too():
     assert round(bits / 2**16, 3) == 4.127
 
 
-def test_the_table_for_8_bits_has_bitsandbytes_values():
+def test_codes_have_bitsandbytes_order_and_values():
+    packed = lora.quantize_nf4(TABLE).packed.tolist()
+    assert packed == [0x01, 0x23, 0x45, 0x67, 0x89, 0xAB, 0xCD, 0xEF]
     some = lora.DYNAMIC_TABLE[[0, 127, 128, 129, -1]]
     assert some.tolist() == pytest.approx([-0.99296875, 0.0, 5.5e-7, 3.25e-6, 1.0])
 
 
-def test_nf4_has_the_bytes_of_bitsandbytes():
-    bnb = pytest.importorskip("bitsandbytes").functional
-    weight = torch.cat([ties(), numbers(2**16)])
-    options = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": True}
-    packed, state = bnb.quantize_4bit(weight, **options)
-    ours = lora.quantize_nf4(weight, double_quant=True)
-    bitwise(packed.flatten(), ours.packed)
-    bitwise(state.state2.code, lora.DYNAMIC_TABLE)
-    bitwise(state.state2.absmax, ours.scales)
-    difference = state.absmax.int() - ours.absmax.int()
-    assert (difference.abs() <= 1).float().mean() > 0.99  # its CPU kernel is not exact
-
-
-@pytest.mark.parametrize("double_quant", [False, True])
-def test_a_cast_and_a_state_dict_keep_the_bytes(double_quant):
-    q = lora.quantize_nf4(numbers(130), double_quant=double_quant)
-    loaded = lora.quantize_nf4(torch.zeros(130), double_quant=double_quant)
+def test_a_cast_and_a_state_dict_keep_the_bytes():
+    q = lora.quantize_nf4(numbers(130), double_quant=True)
+    loaded = lora.quantize_nf4(torch.zeros(130), double_quant=True)
     loaded.load_state_dict(q.state_dict())
     bitwise(loaded.weight, q.weight)
     loaded.half()
@@ -379,16 +320,15 @@ def test_no_dequantized_weight_is_kept_for_backward():
     assert not saved
 
 
-@pytest.mark.parametrize("enabled", [False, True], ids=["fp32", "autocast"])
-def test_a_quantized_layer_has_the_gradients_of_its_dequantized_weight(enabled):
+def test_a_quantized_layer_has_the_gradients_of_its_dequantized_weight():
     plain = nn.Linear(64, 6)
     q = lora.quantize_nf4(plain.weight)
     plain.weight.data = q.weight
     q.bias = plain.bias
-    x = torch.randn((64,) if enabled else (3, 5, 64), requires_grad=True)
+    x = torch.randn(3, 5, 64, requires_grad=True)
     results = []
     for layer in (plain, q):
-        with amp.autocast(BF16, enabled):
+        with amp.autocast(BF16):
             output = layer(x)
         results.append((output, *gradients(output, x, plain.bias)))
     bitwise(*results)
@@ -422,15 +362,13 @@ def test_averaging_over_a_group_without_this_rank_is_an_error():
         lora.average_adapters(adapted(), groups[pool.rank()])
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pool.on(2, 3)
-def test_an_adapted_model_trains_under_ddp_and_fsdp_as_on_one_device(kind, quantize):
+@pool.on(2)
+def test_a_quantized_model_trains_under_ddp_and_fsdp_as_on_one_device(kind):
     make = partial(Trainer, kind, claims.resolve(claims.KINDS[kind].ours))
-    exact = pool.world_size() == 2
 
     def adapted():
-        model = inject(make_model("plain"), quantize=quantize)
+        model = inject(make_model("plain"), quantize="nf4")
         return trained(model)
 
     def adapter(trainer):
@@ -438,7 +376,7 @@ def test_an_adapted_model_trains_under_ddp_and_fsdp_as_on_one_device(kind, quant
 
     registry._problems.clear()
     with claims.default_group(pool.group()):
-        trains_as_one_device(make, adapted, "adamw", exact, after=adapter)
+        trains_as_one_device(make, adapted, "adamw", True, after=adapter)
 
     assert not registry._problems
 
@@ -473,14 +411,3 @@ def test_sharded_weights_are_neither_adapted_nor_merged(how):
     model = shard(adapted(), how)
     with pytest.raises(ValueError, match="full_parameters"):
         lora.merge(model)
-
-
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-@pool.on(2)
-def test_weights_that_zero3_has_gathered_are_merged(quantize):
-    model = adapted(quantize=quantize).eval()
-    expected = model(INPUT)
-    optimizer = zero.Zero3(model, torch.optim.SGD, pool.group())
-    with optimizer.full_parameters():
-        lora.merge(model)
-    within(model(INPUT), expected.detach())
