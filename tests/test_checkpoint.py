@@ -34,8 +34,11 @@ def test_a_flat_range_is_a_few_boxes(shape, data):
     whole = torch.arange(n).view(shape)
     assert_are_parts_of(whole, {"a": pieces})
     flat.neg_()  # the pieces are views of it
-    elements = [-x for piece in pieces for x in piece.tensor.flatten().tolist()]
-    assert elements == [*range(max(start, 0), min(stop, n))]
+    elements = []
+    for piece in pieces:
+        elements += piece.tensor.neg().flatten().tolist()
+    expected = range(max(start, 0), min(stop, n))
+    assert elements == list(expected)
     assert len(pieces) <= max(1, 2 * len(shape) - 1)
 
 
@@ -58,9 +61,10 @@ def in_flat_rows(tensor, ranks, rank):
 def flattened(tensor, ranks, rank):
     """As ZeRO's, with padding that belongs to no tensor."""
     size = math.ceil(tensor.numel() / ranks)
-    flat = torch.cat([tensor.flatten(), tensor.new_zeros(ranks)])
-    start = rank * size
-    return flat_pieces(flat[start : start + size], tensor.shape, start)
+    padding = tensor.new_zeros(ranks)
+    flat = torch.cat([tensor.flatten(), padding])
+    shard = flat.split(size)[rank]
+    return flat_pieces(shard, tensor.shape, rank * size)
 
 
 CUTS = {
@@ -74,7 +78,8 @@ CUTS = {
 def test_any_pieces_are_read_as_any_others(cuts, tmp_path):
     """One to four ranks load the same bits, and the extra of rank 0."""
     written, wanted = CUTS[cuts]
-    pieces = {"a": written(MATRIX, 3, pool.rank()), "count": torch.tensor(7.0)}
+    mine = written(MATRIX, 3, pool.rank())
+    pieces = {"a": mine, "count": torch.tensor(7.0)}
     extra = {"step": pool.rank(), "list": [0.1, None]}
     save(tmp_path, pieces, extra, pool.group())
     for readers in (1, 2, 3, 4):
@@ -105,7 +110,8 @@ def test_a_shard_becomes_pieces_of_its_weight_and_of_its_state(tmp_path):
         "exp_avg": shard.bfloat16() + 1,
         "step": torch.tensor(2),
     }
-    pieces = checkpoint.shard_pieces([("a", [1, 3], 0, shard, state)])
+    shards = [("a", [1, 3], 0, shard, state)]
+    pieces = checkpoint.shard_pieces(shards)
     save(tmp_path, pieces)
     found = load_whole(tmp_path)
     assert torch.equal(found["weight/a"], shard.view(1, 3))
@@ -187,11 +193,12 @@ def test_a_damaged_file_is_an_error_that_names_it(name, tmp_path):
 
 # ---- errors, on all ranks if one is wrong
 
-TOP = Piece(MATRIX[:3], [6, 5], [0, 0])
+ROWS = MATRIX[:3]
+TOP = Piece(ROWS, [6, 5], [0, 0])
 OF_RANK_1 = {
     "save past the end": (save, Piece(MATRIX, [6, 5], [1, 0])),
     "save another whole": (save, MATRIX[1:]),
-    "load another dtype": (load, MATRIX[:3].double()),
+    "load another dtype": (load, ROWS.double()),
     "load more than was saved": (load, MATRIX),
 }
 
@@ -211,5 +218,6 @@ def test_ranks_that_find_different_checkpoints_are_an_error(tmp_path):
     directories = [tmp_path / "one", tmp_path / "other"]
     for directory in directories:
         save(directory, {"a": MATRIX}, None, pool.group())
+    mine = directories[pool.rank()]
     with pytest.raises(OSError, match="different checkpoints"):
-        load(directories[pool.rank()], {}, pool.group())
+        load(mine, {}, pool.group())
