@@ -1,9 +1,12 @@
 """Every line of code in docs/hugging_face.md, on small models with random weights."""
 
 import re
+import runpy
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
+from io import StringIO
+from unittest.mock import Mock
 
 import claims
 import pool
@@ -11,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import ROOT, TORCHRUN, launch
+from launch import ROOT
 
 import ddp
 import expert_parallel
@@ -298,13 +301,21 @@ def cells(text, name):
     return row
 
 
-def test_the_script_prints_the_rows_of_the_page(tmp_path):
-    script = [ROOT / "docs" / "architectures.py", "Qwen3", "GPT-2", "ViT"]
-    done = launch([*TORCHRUN, "--nproc-per-node", "2", *script], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert cells(done.stdout, "") == cells(PAGE, "")  # the heads of the columns
-    assert cells(done.stdout, "ViT")[1:] == cells(PAGE, "ViT")[1:]
-    assert cells(done.stdout, "ViT")[0] == "GPT-2, ViT"  # with equal results
-    *found, difference = cells(done.stdout, "Qwen3")
-    assert found == cells(PAGE, "Qwen3")[:-1]
-    assert 0 < float(difference) < 1e-6
+@pool.on(2)
+def test_the_script_prints_the_rows_of_the_page():
+    path = ROOT / "docs" / "architectures.py"
+    with pytest.MonkeyPatch.context() as patch, claims.default_group(pool.group()):
+        patch.setattr("sys.argv", ["architectures.py", "Qwen3", "GPT-2", "ViT"])
+        patch.setattr("os.environ", {})
+        patch.setattr(dist, "init_process_group", Mock())  # the workers are connected
+        patch.setattr(dist, "destroy_process_group", Mock())
+        with redirect_stdout(StringIO()) as printed:
+            runpy.run_path(path, run_name="__main__")
+    if pool.rank() == 0:
+        table = printed.getvalue()
+        assert cells(table, "") == cells(PAGE, "")  # the heads of the columns
+        assert cells(table, "ViT")[1:] == cells(PAGE, "ViT")[1:]
+        assert cells(table, "ViT")[0] == "GPT-2, ViT"  # with equal results
+        *found, difference = cells(table, "Qwen3")
+        assert found == cells(PAGE, "Qwen3")[:-1]
+        assert 0 < float(difference) < 1e-6
