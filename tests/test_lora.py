@@ -63,6 +63,7 @@ def test_the_idea_is_a_layer_that_starts_alike_and_computes_alike():
     assert naive.lora_A.abs().max() <= bound
     assert naive.lora_A.min() < 0
     bitwise(naive(INPUT), layer.base_layer(INPUT))
+    assert len(lora.trained_by(naive)) == 2
     nn.init.ones_(naive.lora_B)
     layer.load_state_dict(naive.state_dict())
     within(naive(INPUT), layer(INPUT))
@@ -204,18 +205,19 @@ def test_peft_loads_ours_and_we_load_pefts(tmp_path, targets):
     ("fields", "message"),
     [
         ({}, r"2\.lora_A"),
-        ({"use_rslora": True, "lora_alpha": 8}, "'lora_alpha', 8.*'use_rslora', True"),
+        ({"r": 2, "use_rslora": True}, "'lora_alpha', 8.*'use_rslora', True"),  # peft's default
+        ({"lora_alpha": 16}, "'r', 8"),
         ({"peft_type": "IA3", "later": 1}, "peft_type 'IA3', later 1"),
     ],
-    ids=["other tensors", "another scaling", "unknown fields"],
+    ids=["other tensors", "another scaling", "another rank", "unknown fields"],
 )
 def test_files_that_do_not_fit_are_an_error_and_change_nothing(tmp_path, fields, message):
     pytest.importorskip("safetensors")
     saved = adapted() if fields else adapted(target_modules=["0"])
     lora.save_adapter(saved, tmp_path)
-    config = tmp_path / "adapter_config.json"
-    written = json.loads(config.read_text())
-    config.write_text(json.dumps(written | fields))
+    if fields:
+        config = tmp_path / "adapter_config.json"
+        config.write_text(json.dumps(fields))
     model = trained(adapted(), seed=7)
     before = model(INPUT)
     with pytest.raises(ValueError, match=message):
