@@ -323,7 +323,8 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
     """Cut a range of a flattened tensor of `shape` into Pieces. flat[0] is element `start` of it.
 
     Elements of `flat` before the tensor (start < 0) and after it, as in buckets, are left out. The
-    tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
+    tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`. An empty tensor has
+    no pieces, so load_whole() does not return it.
 
     In n dimensions, a range needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
 
