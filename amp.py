@@ -31,9 +31,8 @@ Run:      torchrun --nproc-per-node 2 amp.py            (--idea trains with sect
           python amp.py runs one rank
 Paper:    Micikevicius et al. 2018, Mixed Precision Training, arXiv 1710.03740
 Mirrors:  torch.amp.GradScaler, torch.autocast, Megatron's optimizer with float16 parameters
-Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; casts of frozen parameters and
-          of buffers; autocast of recurrent layers, and its cache of cast weights;
-          torch.utils.checkpoint inside autocast (activation_checkpoint.py's works)
+Left out: fp8; bf16 without masters (arXiv 2010.06192); closures; autocast of recurrent layers, its
+          cache of cast weights, and torch.utils.checkpoint inside it
 """
 
 import argparse
@@ -124,8 +123,8 @@ class GradScaler:
         }
         self._enabled = enabled
         self._process_group = process_group
-        self._found_inf = {}  # {optimizer: its found_inf}, since the last update()
-        self._stepped = set()  # optimizers whose step() was called since the last update()
+        self._found_inf = {}  # {optimizer: found_inf}, since update()
+        self._stepped = set()  # optimizers whose step() was called since update()
         self.update(init_scale)
 
     def scale(self, outputs):
@@ -343,8 +342,8 @@ class autocast(ContextDecorator, TorchFunctionMode):
     """A context manager or decorator. In it, operations cast their inputs, except those in float64.
 
     Matrix products and convolutions compute in `dtype`; reductions, norms, losses and exponentials
-    in fp32. PyTorch's autocast for CPUs leaves some of these in 16 bits. Call backward outside.
-    Other threads do not see it, so under DataParallel decorate the module's forward.
+    in fp32, as in PyTorch's autocast for CUDA. Call backward outside. Other threads do not see it,
+    so under DataParallel decorate the module's forward.
     """
 
     def __init__(self, dtype, enabled=True):
