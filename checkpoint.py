@@ -89,19 +89,23 @@ class Piece(NamedTuple):
     def at(self, box):
         """Return a view of the elements in `box`, which lies within this piece."""
         ranges = zip(box, self.offset, strict=True)
-        return self.tensor[tuple(slice(start - i, stop - i) for (start, stop), i in ranges)]
+        slices = [slice(start - i, stop - i) for (start, stop), i in ranges]
+        return self.tensor[tuple(slices)]
 
 
 def gather_and_save(path, pieces, process_group=None):
     """Write one file of whole tensors. `pieces` is as in save() below."""
-    # clone(), because a view, such as a shard, would be sent with all the memory behind it.
-    mine = [(name, p._replace(tensor=p.tensor.clone())) for name, p in named_pieces(pieces)]
+    mine = []
+    for name, piece in named_pieces(pieces):
+        tensor = piece.tensor.clone()  # a view would be sent with all the memory behind it
+        mine.append((name, piece._replace(tensor=tensor)))
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
     wholes = {}
     for name, piece in itertools.chain(*everyone):
         whole = wholes.setdefault(name, piece.tensor.new_empty(piece.shape))
-        whole_piece(whole).at(piece.box).copy_(piece.tensor)
+        part = whole_piece(whole).at(piece.box)
+        part.copy_(piece.tensor)
     if dist.get_rank(process_group) == 0:
         torch.save(wholes, path)
     dist.barrier(process_group)  # the file is complete when a rank returns
@@ -135,7 +139,8 @@ def overlap(a, b):
     box = []
     for (start_a, stop_a), (start_b, stop_b) in zip(a, b, strict=True):
         start = max(start_a, start_b)
-        box.append((start, max(start, min(stop_a, stop_b))))
+        stop = min(stop_a, stop_b)
+        box.append((start, max(start, stop)))
     return box
 
 
@@ -154,11 +159,13 @@ def save(directory, pieces, extra=None, process_group=None):
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     wholes = {}  # {name: dtype and shape of the whole tensor}
     writers = {}  # {(name, box): the first rank that holds the box}
-    for holder, description in enumerate(on_all_ranks(process_group, describe, pieces)):
+    descriptions = on_all_ranks(process_group, describe, pieces)
+    for holder, description in enumerate(descriptions):
         for name, whole, box in description:
             check(name, whole, box, wholes.setdefault(name, whole))
             writers.setdefault((name, box), holder)
-    mine = [(n, piece) for n, piece in named_pieces(pieces) if writers[n, piece.box] == rank]
+    held = named_pieces(pieces)
+    mine = [(name, piece) for name, piece in held if writers[name, piece.box] == rank]
     files = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
     index = {"wholes": wholes, "files": files, "extra": extra}
     on_all_ranks(process_group, publish, root, rank, index)
@@ -186,7 +193,8 @@ def describe(pieces):
 
 
 def dtype_and_shape(piece):
-    return [str(piece.tensor.dtype).removeprefix("torch."), list(piece.shape)]
+    dtype = str(piece.tensor.dtype)
+    return [dtype.removeprefix("torch."), list(piece.shape)]
 
 
 def write(path, pieces):
@@ -195,7 +203,8 @@ def write(path, pieces):
     boxes = {}
     with open(path, "wb") as file:
         for name, piece in pieces:
-            tensor = piece.tensor.detach().cpu().resolve_conj().contiguous()
+            tensor = piece.tensor.detach().cpu()
+            tensor = tensor.resolve_conj().contiguous()
             data = tensor.view(-1).view(torch.uint8).numpy()
             entry = (file.tell(), zlib.crc32(data), piece.box)
             boxes.setdefault(name, []).append(entry)
@@ -212,11 +221,13 @@ def publish(root, rank, index):
     """
     if rank != 0:
         return
-    numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
+    names = os.listdir(root)
+    numbers = sorted(int(name) for name in names if name.isdigit())
     number = str(max(numbers, default=0) + 1)
     folder = root / "tmp"
     text = json.dumps(index)
-    (folder / "index").write_text(f"{zlib.crc32(text.encode())}\n{text}")
+    checksum = zlib.crc32(text.encode())
+    (folder / "index").write_text(f"{checksum}\n{text}")
     (root / "next").write_text(number)
     sync(folder / "index", folder, root / "next")
     os.rename(folder, root / number)
@@ -246,7 +257,8 @@ def load(directory, pieces, process_group=None):
     the checkpoint lacks elements or has another dtype or shape, an OSError if a file is missing or
     damaged. Some tensors may be filled already.
     """
-    paths, extras = zip(*on_all_ranks(process_group, read, directory, pieces), strict=True)
+    results = on_all_ranks(process_group, read, directory, pieces)
+    paths, extras = zip(*results, strict=True)
     if len({*paths}) > 1:
         raise OSError(f"ranks found different checkpoints in {directory}, which they must share")
     return extras[0]
@@ -257,7 +269,8 @@ def read(directory, pieces):
     """Fill `pieces`. Return (directory of the checkpoint, its `extra`)."""
     path, index = open_latest(directory)
     for name, piece in named_pieces(pieces):
-        check(f"{path}: {name}", dtype_and_shape(piece), piece.box, index["wholes"].get(name))
+        whole = dtype_and_shape(piece)
+        check(f"{path}: {name}", whole, piece.box, index["wholes"].get(name))
         missing = torch.ones_like(piece.tensor, dtype=torch.bool)  # no box has filled it yet
         for rank, boxes in enumerate(index["files"]):
             for position, checksum, box in boxes.get(name, []):
@@ -279,13 +292,14 @@ def read_box(path, position, checksum, box, like):
     nbytes = math.prod(sizes) * like.tensor.itemsize
     data = numpy.fromfile(path, "uint8", nbytes, offset=position)
     verify(path, zlib.crc32(data) == checksum)
-    tensor = torch.from_numpy(data).view(like.tensor.dtype).view(sizes)
-    return Piece(tensor, like.shape, offset)
+    tensor = torch.from_numpy(data).view(like.tensor.dtype)
+    return Piece(tensor.view(sizes), like.shape, offset)
 
 
 def open_latest(directory):
     """Return (directory of the latest checkpoint, its index, which is a dict as in save())."""
-    path = Path(directory, Path(directory, "latest").read_text())
+    number = Path(directory, "latest").read_text()
+    path = Path(directory, number)
     checksum, _, text = (path / "index").read_bytes().partition(b"\n")
     verify(path / "index", b"%d" % zlib.crc32(text) == checksum)
     return path, json.loads(text)
@@ -332,7 +346,8 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
         1 1 1 1
         2 2 2 ·
     """
-    flat = flat.view(-1)[max(0, -start) : max(0, math.prod(shape) - start)]
+    stop = max(0, math.prod(shape) - start)
+    flat = flat.view(-1)[max(0, -start) : stop]
     start = max(0, start)
     sizes = [1, *shape]  # a leading dimension, because a scalar has none
     # A row of dimension d fixes the indices up to d, and spans all dimensions after d.
@@ -344,8 +359,9 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
         while start % row_sizes[d] or row_sizes[d] > len(flat):
             d += 1
         index = numpy.unravel_index(start, sizes)
-        rows = min(len(flat) // row_sizes[d], sizes[d] - index[d])
-        size = rows * row_sizes[d]
+        row_size = row_sizes[d]
+        rows = min(len(flat) // row_size, sizes[d] - index[d])
+        size = rows * row_size
         tensor = flat[:size].view([1] * d + [rows, *shape[d:]])[0]
         place = numpy.add(index[1:], offset or 0).tolist()
         pieces.append(Piece(tensor, whole_shape or shape, place))
