@@ -123,7 +123,14 @@ def named_pieces(pieces):
     for name, value in pieces.items():
         values = value if isinstance(value, list) else [value]
         for piece in values:
-            yield name, whole_piece(piece) if torch.is_tensor(piece) else piece
+            if torch.is_tensor(piece):
+                piece = whole_piece(piece)
+            elif not isinstance(piece, Piece):
+                raise ValueError(
+                    f"{name!r} is a {type(piece).__name__}, and not a tensor or a list of Pieces; "
+                    "put numbers and strings into extra"
+                )
+            yield name, piece
 
 
 def whole_piece(tensor):
@@ -179,7 +186,10 @@ def on_all_ranks(process_group, function, *args):
         result = error
     results = [result]
     if dist.is_initialized():
-        results *= dist.get_world_size(process_group)
+        world_size = dist.get_world_size(process_group)
+        if world_size < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in process_group")
+        results *= world_size
         dist.all_gather_object(results, result, group=process_group)
     for result in results:
         if isinstance(result, Exception):
@@ -337,8 +347,7 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
     """Cut a range of a flattened tensor of `shape` into Pieces. flat[0] is element `start` of it.
 
     Elements of `flat` before the tensor (start < 0) and after it, as in buckets, are left out. The
-    tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`. An empty tensor has
-    no pieces, so load_whole() does not return it.
+    tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
 
     In n dimensions, a range needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
 
@@ -348,6 +357,8 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
     """
     stop = max(0, math.prod(shape) - start)
     flat = flat.view(-1)[max(0, -start) : stop]
+    if 0 in shape:
+        return [Piece(flat.view(shape), whole_shape or shape, offset or [0] * len(shape))]
     start = max(0, start)
     sizes = [1, *shape]  # a leading dimension, because a scalar has none
     # A row of dimension d fixes the indices up to d, and spans all dimensions after d.

@@ -143,8 +143,10 @@ class LoRALinear(NaiveLoRA):
         quantize=None,
         double_quant=False,
     ):
-        if quantize not in (None, "nf4"):
-            raise ValueError(f"{quantize=} must be None or 'nf4'")
+        if r < 1 or not 0 <= lora_dropout < 1 or quantize not in (None, "nf4"):
+            raise ValueError(
+                f"{r=} must be ≥ 1, {lora_dropout=} in [0, 1), {quantize=} None or 'nf4'"
+            )
         check_is_whole(base.weight)
         super().__init__(base, r, lora_alpha)
         if use_rslora:
