@@ -122,15 +122,13 @@ def named_pieces(pieces):
     """Yield (name, Piece) for each piece in the `pieces` argument of save() or load()."""
     for name, value in pieces.items():
         values = value if isinstance(value, list) else [value]
-        for piece in values:
-            if torch.is_tensor(piece):
-                piece = whole_piece(piece)
-            elif not isinstance(piece, Piece):
+        for each in values:
+            if not isinstance(each, (torch.Tensor, Piece)):
                 raise ValueError(
-                    f"{name!r} is a {type(piece).__name__}, and not a tensor or a list of Pieces; "
+                    f"{name!r} is a {type(each).__name__}, and not a tensor or a list of Pieces; "
                     "put numbers and strings into extra"
                 )
-            yield name, piece
+            yield name, each if isinstance(each, Piece) else whole_piece(each)
 
 
 def whole_piece(tensor):
