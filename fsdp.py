@@ -156,12 +156,13 @@ class ShardedParameter:
         self.stride = torch.empty_like(original, device="meta").stride()
         self.start = start  # offset of its first element in `group.unsharded`
         begin = start - group.first  # its offset in `group.shard`; < 0: on an earlier rank
-        # Its elements in `group.shard`, or none. Above, the weight has slice(0, 60) on rank 0, cut
-        # off at 48, and slice(0, 12) on rank 1.
+        # Its elements in `group.shard`, or none. Above, the weight has slice(0, 60) on rank 0, of
+        # which indexing takes 48, and slice(0, 12) on rank 1.
         self.slice = slice(max(begin, 0), max(begin + original.numel(), 0))
         self.sharded = nn.Parameter(self.part_of_shard(group.shard), original.requires_grad)
-        # The gather in backward writes to the buffer after autograd has saved views of it. Views
-        # share its version counter, so autograd would refuse them. .data has a counter of its own.
+        # The gather in backward writes to the buffer after autograd has saved views of it. Autograd
+        # would refuse these, because they share its version counter. .data has the same memory, and
+        # a counter of its own.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self
         original._sharded_parameter = self
@@ -184,7 +185,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def __init__(self, originals, settings, device):  # originals: {nn.Parameter: its owners}
-        # Of the ranks with the other shards, and of those with copies of this one.
+        # Process groups of the ranks with the other shards, and of those with copies of this one.
         self.process_group, *self.replicate_groups = settings.axes
         self.divide_factor = settings.divide_factor
         N = dist.get_world_size(self.process_group)
@@ -269,7 +270,8 @@ class ParameterGroup:
             dist.all_reduce(total, group=group)
         mean = (total / self.divide_factor).to(self.shard)
         for parameter in self.parameters:
-            if any_rank_has_gradient(parameter, total):  # not if all sent -0.0, see section 5
+            # Without a gradient, a rank sends -0.0: see section 5.
+            if any_rank_has_gradient(parameter, total):
                 gradient = parameter.part_of_shard(mean)
                 sharded = parameter.sharded
                 sharded.grad = gradient if sharded.grad is None else sharded.grad.add_(gradient)
@@ -278,19 +280,22 @@ class ParameterGroup:
 
 # --------------------------------------------------------------------------------------------------
 # 3. When a unit is gathered and reduced. fully_shard makes a Unit, whose pre_forward and
-# post_forward are hooks of the module, and the Schedule of all units. The first step records which
-# unit comes next, so that later steps unshard it early. For two units:
+# post_forward are hooks of the module. Its last call, on the whole model, makes the Schedule that
+# all units share. The first step records which unit comes next, so that later steps unshard it
+# early. For a model that calls units 0 and 1, and is a unit itself, without parameters of its own:
 #
 #                                waits for    frees     starts
 #   forward    pre_forward 0     gather 0               gather 1
 #              post_forward 0                 unit 0
 #              pre_forward 1     gather 1
 #              post_forward 1                 unit 1
-#   backward   pre_backward 1    gather 1               gather 0     (gather 1 starts here, too)
+#   backward   pre_backward 1    gather 1               gather 1, gather 0
 #              post_backward 1                unit 1    reduce 1
 #              pre_backward 0    gather 0
 #              post_backward 0   reduce 1     unit 0    reduce 0
 #              finish_backward   reduce 0
+#
+# Gather 1 cannot start earlier: in pre_forward 1, unit 1 is still unsharded.
 
 
 def in_backward():
@@ -303,7 +308,7 @@ class PostBackward(torch.autograd.Function):
 
     The gradient of an input may be ready before those of weights. But of the ready nodes, autograd
     first runs those that accumulate .grad, and then the one created last. All nodes of the unit are
-    created after this one, so they run before it.
+    created after this one, and until they have run, one of them is ready. So they run before it.
     """
 
     @staticmethod
@@ -386,13 +391,16 @@ class Schedule:
         self.units = units
         for unit in units:
             unit.schedule = self
-        self.outermost = None  # during a forward, the unit that the user called
+        self.outermost = None  # during a forward, the unit that the user called: mostly the model
         self.previous = None  # the last call of unshard(), if any: (unit, in_backward())
         self.next_unit = {}  # {such a call: the unit of the next call}
         self.backward_is_running = False
 
     def start_forward(self, unit):
-        """If the user called `unit`, reshard all: shards may have changed since the gathers."""
+        """If the user called `unit`, reshard all.
+
+        A forward without a backward leaves units gathered, and the shards may have changed since.
+        """
         if self.outermost is None and not in_backward():
             if self.backward_is_running:
                 raise RuntimeError("an earlier backward raised an error; nothing is right after it")
@@ -409,7 +417,8 @@ class Schedule:
         unit.start_unshard()
         for group in unit.groups:
             group.finish_unshard()
-        self.next_unit[self.previous] = unit  # for the next step
+        # For the next step. A second output's call records `unit` itself, and the next mends it.
+        self.next_unit[self.previous] = unit
         self.previous = (unit, in_backward())
         if self.previous in self.next_unit:
             self.next_unit[self.previous].start_unshard()

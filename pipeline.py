@@ -120,8 +120,9 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
             saved.append((x, y))
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # In 1F1B, the next rank sends this before it takes y. If you sent y first, both would
-            # wait. The last rank receives nothing, and keeps the ones.
+            # Receive before you send y: in 1F1B, the next rank first sends this gradient, and takes
+            # y in its next turn. If you sent y first, both would wait. The last rank receives
+            # nothing, and keeps the ones.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
@@ -148,7 +149,11 @@ class Action(NamedTuple):
 
 
 def in_turns(stages, rounds, first_turn):
-    """A column of actions for each kind, from turn first_turn[kind] on. A turn is a row."""
+    """Return a rank's actions in the order of section 1's loop.
+
+    In a table with a row for each turn, each kind has a column of actions, which begins in row
+    first_turn[kind]. The rows are read from left to right.
+    """
     columns = []
     for kind, first in first_turn.items():
         column = [None] * first
@@ -165,11 +170,13 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
-    # Interleaved: rounds of p micro-batches (more if p does not divide m). After p forwards, the
-    # first is back on this rank.
+    # A round of p micro-batches (more if p does not divide m) passes all stages of a rank before
+    # the next round: after p forwards, the first one is back on this rank. With one stage per rank,
+    # rounds change nothing.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # Before a rank's first backward, a round passes all its stages but the last. Then there is a
-    # forward for each later rank, as in section 1, or two, which give an interleaved message time.
+    # Before its first backward, a rank runs the first round on its stages but the last (none if
+    # v = 1), and a forward for each later rank, as in section 1. Interleaved runs two for each, so
+    # that a message may take a turn.
     before_last_stage = (v - 1) * len(rounds[0])
     for_each = 2 if name == "interleaved_1f1b" else 1
     schedule = []
@@ -179,9 +186,9 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
             first_backward = m * v
         first_turn = {"F": 0, "B": first_backward}
         if name == "zero_bubble":
-            # Rank r of 1F1B keeps p - r micro-batches. So it can keep r more: W is r turns after I.
-            # The last rank delays W most, because all others wait for its I.
-            first_turn = {"F": 0, "I": first_backward, "W": first_backward + rank}
+            # All ranks begin with W in one turn, so each keeps p micro-batches, as rank 0 of 1F1B
+            # does. The last rank delays W most, because all others wait for its I.
+            first_turn = {"F": 0, "I": first_backward, "W": before_last_stage + p - 1}
         actions = in_turns(range(rank, p * v, p), rounds, first_turn)
         if name == "naive":
             # stable: all actions of micro-batch 0, in their order, then those of 1
@@ -190,9 +197,32 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     return schedule
 
 
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def end_times(schedule, cost):
+    """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
+    giver = {output_of(action): action for action in itertools.chain(*schedule)}
+    before = {}  # action -> its rank's previous action, and the one that gives its message
+    for actions in schedule:
+        for previous, action in itertools.pairwise([None, *actions]):
+            both = [previous, giver.get(input_of(action))]
+            before[action] = [each for each in both if each]
+    ends = {}
+    try:
+        for action in graphlib.TopologicalSorter(before).static_order():
+            start = max((ends[each] for each in before[action]), default=0)
+            ends[action] = start + cost[action.kind]
+    except graphlib.CycleError as error:
+        raise ValueError(f"the schedule deadlocks: {error}") from None
+    return ends
+
+
 # --------------------------------------------------------------------------------------------------
-# 3. The pipeline, which runs any schedule. A message, {0: tensor, 1: tensor, …}, has a stage's
-#    arguments, for F, or their gradients without those that are None, for B or I.
+# 3. The pipeline, which runs any schedule. A message is {place: tensor}. That for F has the
+#    arguments of the stage; that for B or I has the gradients of its outputs, but for outputs that
+#    were not used. Section 6 has the helpers: leaf() detaches a tensor, metadata_of() tells the
+#    receiver the shapes in the first step, and the others check arguments.
 
 
 def input_of(action):
@@ -234,7 +264,7 @@ class Pipeline(nn.Module):
         ends = end_times(self.schedule, COST)
         self._order = sorted(ends, key=ends.get)  # all ranks' actions
         self._own = self.schedule[self._rank]  # this rank's actions
-        # stage -> micro-batch of its last backward
+        # stage -> micro-batch of its last backward. The keys are this rank's stages.
         self._last_backward = {s: i for s, kind, i in self._own if kind in "BI"}
         numbers = map(str, sorted(self._last_backward))
         self.stages = nn.ModuleDict(zip(numbers, stages, strict=True))
@@ -252,9 +282,10 @@ class Pipeline(nn.Module):
         """
         agree_on_grad_mode(self._group, self._wire)
         self._start(inputs, targets)
-        # All ranks walk through all ranks' actions, sorted by end: this keeps each rank's order. At
-        # the action that gives a message, sender and receiver both start the transfer: all in one
-        # order, as NCCL needs. The receiver waits in _take(), at the action that takes it.
+        # Ranks must start their transfers in one order, or NCCL hangs. So each walks through the
+        # actions of all ranks, sorted by end_times(), and runs its own. At another rank's action,
+        # the receiver of the message starts to receive it. It waits in _take(), at the action that
+        # takes the message.
         for action in self._order:
             if action.kind != "F" and not torch.is_grad_enabled():
                 continue
@@ -351,7 +382,7 @@ def leave_weights_to_w(deferred, weights):
     if deferred is None:
         yield
         return
-    if deferred:  # before I
+    if deferred:  # it is empty before F and before I, unless a backward ran in F
         raise RuntimeError("a stage ran a backward in its forward; use a schedule without W")
     F.linear = partial(split_linear, deferred, weights)
     try:
@@ -388,27 +419,7 @@ def backward_for_weights(deferred):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. When each action runs, and what a schedule costs.
-
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}
-
-
-def end_times(schedule, cost):
-    """Return {action: when it ends}, if each starts as soon as it can. Transfers take no time."""
-    giver = {output_of(action): action for action in itertools.chain(*schedule)}
-    before = {}  # action -> its rank's previous action, and the one that gives its message
-    for actions in schedule:
-        for previous, action in itertools.pairwise([None, *actions]):
-            both = [previous, giver.get(input_of(action))]
-            before[action] = [each for each in both if each]
-    ends = {}
-    try:
-        for action in graphlib.TopologicalSorter(before).static_order():
-            start = max((ends[each] for each in before[action]), default=0)
-            ends[action] = start + cost[action.kind]
-    except graphlib.CycleError as error:
-        raise ValueError(f"the schedule deadlocks: {error}") from None
-    return ends
+# 5. What a schedule costs.
 
 
 class Simulation(NamedTuple):
@@ -462,7 +473,7 @@ def allocate(metadata, device):
 
 def start_all(operation, message, peer, group):
     """Start to send or to receive dense tensors. Return the message, and works to wait for."""
-    # the memory, whatever the strides
+    # They are dense, so view their memory as a vector.
     flat = [tensor.as_strided([tensor.numel()], [1]) for tensor in message.values()]
     return message, [start_transfer(operation, tensor, peer, group) for tensor in flat]
 
@@ -483,7 +494,7 @@ def metadata_of(key, copies, known, source, group):
     metadata = {
         place: {
             "size": copied.shape,
-            "stride": copied.stride(),  # the next stage rounds as on one device
+            "stride": copied.stride(),  # with others, kernels may round differently
             "dtype": copied.dtype,
             "requires_grad": copied.requires_grad,  # for _forward()
         }
@@ -541,7 +552,7 @@ def agree(schedule, num_microbatches, stages, group):
     rank_of = rank_of_stages(parsed)
     m = len({action.micro_batch for action in itertools.chain(*parsed)})
     on_ranks = list(rank_of.values())
-    # as `numbers`, by rank
+    # What each rank must give as `numbers`: nothing in DDP.
     needed = [(m, on_ranks.count(rank), 0) for rank in range(len(parsed))]
     if list(given) != needed or schedules.count(schedule) < len(schedules):
         raise ValueError(
@@ -590,8 +601,8 @@ def agree_on_grad_mode(group, device):
     """Raise ValueError if only some ranks run step() under torch.no_grad().
 
     Otherwise a gradient would stay unreceived, and be taken for one of the next step. On a GPU a
-    rank that trains skips this, because the host would wait for the GPU. So there, if modes differ,
-    ranks under no_grad() wait until the timeout.
+    rank that trains does not join, because its host would wait for the GPU. So if modes differ
+    there, the ranks under no_grad() wait for it until the timeout.
     """
     is_training = torch.is_grad_enabled()
     if is_training and device.type == "cuda":

@@ -182,7 +182,7 @@ class Bucket:
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
-        self.flat = flatten(parameters, self.N)
+        self.flat = flatten(parameters, self.N)  # and make them views of it
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         dtype = torch.float32 if self.flat.itemsize == 2 else self.flat.dtype
         self.master = self.part.to(offload or self.flat.device, dtype, copy=copy_part)
@@ -217,7 +217,7 @@ class Bucket:
             if self.grad is None:
                 self.grad = part.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
             else:
-                self.grad = self.grad + part  # in place, it would keep all of `received`
+                self.grad = self.grad + part  # not +=: a view keeps all of `received`
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
@@ -234,7 +234,7 @@ class Slot:
 
     def __init__(self, parameter, bucket):
         self.parameter = parameter
-        self.flag = 0  # of its gradient on any rank. 2: in .grad, 1: reduced, 0: none
+        self.flag = 0  # see buckets_to_reduce()
         self.stride = parameter.stride()
         self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
         first = self.start - bucket.part.storage_offset()  # in the part: weight -2, bias 1
@@ -248,13 +248,33 @@ class Slot:
         return flat.as_strided(self.parameter.shape, self.stride, self.start)
 
 
+def buckets_to_reduce(optimizer):
+    """Return the buckets to reduce.
+
+    Ranks may use different parameters, but must issue the same collectives. So all ranks act on the
+    maximum of their flags for each parameter:
+
+        2   it has a .grad, which is not reduced yet
+        1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
+        0   it has no gradient
+    """
+    slots = optimizer._slots.values()
+    flags = [2 if slot.parameter.grad is not None else min(slot.flag, 1) for slot in slots]
+    flags = optimizer._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
+    for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits for the device here
+        slot.flag = flag
+    return [bucket for bucket in optimizer._buckets if 2 in [slot.flag for slot in bucket.slots]]
+
+
 class Zero1(torch.optim.Optimizer):
     """Averages gradients over `process_group` and updates the parameters, each rank 1/N of them.
 
     Move `module` to its device first. make_buckets() explains the other arguments.
 
-    Drop or clip gradients with this class. module.zero_grad() and torch's clip_grad_norm_() see
-    only a rank's own.
+    It has the whole parameters and their options, for schedulers. Its inner optimizer has the
+    segments and their state. Drop or clip gradients with this class: module.zero_grad() and torch's
+    clip_grad_norm_() see only a rank's own.
     """
 
     _around = {}  # of Zero3, for make_buckets()
@@ -275,6 +295,7 @@ class Zero1(torch.optim.Optimizer):
         super().__init__(module.parameters() if params is None else params, dummy.defaults)
         self.module = module
         self.process_group = process_group
+        # The last parameters come first, as in backward.
         self._buckets = make_buckets(self, type(dummy), offload, bucket_cap_mb * 2**20)
         self._slots = {slot.parameter: slot for bucket in self._buckets for slot in bucket.slots}
         self._optimizer = optimizer_class(segment_groups(self), **optimizer_kwargs)
@@ -291,7 +312,7 @@ class Zero1(torch.optim.Optimizer):
             for slot in bucket.slots:
                 if slot.flag:  # optimizers skip a parameter without a gradient, not one with zeros
                     slot.segment.grad = grad[slot.in_part]
-        # Schedulers change options. The state stays: its keys are the segments.
+        # Again, because schedulers change options. The state stays: its keys are the segments.
         self._optimizer.param_groups = segment_groups(self)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -384,25 +405,27 @@ class Zero2(Zero1):
         module.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
 
     def _post_forward(self, module, args, kwargs, output):
-        """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`.
-
-        A first gradient may come in the inner backward of a reentrant checkpoint, which would then
-        call _post_backward().
-        """
+        """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`."""
         hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
 
     def _pre_backward(self, module, gradient=None):
-        """A hook. The first one in a backward prepares it."""
+        """A hook. Backward has reached an output of `module`."""
+        self._begin_backward()
+
+    def _begin_backward(self):
+        """Do nothing in a backward that has begun."""
         if self._in_backward:
             return
         self._in_backward = True
         if self._sync:
             self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
+        # At the end of the backward that runs now. So outputs must begin it: the first gradient may
+        # come in the inner backward of a reentrant checkpoint, whose end is too early.
         torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
 
     def _post_accumulate_grad(self, parameter):
         """A hook. Backward has added to the .grad of `parameter`."""
-        self._pre_backward(self.module)  # if no output of the module was reached
+        self._begin_backward()  # if no output of the module was reached
         self._arrived.add(parameter)
         self._reduce_full()
 
@@ -454,8 +477,9 @@ class Zero3(Zero2):
     backward  gather unit 2, run it   reduce its gradients, free 2, gather 1, run 1       …
 
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
-    nn.ModuleList, such as transformer blocks. The whole module is a unit, too. A parameter belongs
-    to the innermost unit that has all its uses. All ranks must run the same units in the same
+    nn.ModuleList, such as transformer blocks. The whole module is a unit, too: its own parameters
+    are whole until its forward or backward ends. A parameter belongs to the innermost unit that has
+    all its uses. All ranks must run the same units in the same
     order: if they use different members of a list, such as experts, let the list be a unit.
 
     Freed parameters are NaN, and lose what is written to them. So call a unit instead of reading
@@ -466,11 +490,11 @@ class Zero3(Zero2):
         # {module or parameter: the units that have it inside, or are it}
         self._around = units_around(module, units)
         super().__init__(module, *args, **kwargs)
-        self._needed = buckets_needed(self)  # {module: the buckets to be whole while it runs}
+        self._needed = buckets_needed(self)  # {module: the buckets of the units around it}
         self._kept = []  # buckets that are whole when no unit runs: all in full_parameters()
         for child in module.modules():  # a module inside a unit may run alone
             child.register_forward_pre_hook(WeakHook(self._enter), prepend=True)
-            if child is not module:  # which Zero2 has hooked
+            if child is not module:  # Zero2.__init__ has hooked it, with the method below
                 child.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
         guard(module)  # against reading freed parameters
         self._unshard_only(self._kept)
@@ -498,8 +522,9 @@ class Zero3(Zero2):
         """
         past = [b for b in self._buckets if not (b.freed or b in needed)]
         unreduced = [bucket for bucket in past if bucket in self._to_reduce]
-        # Backward leaves a unit. All ranks send all of its buckets. But if none has a gradient, a
-        # checkpoint over several units is running their forwards again.
+        # Backward is done with a unit that has gradients. Send all of its buckets, because other
+        # ranks may have gradients in others. A unit without any was only run forward again, by a
+        # checkpoint around several units.
         if any(self._arrived.intersection(bucket.parameters) for bucket in unreduced):
             for bucket in unreduced:
                 self._to_reduce.remove(bucket)
@@ -527,26 +552,7 @@ class Zero3(Zero2):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. What the classes call: agreement, masters, memory, buckets, units and hooks.
-
-
-def buckets_to_reduce(optimizer):
-    """Return the buckets to reduce.
-
-    Ranks may use different parameters, but must issue the same collectives. So all ranks act on the
-    maximum of their flags for each parameter:
-
-        2   it has a .grad, which is not reduced yet
-        1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
-        0   it has no gradient
-    """
-    slots = optimizer._slots.values()
-    flags = [2 if slot.parameter.grad is not None else min(slot.flag, 1) for slot in slots]
-    flags = optimizer._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
-    for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits for the device here
-        slot.flag = flag
-    return [bucket for bucket in optimizer._buckets if 2 in [slot.flag for slot in bucket.slots]]
+# 5. What the classes call: masters, memory, buckets, units and hooks.
 
 
 def adopt_user_writes(optimizer):
