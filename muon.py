@@ -39,8 +39,8 @@ Papers:   Jordan et al. 2024, Muon, kellerjordan.github.io/posts/muon; Liu et al
           Scalable for LLM Training, arXiv 2502.16982
 Mirrors:  torch.optim.Muon (torch 2.9 and newer)
 Left out: stacked matrices, such as experts; complex or tensor-parallel ones; sparse gradients;
-          closures; an lr of shape (1,); overlap of the exchange with backward; updates sent along a
-          ring or tree, which many ranks need; 16-bit master weights (amp.py)
+          closures; overlap of the exchange with backward; updates sent along a ring or tree, which
+          many ranks need; 16-bit master weights (amp.py)
 
 Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
 it as a library (30).
@@ -104,6 +104,8 @@ def orthogonalize(matrix, options):
 def apply_update(parameter, update, shape, options):
     """Decay the parameter, and subtract the update. `shape` is that of the whole matrix."""
     lr = options["lr"]
+    if torch.is_tensor(lr):
+        lr = lr.squeeze()  # it may have one dimension
     rows, columns = shape
     ratio = math.sqrt(max(1, rows / columns))
     if options["adjust_lr_fn"] == "match_rms_adamw":  # Liu et al., section 2.2
@@ -395,6 +397,8 @@ def check(optimizer):
 
     Ranks compare first. Otherwise, if only one found an error, the others would wait for it.
     """
+    if optimizer.rank < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in process_group")
     ours = [repr(optimizer)]  # has the options of all groups
     for group in optimizer.param_groups:
         ours.append([f"{optimizer._shapes[p]}, {p.dtype}" for p in group["params"]])

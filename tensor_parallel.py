@@ -27,9 +27,10 @@ Cost per rank, of a layer, for t ranks, micro-batch b, sequence s, hidden size h
     and sequence parallel   10bsh + 12h        sbh (34 + 5as/h) / t
 
 "sent" is in elements per micro-batch. An all-reduce of bsh sends 2bsh. 10bsh is 5bsh per pair: the
-table's four, and a second gather of X in backward, which saves keeping it. 12h are the gradients of
-norms and of proj's and linear2's biases, which every rank keeps whole. "activations" is in bytes,
-for 16 bits (Korthikanti et al., §4). 5as²b of them are scores, which fused attention does not keep.
+table's four, and a second gather of X in backward, which saves keeping it. 12h: an all-reduce of 6h
+gradients, of two norms and of proj's and linear2's biases, which every rank keeps whole.
+"activations" is in bytes, for 16 bits (Korthikanti et al., §4). 5as²b of them are scores, which
+fused attention does not keep.
 
 Read section 1 for the idea (17 minutes), to section 3 for the technique (43), and the rest to use
 it as a library (82).
@@ -127,7 +128,8 @@ def operator(collective, conjugate):
 # f: return x. Every rank uses x, so the gradient of x is the sum of all ranks' gradients.
 copy_to_region = operator(identity, all_reduce)
 
-# g: return the sum of all ranks' x. The gradient of the sum is the gradient of each x.
+# g: return the sum of all ranks' x. After it all ranks compute the same loss, so each has the whole
+# gradient of the sum, which is the gradient of each x.
 reduce_from_region = operator(all_reduce, identity)
 
 
@@ -303,8 +305,8 @@ class RowParallelLinear(ParallelLayer):
 
 # --------------------------------------------------------------------------------------------------
 # 3. The vocabulary: a rank has some rows of the embedding and some columns of the logits, which the
-# ranks never join. The head is a ColumnParallelLinear. If t does not divide the vocabulary V, it is
-# padded, and such logits are -inf.
+# ranks never join. The head is a ColumnParallelLinear. If t does not divide the vocabulary V, the
+# weights get rows of zeros at the end, and a hook makes their logits -inf.
 #
 # Embedding and head send 2bsh each, the loss 6bs. With sequence parallelism scatter_to_sequence()
 # and the head send bsh more each, the last norm 4h. The loss keeps 4bs V/t bytes.
@@ -322,7 +324,7 @@ class VocabParallelEmbedding(ParallelLayer):
     def forward(self, tokens):
         first = self.rank * len(self.weight)
         x = vocab_embedding(tokens, self.weight, first, self.process_group)
-        return mark_tokens(self, tokens, x)
+        return mark_tokens(self, tokens, x)  # no gradient at padding_idx, NaN for unknown tokens
 
 
 # With sequence parallelism, after the embedding each rank goes on with its part of an equal x. (A
@@ -361,7 +363,7 @@ class VocabParallelCrossEntropy(Function):
         maximum.masked_fill_(is_outside, math.nan)  # makes the token's loss and gradient NaN
         # shifted, exp and grad_logits are one tensor, changed in place.
         shifted = logits - maximum
-        local_target = shifted.gather(-1, column).where(is_local, 0.0)
+        local_target = shifted.gather(-1, column).where(is_local, 0.0)  # before it changes
         exp = shifted.exp_()
         sums = torch.stack((exp.sum(-1, keepdim=True), local_target))
         total, shifted_target = reduce_from_region(sums, process_group)
@@ -820,7 +822,8 @@ def boxes_of(layer, name, shape):
     dim = getattr(layer, "split_dims", {}).get(name)
     if dim is None:
         return [Box(0, shape, shape, [0] * len(shape))]
-    if dim > 0 and (len(layer.part_sizes) > 1 or layer.size % layer.part_sizes[0]):
+    is_padded = sum(layer.part_sizes) * layer.world_size > layer.size
+    if dim > 0 and (len(layer.part_sizes) > 1 or is_padded):
         raise ValueError(
             f"{name} has several matrices, or padding, along dimension {dim}, so they are "
             "interleaved in memory; split an nn.Linear, or save full_state_dict()"
@@ -829,6 +832,7 @@ def boxes_of(layer, name, shape):
     boxes = []
     start = 0  # of the part in the shard, along dim
     for size in layer.part_sizes:
+        # Before it are the earlier matrices, which are whole, and lower ranks' parts of this one.
         first_in_whole = start * layer.world_size + layer.rank * size
         size_of_box = min(size, layer.size - first_in_whole)  # without the padding
         if size_of_box > 0:

@@ -1,9 +1,9 @@
-"""Every technique of this project trains as one device does. Start here.
+"""Every way to split the work over ranks trains as one device does. Start here.
 
-Each test trains a small model for three steps on 2 and on 3 ranks, and a copy on one device, as
-plainly as possible. After each step it compares losses, gradients and parameters: bitwise if the
-same numbers are added in the same order, otherwise within 1e-12. `@pool.on(2, 3)` runs a test in
-worker processes: first on two ranks, then on three. `pool.group()` is their process group.
+Each test trains a small model for three steps on 2 and on 3 ranks, and a copy on one device. After
+each step it compares losses, gradients or parameters: bitwise if the same numbers are added in the
+same order, otherwise within 1e-12. `@pool.on(2, 3)` runs a test in worker processes: first on two
+ranks, then on three. `pool.group()` is their process group. From test_diloco on, variations follow.
 """
 
 import copy

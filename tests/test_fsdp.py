@@ -182,7 +182,7 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
 @pool.on(2)
-def test_each_micro_batch_may_be_of_another_kind(loss, reshard):
+def test_what_a_model_calls_and_trains_may_change(loss, reshard):
     ours, plain = blocks(reshard)
     train(ours, plain, LOSSES[loss], steps=2, micro_batches=2)
 
@@ -478,7 +478,7 @@ def test_collectives_run_while_units_compute():
     assert reduced == [0, 0, 0] + [0, 0, 2, 2, 2]
 
 
-# ---- Errors, on every rank. Each function gets a unit of two inputs.
+# ---- Errors, on every rank. Each function gets a unit, an nn.Linear(6, 2).
 
 
 def other_strides(_):

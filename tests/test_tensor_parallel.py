@@ -401,6 +401,15 @@ def test_a_head_pads_its_logits_with_minus_infinity_and_gathers_them_without_pad
 
 
 @pool.on(2)
+def test_stacked_matrices_are_gathered_in_the_order_of_the_plain_layer():
+    plain = nn.Linear(6, 12).double()
+    options = {"stack": 3, "gather_output": True, "process_group": pool.group()}
+    layer = tp.ColumnParallelLinear.from_full(plain, **options)
+    x = randn((2, 6))
+    within(layer(x), plain(x))
+
+
+@pool.on(2)
 def test_on_a_gpu_what_is_outside_the_vocabulary_is_nan():
     embedding = tp.VocabParallelEmbedding(7, 4, process_group=pool.group())
     shard = torch.ones(3, 3, requires_grad=True)

@@ -89,7 +89,8 @@ def make_pair(stage, model, name="AdamW", groups=nn.Module.parameters, offload=N
     if next(model.parameters()).itemsize == 2:
         plain.float()
     optimizer_class = getattr(torch.optim, name)
-    ours = stage(model, optimizer_class, pool.group(), offload, 1e-3, groups(model), **options)
+    buckets = {"bucket_cap_mb": 1e-3, "params": groups(model)}
+    ours = stage(model, optimizer_class, pool.group(), offload, **buckets, **options)
     return ours, optimizer_class(groups(plain), **options), plain
 
 

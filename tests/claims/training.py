@@ -201,7 +201,8 @@ def beside_one_device(make, model, optimizer, dtype, start=0, **options):
         parameter.data += start * dist.get_rank()  # rank 0's are those that count
     trainer = make(module, optimizer, **options)
     trainer.plain = plain
-    trainer.plain_optimizer = OPTIMIZERS[optimizer](plain.parameters())
+    make_optimizer = OPTIMIZERS.get(optimizer, optimizer)
+    trainer.plain_optimizer = make_optimizer(plain.parameters())
     return trainer
 
 
@@ -419,9 +420,14 @@ def replicas(make):
     stay_replicas(make(make_model("plain"), "adamw"))
 
 
+def trains_in_groups(make, make_module, **how):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    side = dist.get_rank() % 2
+    model = partial(make_module, seed=side)
+    trains_as_one_device(make, model, group=groups[side], **how)
+
+
 @claim(ALL, 4)
 def groups_apart(make):
     """Two process groups train side by side and do not mix."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    side = dist.get_rank() % 2
-    trains_as_one_device(make, partial(make_model, "plain", seed=side), group=groups[side])
+    trains_in_groups(make, partial(make_model, "plain"))
