@@ -32,8 +32,8 @@ Bytes per rank, for Ψ fp32 parameters with Adam on N ranks:
     gathered into one file    12Ψ on rank 0   12Ψ by rank 0   12Ψ
     here, sharded             one box         12Ψ/N           12Ψ/N, plus the rest of each box
 
-Read section 1 for the idea (5 minutes), to section 4 for the technique (25), and the rest to use it
-as a library (32).
+Read section 1 for the idea (10 minutes), to section 4 for the technique (30), and the rest to use
+it as a library (40).
 
 Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py runs as one rank)
 Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3

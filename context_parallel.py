@@ -34,7 +34,7 @@ all ranks. So it copies key heads until there are K' = lcm(K, N), and adds query
 until there are H', the next multiple of K'. The first call with given shapes, dtypes and options
 also sends a few hundred bytes, to check that the ranks agree.
 
-Read section 1 for the idea (10 minutes), to section 4 for the technique (25), and the rest to use
+Read section 1 for the idea (13 minutes), to section 4 for the technique (34), and the rest to use
 it as a library (40).
 
 Run:      torchrun --nproc-per-node 2 context_parallel.py

@@ -21,8 +21,8 @@ Cost per rank in elements, with Adam, for a model of Ψ parameters on N ranks:
     DDP                       Ψ            2Ψ          2Ψ          2Ψ(N-1)/N: a ring all-reduce of Ψ
     gradient_as_bucket_view   Ψ            Ψ           2Ψ          the same; .grad is a view
 
-Read section 1 for the idea (8 minutes), to section 2 for the technique (20), and the rest to use
-it as a library (30).
+Read section 1 for the idea (7 minutes), to section 2 for the technique (27), and the rest to use
+it as a library (38).
 
 Run:      torchrun --nproc-per-node 2 ddp.py            (--idea trains with section 1 alone)
           python ddp.py runs one rank
@@ -111,8 +111,9 @@ class Bucket:
 def all_reduce_when_full(bucket, process_group=None):
     """All-reduce the bucket in each backward, as soon as backward has computed its last gradient.
 
-    Call bucket.wait() between backward and the optimizer's step. This needs what section 2 does
-    not: every backward reaches all parameters, and fills the buckets in one order on all ranks.
+    Call bucket.wait() between backward and the optimizer's step. Every backward must
+    reach all parameters, and fill the buckets in one order on all ranks. Section 2 does without the
+    second, and with `find_unused_parameters` also without the first.
     """
 
     def hook(parameter):
@@ -154,8 +155,8 @@ def broadcast(tensors, process_group):
         # As bytes, because gloo has no int16 and no float8.
         dist.broadcast(bucket.flat.view(torch.uint8), group=process_group, group_src=0)
         for tensor, values in bucket.views.items():
-            # Not .data: a write through it does not change the tensor's version, by which the
-            # optimizer of amp.py sees that a weight was written.
+            # detach() shares the version of `tensor`, so this counts as a write: the optimizer of
+            # amp.py looks for those. A caller that must not change it passes `.data`.
             tensor.detach().copy_(values)
 
 
@@ -165,9 +166,9 @@ class DistributedDataParallel(nn.Module):
     Every backward must reach all parameters, unless `find_unused_parameters` is set. Then a rank
     without a gradient for a parameter adds zeros. If no rank has one, .grad stays None.
 
-    As in PyTorch, rank 0's buffers are broadcast in the first forward and in each forward after one
-    that averages gradients, even in an evaluation. So one rank alone must evaluate with `.module`,
-    because it would wait for the others.
+    As in PyTorch, a forward broadcasts rank 0's buffers, unless the forward before it ran in
+    no_sync() or without gradients. So a rank that evaluates alone must call `.module`, or it would
+    wait for the others.
 
     A sparse gradient becomes dense. SGD and Adagrad accept that, but SparseAdam does not.
     """
@@ -202,7 +203,7 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.require_backward_grad_sync = True  # False inside no_sync()
-        self.require_forward_param_sync = True  # False if the last forward will not average
+        self.require_forward_param_sync = True  # whether the next forward broadcasts the buffers
         broadcast(module.parameters(), process_group)
         if broadcast_buffers:
             broadcast(module.buffers(), process_group)
@@ -212,8 +213,8 @@ class DistributedDataParallel(nn.Module):
         trained = [p for p in self.module.parameters() if p.requires_grad]
         self._buckets = [Bucket(parameters) for parameters in assign_buckets(trained, cap_bytes)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
-        # True from a forward outside no_sync() to the end of its backward. Otherwise, gradients
-        # stay in .grad.
+        # True if backward averages, and False if gradients stay in .grad. A forward outside
+        # no_sync() sets it, and so does the hook on its outputs. The end of a backward clears it.
         self._will_average = False
         self._divisor = dist.get_world_size(self.process_group)
         self._register_hooks()
@@ -236,8 +237,8 @@ class DistributedDataParallel(nn.Module):
                 torch.Tensor, lambda x: x.to(flat.device), (inputs, kwargs)
             )
         if self.broadcast_buffers and self.require_forward_param_sync:
-            # A write to .data keeps the version. If a graph has saved the buffer, another version
-            # would make its backward raise an error.
+            # .data: this does not count as a write, which would make the backward of a graph that
+            # has saved the buffer raise an error.
             broadcast([buffer.data for buffer in self.module.buffers()], self.process_group)
         will_average = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = will_average
@@ -245,7 +246,7 @@ class DistributedDataParallel(nn.Module):
             verify_ready(self)
             self._will_average = True
         output = self.module(*inputs, **kwargs)
-        # An evaluation or another forward may come before backward, so outputs have hooks, too.
+        # After two forwards, the end of the first one's backward clears the flag for the second.
         for tensor in filter(torch.is_tensor, tree_leaves(output)):
             if will_average and tensor.grad_fn:
                 tensor.register_hook(self._pre_backward)

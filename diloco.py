@@ -27,8 +27,8 @@ and their momentum take 8Ψ bytes. A message that travels takes 2Ψ/P elements b
 
 compress="bf16" sends 50% of these bytes, compress="int8" 25.4%: 260 bytes for 256 numbers.
 
-Read section 1 for the idea (7 minutes), to section 3 for the technique (20), and the rest to use it
-as a library (30).
+Read section 1 for the idea (6 minutes), to section 3 for the technique (21), and the rest to use it
+as a library (33).
 
 Run:      torchrun --nproc-per-node 2 diloco.py --fragments 2 --delay 2 --compress int8
           python diloco.py runs one worker

@@ -26,8 +26,8 @@ Cost of a head of size d    elements kept for backward         operations: forwa
     kernels                 the same                           4s²d + 14s²d: scores and dP twice
     both, causal            the same                           half of that, if s is many blocks
 
-Read section 1 for the idea (8 minutes), to section 2 for the technique (25), and the rest to use it
-as a library (55).
+Read section 1 for the idea (9 minutes), to section 2 for the technique (22), and the rest to use it
+as a library (57).
 
 Section 2 is a loop in PyTorch, for any device and dtype. Section 4 is the same loop as kernels in
 Triton, for GPUs. Tests run them in Triton's interpreter, and compile them for an H100. They have

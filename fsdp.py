@@ -19,8 +19,8 @@ gradients of the previous one are reduced.
 Hybrid sharding keeps R copies of each shard, on N·R ranks, and also all-reduces ḡ₀ over the R ranks
 that have w₀. Gathers stay within N ranks, for example a node.
 
-Read section 1 for the idea (10 minutes), to section 3 for the technique (53), and the rest to use
-it as a library (91).
+Read section 1 for the idea (9 minutes), to section 3 for the technique (44), and the rest to use
+it as a library (85).
 
 Cost per rank in elements, with Adam, for Ψ parameters, of which T are trained, and u in the largest
 unit. The rows with + add to "between steps". 2u: this unit and the next. 3u: this unit's gradients,

@@ -20,8 +20,8 @@ send (N-1)/N times the last column per step.
 
 fsdp.py gathers all weights twice, 2(Ψ + Φ), and reduce-scatters the gradients of A and B, Φ.
 
-Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
-it as a library (30).
+Read section 1 for the idea (7 minutes), to section 4 for the technique (21), and the rest to use
+it as a library (36).
 
 Run:      torchrun --nproc-per-node 2 lora.py            (--idea trains with section 1 alone)
           python lora.py runs one rank

@@ -42,8 +42,8 @@ Left out: stacked matrices, such as experts; complex or tensor-parallel ones; sp
           closures; overlap of the exchange with backward; updates sent along a ring or tree, which
           many ranks need; 16-bit master weights (amp.py)
 
-Read section 1 for the idea (8 minutes), to section 4 for the technique (20), and the rest to use
-it as a library (30).
+Read section 1 for the idea (9 minutes), to section 4 for the technique (26), and the rest to use
+it as a library (32).
 """
 
 import argparse

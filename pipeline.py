@@ -38,8 +38,8 @@ inner rank sends 2·m·bsh elements per step (interleaved: 2·v·m·bsh), and th
 
 The last two are for m ≥ p, and zero_bubble's for equally long F, I and W.
 
-Read section 1 for the idea (12 minutes), to section 4 for the technique (47), and the rest to use
-it as a library (64).
+Read section 1 for the idea (12 minutes), to section 4 for the technique (44), and the rest to use
+it as a library (67).
 
 Run:      torchrun --nproc-per-node 2 pipeline.py --schedule zero_bubble
           --idea trains with section 1 alone: --schedule gpipe or 1f1b

@@ -32,8 +32,8 @@ gradients, of two norms and of proj's and linear2's biases, which every rank kee
 "activations" is in bytes, for 16 bits (Korthikanti et al., §4). 5as²b of them are scores, which
 fused attention does not keep.
 
-Read section 1 for the idea (17 minutes), to section 3 for the technique (43), and the rest to use
-it as a library (82).
+Read section 1 for the idea (16 minutes), to section 3 for the technique (32), and the rest to use
+it as a library (77).
 
 Run:      torchrun --nproc-per-node 2 tensor_parallel.py [--sequence-parallel] [--idea]
 Papers:   Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053

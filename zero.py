@@ -13,8 +13,8 @@ state.
     Zero3 also shards the parameters. It gathers a unit, such as a transformer block, before its
           forward and its backward, and frees it afterwards.
 
-Read section 1 for the idea (12 minutes), to section 4 for the technique (55), and the rest to use
-it as a library (87).
+Read section 1 for the idea (12 minutes), to section 4 for the technique (52), and the rest to use
+it as a library (86).
 
 For Ψ parameters of 16 bits, with Adam and fp32 master weights, a rank holds these bytes, and sends
 these elements, times (N-1)/N, in a step of m backwards. Sharded gradients are in fp32:
