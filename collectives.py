@@ -18,7 +18,7 @@ Cost, for N ranks that hold n bytes each, with L = ⌈log₂N⌉:
     tree                  2L             2Ln           Ln              (0 + 1) + (2 + 3)
     ring                  2(N-1)         2n(N-1)/N     2n(N-1)/N       differs by part
     recursive doubling    L              Ln            Ln              (0 + 1) + (2 + 3)
-                          (both with L + 1 if N is not a power of two)
+                          (L + 1 messages and (L + 1)n bytes if N is not a power of two)
 
 A message of m bytes takes α + mβ seconds: α is the latency and 1/β the bandwidth. The number of
 messages matters for small tensors, and the number of bytes for large ones. No algorithm sends fewer
@@ -29,8 +29,8 @@ All ranks end with the same bits. A rounded sum depends on the order of its addi
 part p of ranks p + 1, p + 2, …, p, in this order. For example, three ranks hold 1e8, 1 and -1e8 in
 each of three float32 elements. Then the ring gives [0, 1, 0].
 
-Read section 1 for the idea (8 minutes), to section 3 for the technique (18), and the rest to use it
-as a library (25).
+Read section 1 for the idea (9 minutes), to section 3 for the technique (20), and the rest to use it
+as a library (26).
 
 Run:      torchrun --nproc-per-node 2 collectives.py    (or: python collectives.py)
 Papers:   Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1); Patarasuk & Yuan 2009, JPDC 69(2), which

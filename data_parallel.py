@@ -20,8 +20,8 @@ Cost for Ψ parameters, with Adam, on N devices, in elements:
 DDP has replaced DataParallel. It runs one process for each device. In DataParallel all traffic goes
 through device 0, and the threads share one interpreter lock.
 
-Read section 1 for the idea (5 minutes), to section 2 for the technique (12), and the rest to use
-it as a library (15).
+Read section 1 for the idea (4 minutes), to section 2 for the technique (16), and the rest to use
+it as a library (18).
 
 Run:      python data_parallel.py                                 two devices, or the CPU as two
           python data_parallel.py --idea                          trains with section 1 alone

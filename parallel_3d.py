@@ -37,8 +37,8 @@ hidden size h:
                  gradient of the embedding.
          by dp   2Ψ/(tp·pp) (dp-1)/dp, with and without --zero1
 
-Read section 1 for the idea (10 minutes), to section 3 for the technique (40), and the rest to use
-it as a library (55).
+Read section 1 for the plain model (18 minutes), to section 3 for the technique (52), and the rest
+to use it as a library (64).
 
 Run:      torchrun --nproc-per-node 4 parallel_3d.py [--tp 2 --pp 2] [--model gpt2-345m] [--compare]
           --data PREFIX reads the files that data.py writes. --save DIR saves a checkpoint at
