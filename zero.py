@@ -26,7 +26,7 @@ these elements, times (N-1)/N, in a step of m backwards. Sharded gradients are i
     Zero3  0           4Ψ/N       12Ψ/N      3mΨ      (2m+1)Ψ
 
 In no_sync(), gradients are whole. A bucket of gradients is held twice while it is reduced. step()
-and clip_grad_norm_() also all-reduce a byte per parameter tensor.
+and clip_grad_norm_() also all-reduce a byte per parameter tensor and bucket.
 
 Gradients are added in rank order and divided by N. So training without clipping is bitwise equal to
 one device that does the same. Of two backwards a and b in a step on two ranks, Zero2 and Zero3 add
@@ -201,7 +201,7 @@ class Bucket:
             else:
                 view.copy_(slot.parameter.grad.to_dense())  # nn.Embedding(sparse=True)
                 slot.parameter.grad = None
-                slot.flag = 1
+                slot.has_gradient = True
         received = torch.empty_like(gradients)  # part r is from rank r
         handle = dist.all_to_all_single(
             received, gradients, group=self.process_group, async_op=True
@@ -217,7 +217,7 @@ class Bucket:
             if self.grad is None:
                 self.grad = part.to(self.master.dtype)  # a sum in fp16 would overflow at 65504
             else:
-                self.grad = self.grad + part  # not +=: a view keeps all of `received`
+                self.grad = self.grad + part  # not +=: a view of `received` would keep it alive
 
     def all_gather(self):
         """Fill `flat` with the masters of all ranks."""
@@ -234,7 +234,7 @@ class Slot:
 
     def __init__(self, parameter, bucket):
         self.parameter = parameter
-        self.flag = 0  # see buckets_to_reduce()
+        self.has_gradient = False  # on any rank, in .grad or reduced already
         self.stride = parameter.stride()
         self.start = parameter.storage_offset()  # in `flat`: weight 0, bias 3
         first = self.start - bucket.part.storage_offset()  # in the part: weight -2, bias 1
@@ -249,22 +249,21 @@ class Slot:
 
 
 def buckets_to_reduce(optimizer):
-    """Return the buckets to reduce.
+    """Return the buckets with a .grad on any rank. Set has_gradient of each slot.
 
-    Ranks may use different parameters, but must issue the same collectives. So all ranks act on the
-    maximum of their flags for each parameter:
-
-        2   it has a .grad, which is not reduced yet
-        1   its gradient is reduced already, by clip_grad_norm_() or by Zero2's backward
-        0   it has no gradient
+    Ranks may use different parameters, but must issue the same collectives, and update the same
+    segments. So they tell each other what they have.
     """
-    slots = optimizer._slots.values()
-    flags = [2 if slot.parameter.grad is not None else min(slot.flag, 1) for slot in slots]
+    slots = list(optimizer._slots.values())
+    flags = [slot.has_gradient or slot.parameter.grad is not None for slot in slots]
+    for bucket in optimizer._buckets:
+        flags.append(any(parameter.grad is not None for parameter in bucket.parameters))
     flags = optimizer._buckets[0].flat.new_tensor(flags, dtype=torch.uint8)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=optimizer.process_group)
-    for slot, flag in zip(slots, flags.tolist(), strict=True):  # the host waits for the device here
-        slot.flag = flag
-    return [bucket for bucket in optimizer._buckets if 2 in [slot.flag for slot in bucket.slots]]
+    flags = flags.tolist()  # the host waits for the device here
+    for slot in slots:
+        slot.has_gradient = bool(flags.pop(0))
+    return [bucket for bucket, flag in zip(optimizer._buckets, flags, strict=True) if flag]
 
 
 class Zero1(torch.optim.Optimizer):
@@ -310,7 +309,8 @@ class Zero1(torch.optim.Optimizer):
             bucket.grad /= bucket.N  # once, as on one device
             grad = bucket.grad.to(bucket.master.device)
             for slot in bucket.slots:
-                if slot.flag:  # optimizers skip a parameter without a gradient, not one with zeros
+                # Optimizers skip a parameter without a gradient, but not one with zeros.
+                if slot.has_gradient:
                     slot.segment.grad = grad[slot.in_part]
         # Again, because schedulers change options. The state stays: its keys are the segments.
         self._optimizer.param_groups = segment_groups(self)
@@ -343,7 +343,7 @@ class Zero1(torch.optim.Optimizer):
         for bucket in self._buckets:
             bucket.grad = None
             for slot in bucket.slots:
-                slot.flag = 0
+                slot.has_gradient = False
 
     @contextmanager
     def no_sync(self):
@@ -404,28 +404,9 @@ class Zero2(Zero1):
                 parameter.register_post_accumulate_grad_hook(hook)
         module.register_forward_hook(WeakHook(self._post_forward), with_kwargs=True)
 
-    def _post_forward(self, module, args, kwargs, output):
-        """A hook. Let backward call _pre_backward(module) when it reaches an output of `module`."""
-        hook_outputs((args, kwargs), output, functools.partial(self._pre_backward, module))
-
-    def _pre_backward(self, module, gradient=None):
-        """A hook. Backward has reached an output of `module`."""
-        self._begin_backward()
-
-    def _begin_backward(self):
-        """Do nothing in a backward that has begun."""
-        if self._in_backward:
-            return
-        self._in_backward = True
-        if self._sync:
-            self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
-        # At the end of the backward that runs now. So outputs must begin it: the first gradient may
-        # come in the inner backward of a reentrant checkpoint, whose end is too early.
-        torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
-
     def _post_accumulate_grad(self, parameter):
         """A hook. Backward has added to the .grad of `parameter`."""
-        self._begin_backward()  # if no output of the module was reached
+        self._begin_backward()  # unless an output of the module has
         self._arrived.add(parameter)
         self._reduce_full()
 
@@ -441,6 +422,21 @@ class Zero2(Zero1):
         self._to_reduce = []
         self._arrived.clear()
         self._in_backward = False
+
+    def _begin_backward(self, module=None, gradient=None):
+        """A hook. Backward has reached an output of `module`, or begins with a parameter."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        if self._sync:
+            self._to_reduce = [b for b in self._buckets if b.parameters[0].requires_grad]
+        # When the backward that runs now ends. So outputs call this, too: a first gradient may come
+        # in the inner backward of a reentrant checkpoint, which ends too early.
+        torch.autograd.Variable._execution_engine.queue_callback(self._post_backward)
+
+    def _post_forward(self, module, args, kwargs, output):
+        """A hook. Let backward call _begin_backward(module) when it reaches an output."""
+        hook_outputs((args, kwargs), output, functools.partial(self._begin_backward, module))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,6 +464,19 @@ def unfree(bucket):
     for slot in bucket.slots:
         slot.parameter.data = slot.view(bucket.flat)
     bucket.all_gather()
+
+
+def buckets_needed(optimizer):
+    """Return {module: the buckets to gather for it}.
+
+    The parameters of a bucket have the same units around them. Modules inside all of these need it:
+    a block needs its own buckets, and those of the whole module.
+    """
+    around = optimizer._around
+    needed = {}
+    for child in optimizer.module.modules():
+        needed[child] = [b for b in optimizer._buckets if around[b.parameters[0]] <= around[child]]
+    return needed
 
 
 class Zero3(Zero2):
@@ -511,9 +520,10 @@ class Zero3(Zero2):
         if module is self.module and not self._in_backward:  # in backward, a checkpoint runs it
             self._unshard_only(self._kept)
 
-    def _pre_backward(self, module, gradient=None):
-        super()._pre_backward(module)
-        self._enter(module)
+    def _begin_backward(self, module=None, gradient=None):
+        super()._begin_backward()
+        if module is not None:
+            self._enter(module)
 
     def _unshard_only(self, needed):
         """Gather these buckets, and free all others.
@@ -521,19 +531,22 @@ class Zero3(Zero2):
         Backward, too, is done with a unit when it enters another: it reverses the forward.
         """
         past = [b for b in self._buckets if not (b.freed or b in needed)]
-        unreduced = [bucket for bucket in past if bucket in self._to_reduce]
-        # Backward is done with a unit that has gradients. Send all of its buckets, because other
-        # ranks may have gradients in others. A unit without any was only run forward again, by a
-        # checkpoint around several units.
-        if any(self._arrived.intersection(bucket.parameters) for bucket in unreduced):
-            for bucket in unreduced:
-                self._to_reduce.remove(bucket)
-                self._start_reduce(bucket)
+        self._reduce_past(past)
         for bucket in past:
             free(bucket)
         for bucket in needed:
             if bucket.freed:
                 unfree(bucket)
+
+    def _reduce_past(self, past):
+        """Reduce the units that backward leaves. Outside of a backward, _to_reduce is empty."""
+        past = [bucket for bucket in past if bucket in self._to_reduce]
+        # All buckets, because other ranks may have gradients in others. Or none, if no gradient has
+        # arrived: a checkpoint around several units has only run these forward again.
+        if any(self._arrived.intersection(bucket.parameters) for bucket in past):
+            for bucket in past:
+                self._to_reduce.remove(bucket)
+                self._start_reduce(bucket)
 
     def _reduce_full(self):
         """Do nothing. Ranks leave a unit at the same time, but may fill it at different times."""
@@ -658,15 +671,6 @@ def units_around(module, units=None):
         for parameter in child.parameters(recurse=False):
             around[parameter] = around[child] & around.get(parameter, around[child])
     return around
-
-
-def buckets_needed(optimizer):
-    """Return, for each module, the buckets of its unit and of the units around that."""
-    around = optimizer._around
-    needed = {}
-    for child in optimizer.module.modules():
-        needed[child] = [b for b in optimizer._buckets if around[b.parameters[0]] <= around[child]]
-    return needed
 
 
 def hook_outputs(inputs, output, hook):

@@ -315,7 +315,8 @@ def test_bytes_of_two_backwards_are_those_of_the_docstring(stage, dtype, whole, 
             costs.backward()
             costs.optimizer.step()
         costs.backward()
-    flags = 2 * 16  # all-reduced: a byte for each parameter
+    # All-reduced: a byte for each parameter, and for each bucket.
+    flags = 2 * (16 + len(costs.optimizer._buckets))
     assert found.total == pytest.approx((sent * costs.psi + flags) * 2 / 3)
     held = sum(zero.held_by(costs.optimizer))
     assert abs(held - costs.psi * (whole + sharded / 3)) <= 600
