@@ -496,6 +496,9 @@ def test_sizes_that_the_ranks_cannot_share_are_an_error_before_any_collective():
             tp.ColumnParallelLinear(4, 7)
         with pytest.raises(ValueError, match="3 positions or features"):
             tp.scatter_to_region(torch.ones(2, 3))
+        layer = tp.ColumnParallelLinear(4, 8)
+        with pytest.raises(ValueError, match=r"\[6, 4\].* 8"):
+            tp.load_full_state_dict(layer, {"weight": torch.ones(6, 4)})
         assert not seen.calls
 
 

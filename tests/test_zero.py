@@ -143,6 +143,23 @@ def test_the_idea_trains_as_one_device(stage):
     assert stage is zero.Zero1 or torch.equal(sharded[0].shard.grad, 2 * once)
 
 
+@each_stage
+@pool.on(2)
+def test_zero_grad_drops_gradients_that_backward_left(stage):
+    model = plain_model()
+    optimizer = sgd(stage, model)
+    with whole(optimizer):
+        before = copy.deepcopy(model.state_dict())
+    backward(model)
+
+    optimizer.zero_grad()
+    optimizer.step()
+
+    with whole(optimizer):
+        for name, value in model.state_dict().items():
+            assert_bitwise(value, before[name])
+
+
 # ---- Training
 
 
@@ -428,9 +445,9 @@ def pieces_of_permuted_parameters():
     list(optimizer.shards())
 
 
-def moved_parameters():
+def moved_parameters(stage):
     model = plain_model()
-    optimizer = sgd(zero.Zero1, model)
+    optimizer = sgd(stage, model)
     model.double()
     optimizer.step(partial(backward, model))
 
@@ -463,7 +480,8 @@ REFUSED = {
     "whole matrices": (partial(make_pair, zero.Zero1, plain_model(), "LBFGS"), "LBFGS"),
     "inside DDP": (inside_ddp, "ddp.module"),
     "pieces of permuted parameters": (pieces_of_permuted_parameters, "6, 5"),
-    "moved": (moved_parameters, "module.to"),
+    "moved": (partial(moved_parameters, zero.Zero1), "module.to"),
+    "moved while freed": (partial(moved_parameters, zero.Zero3), "module.to"),
     "a step after an error": (step_after_an_error, "backward"),
     "freed and saved": (partial(freed, nn.Module.state_dict), "module_state_dict"),
     "freed and copied": (partial(freed, copy.deepcopy), "full_parameters"),
