@@ -160,6 +160,16 @@ def test_zero_grad_drops_gradients_that_backward_left(stage):
             assert_bitwise(value, before[name])
 
 
+@pool.on(2)
+def test_an_infinite_norm_is_not_nan():
+    model = plain_model()
+    optimizer = sgd(zero.Zero2, model)
+    model[4].bias.register_hook(lambda gradient: gradient + torch.inf)
+    backward(model)
+    for _ in range(2):
+        assert optimizer.clip_grad_norm_(torch.inf).isinf()
+
+
 # ---- Training
 
 
