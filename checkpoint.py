@@ -346,7 +346,6 @@ def flat_pieces(flat, shape, start, whole_shape=None, offset=None):
 
     Elements of `flat` before the tensor (start < 0) and after it, as in buckets, are left out. The
     tensor may itself be a box, at `offset` in a whole tensor of `whole_shape`.
-
     In n dimensions, a range needs at most 2n - 1 pieces. For example, elements 2 to 10 of 3 × 4:
 
         · · 0 0

@@ -408,13 +408,10 @@ def check(optimizer):
     found, numels = zip(*everyone, strict=True)
     if found.count(ours) < len(found):
         raise ValueError(f"ranks have different matrices or options: {found}")
-    for group in optimizer.param_groups:  # SGD refuses the same learning rates, momenta, decays
-        torch.optim.SGD(
-            group["params"],
-            lr=group["lr"],
-            momentum=group["momentum"],
-            weight_decay=group["weight_decay"],
-        )
+    for group in optimizer.param_groups:
+        # SGD refuses the same learning rates, momenta and decays as torch.optim.Muon.
+        shared = {name: group[name] for name in ("lr", "momentum", "weight_decay")}
+        torch.optim.SGD(group["params"], **shared)
     members = set(dist.get_process_group_ranks(optimizer.process_group or dist.group.WORLD))
     for parameter, group in optimizer._options.items():
         shape = optimizer._shapes[parameter]

@@ -120,9 +120,8 @@ def blocking_step(name, stage, micro_batches, loss_fn, example_input, process_gr
             saved.append((x, y))
         if turn >= first_backward:
             old_x, old_y = saved.popleft()
-            # Receive before you send y: in 1F1B, the next rank first sends this gradient, and takes
-            # y in its next turn. If you sent y first, both would wait. The last rank receives
-            # nothing, and keeps the ones.
+            # Send y later: in 1F1B, the next rank first sends this, and takes y in its next turn.
+            # Otherwise both would wait. The last rank receives nothing, and keeps the ones.
             gradient = transfer(dist.irecv, torch.ones_like(old_y), rank + 1, process_group)
         if turn < m:
             transfer(dist.isend, y, rank + 1, process_group)
@@ -171,12 +170,10 @@ def build_schedule(name, num_ranks, num_microbatches, stages_per_rank=1):
     if name not in SCHEDULES or min(p, m, v) < 1:
         raise ValueError(f"build_schedule{name, p, m, v}: name one of {SCHEDULES}, numbers > 0")
     # A round of p micro-batches (more if p does not divide m) passes all stages of a rank before
-    # the next round: after p forwards, the first one is back on this rank. With one stage per rank,
-    # rounds change nothing.
+    # the next round: after p forwards, the first is back on this rank. It matters only if v > 1.
     rounds = torch.arange(m).tensor_split(max(1, m // p))
-    # Before its first backward, a rank runs the first round on its stages but the last (none if
-    # v = 1), and a forward for each later rank, as in section 1. Interleaved runs two for each, so
-    # that a message may take a turn.
+    # Before its first backward, a rank runs the first round on its stages but the last, and a
+    # forward for each later rank, as in section 1 (interleaved: two, so messages may take a turn).
     before_last_stage = (v - 1) * len(rounds[0])
     for_each = 2 if name == "interleaved_1f1b" else 1
     schedule = []

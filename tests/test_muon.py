@@ -133,6 +133,15 @@ def test_matrices_train_bitwise_as_on_one_device(which):
 
 
 @needs_torch_2_9
+@pool.on(1)
+def test_the_options_have_pytorchs_defaults():
+    weight = nn.Parameter(torch.ones(2, 3))
+    ours = Muon([weight], process_group=pool.group())
+    theirs = torch.optim.Muon([weight])
+    assert ours.defaults.items() <= theirs.defaults.items()
+
+
+@needs_torch_2_9
 @pool.on(3)
 def test_our_state_and_torchs_load_into_each_other():
     plain = matrices(WIDE, TALL, WIDE)
