@@ -411,6 +411,7 @@ def ulysses_attention(
     G = q.shape[1] // K  # heads of queries that share a head of keys
     # N must divide the number of key heads, so each becomes `copies` heads. Each copy serves an
     # equal share of the G query heads. If `copies` does not divide G, heads of zeros are added.
+    # With N = 4, K = 2 and G = 3: 2 copies, 1 head of zeros; so 4 heads of keys and 8 of queries.
     copies = N // math.gcd(N, K)
     padding = -G % copies
     grouped = q.unflatten(1, (K, G))

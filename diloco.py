@@ -15,8 +15,8 @@ A worker trains on for D steps while a fragment travels. Here H = 6, P = 2 and D
     fragment 0             send ───▶ apply               send ───▶ apply
     fragment 1                            send ───▶ apply               send ───▶ …
 
-    send         pseudo-gradient = mean over workers of (outer - own)
-    apply        outer = SGD step of outer; own = mix · own + (1 - mix) · outer, or outer if D = 0
+    send         start the mean over workers of the pseudo-gradients, outer - own
+    apply        outer = SGD step with that mean; own = mix · own + (1 - mix) · outer (D = 0: outer)
 
 Cost per worker in elements, with Adam, for Ψ parameters on N workers. In fp32, the outer parameters
 and their momentum take 8Ψ bytes. A message that travels takes 2Ψ/P elements besides.
@@ -113,9 +113,11 @@ def decode(rows, dtype, compress):
 class Message:
     """The pseudo-gradients of the parameters `names`, on their way to their mean over workers.
 
-    The sum is in rank order, so that one process that simulates the workers gets the same bits.
-    Such an all-reduce has two halves. If the second half did not start in the middle of the delay,
-    no training would hide it. With a delay of 1, only the second half is hidden.
+    The mean takes two collectives. First, each worker sends part r to worker r, which averages the
+    parts. Then all-gather sends the averages to all. Training hides a collective only if a later
+    step waits for it, so DiLoCo.step() starts the second in the middle of the delay. With a delay
+    of 1, only the second is hidden. The sum is in rank order, so that one process that simulates
+    the workers gets the same bits.
     """
 
     def __init__(self, names, step, mean=None):
@@ -145,6 +147,7 @@ class Message:
             return
         self.is_reduced = True
         self.work.wait()
+        # Views of `received`: this worker's part from each worker, and then all averages.
         parts = list(self.received.chunk(self.N))
         total = sum(decode(part, self.dtype, self.compress) for part in parts)
         # Rounded a second time. This worker, too, receives the rounded mean.

@@ -273,9 +273,9 @@ class MoE(nn.Module):
         sent_counts, counts = torch.stack([sent, received]).cpu()
         to_ranks = sent_counts.sum(1).tolist()
         from_ranks = counts.sum(1).tolist()
-        # An expert adds up the gradients of N ranks' losses, and the loss is their mean: the last
-        # line's backward divides by N. The next line's multiplies by N again, because a token needs
-        # the gradient of its own rank's loss.
+        # Backward runs from the bottom up. There the last line divides by N: an expert adds up the
+        # gradients of N ranks' losses, and the loss is their mean. The next line multiplies by N: a
+        # token needs the gradient of its own rank's loss.
         N = groups.divisors[0]
         rows = AllToAllRows.apply(rows, to_ranks, from_ranks, group, N)
         # Received rows are sorted by sender, then by expert.

@@ -7,7 +7,7 @@ average these.
         └── A (r × k) ── r numbers ── B (d × r) ──┘
 
 B starts at zero, so training starts from the pretrained model, bit for bit. After training, merge()
-adds (α/r) B A to W, or save_adapter() writes A and B to a small file.
+makes the layers multiply by W + (α/r) B A, or save_adapter() writes A and B to a small file.
 
 Elements per rank with Adam, for Ψ parameters and Φ = Σ r(d + k) over the adapted matrices. N ranks
 send (N-1)/N times the last column per step.

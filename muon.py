@@ -6,11 +6,12 @@ only the owner of a matrix keeps its momentum and computes its update. In a step
 rank 0 owns the matrix A and rank 1 owns B:
 
              gradients            owner of the matrix                  updates        every rank
-    rank 0   A₀ B₀ ─┐ exchange ┌─ A₀ A₁ → mean → momentum → UVᵀ of A ─┐ exchange ┌─ update A, B
+    rank 0   A₀ B₀ ─┐ exchange ┌─ A₀ A₁ → mean → momentum → UVᵀ of A ─┐ exchange ┌─ update A and B
                     ├──────────┤                                      ├──────────┤
-    rank 1   A₁ B₁ ─┘   fp32   └─ B₀ B₁ → mean → momentum → UVᵀ of B ─┘   bf16   └─ decay, A B add
+    rank 1   A₁ B₁ ─┘   fp32   └─ B₀ B₁ → mean → momentum → UVᵀ of B ─┘   bf16   └─ update A and B
 
-All ranks get about the same work, as even as whole matrices allow.
+All ranks own about the same work, as even as whole matrices allow. In the end, every rank updates
+all matrices.
 
 Cost per rank and step in bytes, for matrices of Ψ fp32 elements in all. To orthogonalize them takes
 F operations: 5 · (4m²n + 2m³) for each m × n matrix, m ≤ n.
@@ -273,7 +274,8 @@ class Muon(torch.optim.Optimizer):
 
         They are flat. Those from rank r have numels[r] elements.
         """
-        # cat() needs a tensor, but a rank may own nothing. It makes float16 gradients float32.
+        # cat() needs a tensor, but a rank may own nothing, and so have no update to send. This one
+        # is bfloat16, as updates are. With it, cat() makes float16 gradients float32.
         parts = [self._any_matrix.new_empty(0, dtype=torch.bfloat16)]
         parts += [tensor.reshape(-1) for tensor in itertools.chain(*outgoing)]
         flat = torch.cat(parts)
