@@ -622,6 +622,36 @@ def test_a_gradient_of_a_gradient_is_an_error_because_a_part_of_it_would_be_left
 # ---- costs
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16 model", "autocast"])
+@pool.on(2)
+def test_sixteen_bits_are_right_to_their_precision(autocast):
+    dtype = torch.float32 if autocast else torch.bfloat16
+    first = nn.Linear(16, 32)
+    second = nn.Linear(32, 16)
+    plain = nn.Sequential(first, nn.GELU(), second)
+    plain.to(dtype)
+    ours = split(plain, PAIR)
+    x = randn((8, 16), dtype=dtype)
+    x.requires_grad_()
+    device = pool.device()
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        y = ours(x)
+    assert y.dtype == torch.bfloat16
+    plain.float()
+    same_x = x.float()
+    expected = plain(same_x)
+    y.sum().backward()
+    expected.sum().backward()
+    for name, gradient in tp.whole_gradients(ours).items():
+        assert gradient.dtype == dtype
+        expected = plain.get_parameter(name).grad
+        largest = expected.abs().max()
+        difference = gradient.float() - expected
+        assert difference.abs().max() <= 2**-5 * largest
+    norm = tp.clip_grad_norm_(ours, 1e9, pool.group())
+    assert norm.dtype == torch.float32
+
+
 def kept(function, *args, but=()):
     """The result, and the float32 numbers that autograd keeps for backward, but parameters."""
     saved = []  # alive, so that no address is used twice
