@@ -111,9 +111,9 @@ class Bucket:
 def all_reduce_when_full(bucket, process_group=None):
     """All-reduce the bucket in each backward, as soon as backward has computed its last gradient.
 
-    Call bucket.wait() between backward and the optimizer's step. Every backward must
-    reach all parameters, and fill the buckets in one order on all ranks. Section 2 does without the
-    second, and with `find_unused_parameters` also without the first.
+    Call bucket.wait() between backward and the optimizer's step. Every backward must reach all
+    parameters, and fill the buckets in one order on all ranks. Section 2 does not need the second
+    condition, and with `find_unused_parameters` it does not need the first one either.
     """
 
     def hook(parameter):

@@ -182,7 +182,7 @@ class Bucket:
         self.parameters = parameters
         self.process_group = process_group
         self.N = dist.get_world_size(process_group)
-        self.flat = flatten(parameters, self.N)  # and make them views of it
+        self.flat = flatten(parameters, self.N)  # this makes the parameters views of it
         self.part = self.flat.chunk(self.N)[dist.get_rank(process_group)]
         dtype = torch.float32 if self.flat.itemsize == 2 else self.flat.dtype
         self.master = self.part.to(offload or self.flat.device, dtype, copy=copy_part)
@@ -355,7 +355,7 @@ class Zero1(torch.optim.Optimizer):
         finally:
             self._sync = before
 
-    # The library: section 6 says what these methods do.
+    # The library. Section 6 says what these methods do; go on with section 3.
 
     def add_param_group(self, param_group):
         if hasattr(self, "_buckets"):
@@ -488,8 +488,8 @@ class Zero3(Zero2):
     `units` are modules inside of `module`; by default, the members of nn.Sequential and
     nn.ModuleList, such as transformer blocks. The whole module is a unit, too: its own parameters
     are whole until its forward or backward ends. A parameter belongs to the innermost unit that has
-    all its uses. All ranks must run the same units in the same
-    order: if they use different members of a list, such as experts, let the list be a unit.
+    all its uses. All ranks must run the same units in the same order. If they use different members
+    of a list, such as experts, let the list be a unit.
 
     Freed parameters are NaN, and lose what is written to them. So call a unit instead of reading
     its weights. Initialize, load, copy or read parameters in full_parameters().
