@@ -230,7 +230,9 @@ class ColumnLinear(Function):
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
         # Autograd is off in here, so the gathered x is freed.
-        return column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
+        y = column_linear(x, weight, bias, layer.sequence_parallel, layer.process_group)
+        # F.linear may return a view. Autograd would not let an activation change it in place.
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     def backward(ctx, grad_y):
@@ -348,16 +350,23 @@ class VocabParallelCrossEntropy(Function):
     shifted is the logits minus their maximum, so exp() does not overflow. The ranks reduce three
     numbers per token: maximum, Σ exp(shifted) and shifted[target]. The gradient of the logits is
     softmax(logits), minus 1 at the target.
+
+    The vocabulary V may end before the last column. The columns after it are padding.
     """
 
     @staticmethod
-    def forward(ctx, logits, target, process_group):
-        rank, world_size = rank_and_size(process_group)
+    def forward(ctx, logits, target, V, process_group):
+        rank, _ = rank_and_size(process_group)
         size = logits.shape[-1]
+        real_size = columns_in_vocabulary(logits, V, process_group)
         target = target.unsqueeze(-1)
-        is_outside = check_tokens(target, size * world_size)
+        is_outside = check_tokens(target, V)
         column, is_local = locate(target, rank * size, size)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        if real_size < size:
+            logits = logits.clone()
+            logits[..., real_size:] = -math.inf
+        logits = logits.to(dtype)
         maximum = logits.amax(-1, keepdim=True).contiguous()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, process_group)
         maximum.masked_fill_(is_outside, math.nan)  # makes the token's loss and gradient NaN
@@ -378,21 +387,64 @@ class VocabParallelCrossEntropy(Function):
     def backward(ctx, grad):
         check_no_second_derivative()
         (grad_logits,) = ctx.saved_tensors
-        return grad_logits * grad.unsqueeze(-1), None, None
+        return grad_logits * grad.unsqueeze(-1), None, None, None
 
 
-def vocab_parallel_cross_entropy(logits_shard, target, process_group=None, ignore_index=-100):
+def columns_in_vocabulary(logits_shard, V, process_group):
+    """Return how many of this rank's columns are words. The columns after them are padding."""
+    rank, _ = rank_and_size(process_group)
+    columns = logits_shard.shape[-1]
+    return min(max(V - rank * columns, 0), columns)
+
+
+def vocab_parallel_cross_entropy(
+    logits_shard,
+    target,
+    process_group=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    vocab_size=None,
+):
     """F.cross_entropy(logits, target, reduction="none") for logits that are split over the ranks.
 
     `logits_shard` is (…, V/t). `target` is (…) and the same on all ranks. The loss is (…), in
-    float32 or float64. The loss of a target in the padding is infinite. See check_tokens().
+    float32 or float64. See check_tokens().
+
+    Columns from `vocab_size` on are padding, and have no effect on the loss. By default that is the
+    size of the head, if the graph of the logits leads to it, or else all columns are words. Under
+    no_grad() there is no graph. Then give `vocab_size`, if the head has padding and the model
+    changes the logits, by a soft cap for example: the head made the padding -inf.
     """
-    if target.shape != logits_shard.shape[:-1]:
-        raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
+    check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group)
+    V = vocab_size or size_of_head(logits_shard, process_group)
     ignored = target == ignore_index
     target = target.masked_fill(ignored, 0)
-    loss = VocabParallelCrossEntropy.apply(logits_shard, target, process_group)
+    loss = VocabParallelCrossEntropy.apply(logits_shard, target, V, process_group)
+    if label_smoothing:
+        loss = loss + label_smoothing * above_mean(logits_shard, target, V, process_group)
     return loss.masked_fill(ignored, 0.0)
+
+
+def above_mean(logits, target, V, process_group):
+    """Return logits[target], minus the mean of the words' logits on all ranks."""
+    rank, _ = rank_and_size(process_group)
+    size = logits.shape[-1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    column, is_local = locate(target, rank * size, size)
+    of_target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).where(is_local, 0.0)
+    real_size = columns_in_vocabulary(logits, V, process_group)
+    total = logits[..., :real_size].sum(-1, dtype=dtype)
+    return reduce_from_region(of_target - total / V, process_group)
+
+
+def size_of_head(logits_shard, process_group):
+    """Return the vocabulary's size: that of the head in the graph, or the number of columns."""
+    _, world_size = rank_and_size(process_group)
+    _, ends = walk([logits_shard])
+    columns = logits_shard.shape[-1]
+    layers = [node.layer for node in ends if hasattr(node, "layer")]
+    sizes = [layer.size for layer in layers if sum(layer.part_sizes) == columns]
+    return min([columns * world_size, *sizes])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -425,7 +477,7 @@ class ColumnParallelEmbedding(ParallelLayer):
     split_dims = {"weight": 1}
 
     def forward(self, tokens):
-        return F.embedding(tokens, self.weight)
+        return F.embedding(tokens, self.weight, self.padding_idx)
 
 
 STACKS = {"qkv": 3, "swiglu": 2}  # kind: the number of matrices, which are equal in size
@@ -769,20 +821,26 @@ def split_parameters(module):
 
 
 @torch.no_grad()
-def clip_grad_norm_(module, max_norm, process_group=None):
+def clip_grad_norm_(module, max_norm, process_group=None, norm_type=2.0):
     """Clip by the norm of the whole model's gradients, and return it. All ranks call this."""
     _, world_size = rank_and_size(process_group)
-    split = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
-    square = 0.0  # of the norm, on this rank
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(parameter.grad, dtype=dtype)
-            # Every rank has the gradient of a parameter that is not split. Count it once.
-            copies = 1 if parameter in split else world_size
-            square += norm**2 / copies
-    total_norm = reduce_from_region(square, process_group).sqrt()
-    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total_norm)
+    if norm_type <= 0:
+        raise ValueError(f"norm_type={norm_type}: use a positive number, or inf")
+    of_layers = {getattr(layer, own_name) for _, layer, own_name in split_parameters(module)}
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    device = next((p.device for p in module.parameters()), None)
+    norms = [torch.zeros(1, device=device)]
+    for parameter in parameters:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(parameter.grad, norm_type, dtype=dtype)
+        # Every rank has the gradient of a parameter that is not split. Count it once.
+        is_split = parameter in of_layers or hasattr(parameter, "differ_between_ranks")
+        copies = 1 if is_split else world_size
+        norms.append(norm.view(1) / copies ** (1 / norm_type))
+    own_norm = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    norm_of_each_rank = gather_from_region(own_norm.view(1), process_group)
+    total_norm = torch.linalg.vector_norm(norm_of_each_rank, norm_type)
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
     return total_norm
 
 
@@ -896,13 +954,8 @@ def check_input(layer, inputs):
     As a hook this also turns off the fast path of nn.TransformerEncoderLayer in evaluation, which
     would take the shards for whole weights.
     """
-    nodes = [x.grad_fn for x in inputs]
-    seen = {None}
-    while nodes:
-        node = nodes.pop()
-        if node in seen or type(node).__name__ in ("ColumnLinearBackward", "ConjugateBackward"):
-            continue
-        seen.add(node)
+    nodes, _ = walk(inputs)
+    for node in nodes:
         parameter = getattr(node, "variable", None)
         if isinstance(parameter, nn.Parameter) and not hasattr(parameter, "differ_between_ranks"):
             raise ValueError(
@@ -911,7 +964,37 @@ def check_input(layer, inputs):
                 "'replicated_with_grad_allreduce'. If it is this rank's slice of a parameter, set "
                 "its attribute differ_between_ranks, a list of the ranks that have slices"
             )
+
+
+def walk(tensors):
+    """Walk the graph from `tensors` back to where it leaves a pair of layers.
+
+    Return the nodes on the way, and the nodes where it ends: a column layer's, or an operator's.
+    """
+    nodes = [x.grad_fn for x in tensors]
+    seen = {None}
+    ends = []
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        if type(node).__name__ in ("ColumnLinearBackward", "ConjugateBackward"):
+            ends.append(node)
+            continue
+        seen.add(node)
         nodes += [next_node for next_node, _ in node.next_functions]
+    return seen - {None}, ends
+
+
+def check_loss_arguments(logits_shard, target, label_smoothing, vocab_size, process_group):
+    if target.shape != logits_shard.shape[:-1]:
+        raise ValueError(f"{target.shape=}, {logits_shard.shape=}: each token needs one target")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{label_smoothing=}: use a number from 0 to 1")
+    _, world_size = rank_and_size(process_group)
+    columns = logits_shard.shape[-1] * world_size
+    if vocab_size is not None and not 0 < vocab_size <= columns:
+        raise ValueError(f"{vocab_size=}: the ranks have {columns} columns; use 1 to {columns}")
 
 
 def check_no_second_derivative():

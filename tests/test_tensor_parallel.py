@@ -52,8 +52,8 @@ def split_layer(plain, kind):
     return split(nn.Sequential(plain), {"0": kind})[0]
 
 
-def our_loss(shard, target, ignore=-100):
-    return tp.vocab_parallel_cross_entropy(shard, target, pool.group(), ignore)
+def our_loss(shard, target, ignore=-100, **options):
+    return tp.vocab_parallel_cross_entropy(shard, target, pool.group(), ignore, **options)
 
 
 def assert_same_model(ours, plain):
@@ -342,8 +342,7 @@ def test_the_boxes_of_matrices_that_are_interleaved_in_memory_are_an_error():
 @pytest.mark.parametrize("kind", ["vocab", "column"])  # T5's biases have a column per head
 @pool.on(2)
 def test_an_embedding_has_the_gradients_of_one_device(kind):
-    padding_idx = 4 if kind == "vocab" else None
-    plain = nn.Sequential(nn.Embedding(6, 4, padding_idx))
+    plain = nn.Sequential(nn.Embedding(6, 4, padding_idx=4))
     ours = split(plain, {"0": kind})
     tokens = torch.tensor([4, 3, 0, 5, 4, 1])
     for model in (ours, plain):
@@ -371,6 +370,61 @@ def test_the_loss_and_its_gradient_are_those_of_one_device():
 
     within(loss / 3000, expected / 3000)
     within(shard.grad, mine(whole.grad, -1))
+
+
+LOSS = partial(F.cross_entropy, ignore_index=2, reduction="none")
+
+
+def soft_cap(logits):
+    return 2 * torch.tanh((logits - 20) / 2)
+
+
+def clamp(logits):
+    return logits.clamp(-1000, -900)
+
+
+def in_place(logits):
+    return logits.mul_(0.5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("change", [soft_cap, clamp, in_place])
+@pool.on(2, 4)  # of 4 ranks the last has only padding
+def test_the_padding_of_a_head_does_not_count_whatever_the_model_does_to_it(change, smoothing):
+    plain = nn.Sequential(nn.Linear(6, 5)).double()
+    head = split(plain, {"0": "vocab"})
+    x = 100 * randn((2, 3, 6))
+    target = torch.arange(6).view(2, 3) % 5
+    weights = randn((2, 3), seed=1)
+    logits = change(plain(x)).movedim(-1, 1)
+    expected = LOSS(logits, target, label_smoothing=smoothing)
+    expected.backward(weights)
+    options = {"ignore": 2, "label_smoothing": smoothing}
+    loss = our_loss(change(head(x)), target, **options)
+    loss.backward(weights)
+    within(loss / 100, expected / 100)
+    assert_same_model(head, plain)
+    with torch.no_grad():  # no graph leads to the head
+        again = our_loss(change(head(x)), target, vocab_size=5, **options)
+    bitwise(again, loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pool.on(3)
+def test_label_smoothing_is_over_the_words_of_all_ranks(dtype):
+    whole = randn((4, 12), dtype=dtype)
+    target = torch.tensor([2, 0, 9, 5])
+    shard = mine(whole, -1).requires_grad_()
+    wide = whole.to(torch.promote_types(dtype, torch.float32))[:, :10].requires_grad_()
+    expected = LOSS(wide, target, label_smoothing=0.1)
+    expected.sum().backward()
+    loss = our_loss(shard, target, 2, label_smoothing=0.1, vocab_size=10)
+    loss.sum().backward()
+    precision = 1e-12 if dtype == torch.float64 else 2**-8
+    close = partial(torch.testing.assert_close, rtol=precision, atol=precision)
+    close(loss, expected)
+    gradient = F.pad(wide.grad, (0, 2)).to(dtype)
+    close(shard.grad, mine(gradient, -1))
 
 
 @pool.on(2)
@@ -422,6 +476,51 @@ def test_on_a_gpu_what_is_outside_the_vocabulary_is_nan():
     for each in (x, loss.unsqueeze(-1), shard.grad):
         is_nan = each.isnan().all(-1)
         assert is_nan.tolist() == [False, True, True]
+
+
+# ---- the norm of gradients
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.0, 3, math.inf])
+@pool.on(3)
+def test_clipping_takes_every_norm_and_counts_whole_parameters_once(norm_type):
+    plain = nn.Sequential(nn.Linear(6, 9), nn.ReLU(inplace=True), nn.Linear(9, 6)).double()
+    ours = split(plain, PAIR)
+    x = randn((2, 4, 6))
+    for model in (ours, plain):
+        model(x).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+    norm = tp.clip_grad_norm_(ours, 0.5, pool.group(), norm_type)
+    within(norm / expected, torch.ones_like(norm))
+    assert alike(norm)
+    assert_same_model(ours, plain)
+
+
+@pool.on(2)
+def test_a_parameter_that_a_user_has_split_counts_as_split():
+    model = nn.ParameterList([torch.ones(3), torch.ones(3)]).double()
+    model[0].differ_between_ranks = [0, 1]
+    for parameter in model:
+        parameter.grad = torch.ones_like(parameter)
+    norm = tp.clip_grad_norm_(model, 1e9, pool.group())
+    within(norm**2, torch.tensor(3.0 + 3.0 + 3.0).double())
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.ReLU()], ids=["frozen", "no parameters"])
+@pool.on(2)
+def test_the_norm_of_no_gradients_is_zero(model):
+    norm = tp.clip_grad_norm_(model, 1.0, pool.group())
+    bitwise(norm, torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+@pool.on(2)
+def test_one_ranks_nan_is_the_norm_on_all_ranks(norm_type):
+    model = split(nn.Sequential(nn.Linear(2, 2)), {"0": "column"})
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan if pool.rank() else 1.0)
+    norm = tp.clip_grad_norm_(model, 1.0, pool.group(), norm_type)
+    assert norm.isnan()
 
 
 # ---- what checkpoints rely on
@@ -603,6 +702,21 @@ def test_what_is_outside_the_vocabulary_is_an_error():
         embedding(torch.tensor([6, 7, -1]))
     with pytest.raises(IndexError, match=r"\[8\] .* of 8"):
         our_loss(shard, torch.tensor([7, 8]))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"vocab_size": 9}, "use 1 to 8"),
+        ({"vocab_size": 0}, "use 1 to 8"),
+        ({"label_smoothing": 1.5}, "from 0 to 1"),
+    ],
+    ids=str,
+)
+@pool.on(2)
+def test_options_of_the_loss_that_mean_nothing_are_an_error(options, word):
+    with pytest.raises(ValueError, match=word):
+        our_loss(torch.ones(2, 4), torch.zeros(2, dtype=torch.long), **options)
 
 
 @pytest.mark.parametrize("of", ["a column layer", "the loss"])
