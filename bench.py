@@ -21,9 +21,9 @@ import os
 import platform
 import random
 import re
+import socket
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -554,21 +554,15 @@ ROWS = {
 # 3. The measurement.
 
 
-def worker(rank, args, folder):
+def worker(rank, args, port):
     torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
-    os.environ["LOCAL_WORLD_SIZE"] = str(args.ranks)
-    device, backend = ddp.choose_device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.set_float32_matmul_precision("high")  # TF32
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(f"{folder}/store", args.ranks),
-        rank=rank,
-        world_size=args.ranks,
-        device_id=device if backend == "nccl" else None,
-    )
+    world = {"RANK": rank, "WORLD_SIZE": args.ranks, "MASTER_ADDR": "localhost"}
+    os.environ |= {name: str(value) for name, value in (world | {"MASTER_PORT": port}).items()}
+    ddp.join_world(device)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     bench = Bench(rank, args.ranks, device, dtype, args.width, args.sequences, args.time)
     rows = []
@@ -583,7 +577,7 @@ def worker(rank, args, folder):
         if rank == 0:
             rows.append(show(name, times, memory))
     if rank == 0 and rows:
-        show_table(bench, backend, args, rows)
+        show_table(bench, args, rows)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # at once: the library's classes hold the group, whose threads can abort at exit
@@ -651,9 +645,10 @@ def megabytes(size):
     return f"{size / 1e6:,.0f} MB" if size else "-"
 
 
-def show_table(bench, backend, args, rows):
+def show_table(bench, args, rows):
     tokens = bench.sequences * bench.time
-    what = f"{bench.ranks} ranks over {backend}, {tokens} tokens for each, width {bench.width}"
+    ranks = f"{bench.ranks} ranks over {dist.get_backend()}"
+    what = f"{ranks}, {tokens} tokens for each, width {bench.width}"
     print(f"\n{machine(bench)}\n{what}, {args.dtype}")
     print(f"{args.rounds} rounds; the ratio is their median, the range the middle half")
     header = f"{'row':22} {'ours':28} {'theirs':36} {'ms':>6} {'ms':>6} {'memory':>9} {'memory':>9}"
@@ -701,8 +696,9 @@ def main():
         parser.error(f"--rounds {args.rounds}: quartiles need 2 or more")
     if args.width % 64:
         parser.error(f"--width {args.width}: give a multiple of 64")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, folder), nprocs=args.ranks)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    mp.spawn(worker, (args, port), nprocs=args.ranks)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ Left out: workers that come and go during a run (torchft); messages of 4 bits; o
 
 import argparse
 import copy
+import json
 import os
 import signal
 import sys
@@ -52,7 +53,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Imported now, because a later import would keep the process group alive in default arguments.
+# Its functions have `group=group.WORLD` as defaults, so an import after init_process_group() would
+# keep the group alive.
 import torch.distributed.nn.functional
 import torch.nn as nn
 import torch.nn.functional as F
@@ -408,7 +410,7 @@ def main():
         "--delay": {"type": int, "metavar": "D", "default": 0, "help": "steps of a message's way"},
         "--compress": {"choices": ["bf16", "int8"], "help": "what is sent"},
     }
-    demo = Demo(flags, steps=50)
+    demo = Demo(__doc__, flags, steps=50)
     options = {"num_fragments": demo.args.fragments, "delay": demo.args.delay}
     options |= {"compress": demo.args.compress, "mix": 0.5}
     if demo.args.idea and options != {"num_fragments": 1, "delay": 0, "compress": None, "mix": 0.5}:
@@ -595,11 +597,11 @@ def show_trade(demo, H, sent, sent_by_ddp, losses_of_ddp):
 class Demo:
     """Trains with a technique, trains the same model on one device, and compares the two."""
 
-    def __init__(self, flags=None, steps=30):
+    def __init__(self, description, flags=None, steps=30):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         dtypes = ["float64", "float32", "bfloat16"]
-        parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+        parser = argparse.ArgumentParser(description=description.partition("\n")[0])
         parser.error = self.stop
         shared = {
             "--idea": {"action": "store_true", "help": "train with section 1 alone"},
@@ -612,9 +614,11 @@ class Demo:
         for flag, options in (shared | (flags or {})).items():
             parser.add_argument(flag, **options)
         self.args = parser.parse_args()
+        self.steps = f"{self.args.steps} step{'s' * (self.args.steps > 1)}"
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        self.device, self.backend = choose_device(self.args.device)
+        gpu = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
+        self.device = torch.device("cpu" if self.args.device == "cpu" else f"cuda:{gpu}")
         self.text = self.read(self.args.data)
         if self.args.steps < 1:
             self.stop(f"--steps {self.args.steps}: give 1 or more")
@@ -632,6 +636,9 @@ class Demo:
         """End with status 2. Every rank finds the same error, so one per machine prints it."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {message}", file=sys.stderr, flush=True)
+            # torchrun ends its own report with the message in this file.
+            error = json.dumps({"message": f"error: {message}", "timestamp": time.time()})
+            Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).write_text(error)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one ends
         os._exit(2)
@@ -642,20 +649,21 @@ class Demo:
 
     def start(self, name, bitwise=False, parts=None):
         """Return a copy of the plain model. One device takes the batch in `parts`."""
-        join_world(self.device, self.backend)
+        join_world(self.device)
         self.parts = parts or self.ranks
         self.tolerance = 0.0 if bitwise and self.device.type == "cpu" else 1e-9
         dtype = "float64" if self.tolerance else "float32"
         if self.args.dtype not in (None, dtype, "float64"):
             self.tolerance = torch.inf  # claims nothing
+        dtype = self.args.dtype or dtype
         torch.manual_seed(self.args.seed)
-        self.model = language_model().to(self.device, getattr(torch, self.args.dtype or dtype))
+        self.model = language_model().to(self.device, getattr(torch, dtype))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         name += " idea" if self.args.idea else ""
-        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        where = f"{self.device.type}/{self.backend}"
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        where = f"{self.device.type}/{dist.get_backend()}"
         size = sum(map(torch.numel, self.model.parameters())) / 1e6
-        self.show(f"{name} · {ranks} · {where} · {size:.1f}M parameters · {self.args.steps} steps")
+        self.show(f"{name} · {ranks} · {where} · {size:.1f}M parameters in {dtype} · {self.steps}")
         return copy.deepcopy(self.model)
 
     def batch(self, number):
@@ -684,8 +692,7 @@ class Demo:
             self.times.append((middle - start, self.now() - middle))
             losses = [None] * self.ranks
             dist.all_gather_object(losses, None if loss is None else loss.item())
-            losses = [loss for loss in losses if loss is not None]
-            loss = torch.tensor(losses, dtype=plain[0].dtype).mean()
+            loss = torch.tensor([x for x in losses if x is not None], dtype=plain[0].dtype).mean()
             self.losses.append(loss.item())
             gradients, parameters = whole()
             for ours, theirs in zip([loss, *gradients, *parameters], plain, strict=True):
@@ -721,14 +728,13 @@ class Demo:
             verdict = "bitwise equal"
         elif self.tolerance == torch.inf:
             verdict = f"differ by up to {largest:.0e}"
-        verdict = f"loss, gradients and parameters {verdict} over {self.args.steps} steps"
         plain = held(self.model.parameters(), self.optimizer)
         params, grads, state, *plain = (f"{size / 1e6:.1f}" for size in [*held_here, *plain])
         held_line = f"params {params} MB   grads {grads} MB   optimizer {state} MB"
         measured = f"{self.sent.total / 1e6:.1f} MB per step"
         ms, plain_ms = (1e3 * torch.tensor(self.times)).median(dim=0).values.tolist()
         self.show(f"loss        {self.losses[0]:.3f} → {self.losses[-1]:.3f}")
-        self.show(f"vs 1 device {verdict}")
+        self.show(f"vs 1 device loss, gradients and parameters {verdict} over {self.steps}")
         self.show(f"held/rank   {held_line}      (1 device: {' / '.join(plain)})")
         self.show(f"sent/rank   {measured}      formula {formula} = {sent / 1e6:.1f} MB")
         self.show(f"time        {ms:.0f} ms per step      (1 device: {plain_ms:.0f})")
@@ -801,27 +807,24 @@ def held(parameters, optimizer):
     return held_bytes(parameters), held_bytes(gradients), held_bytes(state)
 
 
-def choose_device(name):
-    """This rank's device, and the backend that it can use: NCCL wants a GPU for each local rank."""
-    if name == "cpu":
-        return torch.device("cpu"), "gloo"
-    gpus = torch.cuda.device_count()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    enough = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 or newer
-    return device, "nccl" if enough or may_share else "gloo"
-
-
-def join_world(device, backend):
-    """Connect the ranks, unless they are connected. Without torchrun there is one."""
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    options = {} if "RANK" in os.environ else alone
+def join_world(device):
+    """Connect the ranks, unless they are connected: by NCCL if each has a GPU of its own."""
+    if dist.is_initialized():
+        return
+    options = {"backend": "gloo", "timeout": timedelta(seconds=120)}
+    world = dist.HashStore(), 0, 1  # without torchrun there is one rank
+    if "RANK" in os.environ:
+        world = next(dist.rendezvous("env://", timeout=options["timeout"]))
+    store, rank, ranks = world
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if backend == "nccl":
-        options["device_id"] = device
-    if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=120), **options)
+        # A rank may see no GPU but its own, so only its UUID says whether another rank has it, too.
+        store.set(f"gpu {rank}", str(torch.cuda.get_device_properties(device).uuid))
+        gpus = {store.get(f"gpu {number}") for number in range(ranks)}
+        if len(gpus) == ranks or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+            options |= {"backend": "nccl", "device_id": device}
+            os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "0")  # torch 2.7 may hang
+    dist.init_process_group(store=store, rank=rank, world_size=ranks, **options)
 
 
 if __name__ == "__main__":

@@ -747,6 +747,7 @@ FLAGS = {
     "--compare": switch("train on each grid that fits the ranks"),
     "--check": switch("train on one device too, and compare (gpt2-tiny always does)"),
 }
+RANKS = 4  # run_all.sh starts so many
 COSTS = ("params", "grads", "optimizer", "tp", "pp", "dp")  # the table's columns in MB
 
 
@@ -754,8 +755,7 @@ class Session(ddp.Demo):
     """The command line, the world, and the data."""
 
     def __init__(self):
-        ddp.__doc__ = __doc__  # --help shows its first line
-        super().__init__(FLAGS, steps=10)
+        super().__init__(__doc__, FLAGS, steps=10)
         args = self.args
         self.config = MODELS[args.model]
         args.check = args.check or args.model == "gpt2-tiny"
@@ -766,7 +766,7 @@ class Session(ddp.Demo):
             self.stop("--save is for one grid; leave it out, or leave out --compare")
         if args.idea:
             self.stop("--idea: this file has none of its own; run the files that it combines")
-        ddp.join_world(self.device, self.backend)
+        ddp.join_world(self.device)
         self.metrics = None  # the file, once a run has opened it
         self.signals = []  # the signals that arrived: SIGINT or SIGTERM
         if args.save:
@@ -881,11 +881,11 @@ class Run:
         if session.is_indexed:
             session.open_samples()
         ranks = f"{session.ranks} rank{'s' if session.ranks > 1 else ''}"
-        size = f"{session.config.parameters() / 1e6:.1f}M parameters"
+        size = f"{session.config.parameters() / 1e6:.1f}M parameters in {args.dtype}"
         backend = f"{session.device.type}/{dist.get_backend()}"
-        session.show(f"parallel_3d · {ranks} · {backend} · {size} · {args.steps} steps")
+        session.show(f"parallel_3d · {ranks} · {backend} · {size} · {session.steps}")
         grid = f"tp {tp} × pp {pp} × dp {self.trainer.grid.dp}"
-        self.line("grid", f"{grid} · {args.model} · {args.dtype}")
+        self.line("grid", f"{grid} · {args.model}")
         directory = args.load
         if args.save and os.path.exists(os.path.join(args.save, "latest")):
             directory = args.save
@@ -1016,7 +1016,7 @@ class Run:
         tolerance = self.trainer.tolerance
         agree = largest <= tolerance
         equal = f"{'' if agree else 'NOT '}equal within {tolerance}: {largest:.0e}"
-        result = f"loss, gradient norm and parameters {equal} over {self.args.steps} steps"
+        result = f"loss, gradient norm and parameters {equal} over {self.session.steps}"
         self.line("vs 1 device", result)
         return "ok" if agree else "DIFFERS"
 

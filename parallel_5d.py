@@ -637,6 +637,7 @@ def from_transformers(state_dict, config):
 # Demo. The command line, what a rank sends by formula, and the comparison with one device.
 
 DEFAULT = "(default: %(default)s)"
+RANKS = 8  # run_all.sh starts so many
 AXES = ("pp", "replicate", "cp", "tp", "ep")
 FLAGS = {
     "--model": {"choices": MODELS, "default": "mixtral-tiny", "help": DEFAULT},
@@ -668,8 +669,7 @@ class Session(fsdp.Demo):
     """The command line, the world, and the data."""
 
     def __init__(self):
-        fsdp.__doc__ = __doc__  # --help shows its first line
-        super().__init__(FLAGS, steps=4)
+        super().__init__(__doc__, FLAGS, steps=4)
         args = self.args
         self.config = MODELS[args.model]
         self.dtype = getattr(torch, args.dtype or "float64")
@@ -687,7 +687,7 @@ class Session(fsdp.Demo):
             self.stop(f"--data {args.data}: {len(self.text)} bytes; give more than a sequence")
         if args.idea:
             self.stop("--idea: this file has none of its own; run the files that it combines")
-        fsdp.join_world(self.device, self.backend)
+        fsdp.join_world(self.device)
 
     def batch(self, number):
         """Inputs and targets of a step, (batch, sequence), on the CPU."""
@@ -890,7 +890,8 @@ def show_header(session, trainer):
     world = f"{session.ranks} rank{'s' if session.ranks > 1 else ''}"
     world += f" · {session.device.type}/{dist.get_backend()}"
     size = sum(p.numel() for p in plain_model(session.config).parameters()) / 1e6
-    session.show(f"parallel_5d · {world} · {size:.1f}M parameters · {session.args.steps} steps")
+    what = f"{size:.1f}M parameters in {session.args.dtype or 'float64'}"
+    session.show(f"parallel_5d · {world} · {what} · {session.steps}")
     axes = f"pp {grid.pp} × replicate {grid.replicate} × shard {grid.shard}"
     axes += f" × cp {grid.cp} × tp {grid.tp}, ep {session.args.ep}"
     session.show(f"grid        {axes}")

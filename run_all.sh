@@ -2,7 +2,7 @@
 # ./run_all.sh [-n RANKS] [NAME ...]     run the technique files (all, or those named) under torchrun
 # ./run_all.sh tests [PYTEST ARGUMENTS]  run the test suite
 # ./run_all.sh tests --peers [LIBRARY or KIND ...]  try the installed ones of the libraries in docs/peers.md
-# All first install what is missing into .venv. The default of RANKS is 2, 4 for parallel_3d, and 8 for parallel_5d.
+# All first install what is missing into .venv. The default of RANKS is what a file says ("RANKS = 4"), or 2.
 # The exit status is the number of files that failed, or pytest's.
 set -u
 if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
@@ -11,6 +11,11 @@ if [ "${1-}" = --help ] || [ "${1-}" = -h ]; then
 fi
 called_from=$PWD
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")" || exit 1
+
+# The order in which to read them. A file that is not in the list comes last.
+order="data_parallel ddp zero fsdp tensor_parallel pipeline amp fp8 lora activation_checkpoint flash_attention
+linear_cross_entropy context_parallel expert_parallel collectives muon diloco data checkpoint parallel_3d parallel_5d
+estimate compare"
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
@@ -66,8 +71,11 @@ while [ $# -gt 0 ]; do
     esac
 done
 if [ ${#names[@]} -eq 0 ]; then
+    for name in $order; do
+        [ -f "$name.py" ] && names+=("$name")
+    done
     for file in *.py; do
-        [ "$file" != bench.py ] && names+=("${file%.py}")
+        [[ " bench "${order//$'\n'/ }" " != *" ${file%.py} "* ]] && names+=("${file%.py}")
     done
 fi
 for name in "${names[@]}"; do
@@ -80,11 +88,12 @@ cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(o
 logs=$(mktemp -d) || exit 1
 trap 'rm -rf -- "$logs"' EXIT
 failed=0
+minutes=$(((${#names[@]} * 18 + 59) / 60)) # 18 s for each, on two idle cores
+printf '%s file(s) follow, in about %s min on two idle cores: %s\n' ${#names[@]} $minutes "${names[*]%.py}"
 for name in "${names[@]}"; do
     name=${name%.py}
-    ranks=${given:-2}
-    [ "$name" = parallel_3d ] && ranks=${given:-4}
-    [ "$name" = parallel_5d ] && ranks=${given:-8}
+    ranks=${given:-$(sed -n 's/^RANKS = \([0-9]*\).*/\1/p' "$name.py")}
+    ranks=${ranks:-2}
     threads=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
     printf '\n$ torchrun --standalone --nproc-per-node %s %s.py\n' "$ranks" "$name"
     OMP_NUM_THREADS=$threads "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$name.py" 2>&1 | tee "$logs/$name"

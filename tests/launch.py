@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -18,9 +19,15 @@ from environment import of_torchrun
 from pool import forkserver
 
 ROOT = Path(__file__).parent.parent
-NO_SET_UP = {"bench.py", "data.py", "estimate.py", "parallel_3d.py", "parallel_5d.py"}
-ALONE = sorted(path for path in ROOT.glob("*.py") if path.name not in NO_SET_UP)
+SET_UP = "# Demo, set-up: a small language model on real text"
+ALONE = sorted(path for path in ROOT.glob("*.py") if SET_UP in path.read_text())
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def ranks_of(path):
+    """Return how many ranks run_all.sh starts for the file."""
+    found = re.search(r"^RANKS = (\d+)", path.read_text(), re.MULTILINE)
+    return int(found[1]) if found else 2
 
 
 def launch(command, cwd, timeout=120, env=None):

@@ -248,8 +248,8 @@ GOOD = """
 import os
 
 if os.environ["RANK"] == "0":
-    print("good · 2 ranks · cpu/gloo · 1.0M parameters · 1 steps")
-    print("vs 1 device loss, gradients and parameters equal within 1e-09: 3e-11 over 1 steps")
+    print("good · 2 ranks · cpu/gloo · 1.0M parameters in float32 · 1 step")
+    print("vs 1 device loss, gradients and parameters equal within 1e-09: 3e-11 over 1 step")
     held = "params 1.0 MB   grads 2.0 MB   optimizer 3.0 MB"
     print(f"held/rank   {held}      (1 device: 1.0 / 2.0 / 3.0)")
     print("sent/rank   4.0 MB per step      formula Ψ = 4.0 MB")
@@ -265,6 +265,22 @@ def run_script(script, *arguments, cwd="/"):
 
 
 @pytest.mark.cpu
+def test_run_all_goes_in_the_order_of_reading_and_with_the_ranks_of_the_file(tmp_path):
+    shutil.copy(ROOT / "run_all.sh", tmp_path)
+    for name in ("bench", "ddp", "data_parallel", "amp", "new"):
+        (tmp_path / f"{name}.py").write_text("RANKS = 3  # of a grid\n" * (name == "new"))
+
+    done = run_script(tmp_path / "run_all.sh")
+
+    assert re.findall(r"--nproc-per-node (\d+) (\w+)", done.stdout) == [
+        ("2", "data_parallel"),
+        ("2", "ddp"),
+        ("2", "amp"),
+        ("3", "new"),
+    ]
+
+
+@pytest.mark.cpu
 def test_run_all_by_name_goes_on_after_a_failure_and_counts(tmp_path):
     folder = tmp_path / "a project"
     folder.mkdir()
@@ -276,6 +292,7 @@ def test_run_all_by_name_goes_on_after_a_failure_and_counts(tmp_path):
     done = run_script(folder / "run_all.sh", "bad", "-n", "1", "good.py")
 
     assert done.returncode == 1
+    assert done.stdout.startswith("2 file(s) follow, in about 1 min on two idle cores: bad good\n")
     assert "--nproc-per-node 1 good.py" in done.stdout
     *_, table, last = done.stdout.split("\n\n")
     assert [re.sub(r"  +", " | ", line) for line in table.splitlines()] == [

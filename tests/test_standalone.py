@@ -7,11 +7,11 @@ import sys
 
 import environment
 import pytest
-from launch import ALONE, ROOT, fork
+from launch import ALONE, ROOT, SET_UP, TORCHRUN, fork, launch, ranks_of
 
 NUMBER = r"(\d+\.\d)"
 LINES = [
-    r"[\w ]+{idea} · {ranks} ranks · {device}/\w+ · \d+\.\dM parameters · 3 steps",
+    r"[\w ]+{idea} · {ranks} ranks · {device}/\w+ · \d+\.\dM parameters in {dtype} · 3 steps",
     r"step 1/3   loss \d+\.\d{{3}}",
     r"loss        \d+\.\d{{3}} → \d+\.\d{{3}}",
     r"vs 1 device loss, gradients and parameters "
@@ -29,7 +29,8 @@ def test_demo(path, flags, tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     shutil.copy(path, folder)
-    ranks = 3 if path.name == "ddp.py" else 2  # three add in another order: it trains in float64
+    # Three ranks add in another order than one device, so ddp trains in float64.
+    ranks = 3 if path.name == "ddp.py" else ranks_of(path)
 
     done = fork(path.name, "--steps", 3, *flags, ranks=ranks, cwd=folder)
 
@@ -38,8 +39,9 @@ def test_demo(path, flags, tmp_path):
     assert [left.name for left in folder.iterdir()] == [path.name]
     lines = iter(done.stdout.splitlines())
     names = {"idea": " idea" * len(flags), "ranks": ranks, "device": environment.DEVICE_TYPE}
+    is_bitwise = "parameters bitwise equal" in done.stdout
     for line_of_any in LINES:  # in this order, with others between them
-        pattern = line_of_any.format(**names)
+        pattern = line_of_any.format(**names, dtype="float32" if is_bitwise else "float64")
         matches = (re.fullmatch(pattern, line) for line in lines)
         match = next(filter(None, matches), None)
         assert match, f"no line {pattern!r} in\n{done.stdout}"
@@ -59,13 +61,33 @@ def test_a_gradient_that_is_off_by_a_thousandth_is_seen(path, tmp_path):
     done = fork(path.name, "--steps", 1, cwd=tmp_path)
 
     assert done.returncode == 1
-    assert re.search(r"vs 1 device .* NOT equal within \S+: \de-\d\d over 1 steps", done.stdout)
+    assert re.search(r"vs 1 device .* NOT equal within \S+: \de-\d\d over 1 step\n", done.stdout)
+
+
+@pytest.mark.cpu
+def test_torchrun_ends_with_the_error_of_a_demo(tmp_path):
+    """It comes first, too, but torchrun reports 40 lines after it."""
+    command = [*TORCHRUN, "--nproc-per-node", 2, ROOT / "ddp.py", "--steps", 0]
+
+    done = launch(command, tmp_path)
+
+    first, *_, last, rule = done.stderr.strip().splitlines()
+    assert first == "error: --steps 0: give 1 or more"
+    assert last.endswith(first)
+    assert set(rule) == {"="}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["zero", "parallel_3d", "parallel_5d"])
+def test_help_says_what_the_file_runs(name):
+    words = {"zero": "Zero1, then", "parallel_3d": "GPT-2 on a grid", "parallel_5d": "Mixtral on"}
+    done = fork(ROOT / f"{name}.py", "--help")
+    assert words[name] in done.stdout
 
 
 @pytest.mark.cpu
 def test_the_demos_set_up_is_one_short_text():
-    title = "# Demo, set-up: a small language model on real text"
-    texts = {path.read_text().partition(title)[2] for path in ALONE}
+    texts = {path.read_text().partition(SET_UP)[2] for path in ALONE}
     (text,) = texts
     set_up, _, _ = text.partition('if __name__ == "__main__":')
     assert 100 < len(set_up.splitlines()) <= 237
