@@ -1,16 +1,19 @@
 """Which device and backend are chosen, and what a GPU would feel. Nothing here needs one."""
 
 import os
+from types import SimpleNamespace
 
 import pool
 import pytest
 import torch
+import torch.distributed as dist
 from claims import KINDS, default_group, resolve
 from claims.verdicts import judge
 from shared import fake_world_on_meta, loss_of, make_batch, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import ddp
 import tensor_parallel
 
 pytestmark = pytest.mark.cpu
@@ -27,6 +30,56 @@ def test_a_claim_that_needs_a_larger_world_is_not_run(monkeypatch):
     verdict = judge("ddp", "momentum", KINDS["ddp"].ours)
 
     assert verdict == ("not run", "needs 3 ranks; nccl has 2 here")
+
+
+# ---- which backend the demos take
+
+
+GPU = SimpleNamespace(uuid="GPU-a")
+
+
+def backend_of_rank_0(monkeypatch, others, **environ):
+    """Return what join_world() gives init_process_group() if the other ranks have these GPUs."""
+    store = dist.HashStore()
+    for rank, uuid in enumerate(others, start=1):
+        store.set(f"gpu {rank}", uuid)
+    world = store, 0, 1 + len(others)
+    given = {}
+    for name, value in {"RANK": "0", **environ}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([world]))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", given.update)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPU)
+    ddp.join_world(torch.device("cuda", 0))
+    return given["backend"]
+
+
+def test_ranks_with_a_gpu_each_use_nccl_even_if_each_sees_only_its_own(monkeypatch):
+    """As under torchrun --virtual-local-rank and srun --gpus-per-task=1."""
+    one = {"CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+
+    assert backend_of_rank_0(monkeypatch, ["GPU-b", "GPU-c"], **one) == "nccl"
+
+
+def test_two_ranks_on_one_gpu_use_gloo_unless_nccl_may_share_it(monkeypatch):
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    assert backend_of_rank_0(monkeypatch, ["GPU-b", "GPU-a"]) == "gloo"
+
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    assert backend_of_rank_0(monkeypatch, ["GPU-b", "GPU-a"], **shared) == "nccl"
+
+
+def test_nccl_runs_in_its_blocking_mode_unless_the_user_says_otherwise(monkeypatch):
+    name = "TORCH_NCCL_USE_COMM_NONBLOCKING"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    backend_of_rank_0(monkeypatch, [])
+    assert os.environ[name] == "0"
+
+    backend_of_rank_0(monkeypatch, [], **{name: "1"})
+    assert os.environ[name] == "1"
 
 
 # ---- a step does not wait for the device
