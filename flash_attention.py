@@ -34,6 +34,7 @@ Triton, for GPUs. Tests run them in Triton's interpreter, and compile them for a
 not run on a GPU.
 
 Run:      torchrun --nproc-per-node 2 flash_attention.py          (or without torchrun)
+          python docs/attention_lengths.py: memory, time and errors at growing lengths
 Papers:   Milakov & Gimelshein 2018, arXiv 1805.02867: online softmax;
           Dao et al. 2022, 2205.14135; Dao 2023, 2307.08691: L, and queries in the outer loop
 Mirrors:  F.scaled_dot_product_attention. With more or fewer keys than queries, the causal mask is
@@ -47,6 +48,7 @@ import copy
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -78,10 +80,8 @@ except ImportError:  # the loop runs without it
 # 1. The idea. q is (B, H, S, D), k and v are (B, H, Skv, D): B sequences, H heads of size D.
 
 
-def naive_attention(q, k, v, causal=False, scale=None):
+def plain_attention(q, k, v, causal=False, scale=None):
     """Return softmax(scale · q kᵀ) v, (B, H, S, D). It holds all scores at once."""
-    k = repeat_heads(k, q)  # as many heads as q, which may have more (section 3)
-    v = repeat_heads(v, q)
     scores = q @ k.mT * softmax_scale(q, scale)
     if not causal:
         return scores.softmax(-1) @ v
@@ -101,7 +101,7 @@ def hidden_keys(scores, first_sees):
 
 
 def online_attention(q, k, v, causal=False, block_size=16):
-    """As naive_attention for S = Skv and H = Hkv, with the scores of one block of keys at a time.
+    """As plain_attention for S = Skv, with the scores of one block of keys at a time.
 
     Autograd keeps all blocks for backward. Section 2 computes them again.
     """
@@ -220,8 +220,13 @@ def masked_scores(q, k, rows, cols, causal):
     return scores
 
 
+# --------------------------------------------------------------------------------------------------
+# 3. The library: autograd, options, 16 bits, heads that share keys, documents, dropout, and keys in
+#    parts.
+
+
 class FlashAttention(torch.autograd.Function):
-    """flash_forward and flash_backward (section 3) run the loop or, on a GPU, kernels."""
+    """Keeps q, k, v, the output and L for backward, which computes the scores again."""
 
     @staticmethod
     def forward(ctx, q, k, v, *options):  # causal, scale, dropout, block_size, kernel
@@ -238,10 +243,6 @@ class FlashAttention(torch.autograd.Function):
         return *gradients, *[None] * len(ctx.options)  # options have no gradients
 
 
-# --------------------------------------------------------------------------------------------------
-# 3. The library: options, 16 bits, heads that share keys, dropout, and keys in parts.
-
-
 def flash_attention(
     q,
     k,
@@ -251,22 +252,65 @@ def flash_attention(
     dropout_p=0.0,
     block_size=128,
     kernel=None,
+    documents=None,
 ):
     """Return softmax(scale · q kᵀ) v for q (B, H, S, D), k and v (B, Hkv, Skv, D): (B, H, S, D).
 
     Each head of k and v serves H / Hkv consecutive heads of q.
     causal: query i sees the keys 0 to i + Skv - S, so the last query sees all keys. If a query sees
         no key, its output and gradients are zero.
-    scale: 1/√D if None.
+    scale: 1/√D if None. A tensor, such as (H, 1, 1) for each head, multiplies q, and may train.
     dropout_p: the probability that a weight is dropped, in evaluation too. The seed comes from the
         CPU's default generator.
     block_size: of the loop, for queries and keys. The mask of dropout depends on it.
     kernel: "triton" runs the kernels, on a GPU, or on a CPU if TRITON_INTERPRET=1 was set before
         the import of this file. "torch" runs the loop. None runs the kernels on a GPU if they
         support the call, otherwise the loop.
+    documents: integers (B, S), if documents are packed into the sequences. A document ends where
+        the number changes. Each is computed as if it were alone.
     """
-    dropout = Dropout(dropout_p, q.device) if dropout_p else None
-    return FlashAttention.apply(q, k, v, causal, scale, dropout, block_size, kernel)
+
+    def attend(q, k, v, scale):
+        dropout = Dropout(dropout_p, q.device) if dropout_p else None
+        return FlashAttention.apply(q, k, v, causal, scale, dropout, block_size, kernel)
+
+    return each_document(attend, q, k, v, scale, documents)
+
+
+def naive_attention(q, k, v, causal=False, scale=None, documents=None):
+    """As plain_attention, with heads that share keys, and with documents."""
+    k = repeat_heads(k, q)
+    v = repeat_heads(v, q)
+    attend = functools.partial(plain_attention, causal=causal)
+    return each_document(attend, q, k, v, scale, documents)
+
+
+def each_document(
+    attend,
+    q,
+    k,
+    v,
+    scale,
+    documents,
+):
+    """Call attend(q, k, v, scale=) for each document alone. Return the outputs as one tensor."""
+    if torch.is_tensor(scale):  # it may train: autograd differentiates this product
+        q = (q * scale).to(q.dtype)
+        scale = 1.0
+    if documents is None:
+        return attend(q, k, v, scale=scale)
+    if not documents.shape == q.shape[::2] == k.shape[::2]:  # (B, S)
+        raise ValueError(
+            f"documents {tuple(documents.shape)} must be (B, S), and q {tuple(q.shape)} and "
+            f"k {tuple(k.shape)} must have S tokens"
+        )
+    outputs = []
+    # split(), because in backward each slice would write zeros for the whole sequence.
+    for ids, *sequence in zip(*(x.split(1) for x in (documents, q, k, v)), strict=True):
+        lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
+        parts = zip(*(x.split(lengths, 2) for x in sequence), strict=True)
+        outputs.append(torch.cat([attend(*part, scale=scale) for part in parts], 2))
+    return torch.cat(outputs)
 
 
 @torch.no_grad()
@@ -284,7 +328,7 @@ def flash_forward(
 
     lse is -inf for a query that sees no key. `dropout` is a Dropout object or None.
     """
-    verify(q, k, v, causal, block_size)
+    check_inputs(q, k, v, causal, block_size)
     scale = softmax_scale(q, scale)
     if runs_kernels(kernel, q, v, dropout):
         return triton_forward(q, k, v, causal, scale)
@@ -347,16 +391,15 @@ class Dropout:
     """Draws the mask of a block from a seed of its own. Backward draws the mask again."""
 
     def __init__(self, p, device):
-        if not 0 <= p < 1:
-            raise ValueError(f"dropout_p={p}: must be in [0, 1)")
+        if not 0 <= p < 1 or getattr(p, "requires_grad", False):
+            raise ValueError(f"dropout_p={p}: must be in [0, 1), and gets no gradient")
         self.kept_share = 1 - p
         self.seed = torch.randint(2**63 - 1, (), device="cpu").item()  # of one call
         self.generator = torch.Generator(device)
 
     def mask(self, weights, rows, cols):
         """Return 0 or 1 / (1 - p) for each weight of a block."""
-        seed = hash((self.seed, rows.start, cols.start))
-        self.generator.manual_seed(seed)
+        self.generator.manual_seed(hash((self.seed, rows.start, cols.start)))
         kept = torch.empty_like(weights).bernoulli_(self.kept_share, generator=self.generator)
         return kept / self.kept_share
 
@@ -368,19 +411,21 @@ def merge(output_a, lse_a, output_b, lse_b):
     """
     lse = torch.logaddexp(lse_a, lse_b)
     finite = lse.masked_fill(lse == -torch.inf, 0.0)  # without -inf, because -inf - -inf is NaN
-    weight_a = (lse_a - finite).exp().unsqueeze(-1)
-    weight_b = (lse_b - finite).exp().unsqueeze(-1)
+    weight_a = (lse_a - finite).exp()[..., None]
+    weight_b = (lse_b - finite).exp()[..., None]
     output = output_a * weight_a + output_b * weight_b
     return output.to(output_a.dtype), lse
 
 
-def verify(q, k, v, causal, block_size):
+def check_inputs(q, k, v, causal, block_size):
     if not isinstance(causal, bool):  # the fourth argument of PyTorch's function is a mask
         raise ValueError("causal must be True or False; other masks are not supported")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     # [::3] is B and D. v may have another D.
     if not q.ndim == k.ndim == 4 or q.shape[::3] != k.shape[::3] or k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{shapes}: must be (B, H, S, D), (B, Hkv, Skv, D) and (B, Hkv, Skv, D)")
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be (B, H, S, D), "
+            "(B, Hkv, Skv, D) and (B, Hkv, Skv, D)"
+        )
     H = q.shape[1]
     Hkv = k.shape[1]
     if Hkv == 0 or H % Hkv:
@@ -410,6 +455,7 @@ def jit(kernel):
     return triton.jit(kernel) if triton else kernel
 
 
+COMPILER = shutil.which(os.environ.get("CC", "gcc"))  # Triton compiles its launchers with it
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton.jit reads it too
 LOG2E = constexpr(1.4426950408889634)  # e^x is 2^(x log2 e)
 LOWEST = constexpr(-1e38)  # finite, because -inf - -inf is NaN
@@ -486,10 +532,7 @@ def program_head():
 @jit
 def keys_seen(row, S, Skv, CAUSAL):
     """Return how many keys the query `row` sees."""
-    seen = Skv
-    if CAUSAL:
-        seen = tl.minimum(Skv, tl.maximum(0, row + 1 + Skv - S))
-    return seen
+    return tl.minimum(Skv, tl.maximum(0, row + 1 + Skv - S)) if CAUSAL else Skv
 
 
 @jit
@@ -521,9 +564,7 @@ def block_scores(
 ):
     """Return the scores of a block times log2 e, -inf for hidden keys."""
     scores = dot(a, tl.trans(b)) * (scale * LOG2E)
-    if MASKED:
-        scores = tl.where(cols < seen, scores, -float("inf"))
-    return scores
+    return tl.where(cols < seen, scores, -float("inf")) if MASKED else scores
 
 
 @jit
@@ -648,7 +689,6 @@ BLOCKS = {
     dq_kernel: {64: (128, 64, 8, 3), 128: (64, 64, 4, 2)},
     dk_dv_kernel: {64: (128, 64, 4, 2), 128: (128, 32, 8, 2)},
 }
-BLOCKS_IN_FP32 = (32, 32, 8, 2)
 
 
 def launch(
@@ -663,8 +703,9 @@ def launch(
     H, S, D = q.shape[1:]
     Hkv, Skv = k.shape[1:3]
     head_size = max(16, triton.next_power_of_2(D))
-    in_16_bits = BLOCKS[kernel][max(64, head_size)]  # smaller heads as 64
-    blocks = BLOCKS_IN_FP32 if q.dtype == torch.float32 else in_16_bits
+    blocks = BLOCKS[kernel][max(64, head_size)]  # smaller heads as 64
+    if q.dtype == torch.float32:
+        blocks = (32, 32, 8, 2)
     block, step, num_warps, num_stages = blocks
     batch, heads, num_rows = blocked.shape[:3]
     grid = (triton.cdiv(num_rows, block), heads, batch)
@@ -715,7 +756,7 @@ def runs_kernels(kernel, q, v, dropout):
         return False
     obstacle = obstacle_to_kernels(q, v, dropout)
     if kernel is None:
-        return q.is_cuda and obstacle is None
+        return q.is_cuda and not obstacle
     if obstacle:
         raise ValueError(f'{kernel=}: {obstacle}, or use kernel="torch"')
     return True
@@ -725,10 +766,13 @@ def obstacle_to_kernels(q, v, dropout):
     """Return why the kernels cannot run, or None."""
     if triton is None:
         return "Triton is missing; pip install triton"
-    if not q.is_cuda and not INTERPRETED:
+    if q.is_cuda:
+        if torch.version.hip or torch.cuda.get_device_capability(q.device) < (8, 0):
+            return "the kernels need an NVIDIA GPU of compute capability 8.0 or newer"
+        if not COMPILER:
+            return "Triton needs a C compiler; install gcc, or set CC"
+    elif not INTERPRETED:
         return f"q is on {q.device}; use a GPU, or set TRITON_INTERPRET=1 before the import"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "the kernels need compute capability 8.0 or newer; use another GPU"
     if dropout:
         return "the kernels have no dropout; leave it out"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -777,88 +821,7 @@ def main():
 
     demo.train(step, lambda: ([parameter.grad for parameter in parameters], parameters))
     sent = 2 * held_bytes(parameters) * (demo.ranks - 1) / demo.ranks
-    status = demo.report(held(parameters, optimizer), "2Ψ(N-1)/N", sent)
-    if demo.rank == 0 and not demo.args.idea:
-        status |= compare_errors(demo)
-        compare_lengths(demo)
-    return status
-
-
-def compare_errors(demo):
-    """Print the errors of the default kernel and of PyTorch's. Return 1 if ours are above twice."""
-    torch.manual_seed(demo.args.seed)
-    status = 0
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = [torch.randn(2, 4, 300, 64, device=demo.device, dtype=dtype) for _ in range(3)]
-        exact = output_and_gradients(naive_attention, [x.double() for x in inputs])
-        ours = largest_error(output_and_gradients(flash_attention, inputs), exact)
-        theirs = largest_error(output_and_gradients(torch_attention, inputs), exact)
-        ran = "kernels" if runs_kernels(None, inputs[0], inputs[2], dropout=None) else "loop"
-        status |= ours > 2 * theirs
-        verdict = "at most twice" if ours <= 2 * theirs else "MORE THAN twice"
-        ran += f", {dtype}".replace("torch.", "")
-        demo.show(f"error       {ran}: {ours:.1e}, {verdict} PyTorch's {theirs:.1e}")
-    return status
-
-
-def output_and_gradients(attention, inputs):
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    output = attention(*inputs, causal=True)
-    return [output, *torch.autograd.grad(output.square().sum(), inputs)]
-
-
-def largest_error(found, exact):
-    """Relative to the largest element of the output or of the gradient."""
-    pairs = zip(found, exact, strict=True)
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
-
-
-def compare_lengths(demo):
-    """Print for growing s which bytes each way keeps, and how long it takes, on one device."""
-    on_gpu = demo.device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    lengths = [256, 512, 1024, 2048, 4096]
-    if on_gpu:
-        lengths += [8192, 16384]
-    ways = {"naive": naive_attention, "loop": functools.partial(flash_attention, kernel="torch")}
-    x = torch.empty(1, 1, 1, 64, device=demo.device, dtype=dtype)
-    if runs_kernels(None, x, x, dropout=None):
-        ways["kernels"] = flash_attention
-    ways["PyTorch"] = torch_attention
-    demo.show("One causal head of size 64 with s queries and keys: memory kept for backward,")
-    demo.show(f"and time of forward and backward, in {dtype}".replace("torch.", ""))
-    demo.show(f"{'s':>6}" + "".join(f"{name:>22}" for name in ways))
-    for s in lengths:
-        inputs = [torch.randn(1, 1, s, 64, device=demo.device, dtype=dtype) for _ in range(3)]
-        repeats = 3 if on_gpu or s < 2048 else 1
-        row = [
-            min(measure(attention, inputs) for _ in range(repeats)) for attention in ways.values()
-        ]
-        demo.show(f"{s:6}" + "".join(f"{kept / 1e6:9.1f} MB {ms:7.2f} ms" for kept, ms in row))
-    theirs = row[-1][1]
-    ratios = [f"{name} {ms / theirs:.1f}" for name, (_, ms) in zip(ways, row, strict=True)]
-    demo.show(f"time at s = {s}, relative to PyTorch's: {', '.join(ratios[:-1])}")
-
-
-def torch_attention(q, k, v, causal):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def measure(attention, inputs):
-    """Return the bytes kept for backward (q, k, v included), and the ms of forward and backward."""
-    inputs = [x.detach().requires_grad_() for x in inputs]
-    saved = []
-
-    def keep(x):
-        saved.append(x)
-        return x
-
-    start = time.perf_counter()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        output = attention(*inputs, causal=True)
-    gradients = torch.autograd.grad(output.sum(), inputs)
-    gradients[0].sum().item()  # waits until the GPU has finished
-    return held_bytes(saved), 1e3 * (time.perf_counter() - start)
+    return demo.report(held(parameters, optimizer), "2Ψ(N-1)/N", sent)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ TRITON_INTERPRET=1, and under --device cuda on the GPU.
 import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import environment
 import pool
@@ -76,6 +77,19 @@ def test_any_sizes_in_blocks_of_any(S, Skv, batch, group, shared, size, block_si
     for each in (ours, flash.naive_attention):
         found = output_and_gradients(each, *inputs, **options)
         assert_all_close(found, expected)
+
+
+@on_cpu
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1, 1)], ids=["one", "in a vector", "per head"])
+@pytest.mark.parametrize("attention", [flash.flash_attention, flash.naive_attention])
+def test_a_scale_that_trains_gets_its_gradient(attention, shape):
+    q, k, v, grad = make_inputs()
+    scale = torch.full(shape, 0.7, requires_grad=True)
+    leaves = [x.requires_grad_() for x in (q, k, v)] + [scale]
+    found = torch.autograd.grad(attention(q, k, v, True, scale), leaves, grad)
+    plain = dense_attention(q * scale, k, v, True, 1.0)
+    assert_all_close(found[:3], torch.autograd.grad(plain, leaves, grad, retain_graph=True)[:3])
+    torch.testing.assert_close(found[3], torch.autograd.grad(plain, scale, grad)[0])
 
 
 class Largest(TorchDispatchMode):
@@ -300,11 +314,27 @@ def test_on_a_gpu_the_kernels_run():
     assert flash.runs_kernels(None, q, q, None)
 
 
+@on_cpu
+@needs_triton
+@pytest.mark.parametrize("lacks", ["CUDA", "a C compiler"])
+def test_the_loop_runs_where_the_kernels_cannot(lacks, monkeypatch):
+    q = SimpleNamespace(is_cuda=True, device="cuda", dtype=torch.float32, shape=X.shape)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash, "COMPILER", "gcc")
+    assert flash.runs_kernels(None, q, q, None)
+    if lacks == "CUDA":
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+    else:
+        monkeypatch.setattr(flash, "COMPILER", None)
+    assert not flash.runs_kernels(None, q, q, None)
+
+
 REFUSED = {
     "3 heads, .* the 2 heads": {"q": torch.ones(2, 3, 7, 4)},
     r"q \(1, 2, 7, 4\)": {"q": X[:1]},
     "causal must be True or False": {"causal": None},  # PyTorch's fourth argument is a mask
     "block_size=-1": {"block_size": -1},
+    "gets no gradient": {"dropout_p": torch.tensor(0.5, requires_grad=True)},
     "no dropout": {"dropout_p": 0.5, "kernel": "triton"},
     "head size": {"v": torch.ones(2, 2, 7, 8), "kernel": "triton"},
 }
