@@ -107,7 +107,8 @@ def flattened(tensor, group):
     The flat tensor is a view if possible, and otherwise a copy. A copy is written back to `tensor`
     at the end of the `with` statement, even after a `return`.
     """
-    x = tensor.detach().ravel()  # messages must be contiguous
+    # Messages must be contiguous. They are of bits in memory, which conj() does not change.
+    x = tensor.detach().resolve_conj().resolve_neg().ravel()
     # gloo sends only from host memory. A group can have another backend for each device type.
     # get_backend_config raises a ValueError on a rank outside the group.
     if f"{x.device.type}:gloo" in dist.get_backend_config(group):
@@ -115,7 +116,11 @@ def flattened(tensor, group):
     rank = dist.get_rank(group)
     N = dist.get_world_size(group)
     yield x, rank, N
-    tensor.detach().copy_(x.view_as(tensor))  # does nothing if x is a view
+    if x.data_ptr() != tensor.data_ptr():  # x is a copy
+        # After expand(), all elements along a dimension are one.
+        elements = tuple(slice(None if stride else 1) for stride in tensor.stride())
+        values = x.view_as(tensor)
+        tensor.detach()[elements] = values[elements]
 
 
 def naive_all_reduce(tensor, process_group=None):
@@ -216,6 +221,24 @@ def reduce_scatter_parts(parts, rank, group):
         receive_and_add(arriving, (rank - 1) % N, group, (isend, leaving, (rank + 1) % N))
 
 
+def reduce_scatter_in_chunks(parts, rank, group, chunks):
+    """As reduce_scatter_parts(), but while one chunk is added, the next ones are in transit."""
+    N = len(parts)
+    for step in range(N - 1):
+        leaving = parts[(rank - 1 - step) % N].tensor_split(chunks)
+        arriving = parts[(rank - 2 - step) % N].tensor_split(chunks)
+        additions = []  # (works, total, received)
+        for chunk, total in zip(leaving, arriving, strict=True):
+            received = torch.empty_like(total)
+            send = (isend, chunk, (rank + 1) % N)
+            works = start(group, send, (irecv, received, (rank - 1) % N))
+            additions.append((works, total, received))
+        for works, total, received in additions:
+            for work in works:
+                work.wait()
+            total.add_(received)
+
+
 def all_gather_parts(parts, rank, group):
     """Copy parts[r] of each rank r to all ranks. Part r starts at rank r."""
     N = len(parts)
@@ -226,7 +249,7 @@ def all_gather_parts(parts, rank, group):
 
 
 def ring_all_reduce(tensor, process_group=None, *, chunks=1):
-    """Replace `tensor` with its sum over the ranks. Section 4 explains `chunks`."""
+    """Replace `tensor` with its sum over the ranks. With `chunks`, additions overlap messages."""
     with flattened(tensor, process_group) as (x, rank, N):
         parts = x.tensor_split(N)
         if chunks > 1:
@@ -257,24 +280,7 @@ def ring_all_gather(tensor, process_group=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. The library: the ring in chunks, all-to-all, and the time of each algorithm.
-
-
-def reduce_scatter_in_chunks(parts, rank, group, chunks):
-    """As reduce_scatter_parts(), but while one chunk is added, the next ones are in transit."""
-    N = len(parts)
-    for step in range(N - 1):
-        leaving = parts[(rank - 1 - step) % N].tensor_split(chunks)
-        arriving = parts[(rank - 2 - step) % N].tensor_split(chunks)
-        additions = []  # (works, total, received)
-        for chunk, total in zip(leaving, arriving, strict=True):
-            received = torch.empty_like(total)
-            works = start(group, (isend, chunk, (rank + 1) % N), (irecv, received, (rank - 1) % N))
-            additions.append((works, total, received))
-        for works, total, received in additions:
-            for work in works:
-                work.wait()
-            total.add_(received)
+# 4. The library: all-to-all, and the time of each algorithm.
 
 
 def all_to_all(tensor, process_group=None):

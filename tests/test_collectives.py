@@ -126,6 +126,58 @@ def test_broadcast_gather_scatter_and_all_to_all(case):
     assert torch.equal(mine, values[rank])
 
 
+def in_channels_last(x, *shape):
+    layout = torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
+    return layout.copy_(x.view(shape))
+
+
+def conjugated(x):
+    pairs = x.view(20, 2)
+    return torch.view_as_complex(pairs).conj()
+
+
+LAYOUTS = {
+    "1 x 1 convolution": lambda x: in_channels_last(x, 5, 8, 1, 1),
+    "depthwise convolution": lambda x: in_channels_last(x, 10, 1, 2, 2),
+    "every second number": lambda x: x[::2],
+    "every second one of two": lambda x: x[:2][::2],
+    "a transposed row": lambda x: x.view(1, 40).T,
+    "expanded": lambda x: x[:4].view(4, 1).expand(4, 6),
+    "expanded to nothing": lambda x: x[:1].expand(0, 1),
+    "conjugated": conjugated,
+    "imaginary parts": lambda x: conjugated(x).imag,
+}
+
+
+@pytest.mark.parametrize("name", ["ring_all_reduce", *ORDERS])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pool.on(2)
+def test_a_tensor_of_any_layout_becomes_the_sum(layout, name):
+    """On rank 1 it is contiguous, so the numbers lie otherwise in memory."""
+    numbers = [numbers_of(rank, (40,)) for rank in range(2)]
+    views = [LAYOUTS[layout](each) for each in numbers]
+    total = views[0] + views[1]
+    mine = views[0] if pool.rank() == 0 else torch.empty_like(total).copy_(views[1])
+    part = c.ring_reduce_scatter(mine, pool.group())
+    assert torch.equal(part, total.tensor_split(2)[pool.rank()])
+    assert torch.equal(c.ring_all_gather(mine, pool.group()), torch.cat(views))
+    all_reduce = getattr(c, name)
+    all_reduce(mine, pool.group())
+    assert torch.equal(mine, total)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pool.on(2)
+def test_a_tensor_of_any_layout_is_broadcast(layout):
+    make = LAYOUTS[layout]
+    numbers = [numbers_of(rank, (40,)) for rank in range(2)]
+    values = make(numbers[1].clone())
+    mine = make(numbers[pool.rank()])
+    source = dist.get_global_rank(pool.group(), 1)
+    c.tree_broadcast(mine, source, pool.group())
+    assert torch.equal(mine, values)
+
+
 # ---- costs
 
 
