@@ -38,12 +38,14 @@ it as a library (40).
 Run:      torchrun --nproc-per-node 2 checkpoint.py          (python checkpoint.py runs as one rank)
 Paper:    Wan et al. 2025, ByteCheckpoint, arXiv 2407.20143, section 3
 Mirrors:  torch.distributed.checkpoint (DCP), Megatron-LM's dist_checkpointing
-Left out: writing in the background; sharing out the writing of tensors that all ranks hold; storage
-          other than a shared directory; DCP's files (format_utils.dcp_to_torch_save converts them)
+Left out: sharing out the writing of tensors that all ranks hold; storage other than a shared
+          directory; DCP's files (format_utils.dcp_to_torch_save converts them)
 """
 
 import argparse
+import base64
 import copy
+import io
 import itertools
 import json
 import math
@@ -54,6 +56,7 @@ import sys
 import tempfile
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -98,7 +101,8 @@ def gather_and_save(path, pieces, process_group=None):
     """Write one file of whole tensors. `pieces` is as in save() below."""
     mine = []
     for name, piece in named_pieces(pieces):
-        tensor = piece.tensor.clone()  # a view would be sent with all the memory behind it
+        # A view would be sent with all the memory behind it, and a tensor of a GPU to that GPU.
+        tensor = piece.tensor.cpu().clone()
         mine.append((name, piece._replace(tensor=tensor)))
     everyone = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
@@ -113,7 +117,7 @@ def gather_and_save(path, pieces, process_group=None):
 
 
 def load_and_cut(path, pieces):
-    wholes = torch.load(path)
+    wholes = torch.load(path, map_location="cpu")
     for name, piece in named_pieces(pieces):
         part = whole_piece(wholes[name]).at(piece.box)
         piece.tensor.copy_(part)
@@ -154,27 +158,40 @@ def overlap(a, b):
 # 3. Save: each rank writes a file. Rank 0 writes the index, and then the checkpoint is published.
 
 
-def save(directory, pieces, extra=None, process_group=None):
+def save(directory, pieces, extra=None, process_group=None, background=False):
     """Write a checkpoint into the shared `directory`. All ranks of `process_group` call this.
 
     `pieces` maps the name of each tensor to the part that this rank holds: a Piece, a list of
-    Pieces, or the whole tensor. Rank 0's `extra` is saved as JSON. If one rank fails, for example
-    because its disk is full, all raise its error. The last two checkpoints are kept.
+    Pieces, or the whole tensor. Ranks that hold the same box must hold the same values. `extra` is
+    rank 0's: any nesting of dicts, lists, tuples, numbers, strings and tensors. If one rank fails,
+    for example because its disk is full, all raise its error. The last two checkpoints are kept.
+
+    With `background`, return a BackgroundSave as soon as the pieces are copied to host memory. A
+    thread then writes the copies. Its wait(), the next save(), and the end of the process wait for
+    it. The first two raise its errors.
     """
-    root = Path(directory)
+    root = Path(directory).absolute()
+    if root in unfinished:
+        unfinished[root].wait()
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+    if rank == 0:
+        shutil.rmtree(root / "tmp", ignore_errors=True)  # left by a save that was killed
     wholes = {}  # {name: dtype and shape of the whole tensor}
-    writers = {}  # {(name, box): the first rank that holds the box}
-    descriptions = on_all_ranks(process_group, describe, pieces)
+    holders = {}  # {(name, box): the ranks that hold the box. The first one writes it}
+    descriptions = on_all_ranks(process_group, describe, pieces, extra)
     for holder, description in enumerate(descriptions):
         for name, whole, box in description:
-            check(name, whole, box, wholes.setdefault(name, whole))
-            writers.setdefault((name, box), holder)
+            check_piece(name, whole, box, wholes.setdefault(name, whole))
+            holders.setdefault((name, box), []).append(holder)
+    check_copies(pieces, holders, process_group)
     held = named_pieces(pieces)
-    mine = [(name, piece) for name, piece in held if writers[name, piece.box] == rank]
-    files = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
-    index = {"wholes": wholes, "files": files, "extra": extra}
+    mine = [(name, piece) for name, piece in held if holders[name, piece.box][0] == rank]
+    index = {"wholes": wholes, "extra": pack(extra)}
+    if background:
+        return BackgroundSave(root, rank, len(descriptions), mine, index, process_group)
+    index["files"] = on_all_ranks(process_group, write, root / "tmp" / f"{rank}.bin", mine)
     on_all_ranks(process_group, publish, root, rank, index)
+    return None
 
 
 def on_all_ranks(process_group, function, *args):
@@ -190,15 +207,27 @@ def on_all_ranks(process_group, function, *args):
             raise ValueError(f"rank {dist.get_rank()} is not in process_group")
         results *= world_size
         dist.all_gather_object(results, result, group=process_group)
-    for result in results:
+    for result in reversed(results):  # rank 0's error may only say that another rank has one
         if isinstance(result, Exception):
             raise result
     return results
 
 
-def describe(pieces):
+def describe(pieces, extra):
     """Return [(name, dtype and shape of the whole, box) for each piece]."""
+    check_extra(extra)
     return [(name, dtype_and_shape(piece), piece.box) for name, piece in named_pieces(pieces)]
+
+
+def pack(extra):
+    """Return `extra` as text. JSON would turn integer keys into strings, and tuples into lists."""
+    buffer = io.BytesIO()
+    torch.save(extra, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def unpack(text):
+    return torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
 
 
 def dtype_and_shape(piece):
@@ -212,14 +241,17 @@ def write(path, pieces):
     boxes = {}
     with open(path, "wb") as file:
         for name, piece in pieces:
-            tensor = piece.tensor.detach().cpu()
-            tensor = tensor.resolve_conj().contiguous()
-            data = tensor.view(-1).view(torch.uint8).numpy()
+            data = bytes_of(piece.tensor)
             entry = (file.tell(), zlib.crc32(data), piece.box)
             boxes.setdefault(name, []).append(entry)
             file.write(data)
     sync(path)
     return boxes
+
+
+def bytes_of(tensor):
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def publish(root, rank, index):
@@ -255,6 +287,63 @@ def sync(*paths):
         os.close(descriptor)
 
 
+unfinished = {}  # {directory: its BackgroundSave}
+
+
+class BackgroundSave:
+    """A checkpoint that a thread writes. Threads use no collectives: training uses them meanwhile.
+
+    So each rank tells rank 0 by a note, a file, that its part is on the disk.
+    """
+
+    def __init__(self, root, rank, world_size, pieces, index, process_group):
+        self.root = root
+        self.process_group = process_group
+        copies = [(name, piece._replace(tensor=host_copy(piece.tensor))) for name, piece in pieces]
+        thread = ThreadPoolExecutor(1)  # the end of the process waits for it
+        self.result = thread.submit(self.save, rank, world_size, copies, index).result
+        unfinished[root] = self
+
+    def save(self, rank, world_size, pieces, index):
+        folder = self.root / "tmp"
+        note = folder / f"{rank}.tmp"
+        folder.mkdir(parents=True, exist_ok=True)
+        note.touch()  # while there is space for it
+        try:
+            boxes = write(folder / f"{rank}.bin", pieces)
+            note.write_text(json.dumps(boxes))
+        finally:
+            note.rename(folder / f"{rank}.json")
+        if rank == 0:
+            notes = [folder / f"{writer}.json" for writer in range(world_size)]
+            publish(self.root, rank, index | {"files": list(map(read_note, notes))})
+
+    def wait(self):
+        """Wait until the checkpoint is complete. All ranks call this. If one failed, all raise."""
+        unfinished.pop(self.root, None)
+        try:
+            on_all_ranks(self.process_group, self.result)
+        except Exception as error:
+            raise OSError(f"the checkpoint in {self.root} was not saved: {error}") from error
+
+
+def host_copy(tensor):
+    """Copy a tensor, because training overwrites it while the thread writes the copy."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach())
+
+
+def read_note(path, patience=600):
+    """Wait for a rank's note, at most `patience` seconds. Return what its write() returned."""
+    deadline = time.monotonic() + patience
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    text = path.read_text()
+    if not text.endswith("}"):
+        raise OSError(f"rank {path.stem} could not write its part")
+    return json.loads(text)
+
+
 # --------------------------------------------------------------------------------------------------
 # 4. Load: each rank reads the boxes that overlap with its pieces.
 
@@ -279,7 +368,7 @@ def read(directory, pieces):
     path, index = open_latest(directory)
     for name, piece in named_pieces(pieces):
         whole = dtype_and_shape(piece)
-        check(f"{path}: {name}", whole, piece.box, index["wholes"].get(name))
+        check_piece(f"{path}: {name}", whole, piece.box, index["wholes"].get(name))
         missing = torch.ones_like(piece.tensor, dtype=torch.bool)  # no box has filled it yet
         for rank, boxes in enumerate(index["files"]):
             for position, checksum, box in boxes.get(name, []):
@@ -300,7 +389,7 @@ def read_box(path, position, checksum, box, like):
     offset = [start for start, _ in box]
     nbytes = math.prod(sizes) * like.tensor.itemsize
     data = numpy.fromfile(path, "uint8", nbytes, offset=position)
-    verify(path, zlib.crc32(data) == checksum)
+    check_intact(path, zlib.crc32(data) == checksum)
     tensor = torch.from_numpy(data).view(like.tensor.dtype)
     return Piece(tensor.view(sizes), like.shape, offset)
 
@@ -310,20 +399,47 @@ def open_latest(directory):
     number = Path(directory, "latest").read_text()
     path = Path(directory, number)
     checksum, _, text = (path / "index").read_bytes().partition(b"\n")
-    verify(path / "index", b"%d" % zlib.crc32(text) == checksum)
-    return path, json.loads(text)
-
-
-def verify(path, is_intact):
-    if not is_intact:
-        raise OSError(f"{path} is damaged: its checksum is wrong")
+    check_intact(path / "index", b"%d" % zlib.crc32(text) == checksum)
+    index = json.loads(text)
+    index["extra"] = unpack(index["extra"])
+    return path, index
 
 
 # --------------------------------------------------------------------------------------------------
 # 5. The library: checks, state_dicts, and the pieces of a flattened tensor of ZeRO or FSDP.
 
 
-def check(name, whole, box, expected):
+def check_intact(path, is_intact):
+    if not is_intact:
+        raise OSError(f"{path} is damaged: its checksum is wrong")
+
+
+def check_extra(extra):
+    try:
+        unpack(pack(extra))
+    except Exception as error:
+        raise ValueError(
+            "extra must be made of dicts, lists, tuples, sets, numbers, strings and tensors "
+            f"(torch.from_numpy makes one of an array): {error}"
+        ) from error
+
+
+def check_copies(pieces, holders, process_group):
+    """Raise ValueError on all ranks if ranks hold different values of one box."""
+    checksums = {}
+    for name, piece in named_pieces(pieces):
+        if len(holders[name, piece.box]) > 1:
+            checksums[name, piece.box] = zlib.crc32(bytes_of(piece.tensor))
+    everyone = on_all_ranks(process_group, dict, checksums)
+    for key, ranks in holders.items():
+        if len({everyone[rank].get(key) for rank in ranks}) > 1:
+            raise ValueError(
+                f"ranks {ranks} hold different values of {key}, of which one would be saved: give "
+                f"each its own name, such as {key[0]!r} + str(rank), or broadcast rank 0's before"
+            )
+
+
+def check_piece(name, whole, box, expected):
     """Raise an error if `box` of a tensor of this dtype and shape is no piece of the expected."""
     ranges = zip(box, whole[1], strict=True)
     fits = all(start >= 0 and stop <= size for (start, stop), size in ranges)

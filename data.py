@@ -33,10 +33,9 @@ Run:      python data.py --input oscar.jsonl --output-prefix my-gpt2 --append-eo
           needs the package tokenizers. Without any flags it shows a demonstration.
 Mirrors:  Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): tools/preprocess_data.py,
           IndexedDataset, GPTDataset
-Left out: input that is a pipe; splitting into sentences; blends of data sets; masks and positions
-          that restart at each document. Megatron's shuffle depends on the number of planned steps.
-          Here each epoch is shuffled by itself. The tokens after its last whole sample are not
-          used.
+Left out: input that is a pipe; splitting into sentences; blends of data sets. Megatron's shuffle
+          depends on the number of planned steps. Here each epoch is shuffled by itself. The tokens
+          after its last whole sample are not used.
 """
 
 import argparse
@@ -177,7 +176,8 @@ def read_header(name):
     if version != 1 or code not in DTYPES or sequences == 0:
         raise ValueError(
             f"{name} has version {version}, dtype code {code} and {sequences} sequences; "
-            "expected version 1, a dtype code of 1 to 8 and 1 sequence or more"
+            "expected version 1, a dtype code of 1 to 8 (DeepSpeed's 9 and 10 are not Megatron's) "
+            "and 1 sequence or more"
         )
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size != expected:
@@ -427,8 +427,8 @@ def preprocess(
     """
     files = [name and os.path.abspath(name) for name in (vocab_file, merge_file)]  # cache keys
     keys = list(dict.fromkeys(json_keys))
-    if not keys:
-        raise ValueError(f"{json_keys=} must have one key or more")
+    if not keys or isinstance(json_keys, str):
+        raise ValueError(f"{json_keys=} must be a list of one key or more, such as ['text']")
     megabytes = os.path.getsize(input) / 1e6  # an OSError if there is no such file
     if not os.path.isfile(input):
         raise ValueError(f"{input} must be a regular file: workers read parts of it")
@@ -497,6 +497,11 @@ class GPTDataset:
                 f"{sequence_length=} must be 1 to {tokens - 1}, {num_samples=} 1 or more, "
                 f"and {seed=} 0 to 4294967295"
             )
+        if indexed[0].dtype.kind not in "iu":
+            raise ValueError(
+                f"the files have {indexed[0].dtype}, which are no tokens. (DeepSpeed writes other "
+                "dtype codes than Megatron.)"
+            )
         if len(indexed) != documents:
             raise ValueError(
                 f"{len(indexed)} sequences in {documents} documents: "
@@ -549,6 +554,30 @@ class GPTDataset:
             place += 1
             offset = 0
         return np.concatenate(parts, dtype=np.int64)
+
+
+def document_fields(tokens, eod):
+    """Return (documents, positions, loss mask) of packed `tokens` (…, S), each (…, S), Megatron's.
+
+    documents    number of each token's document. An eod token belongs to the one that it ends.
+                 With --reset-attention-mask, a token sees only its own document.
+    positions    place of each token in its document, for --reset-position-ids
+    loss mask    0.0 where the *input* is eod, for --eod-mask-loss, otherwise 1.0
+
+    Each has the type of `tokens`: an array, or a tensor on the same device.
+    """
+    is_eod = np.asarray(tokens.cpu() if hasattr(tokens, "cpu") else tokens) == eod
+    documents = is_eod.cumsum(-1) - is_eod
+    here = np.arange(is_eod.shape[-1])
+    starts = np.zeros_like(documents)
+    starts[..., 1:] = np.where(is_eod, here + 1, 0)[..., :-1]
+    positions = here - np.maximum.accumulate(starts, axis=-1)
+    fields = (documents, positions, (~is_eod).astype(np.float32))
+    if hasattr(tokens, "new_tensor"):
+        import torch
+
+        return tuple(torch.from_numpy(field).to(tokens.device) for field in fields)
+    return fields
 
 
 def part_of_batch(step, size, rank=0, ranks=1):

@@ -106,7 +106,7 @@ class GPT:
 
     `given` is the true number of parameters, if it differs from the number that follows from the
     sizes. In a mixture of experts, each block has `experts` MLPs and a router, and each token uses
-    `top_k` of the MLPs.
+    `top_k` of the MLPs. `ffn` is the hidden size of an MLP, divided by h.
     """
 
     layers: int
@@ -117,6 +117,7 @@ class GPT:
     given: float | None = None
     experts: int = 1
     top_k: int = 1
+    ffn: float = 4.0
 
     def __post_init__(self):
         sizes = (self.layers, self.hidden, self.heads, self.vocab, self.sequence, self.top_k)
@@ -134,7 +135,7 @@ class GPT:
         return self.given * (count / from_sizes.parameters())
 
     def block(self, tp=1, ep=1):
-        """12h² + 13h: qkv 3h² + 3h, projection h² + h, norms 4h, MLP 8h² + 5h.
+        """12h² + 13h: qkv 3h² + 3h, projection h² + h, norms 4h, MLP 8h² + 5h (with ffn = 4).
 
         With E experts there are E/ep MLPs and a router of hE. tp splits everything but the norms,
         the router, and the biases of row-parallel layers.
@@ -143,7 +144,7 @@ class GPT:
         qkv = (3 * h**2 + 3 * h) / tp
         projection = h**2 / tp + h
         norms = 4 * h
-        mlp = (8 * h**2 + 4 * h) / tp + h
+        mlp = self.ffn * (2 * h**2 + h) / tp + h
         mlps = mlp * self.experts / ep
         if self.experts > 1:
             mlps += h * self.experts
@@ -170,27 +171,41 @@ MODELS = {
 }
 
 
-def gpt_of(parameters, sequence=2048, vocab=50257):
+def gpt_of(parameters, sequence=2048, vocab=50257, experts=1, top_k=1):
     """A GPT with this many parameters and a common shape: l layers, l heads of size 128.
 
-    So h = 128l, and the number of parameters is about 12lh² = 12·128²·l³. This equation gives l,
-    which is rounded to a multiple of 8.
+    Up to 16 experts are whole MLPs of 4h, as in Mixtral. More experts are smaller, so that the
+    top_k that a token uses have 4h together, as in DeepSeek-V3 and Qwen3. A layer has about
+    h²(4 + 2·ffn·experts) parameters, with h = 128l. This equation gives l, which is rounded to a
+    multiple of 8.
     """
-    exact = (parameters / (12 * 128**2)) ** (1 / 3)
+    ffn = 4 if experts <= 16 else 4 / top_k
+    exact = (parameters / (128**2 * (4 + 2 * ffn * experts))) ** (1 / 3)
     layers = max(8, 8 * round(exact / 8))
-    return GPT(layers, 128 * layers, layers, vocab, sequence, given=parameters)
+    return GPT(
+        layers,
+        128 * layers,
+        layers,
+        vocab,
+        sequence,
+        given=parameters,
+        experts=experts,
+        top_k=top_k,
+        ffn=ffn,
+    )
 
 
 def lora_states(model, ranks=1, r=8, quantize=False):
     """Model states with LoRA, or with QLoRA if `quantize`. FSDP splits all of them over `ranks`.
 
     A matrix of d × k gets r(d + k) trained elements. These are 4hr for qkv and 2hr for the
-    projection, and 5hr for each of the two matrices of an MLP. QLoRA quantizes the matrices to NF4,
-    which takes 4.127 bits with its scales (Dettmers et al. 2023, section 3). All else has 16 bits.
+    projection, and (1 + ffn)hr for each of the two matrices of an MLP. QLoRA quantizes the matrices
+    to NF4, which takes 4.127 bits with its scales (Dettmers et al. 2023, section 3). All else has
+    16 bits.
     """
     h = model.hidden
-    trained = model.layers * h * r * (6 + 10 * model.experts)
-    matrices = model.scaled(model.layers * h**2 * (4 + 8 * model.experts))
+    trained = model.layers * h * r * (6 + 2 * (1 + model.ffn) * model.experts)
+    matrices = model.scaled(model.layers * h**2 * (4 + 2 * model.ffn * model.experts))
     frozen = 2 * model.parameters()
     if quantize:
         frozen -= (2 - 4.127 / 8) * matrices
@@ -225,8 +240,8 @@ def activations(
     replicated = (4 * element + 2 * masks) * sbh
     if sequence_parallel:
         replicated /= tp
-    # q, k, v, the projection's input; in each MLP the inputs of GELU and the second matrix, 4h each
-    split = (4 + 8 * model.top_k) * element * sbh
+    # q, k, v, the projection's input; in each MLP the inputs of GELU and the second matrix
+    split = (4 + 2 * model.ffn * model.top_k) * element * sbh
     # the output of softmax, and the output and mask of dropout: 5as²b bytes
     bytes_per_score = element * (1 + masks) + masks
     scores = model.heads * model.sequence**2 * micro_batch * bytes_per_score
@@ -803,7 +818,8 @@ def room(model, technique, gpus, memory):
         return is_full(replace(model, sequence=n))
 
     def is_full_with_millions(n):
-        return is_full(gpt_of(1e6 * n, model.sequence, model.vocab))
+        shape = (model.sequence, model.vocab, model.experts, model.top_k)
+        return is_full(gpt_of(1e6 * n, *shape))
 
     # The numbers start at 1, so the index of the first that does not fit is the last that fits.
     numbers = range(1, 2**40)
@@ -907,11 +923,12 @@ def parse_arguments():
 
 
 def model_of(flags):
-    model = MODELS[flags["model"]] if "model" in flags else DEMO
+    names = ("sequence", "experts", "top_k")
+    given = {name: flags[name] for name in names if name in flags}
     if "parameters" in flags:
-        model = gpt_of(flags["parameters"])
-    changes = {name: flags[name] for name in ("sequence", "experts", "top_k") if name in flags}
-    return replace(model, **changes)
+        return gpt_of(flags["parameters"], **given)
+    model = MODELS[flags["model"]] if "model" in flags else DEMO
+    return replace(model, **given)
 
 
 def report(flags):

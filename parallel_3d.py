@@ -535,7 +535,8 @@ class Trainer:
 FIXED = ("model", "optimizer", "seed", "global_batch_size", "sequence_length", "dropout")
 
 
-def save(trainer, directory):
+def save(trainer, directory, background=False):
+    """Save a checkpoint. Return what checkpoint.save() returns."""
     # The number of steps determines the learning rate, the data and, if --micro-batch-size is the
     # same, the seeds of dropout. Another size may use seeds of earlier steps again.
     extra = {
@@ -544,7 +545,7 @@ def save(trainer, directory):
         "tolerance": trainer.tolerance,
         "scaler": trainer.scaler.state_dict(),
     }
-    checkpoint.save(directory, pieces_of(trainer), extra)
+    return checkpoint.save(directory, pieces_of(trainer), extra, background=background)
 
 
 @torch.no_grad()
@@ -740,6 +741,7 @@ FLAGS = {
     },
     "--save": {"metavar": "DIR", "help": "save checkpoints in DIR; continue from one in DIR"},
     "--save-interval": number(100, "steps between checkpoints", "STEPS"),
+    "--save-background": switch("train on while a thread writes a checkpoint"),
     "--load": {
         "metavar": "DIR",
         "help": "continue from DIR, unless the --save DIR has a checkpoint",
@@ -864,6 +866,7 @@ class Run:
         self.times = []  # seconds of each step
         self.plain_times = []  # seconds of each step on one device
         self.differences = []  # largest absolute differences from one device
+        self.pending = None  # a checkpoint that a thread writes
         try:
             self.begin(tp, pp)
         except (OSError, ValueError) as error:
@@ -949,14 +952,25 @@ class Run:
         steps = self.trainer.steps
         stop = torch.tensor(len(self.session.signals), device=self.session.device)
         dist.all_reduce(stop)
-        if stop or steps == args.steps or steps % args.save_interval == 0:
-            try:
-                save(self.trainer, args.save)
-                reason = ", stopped by a signal" if stop else ""
-                self.line("saved", f"{args.save} after step {steps}{reason}")
-            except OSError as error:  # all ranks raise it, and go on training
-                self.line("NOT saved", f"after step {steps}: {error}")
+        is_last = bool(stop) or steps == args.steps
+        if is_last or steps % args.save_interval == 0:
+            if self.pending is not None:
+                self.attempt(self.pending.wait, "in the background")
+            reason = ", stopped by a signal" if stop else ""
+            background = args.save_background and not is_last
+            writer = partial(save, self.trainer, args.save, background)
+            self.attempt(writer, f"after step {steps}{reason}")
         return bool(stop)
+
+    def attempt(self, write, when):
+        """Call write(). If it raises an OSError, all ranks raise it, and they go on training."""
+        try:
+            self.pending = write()
+        except OSError as error:
+            self.line("NOT saved", f"{when}: {error}")
+        else:
+            label = "saved" if self.pending is None else "saving"
+            self.line(label, f"{self.args.save} {when}")
 
     def show_progress(self, loss, norm):
         """Print a line, and write the step's metrics."""

@@ -74,6 +74,7 @@ import json
 import math
 import os
 import sys
+import zlib
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -565,9 +566,25 @@ def pieces_of(trainer):
     return pieces
 
 
-def save(trainer, directory):
-    extra = {"model": trainer.args.model, "step": trainer.steps}
-    checkpoint.save(directory, pieces_of(trainer), extra)
+# The arguments that decide what one device computes. Another grid computes the same.
+FIXED = ("model", "seed", "batch_size", "microbatches", "sequence_length")
+FIXED += ("lr", "clip_grad", "aux_weight", "data_checksum")
+
+
+def save(trainer, directory, background=False):
+    fixed = {name: getattr(trainer.args, name, None) for name in FIXED}
+    extra = {"model": trainer.args.model, "step": trainer.steps, "fixed": fixed}
+    checkpoint.save(directory, pieces_of(trainer), extra, background=background)
+
+
+def check_same_run(args, directory):
+    """Raise ValueError if the run in `directory` computes something else than this one."""
+    _, index = checkpoint.open_latest(Path(directory))
+    for name, stored in index["extra"]["fixed"].items():
+        value = getattr(args, name)
+        if value != stored:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {value}: the run in {directory} has {stored}")
 
 
 @torch.no_grad()
@@ -661,6 +678,7 @@ FLAGS = {
     "--recompute": {"action": "store_true", "help": "blocks' activations in backward"},
     "--metrics": {"metavar": "FILE", "help": "write a line of JSON per step to FILE"},
     "--save": {"metavar": "DIR", "help": "save a checkpoint in DIR after every step"},
+    "--save-background": {"action": "store_true", "help": "train on while a thread writes"},
     "--load": {"metavar": "DIR", "help": "continue from the checkpoint in DIR, of any grid"},
 }
 
@@ -683,6 +701,7 @@ class Session(fsdp.Demo):
             self.stop(str(error))
         if args.load and not (Path(args.load) / "latest").exists():
             self.stop(f"--load {args.load}: it has no checkpoint")
+        args.data_checksum = zlib.crc32(self.text.numpy())
         if len(self.text) <= args.sequence_length:
             self.stop(f"--data {args.data}: {len(self.text)} bytes; give more than a sequence")
         if args.idea:
@@ -852,6 +871,7 @@ def main():
     trainer = Trainer(session.config, args, session.device, session.dtype)
     if args.load:
         try:
+            check_same_run(args, args.load)
             load(trainer, args.load)
         except ValueError as error:
             session.stop(str(error))
@@ -878,7 +898,8 @@ def main():
             largest = max(largest, abs(loss - plain_loss), abs(norm - plain_norm))
             largest = max(largest, largest_difference(trainer, model))
             if args.save:
-                save(trainer, args.save)
+                is_last = number + 1 == args.steps
+                save(trainer, args.save, background=args.save_background and not is_last)
     if not times:
         session.show(f"nothing to do: {args.load} is at step {trainer.steps}")
         return 0

@@ -1,10 +1,16 @@
 """checkpoint.py: any number of ranks reads what others wrote. Nothing half-written is ever read."""
 
+import collections
 import math
+import os
+import random
+import signal
 import sys
+import threading
 from contextlib import suppress
 from unittest.mock import Mock
 
+import numpy
 import pool
 import pytest
 import torch
@@ -118,6 +124,178 @@ def test_a_shard_becomes_pieces_of_its_weight_and_of_its_state(tmp_path):
     assert torch.equal(found["weight/a"], shard.view(1, 3))
     assert torch.equal(found["exp_avg/a"], state["exp_avg"].view(1, 3))
     assert torch.equal(found["step/a"], state["step"])
+
+
+# ---- what else a run must keep
+
+
+def test_a_scheduler_continues_from_extra(tmp_path):
+    """MultiStepLR has a Counter with integer keys, which JSON would turn into strings."""
+
+    def make_scheduler():
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 4])
+
+    uninterrupted = make_scheduler()
+    uninterrupted.optimizer.step()  # or the scheduler warns
+    uninterrupted.step()
+    save(tmp_path, {}, {"scheduler": uninterrupted.state_dict()})
+    resumed = make_scheduler()
+    resumed.load_state_dict(load(tmp_path, {})["scheduler"])
+    resumed.optimizer.step()
+    for _ in range(4):
+        uninterrupted.step()
+        resumed.step()
+        assert resumed.get_last_lr() == uninterrupted.get_last_lr()
+    assert resumed.get_last_lr() == [pytest.approx(0.01)]
+
+
+EXTRAS = {
+    "integer keys": {1: {(2, 3): "a"}},
+    "tuples": (1, (2.5, None), [True]),
+    "random.getstate()": random.Random(0).getstate(),
+    "a Counter": collections.Counter({3: 1}),
+    "inf": [math.inf, -math.inf],
+    "bytes": b"\x00\xff",
+}
+
+
+@pytest.mark.parametrize("what", EXTRAS)
+def test_extra_comes_back_equal_and_of_the_same_type(what, tmp_path):
+    save(tmp_path, {}, EXTRAS[what])
+    found = load(tmp_path, {})
+    assert found == EXTRAS[what]
+    assert type(found) is type(EXTRAS[what])
+
+
+def test_extra_may_hold_tensors_and_nan(tmp_path):
+    state = torch.get_rng_state()
+    save(tmp_path, {}, {"rng": state, "loss": math.nan})
+    found = load(tmp_path, {})
+    assert torch.equal(found["rng"], state)
+    assert math.isnan(found["loss"])
+
+
+@pytest.mark.parametrize("extra", [numpy.zeros(2), range(3), Mock], ids=["array", "range", "class"])
+@pool.on(2)
+def test_extra_that_would_not_come_back_is_an_error_before_anything_is_written(extra, tmp_path):
+    save(tmp_path, {}, "good", pool.group())
+    with pytest.raises(ValueError, match="extra must be made of"):
+        save(tmp_path, {}, extra if pool.rank() == 1 else 0, pool.group())
+    assert load(tmp_path, {}, pool.group()) == "good"
+
+
+@pytest.mark.parametrize("what", ["a generator's state", "a scalar", "one row", "a NaN"])
+@pool.on(2)
+def test_ranks_with_other_values_under_one_name_are_an_error_on_all(what, tmp_path):
+    generator = torch.Generator().manual_seed(pool.rank())
+    differs = {
+        "a generator's state": generator.get_state(),
+        "a scalar": torch.tensor(float(pool.rank())),
+        "one row": Piece(ROWS[:1] + pool.rank(), [6, 5], [2, 0]),
+        "a NaN": torch.tensor([1.0, math.nan if pool.rank() else 0.0]),
+    }
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] hold different values of \('rng'"):
+        save(tmp_path, {"rng": differs[what]}, None, pool.group())
+    save(tmp_path, {f"rng {pool.rank()}": differs[what]}, None, pool.group())  # as it advises
+
+
+# ---- in the background
+
+
+@pool.on(2)
+def test_a_background_save_has_the_values_of_the_step_that_saved(tmp_path):
+    shard = torch.arange(15.0) + 15 * pool.rank()
+    pieces = {"a": flat_pieces(shard, (6, 5), 15 * pool.rank())}
+    is_copied = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        write = checkpoint.write
+        patch.setattr(checkpoint, "write", lambda *args: is_copied.wait() and write(*args))
+        handle = save(tmp_path, pieces, "step 1", pool.group(), background=True)
+        shard.zero_()  # training goes on
+        assert not (tmp_path / "latest").exists()
+        is_copied.set()
+        handle.wait()
+    found = torch.zeros(6, 5)
+    assert load(tmp_path, {"a": found}, pool.group()) == "step 1"
+    assert torch.equal(found, torch.arange(30.0).view(6, 5))
+
+
+@pool.on(3)
+def test_a_save_waits_for_the_one_before(tmp_path):
+    """Without a wait(): five saves in a row, in the background and not, leave the last two."""
+    for step in range(5):
+        mine = torch.tensor([100 * step + pool.rank()])
+        pieces = {"a": Piece(mine, [3], [pool.rank()])}
+        save(tmp_path, pieces, step, pool.group(), background=step != 2)
+    save(tmp_path, pieces, step, pool.group())
+    found = torch.zeros(3, dtype=torch.long)
+    assert load(tmp_path, {"a": found}, pool.group()) == 4
+    assert found.tolist() == [400, 401, 402]
+    numbers = {path.name for path in tmp_path.glob("[0-9]*")}
+    assert numbers == {"5", "6"}
+
+
+def write_to_a_full_disk(path, *_):
+    with open("/dev/full", "wb", buffering=0) as file:
+        file.write(b"0")
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("call", ["wait", "save"])
+@pool.on(2)
+def test_a_background_error_is_raised_on_all_ranks_at_the_next_call(call, bad_rank, tmp_path):
+    save(tmp_path, {"a": MATRIX}, "good", pool.group())
+    pieces = {"a": flattened(MATRIX, 2, pool.rank())}
+    with pytest.MonkeyPatch.context() as patch:
+        if pool.rank() == bad_rank:
+            patch.setattr(checkpoint, "write", write_to_a_full_disk)
+        handle = save(tmp_path, pieces, "lost", pool.group(), background=True)
+        again = {"wait": handle.wait, "save": lambda: save(tmp_path, pieces, 0, pool.group())}
+        with pytest.raises(OSError, match=rf"{tmp_path} was not saved: .*No space left"):
+            again[call]()
+    assert load(tmp_path, {}, pool.group()) == "good"
+    save(tmp_path, pieces, "good again", pool.group())
+    assert load(tmp_path, {}, pool.group()) == "good again"
+
+
+def test_a_process_that_ends_has_published_its_last_background_save(tmp_path):
+    child = os.fork()
+    if child == 0:
+        save(tmp_path, {"a": MATRIX}, "last", background=True)
+        threading._shutdown()  # what the interpreter calls when the main thread ends
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(load_whole(tmp_path)["a"], MATRIX)
+
+
+def test_a_process_killed_during_a_background_save_leaves_a_whole_checkpoint(tmp_path):
+    save(tmp_path, {"a": MATRIX}, "first")
+    for moment in ("write", "publish"):
+        child = os.fork()
+        if child == 0:
+            setattr(checkpoint, moment, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            save(tmp_path, {"a": -MATRIX}, "second", background=True).wait()
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert torch.equal(load_whole(tmp_path)["a"], MATRIX)
+    save(tmp_path, {"a": -MATRIX}, "second", background=True).wait()
+    assert load(tmp_path, {}) == "second"
+
+
+def test_a_background_save_holds_one_copy(tmp_path):
+    whole = torch.zeros(1000, 1000)
+    rows = whole[::2]  # not dense
+    tracked = []
+    empty = torch.empty
+
+    def tracked_empty(*args, **options):
+        tracked.append(empty(*args, **options))
+        return tracked[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", tracked_empty)
+        save(tmp_path, {"a": rows}, background=True).wait()
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tracked) == rows.nbytes
 
 
 # ---- crashes

@@ -280,6 +280,55 @@ def test_every_grid_cuts_batches_as_torch_does(size, ranks):
     assert parts == chunks + [[]] * (ranks - len(chunks))
 
 
+def as_megatron(tokens, eod):
+    """Its loop over one sequence (megatron/core/datasets/gpt_dataset.py), with all three flags."""
+    mask = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    positions = np.arange(len(tokens))
+    previous = 0
+    for i in np.flatnonzero(tokens == eod):
+        mask[i + 1 :, : i + 1] = False
+        positions[i + 1 :] -= i + 1 - previous
+        previous = i + 1
+    return mask, positions, np.where(tokens == eod, np.float32(0), np.float32(1))
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=9, max_size=9), min_size=1, max_size=3))
+def test_document_fields_are_megatrons(rows):
+    tokens = np.array(rows)
+    fields = data.document_fields(tokens, 0)
+    of_tensor = data.document_fields(torch.tensor(rows), 0)
+    for field, tensor in zip(fields, of_tensor, strict=True):
+        assert torch.equal(torch.from_numpy(field), tensor)
+    for row, documents, positions, loss_mask in zip(tokens, *fields, strict=True):
+        sees = np.tril(documents[:, None] == documents)
+        expected = as_megatron(row, 0)
+        for ours, theirs in zip((sees, positions, loss_mask), expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert np.array_equal(ours, theirs)
+
+
+def test_json_keys_as_one_string_are_an_error(folder):
+    Path("texts").write_text('{"text": "a"}')
+    with pytest.raises(ValueError, match=r"'text' must be a list"):
+        preprocess("texts", "out", json_keys="text")
+    assert [path.name for path in folder.iterdir()] == ["texts"]
+
+
+@pytest.mark.parametrize(("code", "word"), [(6, "float64"), (7, "float32"), (9, "DeepSpeed")])
+def test_dtype_codes_that_are_no_tokens_are_an_error(code, word, folder):
+    """DeepSpeed's 9 is u4. Floating-point numbers would be truncated to tokens."""
+    _, index = as_megatron_writes([[1, 2], [3]])
+    index = bytearray(index)
+    index[17] = code
+    itemsize = np.dtype(data.DTYPES.get(code, "u4")).itemsize
+    offset = 34 + 2 * 4 + 8  # of the second document
+    index[offset : offset + 8] = struct.pack("<q", 2 * itemsize)
+    Path("p.idx").write_bytes(index)
+    Path("p.bin").write_bytes(bytes(3 * itemsize))
+    with pytest.raises(ValueError, match=word):
+        GPTDataset(IndexedDataset("p"), 2, 1)
+
+
 def test_the_demonstration_leaves_nothing(tmp_path):
     done = launch([sys.executable, ROOT / "data.py"], "/", env={"RANK": "0", "TMPDIR": tmp_path})
     assert (done.returncode, done.stderr) == (0, "")

@@ -36,6 +36,35 @@ def test_parameters_are_those_published():
     assert (SEVEN_B.layers, SEVEN_B.hidden, SEVEN_B.parameters()) == (32, 4096, 7e9)
 
 
+PUBLISHED = {  # experts, top_k, layers, hidden size, of an expert, parameters, active parameters
+    "Mixtral 8x7B": (8, 2, 32, 4096, 14336, 46.7e9, 12.9e9),
+    "Mixtral 8x22B": (8, 2, 56, 6144, 16384, 140.6e9, 39.1e9),
+    "Qwen3-30B-A3B": (128, 8, 48, 2048, 768, 30.5e9, 3.3e9),
+    "DeepSeek-V3": (256, 8, 61, 7168, 2048, 671e9, 37e9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_shape_of_a_mixture_is_near_the_published_one(name):
+    """An expert of Mixtral has three matrices: as many elements as two of 1.5 times the size."""
+    experts, top_k, layers, hidden, ffn, parameters, active = PUBLISHED[name]
+    published = GPT(layers, hidden, hidden // 128, 50257, 2048, parameters, experts, top_k)
+    published = replace(published, ffn=1.5 * ffn / hidden)
+    guessed = estimate.gpt_of(parameters, experts=experts, top_k=top_k)
+    assert guessed.parameters() == parameters
+    assert guessed.active_parameters() == pytest.approx(active, rel=0.2)
+    kept = [estimate.activations(model, 1, flash=True) for model in (guessed, published)]
+    assert kept[0] == pytest.approx(kept[1], rel=0.3)
+    trained = [sum(estimate.lora_states(model)) for model in (guessed, published)]
+    assert trained[0] == pytest.approx(trained[1], rel=0.3)
+
+
+def test_the_command_lines_mixture_has_the_shape_of_its_experts():
+    flags = {"parameters": 46.7e9, "experts": 8, "top_k": 2, "sequence": 4096}
+    model = estimate.model_of(flags)
+    assert (model.layers, model.hidden, model.sequence) == (32, 4096, 4096)
+
+
 def test_parameters_of_a_rank_are_those_that_parallel_3d_has():
     per_rank = [SMALL.parameters(tp, pp) for tp, pp in [(1, 4), (2, 2), (4, 1)]]
     assert per_rank == [70464, 62656, 59456]

@@ -39,6 +39,7 @@ DEFAULTS = {
     "aux_weight": 0.1,
     "recompute": False,
     "seed": 0,
+    "data_checksum": 0,
 }
 
 
@@ -160,6 +161,38 @@ def test_a_checkpoint_loads_on_another_grid(saved, loaded, tmp_path):
     assert five.largest_difference(second, plain) < 1e-12
     names = {f"weight/{name}" for name in plain.state_dict()}
     assert names <= set(checkpoint.load_whole(tmp_path))
+
+
+@pool.on(4)
+def test_a_checkpoint_of_a_run_that_computes_something_else_is_refused_by_name(tmp_path):
+    """One device would compute other losses, and the run would end in "NOT equal"."""
+    five.save(make_trainer(make_args()), tmp_path)
+    five.check_same_run(make_args(cp=2, schedule="gpipe"), tmp_path)
+    changes = {"seed": 1, "batch_size": 4, "microbatches": 1, "sequence_length": 8}
+    changes |= {"lr": 0.1, "clip_grad": 1.0, "aux_weight": 0.0, "model": "llama-tiny"}
+    for name, value in changes.items():
+        flag = name.replace("_", "-")
+        with pytest.raises(ValueError, match=f"--{flag} {value}: the run in .* has"):
+            five.check_same_run(make_args(**{name: value}), tmp_path)
+
+
+def test_a_run_killed_while_it_saves_in_the_background_goes_on(tmp_path):
+    """It is killed before the files of step 2 are renamed, so it goes on from step 1."""
+    flags = f"--tp 2 --ep 2 --save {tmp_path}/saved --save-background --steps 3"
+    flags += " --batch-size 4 --sequence-length 8"
+    text = (ROOT / "parallel_5d.py").read_text()
+    dies = """if number == 1:
+                checkpoint.unfinished.popitem()[1].wait()
+                checkpoint.sync = lambda *_: os._exit(9)
+            batch = session.batch("""
+    (tmp_path / "dies.py").write_text(text.replace("batch = session.batch(", dies, 1))
+
+    killed = fork(tmp_path / "dies.py", *flags.split(), ranks=2)
+    done = fork(ROOT / "parallel_5d.py", *flags.split(), f"--load={tmp_path}/saved", ranks=2)
+
+    assert killed.returncode == 9
+    assert done.returncode == 0, done.stderr
+    assert f"loaded      {tmp_path}/saved after step 1" in done.stdout
 
 
 def test_a_killed_run_goes_on_from_its_last_step(tmp_path):
