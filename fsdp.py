@@ -167,7 +167,6 @@ class ShardedParameter:
         # a counter of its own.
         self.unsharded = nn.Parameter(self.view(group.unsharded).data, original.requires_grad)
         self.sharded._sharded_parameter = self
-        original._sharded_parameter = self
 
     def view(self, flat):
         """Return its part of `flat`, which has the layout of `unsharded`."""
@@ -237,6 +236,7 @@ class ParameterGroup:
         if self.gather_handle is None:
             return
         self.gather_handle.wait()  # it may still run
+        check_unsharded(self)
         for parameter in self.parameters:
             parameter.set_on_modules(parameter.sharded)
         if free:
@@ -349,6 +349,8 @@ class Unit:
         """Reshard. Register pre_backward to run when backward reaches an output."""
         for tensor in tensors_in(output):  # those with a graph
             tensor.register_hook(self.pre_backward)
+        # Autocast would keep 16-bit copies of whole parameters, and use them in the next forward.
+        torch.clear_autocast_cache()
         # After a recomputation it stays unsharded: its backward follows.
         if not in_backward():
             self.reshard(free=self.settings.reshard_after_forward or not torch.is_grad_enabled())
@@ -429,6 +431,7 @@ class Schedule:
         """Have autograd call finish_backward() when the backward that is running ends."""
         if not self.backward_is_running:
             self.backward_is_running = True
+            self.drop_zeroed_gradients()
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     def finish_reduce(self):
@@ -443,7 +446,14 @@ class Schedule:
             unit.start_reduce()  # of what no_sync() kept, if this backward did not reach the unit
         self.finish_reduce()
         self.reshard_all()
+        self.mark_kept_gradients()
         self.backward_is_running = False
+
+    def drop_zeroed_gradients(self):
+        drop_zeroed_gradients(self.units)
+
+    def mark_kept_gradients(self):
+        mark_kept_gradients(self.units)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -452,8 +462,11 @@ class Schedule:
 # - Freeze parameters and inject LoRA before fully_shard: gradients of frozen ones are not sent.
 # - Parameters get the values of rank 0, after reset_parameters() if they are on the meta device.
 #   They move to the GPU if the group has only NCCL. Buffers are neither moved nor synchronized.
-# - Only the forward of a unit sees whole parameters, and what it writes into them is lost. If
-#   `self.pos` is a unit, call `self.pos(x)`: outside, `self.pos.weight` is a shard.
+# - Initialize parameters before fully_shard. On shards, most of nn.init is an error, but
+#   nn.init.eye_ and .data.normal_() are silently wrong.
+# - Only the forward of a unit sees whole parameters, and it must not write to them. If `self.pos`
+#   is a unit, call `self.pos(x)`: outside, `self.pos.weight` is a shard. A backward through a shard
+#   is an error. Without a backward, torch.norm(self.pos.weight) is silently that of the shard.
 # - A unit returns tensors in lists, tuples, dicts or dataclasses. Backward from a tensor in another
 #   object, such as a cache, is an error.
 # - A matrix becomes a shard of shape (1, n), and n may be 0. The optimizer must be elementwise, as
@@ -508,7 +521,7 @@ def fully_shard(
     settings = Settings(
         axes, reshard_after_forward, mp_policy, offload_policy is not None, divide_factor
     )
-    check_module(module)
+    check_module(module, mp_policy.param_dtype)
     unit = Unit(make_groups(module, settings), settings)
     Schedule([unit, *units_of(module)])  # replaces those of inner units
     module.register_forward_pre_hook(unit.pre_forward, prepend=True, with_kwargs=True)
@@ -539,7 +552,10 @@ def context(module, name):
 
 
 def no_sync(module):
-    """Send nothing: add up gradients, in T more elements. The next backward outside sends them."""
+    """Send nothing: add up gradients, in T more elements. The next backward outside sends them.
+
+    Until then, .grad is NaN if it was None. If it is cleared, the gradients kept here are, too.
+    """
     return context(module, "no_sync")
 
 
@@ -552,26 +568,39 @@ def keep_unsharded(module):
 
 
 @torch.no_grad()
-def clip_grad_norm_(module, max_norm, *, counted=None, process_groups=()):
+def clip_grad_norm_(module, max_norm, norm_type=2.0, *, counted=None, process_groups=()):
     """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
-    Return the norm that they had before, in float64. If the model is split otherwise, too, give
-    those `process_groups`. counted(parameter) must be True on one of their ranks with a copy.
+    Return the norm that they had before, in float64. `norm_type` is PyTorch's, such as `torch.inf`.
+    If the model is split otherwise, too, give those `process_groups`. counted(parameter) must be
+    True on one of their ranks with a copy.
     """
-    total = 0.0  # then a tensor
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: give a positive number, or inf")
+    norms = {}  # {process group: those of this rank's gradients}
     for name, sharded in module.named_parameters():
         group = sharded_parameter(name, sharded).group
-        square = group.unsharded.new_zeros((), dtype=torch.float64)
-        if sharded.grad is not None:  # abs() makes complex numbers real
-            square += sharded.grad.abs().norm(dtype=torch.float64) ** 2
-        dist.all_reduce(square, group=group.process_group)
-        if counted is None or counted(sharded):
-            total = total + square
+        zero = group.unsharded.new_zeros((), dtype=torch.float64)
+        own = norms.setdefault(group.process_group, [zero])
+        if sharded.grad is not None and sharded.numel() and (counted is None or counted(sharded)):
+            gradient = sharded.grad.abs()  # real, if it was complex
+            norm = torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64)
+            own.append(norm.to(zero.device))
+    total = [norm_over_ranks(own, norm_type, group) for group, own in norms.items()]
     for process_group in process_groups:
-        dist.all_reduce(total, group=process_group)
-    norm = total.sqrt()
-    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, norm)
-    return norm
+        total = [norm_over_ranks(total, norm_type, process_group)]
+    total_norm = torch.linalg.vector_norm(torch.stack(total), norm_type)
+    nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total_norm)
+    return total_norm
+
+
+def norm_over_ranks(norms, norm_type, process_group):
+    """Return the norm of all ranks' `norms`. Unlike an all-reduce, a gather keeps NaN in any."""
+    own = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    gathered = own.new_empty(dist.get_world_size(process_group))
+    all_gather_single(gathered, own.view(1), group=process_group)
+    return torch.linalg.vector_norm(gathered, norm_type)
 
 
 def sharded_parameter(name, sharded):
@@ -596,11 +625,29 @@ def choose_axes(mesh, process_group, replicate_group):
     return [None if group is dist.group.WORLD else group for group in axes]
 
 
-def check_module(module):
+def check_module(module, param_dtype):
     if type(module).forward is nn.Module.forward:
         raise ValueError(f"{type(module).__name__} has no forward; shard its children")
     if hasattr(module, "_fsdp_unit"):
         raise ValueError(f"{type(module).__name__} is a unit already")
+    for path, child in module.named_modules():
+        name = f"{path or 'the unit'} ({type(child).__name__})"
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
+            raise ValueError(f"{name} has max_norm: each rank's forward would change other rows")
+        weight = child._parameters.get("weight")
+        statistics = child._buffers.get("running_mean")
+        is_affine = weight is not None and statistics is not None
+        if is_affine and not hasattr(weight, "_sharded_parameter"):
+            check_statistics(name, statistics.dtype, param_dtype)
+
+
+def check_statistics(name, dtype, param_dtype):
+    """The kernels of BatchNorm want parameters of their dtype."""
+    if param_dtype not in (None, dtype):
+        raise ValueError(
+            f"{name} has running statistics of {dtype}, but would get parameters of {param_dtype}; "
+            "first call fully_shard on it alone, without mp_policy"
+        )
 
 
 def make_groups(module, settings):
@@ -609,9 +656,13 @@ def make_groups(module, settings):
     first = next(itertools.chain(*by_kind.values()), torch.empty(0))
     device = device_for(first.device, dist.get_backend_config(settings.axes[0]))
     module.apply(functools.partial(materialize, device))
-    groups = [ParameterGroup(originals, settings, device) for originals in by_kind.values()]
-    for group in groups:
+    groups = []
+    for originals in by_kind.values():
+        group = ParameterGroup(originals, settings, device)
         fill_shard(group, settings.axes)
+        for parameter, original in zip(group.parameters, originals, strict=True):
+            refuse_other_uses(parameter, original)
+        groups.append(group)
     return groups
 
 
@@ -683,8 +734,9 @@ def refuse_disagreement(descriptions, axes):
         raise ValueError(f"ranks must hold the same model, but differ in {sorted(differ)}")
 
 
-def refuse_hooks(name, tensor):
-    if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+def refuse_hooks(name, tensor, own=0):
+    """`own` is the number of hooks that are ours."""
+    if len(tensor._backward_hooks or ()) > own or tensor._post_accumulate_grad_hooks:
         raise ValueError(f"{name} has hooks, which backward would not call; remove them")
 
 
@@ -771,19 +823,108 @@ def any_rank_has_gradient(parameter, total):
 
 def check_shards(group):
     """Refuse shards that the user moved or replaced, or changed while they are gathered."""
-    if group.gather_handle is not None:
-        if group.version != group.shard._version:
-            raise RuntimeError("shards changed after the gather; leave keep_unsharded() first")
-        return
-    group.version = group.shard._version  # autograd's count of the writes, but not to .data
     memory = group.shard.untyped_storage().data_ptr()
     for parameter in group.parameters:
-        module, attribute = parameter.owners[0]
-        name = f"{type(module).__name__}.{attribute}"
-        sharded = module._parameters.get(attribute)
-        if sharded is not parameter.sharded or sharded.untyped_storage().data_ptr() != memory:
-            raise ValueError(f"{name} was moved or replaced; call .to() before fully_shard")
-        refuse_hooks(name, sharded)
+        refuse_hooks(name_of(parameter), parameter.sharded, own=1)
+        if group.gather_handle is None:
+            module, attribute = parameter.owners[0]
+            sharded = module._parameters.get(attribute)
+            if sharded is not parameter.sharded or sharded.untyped_storage().data_ptr() != memory:
+                raise ValueError(
+                    f"{name_of(parameter)} was moved or replaced; call .to() before fully_shard"
+                )
+    if group.gather_handle is None:
+        group.version = group.shard._version  # autograd's count of the writes, but not to .data
+    elif group.version != group.shard._version:
+        raise RuntimeError("shards changed after the gather; leave keep_unsharded() first")
+
+
+def check_unsharded(group):
+    for parameter in group.parameters:
+        if parameter.unsharded._version:  # gathers count on `group.unsharded`
+            raise RuntimeError(
+                f"forward wrote to {name_of(parameter)}, which is lost when the unit is resharded; "
+                "write to the shard, after optimizer.step()"
+            )
+
+
+def name_of(parameter):
+    module, attribute = parameter.owners[0]
+    return f"{type(module).__name__}.{attribute}"
+
+
+# Methods of a shard that would give something else than those of the whole parameter. nn.init
+# calls the last four. The shard stays an nn.Parameter, because torch.optim is slower with others.
+NEED_THE_WHOLE = "sum mean norm std var max min expand_as view_as normal_ uniform_ bernoulli_"
+
+
+def refuse_other_uses(parameter, original):
+    """Raise if someone computes with the shard outside its unit, or with the original."""
+    name = name_of(parameter)
+
+    def refuse(*_, **__):
+        raise RuntimeError(
+            f"{name} is a shard: compute with it in the forward of its unit, and initialize it "
+            "before fully_shard, or by load_full_state_dict; .data is the shard's own tensor"
+        )
+
+    for method in NEED_THE_WHOLE.split():
+        setattr(parameter.sharded, method, refuse)
+    for leaf in (parameter.sharded, original):
+        if leaf.is_floating_point() or leaf.is_complex():
+            requires_grad = leaf.requires_grad
+            leaf.requires_grad_().register_hook(refuse)  # it may be unfrozen later
+            leaf.requires_grad_(requires_grad)
+    original._sharded_parameter = parameter
+    if type(original) is nn.Parameter:
+        original.__class__ = ReplacedParameter
+
+
+class ReplacedParameter(nn.Parameter):
+    """A whole parameter after fully_shard. A list that still has it would never see it change."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError(
+            "this parameter was replaced by fully_shard; take the one that the module has now, and "
+            "make the optimizer after fully_shard"
+        )
+
+
+# After a backward in no_sync(), .grad is NaN, so that zero_grad() has something to clear.
+
+
+def mark_kept_gradients(units):
+    for group in groups_of(units):
+        for parameter in group.collected:
+            sharded = parameter.sharded
+            parameter.has_placeholder = sharded.grad is None
+            if parameter.has_placeholder:
+                sharded.grad = torch.full_like(sharded, torch.nan)
+            parameter.marked = sharded.grad
+            parameter.marked_version = sharded.grad._version
+
+
+def drop_zeroed_gradients(units):
+    """Forget what no_sync() kept for parameters whose .grad was cleared since."""
+    for group in groups_of(units):
+        for parameter in list(group.collected):
+            gradient = parameter.sharded.grad
+            if gradient is parameter.marked and gradient._version == parameter.marked_version:
+                if parameter.has_placeholder:
+                    parameter.sharded.grad = None
+                continue
+            if gradient is not None and gradient.any():
+                raise RuntimeError(
+                    f"the gradient of {name_of(parameter)} changed while no_sync() keeps a part of "
+                    "it; clip or unscale after the last backward"
+                )
+            group.collected.remove(parameter)
+            parameter.view(group.gradients).fill_(NO_GRADIENT)
+
+
+def groups_of(units):
+    return [group for unit in units for group in unit.groups]
 
 
 def refuse_copy(memo):

@@ -231,6 +231,116 @@ def test_after_a_forward_that_raised_a_state_dict_is_loaded_and_training_goes_on
     train(ours, plain, steps=1)
 
 
+# ---- Accumulation
+
+
+def clear_by_hand(model, _):
+    for shard in model.parameters():
+        shard.grad = None
+
+
+CLEAR = {
+    "the optimizer, to None": lambda model, optimizer: optimizer.zero_grad(),
+    "the optimizer, to zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "the module": lambda model, optimizer: model.zero_grad(),
+    "hand": clear_by_hand,
+    "one layer": lambda model, optimizer: model[0].zero_grad(),
+}
+
+
+@pytest.mark.parametrize("how", CLEAR)
+@pytest.mark.parametrize("is_before", [True, False], ids=["before forward", "before backward"])
+@pool.on(2)
+def test_gradients_of_no_sync_that_are_cleared_do_not_come_back(is_before, how):
+    ours, plain = blocks()
+    optimizer = adamw(ours)
+    with fsdp.no_sync(ours):
+        backward(ours, 0)
+    if is_before:
+        CLEAR[how](ours, optimizer)
+    loss = batch_loss(ours, pool.rank(), 1)
+    if not is_before:
+        CLEAR[how](ours, optimizer)
+    loss.backward()
+
+    both = copy.deepcopy(plain)
+    on_one_device(both, [0, 1])
+    on_one_device(plain, [1])
+    if how == "one layer":  # the others keep both
+        plain = nn.Sequential(plain[0], *list(both)[1:])
+    assert_same_gradients(ours, plain)
+
+
+@pytest.mark.parametrize("is_cleared", [False, True])
+@pool.on(2)
+def test_gradients_of_no_sync_join_those_that_were_sent_before(is_cleared):
+    ours, plain = blocks()
+    backward(ours, 0)
+    with fsdp.no_sync(ours):
+        backward(ours, 1)
+    if is_cleared:
+        ours.zero_grad(set_to_none=False)
+    backward(ours, 2)
+
+    on_one_device(plain, [2] if is_cleared else [0, 1, 2])
+    for shard, whole in shards_and_wholes(ours, plain):
+        expected = fsdp.shard_of(shard._sharded_parameter, whole.grad)
+        torch.testing.assert_close(shard.grad, expected)
+
+
+@pool.on(2)
+def test_clipping_before_the_last_backward_is_an_error():
+    layer = fully_shard(nn.Linear(6, 64, bias=False))
+    with fsdp.no_sync(layer):
+        backward(layer)
+    fsdp.clip_grad_norm_(layer, 1.0)
+    with pytest.raises(RuntimeError, match=r"no_sync.* clip or unscale after"):
+        backward(layer)
+
+
+# ---- Autocast
+
+
+def forward_without_grad_first(model, rank, n):
+    """As self-conditioning does, in one autocast."""
+    with torch.autocast(pool.device().type, torch.bfloat16):
+        with torch.no_grad():
+            batch_loss(model, rank, n)
+        return batch_loss(model, rank, n)
+
+
+def two_micro_batches(model, rank, n):
+    with torch.autocast(pool.device().type, torch.bfloat16):
+        batch_loss(model, rank, n + 1).backward()
+        return batch_loss(model, rank, n)
+
+
+@pytest.mark.parametrize("loss", [forward_without_grad_first, two_micro_batches])
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+@pool.on(2)
+def test_forwards_in_one_autocast_train_as_on_one_device(loss, reshard):
+    """One device adds up the gradients of a weight that autocast has cached in 16 bits."""
+    ours, plain = blocks(reshard)
+    backward(ours, loss=loss)
+    on_one_device(plain, loss=loss)
+    for shard, whole in shards_and_wholes(ours, plain):
+        expected = fsdp.shard_of(shard._sharded_parameter, whole.grad)
+        torch.testing.assert_close(shard.grad, expected, rtol=0.02, atol=1e-3)
+
+
+@pool.on(2)
+def test_autocast_keeps_no_copies_of_weights_after_a_forward():
+    ours, _ = blocks()
+    with torch.autocast(pool.device().type, torch.bfloat16), torch.no_grad():
+        ours(make_batch(0, 0))
+        before = fsdp.full_state_dict(ours)["0.one.weight"]
+        for shard in ours.parameters():
+            shard.zero_()
+        after = ours(make_batch(0, 0))
+    assert before.any()
+    assert not after.any()
+
+
 # ---- Copies of shards
 
 
@@ -376,6 +486,39 @@ def test_the_norm_of_fp16_gradients_does_not_overflow():
         assert layer.weight.grad.item() == 20000.0
 
 
+@pytest.mark.parametrize("norm_type", [1, 2.0, 3, "inf", torch.inf])
+@pool.on(3)
+def test_clipping_by_any_norm_of_pytorchs_needs_one_collective_for_each_process_group(norm_type):
+    """Each layer is a unit, and has another dtype."""
+    plain = nn.Sequential(nn.Linear(1, 3, dtype=torch.cdouble), nn.Linear(4, 4).double())
+    ours = copy.deepcopy(plain)
+    fully_shard(ours[0])
+    fully_shard(ours[1])
+    for shard, whole in shards_and_wholes(ours, plain):
+        whole.grad = whole.detach().clone()
+        shard.grad = shard.detach().clone()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    with Collectives() as seen:
+        norm = fsdp.clip_grad_norm_(ours, 0.1, norm_type)
+
+    assert [name for name, _ in seen.calls] == ["_allgather_base_"]
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    for shard, whole in shards_and_wholes(ours, plain):
+        whole_shard = fsdp.shard_of(shard._sharded_parameter, whole.grad)
+        torch.testing.assert_close(shard.grad, whole_shard, rtol=1e-12, atol=0)
+
+
+@pool.on(2)
+def test_a_nan_on_one_rank_makes_the_norm_nan_on_every_rank():
+    layer = fully_shard(nn.Linear(40, 1))
+    for shard in layer.parameters():
+        shard.grad = torch.ones_like(shard)
+    if pool.rank():  # which has no element of the weight
+        layer.bias.grad.fill_(torch.nan)
+    for norm_type in (2.0, torch.inf):
+        assert fsdp.clip_grad_norm_(layer, 1.0, norm_type).isnan()
+
+
 BF16 = torch.bfloat16
 
 
@@ -511,6 +654,89 @@ def hook_on_a_shard(unit):
     unit(make_batch(0, 0))
 
 
+def hook_after_forward(unit):
+    with fsdp.keep_unsharded(unit):
+        y = unit(make_batch(0, 0))
+        unit.bias.register_hook(torch.neg)
+        y.sum().backward()
+
+
+def hook_on_the_node_that_accumulates(unit):
+    torch.autograd.graph.register_multi_grad_hook(list(unit.parameters()), print)
+
+
+def embedding_with_max_norm(_):
+    model = nn.Sequential(nn.Embedding(4, 2), nn.EmbeddingBag(4, 2, max_norm=1.0))
+    fully_shard(model)
+
+
+def batch_norm_in_bf16(_):
+    policy = fsdp.MixedPrecisionPolicy(BF16)
+    model = make_model("batchnorm")
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+
+
+def initialized_after_sharding(unit):
+    nn.init.xavier_normal_(unit.weight)
+
+
+def norm_of_a_shard(unit):
+    with torch.no_grad():
+        unit.weight.norm()
+
+
+def penalty_on_a_shard(unit):
+    unit.requires_grad_(False)  # the hook is there as well when it is unfrozen later
+    unit.requires_grad_()
+    (unit.weight**2).sum().backward()
+
+
+class Keeps(nn.Linear):
+    """Also has its weight in a list."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.kept = [self.weight]
+
+
+def parameter_in_a_list(_):
+    layer = fully_shard(Keeps())
+    with torch.no_grad():
+        layer.kept[0] + 1
+
+
+def view_of_a_parameter(_):
+    layer = nn.Linear(6, 6)
+    view = layer.weight.T
+    fully_shard(layer)
+    (make_batch(0, 0) @ view).sum().backward()
+
+
+def optimizer_made_before(_):
+    layer = nn.Linear(6, 6)
+    optimizer = adamw(layer)
+    fully_shard(layer)
+    backward(layer)
+    optimizer.step()
+
+
+class Writes(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def write_in_forward(_):
+    layer = fully_shard(Writes(6, 6))
+    layer(make_batch(0, 0))
+
+
+def norm_type_zero(unit):
+    fsdp.clip_grad_norm_(unit, 1.0, 0)
+
+
 def moved(unit):
     unit.double()
     unit(make_batch(0, 0))
@@ -548,6 +774,18 @@ WRONG = {
     tied_to_another_unit: r"second\.weight is tied",
     fully_shard: "already",
     hook_on_a_shard: "bias has hooks",
+    hook_after_forward: "bias has hooks",
+    hook_on_the_node_that_accumulates: "weight is a shard",
+    embedding_with_max_norm: r"1 \(EmbeddingBag\) has max_norm",
+    batch_norm_in_bf16: r"1 \(BatchNorm1d\) has running statistics of torch.float32",
+    initialized_after_sharding: "weight is a shard.* before fully_shard",
+    norm_of_a_shard: "weight is a shard",
+    penalty_on_a_shard: "weight is a shard",
+    parameter_in_a_list: "replaced by fully_shard",
+    view_of_a_parameter: "weight is a shard",
+    optimizer_made_before: "make the optimizer after",
+    write_in_forward: "forward wrote to Writes.weight",
+    norm_type_zero: "positive number, or inf",
     moved: r"Linear\.weight was moved",
     changed_in_keep_unsharded: "keep_unsharded",
     nn.Module.state_dict: "full_state_dict",
